@@ -1,0 +1,57 @@
+# `make demo`, `make test`, `make lint`: each makes its own environment in .venv on the first run.
+# Arguments go through ARGS:  make demo ARGS=--quick    make test ARGS="tests/eval -x"
+
+PYTHON ?= python3.11
+ARGS ?=
+# Test processes side by side; each computes on one thread.
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Absolute addresses of package indexes stay out of this repository: pip uses those it is
+# configured with (see constraints.txt on choosing a build of torch).
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
+
+demo: $(READY) ## the whole job on the embedded reasoner: label, train, evaluate, generate
+	$(BIN)/ospruner demo $(ARGS)
+
+test: $(READY) ## every test but the minutes-long ones
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) $(ARGS)
+
+test-slow: $(READY) ## the minutes-long tests
+	$(BIN)/pytest -m slow $(ARGS)
+
+lint: $(READY) ## ruff, mypy and the import floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/project/test_floors.py
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove caches and build products (not .venv, not runs/)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+# The stamp is older than pyproject.toml or constraints.txt when either changed: install again.
+# An environment whose creation broke off has no stamp and is completed by the next run.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || test -x $(BIN)/python || \
+		{ echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt setuptools
+	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@

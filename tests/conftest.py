@@ -1,0 +1,149 @@
+"""What all tests share: no network, a throw-away Hub cache, tiny models made from configs.
+
+The variables are set before anything imports huggingface_hub, which reads them once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+# pytest-xdist's workers inherit the controller's cache and leave its removal to it.
+_OWNS_HF_HOME = "PYTEST_XDIST_WORKER" not in os.environ
+if _OWNS_HF_HOME:
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="ospruner-hf-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "Agg"
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+
+def pytest_unconfigure() -> None:
+    """Removes the throw-away Hub cache."""
+    if _OWNS_HF_HOME:
+        shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def repo_dir() -> Path:
+    """The root of the working tree under test."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of data too big for the repository: $OSPRUNER_SHARED, else `../shared`."""
+    given = os.environ.get("OSPRUNER_SHARED")
+    path = Path(given) if given else REPO.parent / "shared"
+    if not path.is_dir():
+        pytest.skip(f"no shared data: set OSPRUNER_SHARED to its folder ({path} does not exist)")
+    return path
+
+
+TINY_CORPUS = (
+    "Ann has 3 apples and buys 4 more.\n\nSo 3 + 4 = 7.\n\nWait, let me check: 7 - 4 = 3.\n\n"
+    "The answer is 7.\n\n**Final answer**\n\\boxed{7}\n",
+    "First, x = 12.\nThen 12 * 2 = 24, and\n\n\n24 - 5 = 19.\n\nAlternatively, 19 + 5 = 24.\n\n",
+)
+TINY_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    r"""A byte-level BPE with Qwen2's split regex, in which "\n\n" and ".\n\n" are single tokens.
+
+    `<think>` and `</think>` are one id each and, as in R1-Distill, not special (decoding keeps
+    them); `<|end|>` ends a text. The chat template opens the thinking as R1's does.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    qwen2_split = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(qwen2_split), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        min_frequency=2,
+        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TINY_CORPUS * 2, trainer)
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+    fast.chat_template = TINY_CHAT_TEMPLATE
+    return fast
+
+
+def _make_tiny_base(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def tiny_base(tiny_tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """A random 4-layer Qwen2 (hidden size 32) for `tiny_tokenizer`: fp32, eval mode, fixed seed.
+
+    Its weights are spread wider than the default, so that its logits differ clearly between
+    tokens and greedy decoding does not hang on ties. Made anew for each test.
+    """
+    return _make_tiny_base(tiny_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_base_dir(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder holding `tiny_base` and its tokenizer, for tests that load by path."""
+    path = tmp_path_factory.mktemp("tiny-base")
+    _make_tiny_base(tiny_tokenizer).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return path
