@@ -1,0 +1,122 @@
+"""Training examples of the toy reasoner: token ids and the weight of each token in the loss."""
+
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+
+from .fallible_reasoner import write_trace
+from .problems import ToyProblem, draw_problem
+
+CUT_SHARE = 0.45
+"""Share of examples cut at a random paragraph and followed by the forced answer."""
+
+ANSWER_WEIGHT = 3.0
+"""Weight of an answer token in the loss; a thinking token weighs one."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenised example.
+
+    Attributes:
+        ids: (S,) token ids, prompt first.
+        weights: (S,) weight of each token as a prediction target; 0 for the prompt and for
+            everything that is forced after a cut.
+    """
+
+    ids: NDArray[np.int16]
+    weights: NDArray[np.float32]
+
+
+def draw_training_problem(rng: Random, max_steps: int, with_product: bool) -> ToyProblem:
+    """Draw a problem of the `reasoner` split: never one that a policy is trained or tested on."""
+    while True:
+        problem = draw_problem(rng, max_steps, with_product)
+        if problem.split == "reasoner":
+            return problem
+
+
+def build_example(
+    tokenizer: PreTrainedTokenizerFast, problem: ToyProblem, rng: Random
+) -> list[tuple[str, float]]:
+    """Write one example as (text, loss weight) pieces.
+
+    The answer after a cut is the one that the reasoner holds there, exactly as at the natural
+    end; where it holds none yet (no attempt finished) it is the right one, to be guessed.
+    """
+    message = f"{problem.problem} {DEEPSEEK_R1.user_instruction}"
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    )
+    trace = write_trace(problem, rng)
+    end = "<|im_end|>"
+    if rng.random() < CUT_SHARE:
+        cut = rng.randint(0, len(trace.paragraphs)) if rng.random() < 0.95 else 0
+        thinking = "".join(f"{text}\n\n" for text in trace.paragraphs[:cut])
+        belief = trace.beliefs[cut - 1] if cut else None
+        answer = problem.answer if belief is None else belief
+        forced = DEEPSEEK_R1.closing + DEEPSEEK_R1.box_prefix
+        return [(prompt, 0.0), (thinking, 1.0), (forced, 0.0), (f"{answer}}}{end}", ANSWER_WEIGHT)]
+    thinking = "\n\n".join(trace.paragraphs) + "\n"
+    answer = trace.beliefs[-1] if trace.beliefs[-1] is not None else problem.answer
+    opening = rng.choice(("", "", "The answer is "))
+    closing = DEEPSEEK_R1.think_end + "\n\n" + opening
+    tail = "}." if opening else "}"
+    return [
+        (prompt, 0.0),
+        (thinking, 1.0),
+        (closing, 1.0),
+        (DEEPSEEK_R1.box_prefix, 1.0),
+        (f"{answer}{tail}{end}", ANSWER_WEIGHT),
+    ]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, pieces: list[tuple[str, float]]) -> Example:
+    """Tokenise the pieces one by one (forced text meets the model as separate ids too)."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for text, weight in pieces:
+        piece = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        ids += piece
+        weights += [weight] * len(piece)
+    return Example(np.array(ids, np.int16), np.array(weights, np.float32))
+
+
+def draw_examples(
+    tokenizer: PreTrainedTokenizerFast, count: int, seed: str, max_steps: int, with_product: bool
+) -> list[Example]:
+    """Draw `count` examples in an order fixed by `seed`."""
+    rng = Random(seed)
+    examples = []
+    for _ in range(count):
+        problem = draw_training_problem(rng, max_steps, with_product)
+        examples.append(encode(tokenizer, build_example(tokenizer, problem, rng)))
+    return examples
+
+
+def batches_by_length(
+    examples: list[Example], batch_tokens: int, rng: Random
+) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """Group examples of similar length into right-padded batches of about `batch_tokens`.
+
+    Returns:
+        Batches in random order: ids (B, S) padded with 0 and weights (B, S) padded with 0.
+    """
+    ordered = sorted(examples, key=lambda e: len(e.ids))
+    batches = []
+    while ordered:
+        longest = len(ordered[-1].ids)
+        rows = [ordered.pop() for _ in range(min(len(ordered), max(1, batch_tokens // longest)))]
+        ids = np.zeros((len(rows), longest), np.int64)
+        weights = np.zeros((len(rows), longest), np.float32)
+        for index, row in enumerate(rows):
+            ids[index, : len(row.ids)] = row.ids
+            weights[index, : len(row.ids)] = row.weights
+        batches.append((ids, weights))
+    rng.shuffle(batches)
+    return batches

@@ -1,0 +1,222 @@
+"""The recipe of the embedded reasoner: `ospruner toy train`.
+
+A Qwen2 of 1.3 M parameters, trained from scratch: Muon on the matrices, AdamW on the rest, chains
+that grow longer (curriculum), a constant learning rate with a linear decay at the end. Batches
+are a function of (seed, step), so a run that was stopped continues where it was.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
+from .tokenizer import VOCABULARY_SIZE, train_tokenizer
+
+CHUNK_EXAMPLES = 2048
+"""Examples drawn at a time and sorted by length; the unit of resuming."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of one training run of the reasoner.
+
+    Attributes:
+        tokens: Length of the run, in tokens seen (prompt and padding included).
+        batch_tokens: Tokens in a batch, padding included.
+        muon_learning_rate: Peak learning rate of the weight matrices.
+        adam_learning_rate: Peak learning rate of embeddings and norms.
+        warmup: Share of the run that the learning rate rises.
+        decay: Share of the run that the learning rate falls, at the end.
+        seed: Seed of the weights, the problems and the traces.
+    """
+
+    tokens: int = 30_000_000
+    batch_tokens: int = 12_288
+    muon_learning_rate: float = 0.02
+    adam_learning_rate: float = 4e-3
+    warmup: float = 0.01
+    decay: float = 0.4
+    seed: int = 0
+
+
+def reasoner_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    """Architecture of the embedded reasoner."""
+    return Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on rendered examples of the `reasoner` split."""
+    blank = train_tokenizer([""])
+    rng = Random(f"tokenizer/{seed}")
+    pieces = (
+        build_example(blank, draw_training_problem(rng, 7, True), rng) for _ in range(5000)
+    )
+    return train_tokenizer("".join(text for text, _ in example) for example in pieces)
+
+
+def curriculum(progress: float) -> tuple[int, bool]:
+    """Longest chain and whether hopeless products are drawn, at `progress` in [0, 1]."""
+    return min(7, 2 + int(progress * 40)), progress >= 0.08
+
+
+def learning_rate_factor(progress: float, recipe: Recipe) -> float:
+    """Factor on both learning rates at `progress` in [0, 1]: rise, stay, fall to 2 %."""
+    rise = min(1.0, progress / recipe.warmup)
+    fall = min(1.0, (1.0 - progress) / recipe.decay)
+    return max(0.02, min(rise, fall))
+
+
+def build_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings, norms and biases."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    return [
+        torch.optim.Muon(
+            matrices, lr=recipe.muon_learning_rate, momentum=0.95, weight_decay=0.01
+        ),
+        torch.optim.AdamW(
+            others, lr=recipe.adam_learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+        ),
+    ]
+
+
+def example_loss(
+    model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Weighted mean cross-entropy of the next token.
+
+    Args:
+        model: The reasoner.
+        ids: (B, S) token ids, right-padded (causal attention needs no mask then).
+        weights: (B, S) weight of each token as a target.
+    """
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # (B, S, H)
+        targets = ids[:, 1:]  # (B, S-1)
+        counted = weights[:, 1:] > 0
+        logits = model.lm_head(hidden[:, :-1][counted])  # (N, V)
+    losses = F.cross_entropy(logits.float(), targets[counted], reduction="none")
+    counted_weights = weights[:, 1:][counted]
+    return (losses * counted_weights).sum() / counted_weights.sum()
+
+
+def train_reasoner(
+    out_dir: Path,
+    recipe: Recipe,
+    progress: Callable[[int, int, float], None],
+    device: str = "cpu",
+) -> None:
+    """Train the reasoner and save it, resuming from `out_dir/state.pt` where there is one.
+
+    Args:
+        out_dir: Folder of the run; the finished reasoner is saved in `out_dir/reasoner`.
+        recipe: Settings; a folder that holds a run of other settings is refused.
+        progress: Called with (tokens seen, tokens in all, loss) after each step.
+        device: Torch device.
+
+    Raises:
+        ValueError: `out_dir` holds a run with other settings.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(recipe.seed)
+    tokenizer = build_tokenizer(recipe.seed)
+    model = Qwen2ForCausalLM(reasoner_config(tokenizer)).to(device)
+    optimizers = build_optimizers(model, recipe)
+    state = _load_state(out_dir / "state.pt", recipe, model, optimizers)
+    seen, chunk = state["seen"], state["chunk"]
+    while seen < recipe.tokens:
+        max_steps, with_product = curriculum(seen / recipe.tokens)
+        name = f"{recipe.seed}/{chunk}"
+        examples = draw_examples(tokenizer, CHUNK_EXAMPLES, name, max_steps, with_product)
+        for ids, weights in batches_by_length(examples, recipe.batch_tokens, Random(name)):
+            factor = learning_rate_factor(min(1.0, seen / recipe.tokens), recipe)
+            for optimizer, peak in zip(
+                optimizers, (recipe.muon_learning_rate, recipe.adam_learning_rate), strict=True
+            ):
+                optimizer.param_groups[0]["lr"] = peak * factor
+            loss = example_loss(
+                model, torch.from_numpy(ids).to(device), torch.from_numpy(weights).to(device)
+            )
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            seen += ids.size
+            progress(min(seen, recipe.tokens), recipe.tokens, loss.item())
+        chunk += 1
+        _save_state(out_dir / "state.pt", recipe, model, optimizers, seen, chunk)
+    save_reasoner(model, tokenizer, out_dir / "reasoner")
+
+
+def save_reasoner(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Save the reasoner in bfloat16 with its tokenizer and sampling defaults."""
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.6,
+        top_p=0.95,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _save_state(
+    path: Path,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    seen: int,
+    chunk: int,
+) -> None:
+    state = {
+        "recipe": asdict(recipe),
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "seen": seen,
+        "chunk": chunk,
+    }
+    torch.save(state, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def _load_state(
+    path: Path, recipe: Recipe, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    if not path.exists():
+        return {"seen": 0, "chunk": 0}
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    if state["recipe"] != asdict(recipe):
+        theirs, ours = state["recipe"], asdict(recipe)
+        changed = {k: (theirs.get(k), v) for k, v in ours.items() if theirs.get(k) != v}
+        raise ValueError(
+            f"{path.parent} holds a run with other settings (there, asked for): {changed}. "
+            "Choose another folder, or delete this one to start again."
+        )
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return state
