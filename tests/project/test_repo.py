@@ -1,0 +1,188 @@
+"""The files around the code: make targets, pins, changelog, nothing of one machine's own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import modeling_ospruner
+
+# Files a machine's own settings could slip into are read; these hold other people's text.
+NOT_READ = {".safetensors", ".png", ".gz", ".parquet"}
+INDEX_ADDRESS = re.compile(
+    r"https?://[^\s\"'<>)]*(?:pypi|/simple\b|/whl\b|/wheels?\b)"
+    r"|file:///"
+    r"|--(?:extra-)?index-url[ =]\S*:|--find-links[ =]|--trusted-host[ =]"
+)
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~$}/-])/(?:home|Users|root|opt|mnt|srv|scratch|work|workspace)/[\w.]"
+    r"|\b[A-Z]:\\Users\\"
+)
+
+
+@pytest.fixture(scope="module")
+def project(repo_dir: Path) -> dict[str, Any]:
+    return tomllib.loads((repo_dir / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def pins(repo_dir: Path) -> dict[str, str]:
+    """Constraint lines by normalised package name."""
+    lines = (repo_dir / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    by_name = {normalised(re.split(r"[^\w.-]", line)[0]): line for line in pinned}
+    assert len(by_name) == len(pinned), "a package is pinned twice"
+    return by_name
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def make(*arguments: str, cwd: Path) -> str:
+    env = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["make", *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_pin_is_exact_and_of_no_one_build(pins: dict[str, str]) -> None:
+    loose = [p for p in pins.values() if not re.fullmatch(r"[\w.-]+==\d[\w.]*", p)]
+    assert loose == [], "name==version, without a local part such as +cpu"
+    assert pins["torch"] == "torch==2.13.0"
+    assert pins["transformers"] == "transformers==5.19.0"
+
+
+def test_every_dependency_is_pinned(project: dict[str, Any], pins: dict[str, str]) -> None:
+    extras = project["project"]["optional-dependencies"]
+    wanted = project["project"]["dependencies"] + extras["test"] + extras["dev"]
+    names = {normalised(re.match(r"[\w.-]+", spec)[0]) for spec in wanted}  # type: ignore[index]
+    assert names - set(pins) - {"ospruner"} == set()
+
+
+def test_readme_names_only_real_make_targets(repo_dir: Path) -> None:
+    readme = (repo_dir / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:^|`|&& )\s*(?:\$ )?make ([a-z][\w-]*)", readme, re.MULTILINE))
+    assert {"demo", "test"} <= named
+    targets = set(re.findall(r"^([a-z-]+):", (repo_dir / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+@pytest.fixture
+def bare_copy(repo_dir: Path, tmp_path: Path) -> Path:
+    """A checkout without `.venv`, as far as make is concerned."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(repo_dir / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "lint", "format"])
+def test_targets_make_their_environment(bare_copy: Path, target: str) -> None:
+    plan = make("-n", target, cwd=bare_copy)
+    created, installed = plan.index("-m venv .venv"), plan.index("-c constraints.txt -e")
+    assert created < installed < plan.index(".venv/bin/", installed + len("-c constraints.txt -e"))
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_environment_is_renewed_only_when_its_sources_change(bare_copy: Path, changed: str) -> None:
+    stamp = bare_copy / ".venv" / ".ready"
+    stamp.parent.mkdir()
+    stamp.touch()
+    assert "pip install" not in make("-n", "test", cwd=bare_copy)
+    later = stamp.stat().st_mtime + 10
+    os.utime(bare_copy / changed, (later, later))
+    assert "pip install" in make("-n", "test", cwd=bare_copy)
+
+
+def test_ci_entry_runs_what_make_test_runs(repo_dir: Path) -> None:
+    entry = repo_dir / ".ci" / "run"
+    assert os.access(entry, os.X_OK)
+    assert re.search(r"^make test$", entry.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("lint", "test"), [(0, 0), (3, 0), (0, 4), (3, 4)])
+def test_ci_entry_fails_where_lint_or_tests_fail(
+    repo_dir: Path, tmp_path: Path, lint: int, test: int
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(repo_dir / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "Makefile").write_text(
+        f"lint:\n\t@exit {lint}\ntest:\n\t@echo closing line; exit {test}\n"
+    )
+    done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (lint == 0 and test == 0)
+    assert done.stdout.splitlines()[-1] == "closing line"
+
+
+def test_typings_point_at_the_mapped_packages(repo_dir: Path, project: dict[str, Any]) -> None:
+    mapped = project["tool"]["setuptools"]["package-dir"]
+    for name, folder in mapped.items():
+        link = repo_dir / "typings" / name.replace(".", "/")
+        assert link.is_symlink()
+        assert not link.readlink().is_absolute()
+        assert link.resolve() == repo_dir / folder
+
+
+def test_version_is_the_same_everywhere(repo_dir: Path, project: dict[str, Any]) -> None:
+    version = project["project"]["version"]
+    assert modeling_ospruner.__version__ == version
+    changelog = (repo_dir / "CHANGELOG.md").read_text(encoding="utf-8")
+    first = re.search(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)
+    assert first is not None
+    assert first[1] in (version, "Unreleased")
+
+
+def test_license_is_the_whole_text(repo_dir: Path) -> None:
+    digest = hashlib.sha256((repo_dir / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+
+
+def machine_traces(text: str) -> list[str]:
+    """Package indexes and absolute paths of one machine, as written in `text`."""
+    return [hit[0] for rule in (INDEX_ADDRESS, MACHINE_PATH) for hit in rule.finditer(text)]
+
+
+def test_tracked_files_name_no_machine(repo_dir: Path) -> None:
+    if not (repo_dir / ".git").exists():
+        pytest.skip("not a git checkout: no list of tracked files")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=repo_dir, capture_output=True, text=True, check=True
+    )
+    found = {}
+    for name in filter(None, listed.stdout.split("\0")):
+        path = repo_dir / name
+        if path.is_file() and path.suffix not in NOT_READ and path != Path(__file__):
+            found[name] = machine_traces(path.read_text(encoding="utf-8"))
+    assert {name: hits for name, hits in found.items() if hits} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_trace"),
+    [
+        ("pip install --extra-index-url https://mirror.example/simple torch", True),
+        ("https://mirror.example/pypi/torch/", True),
+        ("https://download.example.org/whl/cpu", True),
+        ("find-links = file:///wheels", True),
+        ("pip install --find-links wheels", True),
+        ("data = '/home/ann/traces'", True),
+        ("see /root/.cache", True),
+        ("C:\\Users\\Ann", True),
+        ("https://huggingface.co/docs/hub/model-cards", False),
+        ("https://example.org/home/index.html", False),
+        ("PIP_EXTRA_INDEX_URL=<that address> make test", False),
+        ("read ../shared/home/x and ~/work/y, ./opt/z or $DIR/mnt/q", False),
+        ("a simple rule", False),
+    ],
+)
+def test_machine_traces_are_told_from_plain_text(text: str, is_trace: bool) -> None:
+    assert bool(machine_traces(text)) == is_trace

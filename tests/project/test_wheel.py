@@ -1,0 +1,109 @@
+"""The wheel holds the tree, no less and nothing under a bare name, and installs that way."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+INSTALLED_AS = {
+    "modeling_ospruner": "modeling_ospruner",
+    "train": "ospruner/train",
+    "eval": "ospruner/eval",
+    "hub_cards": "ospruner/hub_cards",
+}
+SEEN_FROM_OUTSIDE = """
+import importlib, importlib.util, sys
+bare = [name for name in ("train", "eval", "hub_cards") if importlib.util.find_spec(name)]
+assert not bare, f"importable under bare names: {bare}"
+for name in ("ospruner.train", "ospruner.train.toy", "ospruner.eval", "ospruner.hub_cards"):
+    print(importlib.util.find_spec(name).origin)
+print(importlib.util.find_spec("modeling_ospruner.serving").origin)
+print(importlib.util.find_spec("ospruner_cli").origin)
+"""
+
+
+def run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
+    """The output of a command that sees no package but those installed or on `pythonpath`."""
+    env = {"PATH": "/usr/bin:/bin", "PIP_NO_INPUT": "1", "PIP_NO_INDEX": "1", "HOME": str(cwd)}
+    if pythonpath:
+        env["PYTHONPATH"] = str(pythonpath)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the tree: building writes into the tree, which other tests read."""
+    out = tmp_path_factory.mktemp("wheel")
+    copy = out / "tree"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "ospruner_cli.py"):
+        shutil.copy(repo_dir / name, copy / name)
+    # `tests` is copied to see that it stays out.
+    for name in (*INSTALLED_AS, "tests"):
+        shutil.copytree(repo_dir / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "."),
+        *("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out),
+        cwd=copy,
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def files_of(folder: Path) -> set[PurePosixPath]:
+    return {
+        PurePosixPath(file.relative_to(folder).as_posix())
+        for file in folder.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+
+
+def test_wheel_holds_every_file_of_the_packages(wheel: Path, repo_dir: Path) -> None:
+    expected = {"ospruner_cli.py"}
+    for folder, installed in INSTALLED_AS.items():
+        assert (repo_dir / folder / "py.typed").is_file()
+        expected |= {f"{installed}/{file}" for file in files_of(repo_dir / folder)}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    shipped = {name for name in names if ".dist-info/" not in name}
+    assert expected - shipped == set(), "in the tree, not in the wheel: see pyproject.toml"
+    assert shipped - expected == set(), "in the wheel, not in the tree"
+
+
+def test_wheel_names_its_command_license_and_version(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    assert "ospruner = ospruner_cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    metadata = archive.read(f"{info}/METADATA").decode().splitlines()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert f"{info}/licenses/LICENSE" in archive.namelist()
+    assert f"ospruner-{metadata[2].removeprefix('Version: ')}.dist-info" == info
+
+
+def test_installed_wheel_takes_no_bare_name(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    run(
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"),
+        *("--target", target, wheel),
+        cwd=tmp_path,
+    )
+    assert {path.name for path in target.iterdir() if path.suffix != ".dist-info"} - {
+        "__pycache__",  # of ospruner_cli.py
+        "bin",
+    } == {"modeling_ospruner", "ospruner", "ospruner_cli.py"}
+    origins = run(sys.executable, "-c", SEEN_FROM_OUTSIDE, cwd=tmp_path, pythonpath=target)
+    assert all(Path(line).is_relative_to(target) for line in origins.splitlines()), origins
+
+
+def test_present_install_takes_no_bare_name(tmp_path: Path, repo_dir: Path) -> None:
+    """Under `make test` the present install is the editable one."""
+    origins = run(sys.executable, "-c", SEEN_FROM_OUTSIDE, cwd=tmp_path).splitlines()
+    assert len(origins) == 6
+    elsewhere = [line for line in origins if not Path(line).is_relative_to(repo_dir)]
+    assert elsewhere == [], "the tests would test another tree: pip install -e . in this one"
