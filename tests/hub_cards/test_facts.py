@@ -1,0 +1,129 @@
+"""The provenance record: complete, readable again, and free of one machine's folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ospruner.hub_cards import facts
+
+
+def test_record_is_written_and_read_again(tmp_path: Path) -> None:
+    written = facts.provenance(
+        tmp_path,
+        seed=7,
+        base_model="org/base",
+        base_revision="abc123",
+        data_hash="00ff",
+        details={"length_penalty": 5e-5, "stages": [1, 2]},
+    )
+    assert facts.read_provenance(tmp_path) == written
+    assert [path.name for path in tmp_path.iterdir()] == ["provenance.json"]
+    assert (written.seed, written.base_model, written.base_revision) == (7, "org/base", "abc123")
+    assert written.details == {"length_penalty": 5e-5, "stages": [1, 2]}
+    assert written.packages["torch"] == metadata.version("torch")
+    assert written.packages["ospruner"] == metadata.version("ospruner")
+    made = datetime.fromisoformat(written.created_utc)
+    assert made.utcoffset() == timedelta(0)
+    assert abs(datetime.now(UTC) - made) < timedelta(minutes=5)
+
+
+def test_later_record_replaces_the_earlier(tmp_path: Path) -> None:
+    facts.provenance(tmp_path, seed=1)
+    facts.provenance(tmp_path, seed=2)
+    assert facts.read_provenance(tmp_path).seed == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, Path("x")])
+def test_details_that_json_cannot_hold_are_refused(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ValueError, match="details=.*JSON values only"):
+        facts.provenance(tmp_path, seed=None, details={"field": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gone.*does not exist"):
+        facts.provenance(tmp_path / "gone", seed=None)
+
+
+def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no provenance.json"):
+        facts.read_provenance(tmp_path)
+    (tmp_path / "provenance.json").write_text(json.dumps({"seed": 1}))
+    with pytest.raises(ValueError, match="another version"):
+        facts.read_provenance(tmp_path)
+    (tmp_path / "provenance.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds list"):
+        facts.read_provenance(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("orig_argv", "command"),
+    [
+        (["/a/bin/python3", "/a/bin/ospruner", "demo", "--seed", "1"], "ospruner demo --seed 1"),
+        (
+            ["/a/bin/python3", "-m", "ospruner.train.toy", "x y"],
+            "python3 -m ospruner.train.toy 'x y'",
+        ),
+        (["/a/bin/python3", "/b/benchmarks/train.py", "--quick"], "python3 train.py --quick"),
+        (["python3", "benchmarks/train.py"], "python3 benchmarks/train.py"),
+        (["python", "-c", "pass"], "python -c pass"),
+        (["/a/bin/python3"], "python3"),
+    ],
+)
+def test_command_is_as_anyone_would_type_it(orig_argv: list[str], command: str) -> None:
+    assert facts._command(orig_argv) == command
+
+
+def test_hash_depends_on_contents_and_order_alone(tmp_path: Path) -> None:
+    one, two, copy = tmp_path / "one", tmp_path / "two", tmp_path / "copy"
+    one.write_bytes(b"ab")
+    two.write_bytes(b"c")
+    copy.write_bytes(b"ab")
+    assert facts.hash_files([one, two]) == facts.hash_files([copy, two])
+    assert facts.hash_files([one, two]) != facts.hash_files([two, one])
+    before = facts.hash_files([one, two])
+    one.write_bytes(b"a")
+    two.write_bytes(b"bc")
+    assert facts.hash_files([one, two]) != before
+    with pytest.raises(ValueError, match="paths is empty"):
+        facts.hash_files([])
+
+
+def record_from(package: Path, folder: Path) -> facts.Provenance:
+    """The record made by a copy of `facts.py` that lies in `package`."""
+    code = f"import facts; facts.provenance({str(folder)!r}, seed=None)"
+    subprocess.run([sys.executable, "-c", code], cwd=package, check=True)
+    return facts.read_provenance(folder)
+
+
+def test_commit_is_that_of_the_code_and_not_of_the_folder_around(tmp_path: Path) -> None:
+    package, out = tmp_path / "repo" / "package", tmp_path / "out"
+    package.mkdir(parents=True)
+    out.mkdir()
+    shutil.copy(Path(facts.__file__), package / "facts.py")
+    assert record_from(package, out).git_commit is None
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=T", "-c", "user.email=t@example.org"]
+        command = ["git", "-C", str(package), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "somebody's repository")
+    assert record_from(package, out).git_commit is None, "not tracked: not its commit"
+
+    git("add", "facts.py")
+    git("commit", "-q", "-m", "tracked")
+    record = record_from(package, out)
+    assert (record.git_commit, record.git_modified) == (git("rev-parse", "HEAD"), False)
+
+    (package / "facts.py").write_text((package / "facts.py").read_text() + "\n")
+    assert record_from(package, out).git_modified is True
