@@ -1,0 +1,262 @@
+"""A labelled trace: one row of a `datasets` dataset, and the same rows as padded arrays.
+
+Step i of a trace ends after L_i = `step_ends[i]` thinking tokens; there the answer
+`forced_answers[i]` was forced and graded A_i = `forced_correct[i]`. The last step is the natural
+end (or the token cap, `ended="cap"`), so that `step_ends[-1] == len(trace_ids)`. "Full" always
+means the answer forced at the last step; the natural answer is kept beside it and never mixed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from datasets import Features, List, Value
+
+from .table import TraceTable
+
+__all__ = [
+    "ENDED",
+    "FEATURES",
+    "LabelSettings",
+    "TraceTable",
+    "split_of",
+    "validate_row",
+]
+
+Ended = Literal["natural", "cap"]
+ENDED: tuple[str, ...] = get_args(Ended)
+
+FEATURES = Features(
+    {
+        "problem_id": Value("string"),
+        "sample_index": Value("int32"),
+        "family": Value("string"),
+        "problem": Value("string"),
+        "answer": Value("string"),
+        "prompt_ids": List(Value("int32")),
+        "trace_ids": List(Value("int32")),  # no prompt, no end marker, nothing forced
+        "step_ends": List(Value("int32")),  # L_i in tokens
+        "forced_answers": List(Value("string")),
+        "forced_correct": List(Value("float32")),  # null where ungraded
+        "matches_final": List(Value("bool")),  # equal to the answer forced at T; null: no verdict
+        "forced_answer_tokens": List(Value("int32")),
+        "natural_answer": Value("string"),
+        "natural_correct": Value("float32"),  # null where ungraded
+        "natural_answer_tokens": Value("int32"),
+        "ended": Value("string"),
+    }
+)
+
+STEP_COLUMNS = (
+    "step_ends",
+    "forced_answers",
+    "forced_correct",
+    "matches_final",
+    "forced_answer_tokens",
+)
+_TEXT_COLUMNS = ("problem_id", "family", "problem", "answer", "natural_answer", "ended")
+
+
+def validate_row(row: Mapping[str, Any]) -> None:
+    """Checks that a row is a labelled trace, the relations between its columns included.
+
+    Raises:
+        TypeError, ValueError: naming the row, the column, the value, and what is allowed.
+    """
+    missing = [name for name in FEATURES if name not in row]
+    unknown = [name for name in row if name not in FEATURES]
+    if missing or unknown:
+        raise ValueError(
+            f"a labelled trace has exactly the columns of FEATURES; missing: {missing or 'none'}, "
+            f"unknown: {unknown or 'none'}"
+        )
+    for name in _TEXT_COLUMNS:
+        if not isinstance(row[name], str):
+            raise TypeError(f"{name} is {row[name]!r}; it must be a text")
+    if not row["problem_id"]:
+        raise ValueError("problem_id is empty; splits and intervals go by it")
+    where = f"trace {row['problem_id']!r} sample {row['sample_index']!r}"
+    for name in ("sample_index", "natural_answer_tokens"):
+        _check_integers(name, [row[name]], where)
+    if not row["answer"].strip():
+        raise ValueError(f"{where}: answer is empty; the forced answers cannot have been graded")
+    if row["ended"] not in ENDED:
+        raise ValueError(f"{where}: ended is {row['ended']!r}; it must be one of {ENDED}")
+    for name in ("prompt_ids", "trace_ids", "step_ends", "forced_answer_tokens"):
+        _check_integers(name, row[name], where)
+        if not len(row[name]):
+            raise ValueError(f"{where}: {name} is empty")
+    _check_steps(row, where)
+    _check_grades("natural_correct", [row["natural_correct"]], where)
+
+
+def _check_steps(row: Mapping[str, Any], where: str) -> None:
+    ends = row["step_ends"]
+    for name in STEP_COLUMNS:
+        if len(row[name]) != len(ends):
+            raise ValueError(
+                f"{where}: {name} has {len(row[name])} entries for {len(ends)} steps (step_ends)"
+            )
+    if ends[0] < 1 or any(b <= a for a, b in itertools.pairwise(ends)):
+        raise ValueError(
+            f"{where}: step_ends is {list(ends)}; it must be strictly increasing "
+            "and start at 1 or more"
+        )
+    if ends[-1] != len(row["trace_ids"]):
+        raise ValueError(
+            f"{where}: step_ends ends at {ends[-1]} but trace_ids has {len(row['trace_ids'])} "
+            "tokens; the last step is the trace's end"
+        )
+    if any(not isinstance(text, str) for text in row["forced_answers"]):
+        raise TypeError(f"{where}: forced_answers holds something that is not a text")
+    _check_grades("forced_correct", row["forced_correct"], where)
+    if any(value is not None and not isinstance(value, bool) for value in row["matches_final"]):
+        raise TypeError(f"{where}: matches_final holds something other than True, False, None")
+
+
+def _check_integers(name: str, values: Sequence[Any], where: str) -> None:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{where}: {name} holds {value!r}; it must hold integers")
+        if not 0 <= value < 2**31:
+            raise ValueError(f"{where}: {name} holds {value}; it must lie in 0 .. 2**31 - 1")
+
+
+def _check_grades(name: str, values: Sequence[Any], where: str) -> None:
+    for value in values:
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{where}: {name} holds {value!r}; it must hold numbers or None")
+        if not 0.0 <= value <= 1.0:  # also refuses NaN
+            raise ValueError(f"{where}: {name} holds {value}; it must lie in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSettings:
+    """What a label run must share with another to be mixed with it: the manifest's `settings`.
+
+    Attributes:
+        base_model: name or path of the base that wrote the traces and the forced answers.
+        base_revision: its revision; None where it has none (a folder).
+        reasoning_format: the format's literals (`ReasoningFormat` as a dict).
+        answer: "forced" (closing and box prefix are forced, also after a natural end) or "free"
+            (only the closing).
+        temperature: of the trace's sampling; forced answers are greedy.
+        top_p: nucleus of the trace's sampling, in (0, 1].
+        top_k: of the trace's sampling; 0 for none.
+        seed: of the trace's sampling.
+        samples_per_problem: traces sampled for each problem.
+        max_new_tokens: the token cap of a trace.
+        max_answer_tokens: the token cap of a forced answer.
+        every: label every so many steps (1 for all); the last step always is.
+    """
+
+    base_model: str
+    base_revision: str | None = None
+    reasoning_format: dict[str, Any] = field(default_factory=dict)
+    answer: Literal["forced", "free"] = "forced"
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int = 0
+    seed: int = 0
+    samples_per_problem: int = 1
+    max_new_tokens: int = 15_000
+    max_answer_tokens: int = 32
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.base_model:
+            raise ValueError("base_model is empty; give the base's name or path")
+        if self.answer not in ("forced", "free"):
+            raise ValueError(f"answer is {self.answer!r}; it must be 'forced' or 'free'")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature is {self.temperature!r}; it must be finite and >= 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p!r}; it must lie in (0, 1]")
+        for name, value, least in (
+            ("top_k", self.top_k, 0),
+            ("seed", self.seed, 0),
+            ("samples_per_problem", self.samples_per_problem, 1),
+            ("max_new_tokens", self.max_new_tokens, 1),
+            ("max_answer_tokens", self.max_answer_tokens, 1),
+            ("every", self.every, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; it must be an integer")
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON-ready values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LabelSettings:
+        """The settings that `to_dict` wrote.
+
+        Raises:
+            ValueError: an unknown key (labels of a newer version, perhaps), or a missing one.
+        """
+        names = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - names)
+        missing = sorted(names - set(values))
+        if unknown or missing:
+            raise ValueError(
+                f"label settings with unknown keys {unknown} and missing keys {missing}: "
+                "were these labels written by another version of ospruner?"
+            )
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the settings as a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LabelSettings:
+        """Reads what `save` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
+
+    def differences(self, other: LabelSettings) -> list[str]:
+        """One line for each setting that differs, naming it and both values; [] where none does."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return [
+            f"{name}: {mine[name]!r} here, {theirs[name]!r} there"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
+
+
+def split_of(problem_id: str, seed: int = 0, fractions: Mapping[str, float] | None = None) -> str:
+    """The split a problem belongs to, by hash: stable when problems are added or reordered.
+
+    Every trace of a problem falls in the same split.
+
+    Args:
+        problem_id: the problem.
+        seed: another seed gives another partition.
+        fractions: share of each split, in order, summing to one; by default train .8,
+            validation .1, test .1.
+
+    Raises:
+        ValueError: the fractions are negative or do not sum to one.
+    """
+    shares = {"train": 0.8, "validation": 0.1, "test": 0.1} if fractions is None else fractions
+    if any(share < 0 for share in shares.values()) or not math.isclose(sum(shares.values()), 1.0):
+        raise ValueError(f"fractions is {dict(shares)}; shares must be >= 0 and sum to 1")
+    digest = hashlib.blake2b(f"{seed}\x00{problem_id}".encode(), digest_size=8).digest()
+    u = int.from_bytes(digest, "big") / 2**64
+    reached = 0.0
+    for name, share in shares.items():
+        reached += share
+        if u < reached:
+            return name
+    return [name for name, share in shares.items() if share > 0][-1]  # sum just below one

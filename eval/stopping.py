@@ -1,0 +1,180 @@
+"""The exact expected reward of a stochastic stopping policy, in log space.
+
+A policy that stops at step i with probability pi_i, given that it got there, stops at step i with
+
+    P(tau = i) = [prod_{j<i} (1 - pi_j)] pi_i,      pi_T := 1 (the natural end is a forced stop),
+
+and earns R = sum_i P(tau = i) (A_i - lambda L_i) (the paper's Eq. 1-3). Products of sigmoids are
+taken as sums of logsigmoids, so that logits of +-50 and traces of 1,000 steps lose nothing.
+
+Every tensor is padded to T steps; `mask` is true on the real steps, which come first in each row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "expected_reward",
+    "last_step_mask",
+    "log_stop_distribution",
+    "stop_distribution_from_probabilities",
+    "threshold_stop",
+]
+
+
+def last_step_mask(mask: Tensor) -> Tensor:
+    """Marks the last real step of each row, where stopping is forced.
+
+    Args:
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        (N, T) bool, true exactly once a row.
+
+    Raises:
+        TypeError: `mask` is not boolean.
+        ValueError: `mask` is not two-dimensional, a row has no real step, or a real step follows
+            padding.
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}; give a torch.bool tensor, true on real steps"
+        )
+    if mask.ndim != 2:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (N, T)")
+    if mask.shape[0] and (mask.shape[1] == 0 or not bool(mask[:, 0].all())):
+        raise ValueError("mask has a row without steps; every trace needs at least its natural end")
+    following = F.pad(mask[:, 1:], (0, 1))  # (N, T) is the next step real?
+    if bool((following & ~mask).any()):
+        raise ValueError("mask has a real step after padding; pad each row at its right end only")
+    return mask & ~following
+
+
+def log_stop_distribution(logits: Tensor, mask: Tensor) -> Tensor:
+    """Log-probability that the policy stops at each step.
+
+    log P(tau = i) = sum_{j<i} log(1 - pi_j) + log pi_i with pi = sigmoid(logits), and log pi_T = 0.
+    Half precision is computed in float32. Logits of the last step and of padding have no effect and
+    receive no gradient, whatever their value.
+
+    Args:
+        logits: (N, T) stop logits.
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        (N, T) log-probabilities, -inf on padding; `exp` of each row sums to one.
+
+    Raises:
+        TypeError, ValueError: see `last_step_mask`; or the shapes differ.
+    """
+    _same_shape("logits", logits, mask)
+    last = last_step_mask(mask)  # (N, T)
+    free = mask & ~last  # steps where the policy has a choice
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    x = torch.where(free, logits, torch.zeros_like(logits))  # (N, T)
+    log_go = torch.where(free, F.logsigmoid(-x), torch.zeros_like(x))
+    log_pi = torch.where(free, F.logsigmoid(x), torch.zeros_like(x))
+    log_survival = F.pad(log_go.cumsum(dim=1)[:, :-1], (1, 0))  # (N, T) sum over j < i
+    return (log_survival + log_pi).masked_fill(~mask, -math.inf)
+
+
+def expected_reward(
+    logits: Tensor, correct: Tensor, lengths: Tensor, length_penalty: float, mask: Tensor
+) -> Tensor:
+    """Expected reward of each trace, R = sum_i P(tau = i) (A_i - lambda L_i); differentiable.
+
+    Args:
+        logits: (N, T) stop logits.
+        correct: (N, T) A_i in [0, 1], the correctness of the answer forced at each step.
+        lengths: (N, T) L_i, thinking tokens through each step.
+        length_penalty: lambda >= 0, reward lost per thinking token.
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        (N,) expected rewards, in the logits' precision (float32 at least).
+
+    Raises:
+        TypeError, ValueError: `length_penalty` is negative or not finite; or see
+            `log_stop_distribution`.
+    """
+    if not (math.isfinite(length_penalty) and length_penalty >= 0):
+        raise ValueError(f"length_penalty is {length_penalty!r}; it must be a finite number >= 0")
+    _same_shape("correct", correct, mask)
+    _same_shape("lengths", lengths, mask)
+    probability = log_stop_distribution(logits, mask).exp()  # (N, T)
+    reward = correct.to(probability.dtype) - length_penalty * lengths.to(probability.dtype)
+    return (probability * reward.masked_fill(~mask, 0.0)).sum(dim=1)
+
+
+def stop_distribution_from_probabilities(probabilities: Tensor, mask: Tensor) -> Tensor:
+    """Probability that a policy with the given stop probabilities stops at each step.
+
+    For replaying stored probabilities: like `log_stop_distribution`, without gradients or logs. A
+    NaN probability means "continue", as it does when generating.
+
+    Args:
+        probabilities: (N, T) pi_i in [0, 1] or NaN.
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        (N, T) float64, 0 on padding; each row sums to one.
+
+    Raises:
+        TypeError, ValueError: a probability outside [0, 1]; or see `last_step_mask`.
+    """
+    clean = _clean_probabilities(probabilities, mask)
+    last = last_step_mask(mask)
+    pi = clean.masked_fill(last, 1.0).masked_fill(~mask, 0.0)  # (N, T)
+    survival = F.pad((1.0 - pi).cumprod(dim=1)[:, :-1], (1, 0), value=1.0)  # (N, T)
+    return survival * pi
+
+
+def threshold_stop(probabilities: Tensor, threshold: float, mask: Tensor) -> Tensor:
+    """First step whose stop probability is at least the threshold, else the natural end.
+
+    A NaN probability means "continue".
+
+    Args:
+        probabilities: (N, T) pi_i in [0, 1] or NaN.
+        threshold: in [0, 1].
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        (N,) int64, the index of the step where each trace stops.
+
+    Raises:
+        TypeError, ValueError: `threshold` or a probability outside [0, 1]; or see
+            `last_step_mask`.
+    """
+    if not 0.0 <= threshold <= 1.0:
+        raise ValueError(f"threshold is {threshold!r}; it must lie in [0, 1]")
+    clean = _clean_probabilities(probabilities, mask)
+    stops = ((clean >= threshold) & ~torch.isnan(probabilities) & mask) | last_step_mask(mask)
+    return stops.to(torch.uint8).argmax(dim=1)  # the first of equal maxima
+
+
+def _clean_probabilities(probabilities: Tensor, mask: Tensor) -> Tensor:
+    _same_shape("probabilities", probabilities, mask)
+    clean = torch.nan_to_num(probabilities.double(), nan=0.0)
+    wrong = ((clean < 0) | (clean > 1)) & mask
+    if bool(wrong.any()):
+        value = float(clean[wrong][0])
+        raise ValueError(
+            f"probabilities holds {value}; stop probabilities lie in [0, 1] "
+            "(apply a sigmoid if these are logits)"
+        )
+    return clean
+
+
+def _same_shape(name: str, tensor: Tensor, mask: Tensor) -> None:
+    if tensor.shape != mask.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} but mask has {tuple(mask.shape)}; "
+            "both must be (N, T)"
+        )

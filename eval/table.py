@@ -1,0 +1,190 @@
+"""Labelled traces as padded arrays: what replay, metrics, limits and the losses compute on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BoolArray", "FloatArray", "IntArray", "TraceTable"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+_COLUMNS = (
+    "problem_id",
+    "family",
+    "step_ends",
+    "forced_correct",
+    "matches_final",
+    "forced_answer_tokens",
+    "natural_correct",
+    "natural_answer_tokens",
+    "ended",
+)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TraceTable:
+    """N labelled traces of up to T steps, padded at the right; trace n is row n of the dataset.
+
+    An answer without a verdict counts as wrong, and is counted in `ungraded`.
+
+    Attributes:
+        problem_ids: the P different problems, in order of first appearance.
+        problem_index: (N,) which problem each trace belongs to.
+        lengths: (N, T) L_i, thinking tokens through each step; on padding the last step's.
+        correct: (N, T) A_i in [0, 1]; 0 on padding.
+        matches_final: (N, T) forced answer equal to the one forced at T; False on padding.
+        answer_tokens: (N, T) tokens of the forced answer; 0 on padding.
+        mask: (N, T) true on real steps.
+        num_steps: (N,) steps of each trace, at least 1.
+        natural_correct: (N,) grade of the natural answer; NaN where there is none.
+        natural_answer_tokens: (N,) tokens of the natural answer.
+        capped: (N,) cut at the token cap.
+        families: family of each trace's problem.
+        ungraded: (N,) forced answers without a verdict.
+    """
+
+    problem_ids: list[str]
+    problem_index: IntArray
+    lengths: IntArray
+    correct: FloatArray
+    matches_final: BoolArray
+    answer_tokens: IntArray
+    mask: BoolArray
+    num_steps: IntArray
+    natural_correct: FloatArray
+    natural_answer_tokens: IntArray
+    capped: BoolArray
+    families: list[str]
+    ungraded: IntArray
+
+    def __len__(self) -> int:
+        return len(self.num_steps)
+
+    def __repr__(self) -> str:
+        return (
+            f"TraceTable({len(self)} traces of {len(self.problem_ids)} problems, "
+            f"{int(self.num_steps.sum())} steps)"
+        )
+
+    @property
+    def last(self) -> IntArray:
+        """(N,) index of each trace's last step."""
+        return self.num_steps - 1
+
+    @property
+    def full_correct(self) -> FloatArray:
+        """(N,) correctness of the answer forced at the trace's end."""
+        return self.correct[np.arange(len(self)), self.last]
+
+    @property
+    def full_tokens(self) -> IntArray:
+        """(N,) thinking tokens of the whole trace."""
+        return self.lengths[np.arange(len(self)), self.last]
+
+    def subset(self, rows: npt.ArrayLike) -> TraceTable:
+        """The traces of the given row numbers or boolean selection, steps trimmed to the longest.
+
+        Raises:
+            ValueError: no row is selected.
+        """
+        chosen = np.arange(len(self))[np.asarray(rows)]
+        if not chosen.size:
+            raise ValueError("rows selects no trace; a table needs at least one")
+        problems, index = _renumber([self.problem_ids[p] for p in self.problem_index[chosen]])
+        steps = int(self.num_steps[chosen].max())
+        return TraceTable(
+            problem_ids=problems,
+            problem_index=index,
+            lengths=self.lengths[chosen, :steps],
+            correct=self.correct[chosen, :steps],
+            matches_final=self.matches_final[chosen, :steps],
+            answer_tokens=self.answer_tokens[chosen, :steps],
+            mask=self.mask[chosen, :steps],
+            num_steps=self.num_steps[chosen],
+            natural_correct=self.natural_correct[chosen],
+            natural_answer_tokens=self.natural_answer_tokens[chosen],
+            capped=self.capped[chosen],
+            families=[self.families[row] for row in chosen],
+            ungraded=self.ungraded[chosen],
+        )
+
+    @classmethod
+    def from_dataset(cls, dataset: Any) -> TraceTable:
+        """Reads a `datasets.Dataset` with the columns of `schema.FEATURES`, row for row.
+
+        Args:
+            dataset: labelled traces; rows are taken to satisfy `schema.validate_row`.
+
+        Raises:
+            ValueError: a column is missing, there is no trace, a trace has no step, the entries
+                per step of two columns differ, or no forced answer is graded.
+        """
+        missing = [name for name in _COLUMNS if name not in dataset.column_names]
+        if missing:
+            raise ValueError(
+                f"the dataset has no column {missing[0]!r}, which labelled traces have; "
+                f"its columns are {', '.join(map(repr, dataset.column_names))}"
+            )
+        if not len(dataset):
+            raise ValueError("the dataset holds no traces")
+        columns = dataset.select_columns(list(_COLUMNS)).with_format("arrow")[:]
+        steps = columns.column("step_ends").combine_chunks()
+        num_steps = _numpy(steps.value_lengths(), 0).astype(np.int64)
+        if not (num_steps > 0).all():
+            row = int(np.flatnonzero(num_steps < 1)[0])
+            raise ValueError(f"trace {row} has no steps in step_ends; its end is a step")
+        mask = np.arange(num_steps.max()) < num_steps[:, None]  # (N, T)
+
+        def padded(name: str, null: float, dtype: Any) -> npt.NDArray[Any]:
+            column = columns.column(name).combine_chunks()
+            if not np.array_equal(_numpy(column.value_lengths(), 0), num_steps):
+                raise ValueError(f"{name} and step_ends have different numbers of steps")
+            out = np.zeros(mask.shape, dtype)
+            out[mask] = _numpy(column.flatten(), null)
+            return out
+
+        grades = padded("forced_correct", np.nan, np.float64)
+        ungraded = np.isnan(grades).sum(axis=1)
+        if ungraded.sum() == mask.sum():
+            raise ValueError(
+                "forced_correct is null everywhere: the labels are not graded; "
+                "label problems that have reference answers"
+            )
+        lengths = padded("step_ends", 0, np.int64)
+        problems, index = _renumber(columns.column("problem_id").to_pylist())
+        return cls(
+            problem_ids=problems,
+            problem_index=index,
+            lengths=np.maximum.accumulate(lengths, axis=1),
+            correct=np.nan_to_num(grades, nan=0.0),
+            matches_final=padded("matches_final", False, np.bool_),
+            answer_tokens=padded("forced_answer_tokens", 0, np.int64),
+            mask=mask,
+            num_steps=num_steps,
+            natural_correct=_numpy(columns.column("natural_correct"), np.nan).astype(np.float64),
+            natural_answer_tokens=_numpy(columns.column("natural_answer_tokens"), 0).astype(
+                np.int64
+            ),
+            capped=np.array([ended == "cap" for ended in columns.column("ended").to_pylist()]),
+            families=columns.column("family").to_pylist(),
+            ungraded=ungraded,
+        )
+
+
+def _numpy(column: Any, null: Any) -> npt.NDArray[Any]:
+    """An Arrow array as numpy, nulls replaced (filling first keeps integers integers)."""
+    filled = column if column.null_count == 0 else column.fill_null(null)
+    return np.asarray(filled.to_numpy(zero_copy_only=False))
+
+
+def _renumber(names: list[str]) -> tuple[list[str], IntArray]:
+    """The distinct names in order of first appearance, and each entry's number among them."""
+    numbers: dict[str, int] = {}
+    index = [numbers.setdefault(name, len(numbers)) for name in names]
+    return list(numbers), np.array(index, dtype=np.int64)
