@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from ospruner.eval.benchmarks import user_message
 
 from .fallible_reasoner import write_trace
 from .problems import ToyProblem, draw_problem
@@ -49,7 +50,7 @@ def build_example(
     The answer after a cut is the one that the reasoner holds there, exactly as at the natural
     end; where it holds none yet (no attempt finished) it is the right one, to be guessed.
     """
-    message = f"{problem.problem} {DEEPSEEK_R1.user_instruction}"
+    message = user_message(problem.as_problem(), DEEPSEEK_R1)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
     )
@@ -104,16 +105,20 @@ def batches_by_length(
 ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Group examples of similar length into right-padded batches of about `batch_tokens`.
 
+    Lengths are rounded up to multiples of 32 and the rows follow from the length: few different
+    shapes, for each of which a CPU compiles its matrix kernels once.
+
     Returns:
         Batches in random order: ids (B, S) padded with 0 and weights (B, S) padded with 0.
     """
     ordered = sorted(examples, key=lambda e: len(e.ids))
     batches = []
     while ordered:
-        longest = len(ordered[-1].ids)
-        rows = [ordered.pop() for _ in range(min(len(ordered), max(1, batch_tokens // longest)))]
-        ids = np.zeros((len(rows), longest), np.int64)
-        weights = np.zeros((len(rows), longest), np.float32)
+        longest = -(-len(ordered[-1].ids) // 32) * 32
+        count = max(1, batch_tokens // longest)
+        rows = [ordered.pop() for _ in range(min(len(ordered), count))]
+        ids = np.zeros((count, longest), np.int64)
+        weights = np.zeros((count, longest), np.float32)
         for index, row in enumerate(rows):
             ids[index, : len(row.ids)] = row.ids
             weights[index, : len(row.ids)] = row.weights

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+from ospruner.eval.benchmarks import Problem
+
 Split = Literal["reasoner", "train", "validation", "test"]
 
 SPLIT_SHARES: dict[Split, float] = {"reasoner": 0.4, "train": 0.3, "validation": 0.1, "test": 0.2}
@@ -65,6 +67,10 @@ class ToyProblem:
     def id(self) -> str:
         """Stable identifier: a hash of the text, so equal problems have equal ids."""
         return "toy-" + hashlib.sha256(self.problem.encode()).hexdigest()[:12]
+
+    def as_problem(self) -> Problem:
+        """The problem as labelling and evaluation take it."""
+        return Problem(self.id, self.problem, str(self.answer), self.family)
 
     @property
     def split(self) -> Split:

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AttentionInterface,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
 from .tokenizer import VOCABULARY_SIZE, train_tokenizer
 
-CHUNK_EXAMPLES = 2048
+CHUNK_EXAMPLES = 4096
 """Examples drawn at a time and sorted by length; the unit of resuming."""
 
 
@@ -62,6 +68,32 @@ def reasoner_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def _float32_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention in float32: on a CPU the bfloat16 kernel costs 1.4 times the whole step."""
+    groups = query.shape[1] // key.shape[1]
+    with torch.autocast(query.device.type, enabled=False):
+        output = F.scaled_dot_product_attention(
+            query.float(),  # (B, heads, S, D)
+            key.float().repeat_interleave(groups, dim=1),
+            value.float().repeat_interleave(groups, dim=1),
+            is_causal=True,
+            scale=scaling,
+        )
+    return output.transpose(1, 2).contiguous().to(query.dtype), None
+
+
+AttentionInterface.register("float32_sdpa", _float32_attention)
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -112,12 +144,12 @@ def example_loss(
     """
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # (B, S, H)
-        targets = ids[:, 1:]  # (B, S-1)
-        counted = weights[:, 1:] > 0
-        logits = model.lm_head(hidden[:, :-1][counted])  # (N, V)
-    losses = F.cross_entropy(logits.float(), targets[counted], reduction="none")
-    counted_weights = weights[:, 1:][counted]
-    return (losses * counted_weights).sum() / counted_weights.sum()
+        logits = model.lm_head(hidden[:, :-1])  # (B, S-1, V)
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )  # (B*(S-1),)
+    counted = weights[:, 1:].flatten()
+    return (losses * counted).sum() / counted.sum()
 
 
 def train_reasoner(
@@ -141,6 +173,8 @@ def train_reasoner(
     torch.manual_seed(recipe.seed)
     tokenizer = build_tokenizer(recipe.seed)
     model = Qwen2ForCausalLM(reasoner_config(tokenizer)).to(device)
+    if device == "cpu":
+        model.set_attn_implementation("float32_sdpa")
     optimizers = build_optimizers(model, recipe)
     state = _load_state(out_dir / "state.pt", recipe, model, optimizers)
     seen, chunk = state["seen"], state["chunk"]
@@ -173,6 +207,7 @@ def save_reasoner(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     """Save the reasoner in bfloat16 with its tokenizer and sampling defaults."""
+    model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.6,
