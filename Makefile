@@ -3,7 +3,7 @@
 
 PYTHON ?= python3.11
 ARGS ?=
-# Test processes side by side; each computes on one thread.
+# Test processes side by side; each computes on one thread. JOBS=0: one process, for debugging.
 JOBS ?= 2
 
 VENV := .venv
@@ -51,6 +51,7 @@ distclean: clean ## remove .venv too
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || test -x $(BIN)/python || \
 		{ echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "installing into $(VENV): a few minutes the first time"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt setuptools
 	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"

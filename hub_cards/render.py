@@ -108,6 +108,9 @@ def policy_card(
     # A local base must not leak its folder's path into a public card.
     base_name = base if on_hub else Path(base).name
     layers = config["num_policy_layers"]
+    # As in labelling: the instruction is a paragraph of its own after the problem.
+    instruction = config["reasoning_format"]["user_instruction"]
+    appended = json.dumps(f"\n\n{instruction}", ensure_ascii=False)
     data = ModelCardData(
         license=license,
         library_name="transformers",
@@ -124,7 +127,7 @@ def policy_card(
         base_on_hub=on_hub,
         policy_parts=f"a tail of {layers} layers and a linear head" if layers else "a linear head",
         method=METHODS[config["method"]],
-        instruction=json.dumps(config["reasoning_format"]["user_instruction"], ensure_ascii=False),
+        content=f"problem + {appended}" if instruction else "problem",
         config=config,
         provenance=read_provenance(folder),
         results=results,

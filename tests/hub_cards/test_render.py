@@ -58,14 +58,15 @@ def test_metadata_is_what_the_hub_reads(policy_dir: Path) -> None:
     assert "ospruner" in data["tags"]
 
 
-def test_snippet_is_python_and_loads_the_named_policy(policy_dir: Path) -> None:
+@pytest.mark.parametrize("instruction", ["Put it within \\boxed{}.", 'Say "it".\nBoxed.', ""])
+def test_snippet_is_python_and_asks_as_labelling_did(policy_dir: Path, instruction: str) -> None:
+    save_config(policy_dir, reasoning_format={"user_instruction": instruction})
     text = policy_card(policy_dir, name="org/policy", license="mit").text
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    strings = {
-        node.value for node in ast.walk(ast.parse(snippet)) if isinstance(node, ast.Constant)
-    }
+    tree = ast.parse(snippet)
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert "org/policy" in strings
-    assert CONFIG["reasoning_format"]["user_instruction"] in strings
+    assert (f"\n\n{instruction}" in strings) == bool(instruction)
     assert "stop_policy=True" in snippet
 
 

@@ -47,11 +47,14 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def make(*arguments: str, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command as from a fresh shell: under `make test`, make's own variables are set."""
     env = {"PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        ["make", *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def make(*arguments: str, cwd: Path) -> str:
+    done = run("make", *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -119,7 +122,7 @@ def test_ci_entry_fails_where_lint_or_tests_fail(
     (tmp_path / "Makefile").write_text(
         f"lint:\n\t@exit {lint}\ntest:\n\t@echo closing line; exit {test}\n"
     )
-    done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True, check=False)
+    done = run(tmp_path / ".ci" / "run", cwd=tmp_path)
     assert (done.returncode == 0) == (lint == 0 and test == 0)
     assert done.stdout.splitlines()[-1] == "closing line"
 
