@@ -1,0 +1,294 @@
+"""What stopping rules are measured against: hindsight, fixed rules, and exact optima.
+
+The hindsight oracle reads the grades and no rule can beat it; the best fixed budget and the best
+fixed step read nothing but the length, and a learned rule should beat them. They are chosen on one
+table and applied to another. A `StoppingProblem` has known transitions, and is solved exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .metrics import AES_ABSOLUTE, AesVariant
+from .replay import Outcome, replay_at, replay_budget, replay_full, replay_step
+from .selection import Criterion, choose
+from .table import BoolArray, FloatArray, TraceTable
+
+__all__ = [
+    "Solution",
+    "StoppingProblem",
+    "best_fixed_budget",
+    "best_fixed_step",
+    "best_threshold",
+    "budget_candidates",
+    "hindsight_oracle",
+    "hindsight_oracle_no_loss",
+    "policy_value",
+    "solve",
+    "theorem1_problem",
+]
+
+
+def hindsight_oracle(table: TraceTable, length_penalty: float = 0.0) -> Outcome:
+    """Stops each trace where A_i - lambda L_i is largest, at the earliest of equals.
+
+    With lambda = 0 (the limit from above) this is the highest accuracy that stopping can reach, at
+    the fewest tokens that reach it: the first right step, or the first step where none is right.
+
+    Raises:
+        ValueError: lambda is negative or not finite.
+    """
+    _check_penalty(length_penalty)
+    reward = np.where(table.mask, table.correct - length_penalty * table.lengths, -np.inf)
+    return replay_at(table, reward.argmax(axis=1))
+
+
+def hindsight_oracle_no_loss(table: TraceTable) -> Outcome:
+    """The shortest stops that leave no trace less right than in full: first i with A_i >= A_T.
+
+    Traces wrong at their end stop at their first step, so that accuracy is the full trace's or, by
+    luck of that first answer, a little more: how much length could go at no loss, gaining nothing.
+    """
+    kept = table.mask & (table.correct >= table.full_correct[:, None])
+    return replay_at(table, kept.argmax(axis=1))
+
+
+def budget_candidates(table: TraceTable, count: int = 200) -> list[int]:
+    """Budgets worth trying: quantiles of the lengths at step ends, the longest trace included.
+
+    Raises:
+        ValueError: count < 1.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}; it must be at least 1")
+    lengths = table.lengths[table.mask]
+    quantiles = np.quantile(lengths, np.linspace(0, 1, count), method="higher")
+    return [int(budget) for budget in np.unique(np.append(quantiles, lengths.max()))]
+
+
+def best_fixed_budget(
+    table: TraceTable,
+    criterion: Criterion = "reduction",
+    *,
+    budgets: list[int] | None = None,
+    max_loss: float = 0.01,
+    variant: AesVariant = AES_ABSOLUTE,
+) -> int:
+    """The token budget to apply to other traces with `replay_budget`, chosen on these.
+
+    Args:
+        table: the validation traces.
+        criterion: "reduction" (fewest tokens at most `max_loss` below the full accuracy) or "aes".
+        budgets: budgets to try; `budget_candidates` where None.
+        max_loss: for "reduction".
+        variant: for "aes".
+
+    Returns:
+        The budget in tokens; the longest trace's length (no stop at all) where "reduction" allows
+        none of `budgets`.
+    """
+    tried = budget_candidates(table) if budgets is None else budgets
+    outcomes = [replay_budget(table, budget) for budget in tried]
+    best = choose(outcomes, replay_full(table), criterion, max_loss=max_loss, variant=variant)
+    return int(table.full_tokens.max()) if best is None else tried[best]
+
+
+def best_fixed_step(
+    table: TraceTable,
+    criterion: Criterion = "reduction",
+    *,
+    max_loss: float = 0.01,
+    variant: AesVariant = AES_ABSOLUTE,
+) -> int:
+    """The step (1 is the first) to apply to other traces with `replay_step`, chosen on these.
+
+    Args:
+        table: the validation traces.
+        criterion: "reduction" or "aes", as in `best_fixed_budget`.
+        max_loss: for "reduction".
+        variant: for "aes".
+    """
+    steps = range(1, int(table.num_steps.max()) + 1)
+    outcomes = [replay_step(table, step) for step in steps]
+    best = choose(outcomes, replay_full(table), criterion, max_loss=max_loss, variant=variant)
+    return steps[-1] if best is None else steps[best]  # the last step stops nothing: never None
+
+
+@dataclass(frozen=True, eq=False)
+class StoppingProblem:
+    """A finite stopping problem with known transitions, its S states in an order of time.
+
+    In state s one stops and earns A_s - lambda L_s, or moves on to s' > s with probability
+    P[s, s']. A state without successors is terminal: stopping there is forced.
+
+    Attributes:
+        correct: (S,) A_s, the probability that an answer given here is right.
+        lengths: (S,) L_s, tokens spent on reaching the state.
+        transitions: (S, S) P, strictly upper triangular; rows sum to one, or zero where terminal.
+        initial: (S,) distribution of the first state.
+    """
+
+    correct: FloatArray
+    lengths: FloatArray
+    transitions: FloatArray
+    initial: FloatArray
+
+    def __post_init__(self) -> None:
+        states = len(self.correct)
+        shapes = {
+            "correct": (self.correct, (states,)),
+            "lengths": (self.lengths, (states,)),
+            "transitions": (self.transitions, (states, states)),
+            "initial": (self.initial, (states,)),
+        }
+        for name, (array, shape) in shapes.items():
+            if array.shape != shape:
+                raise ValueError(f"{name} has shape {array.shape}; {states} states need {shape}")
+            if not np.isfinite(array).all() or (array < 0).any():
+                raise ValueError(f"{name} holds a negative or non-finite value")
+        if (self.correct > 1).any():
+            raise ValueError(f"correct holds {self.correct.max()}; probabilities lie in [0, 1]")
+        if np.tril(self.transitions).any():
+            raise ValueError("transitions goes back or stays; order the states so that s' > s")
+        rows = self.transitions.sum(axis=1)
+        if not (np.isclose(rows, 1.0) | (rows == 0.0)).all():
+            raise ValueError(f"transitions has rows that sum to {rows}; they must sum to 1 or 0")
+        if not math.isclose(self.initial.sum(), 1.0):
+            raise ValueError(f"initial sums to {self.initial.sum()}; it must sum to 1")
+
+    @property
+    def terminal(self) -> BoolArray:
+        """(S,) states without successors."""
+        return np.logical_not(self.transitions.any(axis=1))
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """The optimum of a stopping problem.
+
+    Attributes:
+        value: expected reward of the optimal policy.
+        state_values: (S,) V_s, the optimal expected reward from each state on, with the cost of
+            reaching it.
+        continuation: (S,) C_s, the value of going one step and then acting optimally; -inf in
+            terminal states.
+        stop: (S,) where the optimal policy stops (on equality, as in the paper).
+    """
+
+    value: float
+    state_values: FloatArray
+    continuation: FloatArray
+    stop: BoolArray
+
+
+def solve(problem: StoppingProblem, length_penalty: float) -> Solution:
+    """Solves the Bellman equation backwards, V_s = max(A_s - lambda L_s, sum_s' P[s, s'] V_s').
+
+    The paper's section 3 writes values to go, without the cost of the tokens already spent; here
+    that cost, which is the same on both sides of the maximum, is kept.
+
+    Raises:
+        ValueError: lambda is negative or not finite.
+    """
+    _check_penalty(length_penalty)
+    reward = problem.correct - length_penalty * problem.lengths
+    values = reward.copy()
+    continuation = np.full(len(reward), -np.inf)
+    for state in np.flatnonzero(~problem.terminal)[::-1]:
+        continuation[state] = problem.transitions[state] @ values
+        values[state] = max(reward[state], continuation[state])
+    return Solution(
+        value=float(problem.initial @ values),
+        state_values=values,
+        continuation=continuation,
+        stop=reward >= continuation,
+    )
+
+
+def policy_value(
+    problem: StoppingProblem, stop_probability: FloatArray, length_penalty: float
+) -> float:
+    """Expected reward of a policy that stops in state s with probability `stop_probability[s]`.
+
+    Args:
+        problem: the stopping problem.
+        stop_probability: (S,) in [0, 1]; terminal states stop whatever it says.
+        length_penalty: lambda >= 0.
+
+    Raises:
+        ValueError: a wrong shape, a probability outside [0, 1], or a bad lambda.
+    """
+    _check_penalty(length_penalty)
+    pi = np.asarray(stop_probability, np.float64)
+    if pi.shape != problem.correct.shape or not ((pi >= 0) & (pi <= 1)).all():
+        raise ValueError(
+            f"stop_probability has shape {pi.shape}; it must hold {len(problem.correct)} "
+            "probabilities in [0, 1]"
+        )
+    reward = problem.correct - length_penalty * problem.lengths
+    values = reward.copy()
+    for state in np.flatnonzero(~problem.terminal)[::-1]:
+        onward = problem.transitions[state] @ values
+        values[state] = pi[state] * reward[state] + (1.0 - pi[state]) * onward
+    return float(problem.initial @ values)
+
+
+def best_threshold(problem: StoppingProblem, length_penalty: float) -> tuple[float, float]:
+    """The best rule "stop where A_s >= gamma", with A_s known exactly.
+
+    The rule changes only at the values that A takes, so trying these and "never" is the supremum.
+
+    Returns:
+        gamma (inf for never), and the rule's expected reward.
+
+    Raises:
+        ValueError: lambda is negative or not finite.
+    """
+    tried = [
+        (float(gamma), policy_value(problem, (problem.correct >= gamma) * 1.0, length_penalty))
+        for gamma in [*np.unique(problem.correct), np.inf]
+    ]
+    return max(tried, key=lambda pair: pair[1])
+
+
+def theorem1_problem(length_penalty: float, gap: float) -> StoppingProblem:
+    """The problem of the paper's Theorem 1: the optimum exceeds `gap` times any threshold's value.
+
+    Two first states look alike, A = epsilon, each with probability 1/2. Going on from the good one
+    costs one token and gives a right answer; from the bad one it costs M tokens and gives a wrong
+    one. Optimal: (1 - lambda + epsilon) / 2; the best threshold: epsilon. The proof (appendix A)
+    takes 0 < epsilon < (1 - lambda) / (2 gap), and uses epsilon < 1 - lambda, which for gap < 1/2
+    does not follow from it: both are asked for here.
+
+    Args:
+        length_penalty: lambda, in (0, 1).
+        gap: K > 0.
+
+    Returns:
+        States s_g, s_b, t_g, t_b.
+
+    Raises:
+        ValueError: lambda outside (0, 1), or K not positive and finite.
+    """
+    if not 0.0 < length_penalty < 1.0:
+        raise ValueError(f"length_penalty is {length_penalty!r}; the theorem takes (0, 1)")
+    if not (math.isfinite(gap) and gap > 0):
+        raise ValueError(f"gap is {gap!r}; it must be positive and finite")
+    epsilon = (1.0 - length_penalty) / (4.0 * max(gap, 0.5))
+    detour_tokens = max(1, math.ceil((1.0 - length_penalty - 2.0 * epsilon) / length_penalty))
+    transitions = np.zeros((4, 4))
+    transitions[0, 2] = transitions[1, 3] = 1.0
+    return StoppingProblem(
+        correct=np.array([epsilon, epsilon, 1.0, 0.0]),
+        lengths=np.array([0.0, 0.0, 1.0, float(detour_tokens)]),
+        transitions=transitions,
+        initial=np.array([0.5, 0.5, 0.0, 0.0]),
+    )
+
+
+def _check_penalty(length_penalty: float) -> None:
+    if not (math.isfinite(length_penalty) and length_penalty >= 0):
+        raise ValueError(f"length_penalty is {length_penalty!r}; it must be a finite number >= 0")
