@@ -1,0 +1,225 @@
+"""The Pareto picture: accuracy against thinking tokens, one colour and marker a method."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .report import parameter_text
+from .results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
+
+__all__ = ["FRONTIER", "FULL", "ORACLE", "draw_pareto", "save_pareto"]
+
+FULL = "full trace"
+ORACLE = "hindsight oracle"
+FRONTIER = "OS-Pruner"
+
+_INK, _MUTED, _FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
+# Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
+_FRONTIER_COLOUR = "#0072B2"
+_STYLES = (
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+    ("#8C6D31", "X"),
+)
+
+# Labels: offsets in points and directions, the best first (a frontier rises to the right).
+_DISTANCES = (6.0, 9.0, 13.0, 18.0, 24.0)
+_DIRECTIONS = ((1, -1), (-1, 1), (1, 0), (0, 1), (0, -1), (-1, 0), (1, 1), (-1, -1))
+_HORIZONTAL: dict[int, Literal["left", "center", "right"]] = {1: "left", 0: "center", -1: "right"}
+_VERTICAL: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", -1: "top"}
+_LEADER_FROM = 13.0
+_LEADER = {"arrowstyle": "-", "lw": 0.5, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
+
+
+def save_pareto(
+    results: Sequence[Result],
+    path: str | Path,
+    *,
+    title: str = "",
+    chosen: Result | None = None,
+) -> None:
+    """Draws the results into a file (PNG, or what its suffix says).
+
+    Args:
+        results: rules on the same traces; see `draw_pareto`.
+        path: the file to write.
+        title: above the picture.
+        chosen: one of the results to ring, the one chosen on validation.
+
+    Raises:
+        ValueError: no results.
+    """
+    # An own canvas: pyplot's global state and window system are never touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.8), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    draw_pareto(axes, results, chosen=chosen)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11, color=_INK, pad=10)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(4, len(labels)),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=_INK,
+        handletextpad=0.5,
+        columnspacing=1.6,
+    )
+    label_points(axes, [r for r in results if r.method == FRONTIER], _FRONTIER_COLOUR)
+    for method in dict.fromkeys(result.method for result in results):
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
+        if method != FRONTIER:
+            label_points(axes, rows[:1] + rows[1:][-1:], _MUTED, size=7)
+    figure.savefig(path)
+
+
+def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None = None) -> None:
+    """Draws accuracy against thinking tokens: the frontier joined, all others as points.
+
+    Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
+    ORACLE (a star) have looks of their own; any other gets a colour and a marker.
+    A legend and `label_points` are the caller's, as several panels may share them.
+
+    Args:
+        axes: where to draw.
+        results: rules on the same traces.
+        chosen: one of the results, ringed.
+
+    Raises:
+        ValueError: no results.
+    """
+    if not results:
+        raise ValueError("results is empty: there is nothing to draw")
+    methods = dict.fromkeys(result.method for result in results)
+    styles = iter(_STYLES * (1 + len(methods) // len(_STYLES)))
+    for method in methods:
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
+        x = [r.tokens.value for r in rows]
+        y = [100 * r.accuracy.value for r in rows]
+        if method == FRONTIER:
+            low, high = [100 * r.accuracy.low for r in rows], [100 * r.accuracy.high for r in rows]
+            axes.fill_between(x, low, high, color=_FRONTIER_COLOUR, alpha=0.10, lw=0, zorder=0)
+            axes.plot(
+                x, y, "-o", color=_FRONTIER_COLOUR, lw=1.8, ms=5.5, label=method, zorder=4,
+                mec="white", mew=0.8,
+            )  # fmt: skip
+        elif method == FULL:
+            axes.axhline(y[0], color=_MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
+            axes.plot(x, y, "o", color=_INK, ms=7, label=method, zorder=3)
+        elif method.startswith(ORACLE):
+            axes.plot(x, y, "*", color=_MUTED, ms=11, label=method, zorder=3, mec="white", mew=0.6)
+        else:
+            colour, marker = next(styles)
+            axes.plot(
+                x, y, ls="none", marker=marker, color=colour, ms=5.5, label=method, zorder=3,
+                mec="white", mew=0.6,
+            )  # fmt: skip
+    if chosen is not None:
+        axes.plot(
+            [chosen.tokens.value], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=_INK,
+            mew=1.2, ls="none", label="chosen on validation", zorder=5,
+        )  # fmt: skip
+    _furnish(axes)
+
+
+def _furnish(axes: Axes) -> None:
+    axes.set_xlabel("thinking tokens per trace", fontsize=9.5, color=_INK)
+    axes.set_ylabel("accuracy, %", fontsize=9.5, color=_INK)
+    axes.margins(x=0.1, y=0.12)
+    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    axes.grid(axis="y", color=_FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_MUTED)
+    axes.tick_params(colors=_MUTED, labelsize=8.5)
+
+
+def label_points(axes: Axes, results: Sequence[Result], colour: str, size: float = 8) -> None:
+    """Writes each result's parameter beside its point, where nothing else stands.
+
+    Places are tried from near to far, eight directions each, the far ones with a leader; a label
+    that fits nowhere is left out: a crowded picture is better short of a label than unreadable.
+
+    Args:
+        axes: a drawn picture; its limits must be final, as free places are found in pixels.
+        results: the results to label, all drawn on `axes`.
+        colour: of the text.
+        size: of the text, in points.
+    """
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    from matplotlib.patheffects import Normal, Stroke
+
+    figure.draw_without_rendering()
+    taken = list(_drawn_boxes(axes))
+    inside = axes.get_window_extent()
+    scale = figure.dpi / 72.0
+    for result in sorted(results, key=lambda r: r.tokens.value):
+        point = (result.tokens.value, 100 * result.accuracy.value)
+        text = parameter_text(result)
+        for away, (right, up) in itertools.product(_DISTANCES if text else (), _DIRECTIONS):
+            reach = away if 0 in (right, up) else 0.7 * away
+            place: dict[str, Any] = {
+                "xytext": (right * reach, up * reach),
+                "textcoords": "offset points",
+                "fontsize": size,
+                "color": colour,
+                "ha": _HORIZONTAL[right],
+                "va": _VERTICAL[up],
+                "zorder": 6,
+                "path_effects": [Stroke(linewidth=2.5, foreground="white"), Normal()],
+            }
+            label = axes.annotate(text, point, **place)
+            bounds = label.get_window_extent()
+            spaced = bounds.padded(2.2 * scale)
+            fits = inside.x0 <= bounds.x0 and bounds.x1 <= inside.x1
+            fits = fits and inside.y0 <= bounds.y0 and bounds.y1 <= inside.y1
+            if fits and not any(spaced.overlaps(other) for other in taken):
+                taken.append(bounds)
+                if away >= _LEADER_FROM:
+                    label.remove()
+                    axes.annotate(text, point, arrowprops={**_LEADER, "color": colour}, **place)
+                break
+            label.remove()
+
+
+def _drawn_boxes(axes: Axes) -> Iterator[Bbox]:
+    """What labels must not touch: markers, and lines as strings of small boxes, in pixels."""
+    import numpy as np
+    from matplotlib.transforms import Bbox
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    scale = figure.dpi / 72.0
+    for text in axes.texts:
+        yield text.get_window_extent()
+    for line in axes.get_lines():
+        pixels = line.get_transform().transform(np.asarray(line.get_xydata(), np.float64))
+        half = scale * line.get_markersize() / 2 if line.get_marker() not in ("None", None) else 0.0
+        for x, y in pixels:
+            if half:
+                yield Bbox([[x - half, y - half], [x + half, y + half]])
+        if line.get_linestyle() == "None":
+            continue
+        for start, end in itertools.pairwise(pixels):
+            count = max(2, int(np.hypot(*(end - start)) / (2 * scale)))
+            for x, y in start + np.linspace(0, 1, count)[:, None] * (end - start):
+                yield Bbox([[x - scale, y - scale], [x + scale, y + scale]])
