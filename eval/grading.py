@@ -56,17 +56,27 @@ def read_box(text: str) -> str | None:
 def extract_boxed(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}` (or `\fbox{...}`), braces balanced.
 
-    A box inside the last one is part of its content. None where there is no closed box.
+    A box inside the last one is part of its content. None where there is no closed box. One pass,
+    so that a text of nothing but opening boxes is no trap.
     """
     answer = None
-    end = 0
-    for match in _BOX.finditer(text):
-        if match.start() < end:  # nested in the box before
+    open_braces: list[int | None] = []  # where a box's content starts; None for a plain brace
+    position = 0
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            box = _BOX.match(text, position)
+            if box:
+                open_braces.append(box.end())
+            position = box.end() if box else position + 2
             continue
-        content = read_box(text[match.end() :])
-        if content is not None:
-            answer = content
-            end = match.end() + len(content)
+        if character == "{":
+            open_braces.append(None)
+        elif character == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None:
+                answer = text[start:position].strip()  # an enclosing box closes later and wins
+        position += 1
     return answer
 
 

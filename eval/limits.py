@@ -248,7 +248,10 @@ def best_threshold(problem: StoppingProblem, length_penalty: float) -> tuple[flo
         ValueError: lambda is negative or not finite.
     """
     tried = [
-        (float(gamma), policy_value(problem, (problem.correct >= gamma) * 1.0, length_penalty))
+        (
+            float(gamma),
+            policy_value(problem, (problem.correct >= gamma).astype(np.float64), length_penalty),
+        )
         for gamma in [*np.unique(problem.correct), np.inf]
     ]
     return max(tried, key=lambda pair: pair[1])

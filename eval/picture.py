@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from .report import parameter_text
 from .results import Result
+from .table import FloatArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,7 +126,8 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
             axes.axhline(y[0], color=_MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
             axes.plot(x, y, "o", color=_INK, ms=7, label=method, zorder=3)
         elif method.startswith(ORACLE):
-            axes.plot(x, y, "*", color=_MUTED, ms=11, label=method, zorder=3, mec="white", mew=0.6)
+            filled = _MUTED if method == ORACLE else "white"  # hollow: its variants
+            axes.plot(x, y, "*", color=_MUTED, ms=11, label=method, zorder=3, mfc=filled, mew=0.9)
         else:
             colour, marker = next(styles)
             axes.plot(
@@ -164,14 +168,12 @@ def label_points(axes: Axes, results: Sequence[Result], colour: str, size: float
         colour: of the text.
         size: of the text, in points.
     """
-    figure = axes.get_figure(root=True)
-    assert figure is not None
     from matplotlib.patheffects import Normal, Stroke
 
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.draw_without_rendering()
-    taken = list(_drawn_boxes(axes))
-    inside = axes.get_window_extent()
-    scale = figure.dpi / 72.0
+    space = _FreeSpace(axes, figure.dpi / 72.0)
     for result in sorted(results, key=lambda r: r.tokens.value):
         point = (result.tokens.value, 100 * result.accuracy.value)
         text = parameter_text(result)
@@ -188,27 +190,61 @@ def label_points(axes: Axes, results: Sequence[Result], colour: str, size: float
                 "path_effects": [Stroke(linewidth=2.5, foreground="white"), Normal()],
             }
             label = axes.annotate(text, point, **place)
-            bounds = label.get_window_extent()
-            spaced = bounds.padded(2.2 * scale)
-            fits = inside.x0 <= bounds.x0 and bounds.x1 <= inside.x1
-            fits = fits and inside.y0 <= bounds.y0 and bounds.y1 <= inside.y1
-            if fits and not any(spaced.overlaps(other) for other in taken):
-                taken.append(bounds)
-                if away >= _LEADER_FROM:
+            pixel = axes.transData.transform(point)
+            with_leader = away >= _LEADER_FROM
+            if space.take(label.get_window_extent(), pixel, with_leader):
+                if with_leader:
                     label.remove()
                     axes.annotate(text, point, arrowprops={**_LEADER, "color": colour}, **place)
                 break
             label.remove()
 
 
-def _drawn_boxes(axes: Axes) -> Iterator[Bbox]:
+class _FreeSpace:
+    """Where labels may stand on drawn axes, in pixels; `take` reserves a place."""
+
+    def __init__(self, axes: Axes, scale: float) -> None:
+        from matplotlib.text import Text
+
+        self.scale = scale  # pixels a point
+        self.inside = axes.get_window_extent()
+        self.labels = [Text.get_window_extent(text) for text in axes.texts]  # not their leaders
+        self.taken = list(_drawn_boxes(axes, scale))
+        marked = [line for line in axes.get_lines() if line.get_marker() not in ("None", None)]
+        self.points = np.concatenate(
+            [axes.transData.transform(np.asarray(line.get_xydata())) for line in marked]
+        )  # (points, 2)
+
+    def take(self, box: Bbox, point: FloatArray, with_leader: bool) -> bool:
+        """Reserves the box for the label of `point` if it is free; says whether it was."""
+        if not (self.inside.x0 <= box.x0 and box.x1 <= self.inside.x1):
+            return False
+        if not (self.inside.y0 <= box.y0 and box.y1 <= self.inside.y1):
+            return False
+        spaced = box.padded(2.2 * self.scale)
+        if any(spaced.overlaps(other) for other in self.taken):
+            return False
+        middle = np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2
+        leader = list(_stroke(point, middle, self.scale)) if with_leader else []
+        if any(part.overlaps(other) for part in leader for other in self.labels):
+            return False
+        others = self.points[np.abs(self.points - point).max(axis=1) > 0.5]
+        if any(part.padded(3 * self.scale).contains(*other) for part in leader for other in others):
+            return False
+        if not with_leader:  # a reader takes it for the label of the nearest point
+            half = np.array([box.width, box.height]) / 2
+            gaps = np.hypot(*np.maximum(np.abs(self.points - middle) - half, 0).T)
+            if gaps.min() < np.hypot(*np.maximum(np.abs(point - middle) - half, 0)) - 0.5:
+                return False
+        self.labels.append(box)
+        self.taken.extend([box, *leader])
+        return True
+
+
+def _drawn_boxes(axes: Axes, scale: float) -> Iterator[Bbox]:
     """What labels must not touch: markers, and lines as strings of small boxes, in pixels."""
-    import numpy as np
     from matplotlib.transforms import Bbox
 
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    scale = figure.dpi / 72.0
     for text in axes.texts:
         yield text.get_window_extent()
     for line in axes.get_lines():
@@ -220,6 +256,13 @@ def _drawn_boxes(axes: Axes) -> Iterator[Bbox]:
         if line.get_linestyle() == "None":
             continue
         for start, end in itertools.pairwise(pixels):
-            count = max(2, int(np.hypot(*(end - start)) / (2 * scale)))
-            for x, y in start + np.linspace(0, 1, count)[:, None] * (end - start):
-                yield Bbox([[x - scale, y - scale], [x + scale, y + scale]])
+            yield from _stroke(start, end, scale)
+
+
+def _stroke(start: FloatArray, end: FloatArray, scale: float) -> Iterator[Bbox]:
+    """Boxes of two points' width along a line from `start` to `end`, all in pixels."""
+    from matplotlib.transforms import Bbox
+
+    count = max(2, int(np.hypot(*(end - start)) / (2 * scale)))
+    for x, y in start + np.linspace(0, 1, count)[:, None] * (end - start):
+        yield Bbox([[x - scale, y - scale], [x + scale, y + scale]])

@@ -93,9 +93,10 @@ class TraceTable:
         Raises:
             ValueError: no row is selected.
         """
-        chosen = np.arange(len(self))[np.asarray(rows)]
-        if not chosen.size:
+        selection = np.asarray(rows)
+        if not selection.size or (selection.dtype == np.bool_ and not selection.any()):
             raise ValueError("rows selects no trace; a table needs at least one")
+        chosen = np.arange(len(self))[selection]
         problems, index = _renumber([self.problem_ids[p] for p in self.problem_index[chosen]])
         steps = int(self.num_steps[chosen].max())
         return TraceTable(

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ospruner.eval.metrics import (
+    AES_ABSOLUTE,
+    AES_RELATIVE,
+    aes,
+    bootstrap_interval,
+    bootstrap_means,
+    paired_difference,
+    reduction,
+)
+from ospruner.eval.selection import best_aes, choose, largest_reduction
+
+BENCHMARKS = ("GSM8K", "MATH-500", "AIME")
+
+
+def paper(shared_dir: Path, name: str) -> list[dict[str, Any]]:
+    path = shared_dir / "paper" / name
+    if not path.is_file():
+        pytest.skip(f"no {path}: the paper's tables are not part of the repository")
+    rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
+    return rows
+
+
+def table_1_errors(shared_dir: Path, relative: bool) -> list[float]:
+    """|recomputed - printed| AES of every method's cells; AVERAGE means the benchmarks' AES."""
+    variant = AES_RELATIVE if relative else AES_ABSOLUTE
+    rows = paper(shared_dir, "aes_table.json")
+    bases = {row["model"]: row for row in rows if row["method"] == "Baseline"}
+    errors = []
+    for row in rows:
+        scores = []
+        for benchmark in BENCHMARKS:
+            cell, base = row[benchmark], bases[row["model"]][benchmark]
+            score = variant(
+                cell["accuracy_percent"] / 100,
+                cell["length_tokens"],
+                base["accuracy_percent"] / 100,
+                base["length_tokens"],
+            )
+            scores.append(float(score))
+            errors.append(abs(scores[-1] - cell["aes"]))
+        errors.append(abs(float(np.mean(scores)) - row["AVERAGE"]["aes"]))
+    return errors
+
+
+def test_table_1_follows_the_absolute_variant(shared_dir: Path) -> None:
+    errors = table_1_errors(shared_dir, relative=False)
+    assert max(errors) <= 0.0075
+    assert len(errors) == 15 * (3 + 1)  # 45 cells of single benchmarks, and the averages
+
+
+def test_table_1_misses_the_printed_definition(shared_dir: Path) -> None:
+    errors = table_1_errors(shared_dir, relative=True)
+    assert max(errors) > 0.1
+
+
+def test_aes_by_hand() -> None:
+    assert float(aes(0.8, 50, 0.8, 100)) == pytest.approx(0.5)
+    assert float(aes(0.9, 50, 0.8, 100)) == pytest.approx(0.5 + 0.3)
+    assert float(aes(0.7, 50, 0.8, 100)) == pytest.approx(0.5 - 0.5)
+    assert float(aes(0.7, 50, 0.8, 100, gamma=7, relative=True)) == pytest.approx(0.5 - 7 / 8)
+    assert aes([0.8, 0.9], [100, 50], 0.8, 100).shape == (2,)
+    assert AES_RELATIVE.label == "relative, α=1, β=3, γ=7"
+    assert AES_ABSOLUTE.label == "absolute, α=1, β=3, γ=5"
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans())
+def test_aes_rises_with_accuracy_and_falls_with_tokens(
+    accuracy: float, base: float, base_tokens: float, tokens: float, relative: bool
+) -> None:
+    base = max(base, 0.01)
+    here = float(aes(accuracy, tokens, base, base_tokens, relative=relative))
+    assert float(aes(min(1, accuracy + 0.1), tokens, base, base_tokens, relative=relative)) >= here
+    assert float(aes(accuracy, tokens + 1, base, base_tokens, relative=relative)) <= here
+
+
+def test_aes_errors() -> None:
+    with pytest.raises(ValueError, match="accuracy is 80"):
+        aes(80, 50, 0.8, 100)
+    with pytest.raises(ValueError, match="base_tokens is 0"):
+        aes(0.8, 50, 0.8, 0)
+
+
+def test_bootstrap_resamples_whole_problems() -> None:
+    """Each problem's traces stay together: means are those of whole problems drawn with repeats."""
+    problem_index = np.array([0, 0, 0, 1])
+    values = np.array([[1.0], [1.0], [1.0], [0.0]])
+    means = bootstrap_means(values, problem_index, replicates=4000, seed=1)
+    assert {round(float(m), 9) for m in np.unique(means)} == {0.0, 0.75, 1.0}
+    assert float((means == 0.75).mean()) == pytest.approx(0.5, abs=0.04)
+
+
+def test_bootstrap_is_seeded_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    values, index = rng.random((300, 2)), rng.integers(0, 50, 300)
+    a = bootstrap_means(values, index, 500, seed=3)
+    assert np.array_equal(a, bootstrap_means(values, index, 500, seed=3))
+    assert not np.array_equal(a, bootstrap_means(values, index, 500, seed=4))
+    monkeypatch.setattr("ospruner.eval.metrics._BLOCK_ENTRIES", 700)
+    np.testing.assert_allclose(a, bootstrap_means(values, index, 500, seed=3), rtol=1e-12)
+
+
+def test_interval_width_is_that_of_independent_problems() -> None:
+    """10 equal traces a problem: the interval is as wide as with one, sqrt(10) of the naive one."""
+    rng = np.random.default_rng(0)
+    one = (rng.random(400) < 0.6).astype(np.float64)
+    values, index = np.repeat(one, 10), np.repeat(np.arange(400), 10)
+    interval = bootstrap_interval(values, index, replicates=4000)
+    assert interval.value == pytest.approx(one.mean())
+    width = 2 * 1.96 * np.sqrt(one.mean() * (1 - one.mean()) / 400)
+    assert interval.high - interval.low == pytest.approx(width, rel=0.1)
+    assert interval.low < interval.value < interval.high
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for trial in range(200):
+        rate = rng.beta(2, 2, 80)  # problems differ in difficulty
+        index = np.repeat(np.arange(80), 4)
+        values = (rng.random(320) < rate[index]).astype(np.float64)
+        interval = bootstrap_interval(values, index, replicates=400, seed=trial)
+        hits += interval.low <= 0.5 <= interval.high
+    assert 0.90 <= hits / 200 <= 0.985
+
+
+def test_paired_difference_is_narrower_than_unpaired() -> None:
+    rng = np.random.default_rng(0)
+    a = (rng.random(500) < 0.5).astype(np.float64)
+    b = a.copy()
+    b[:10] = 1 - b[:10]
+    index = np.arange(500)
+    difference = paired_difference(a, b, index)
+    assert difference.value == pytest.approx(a.mean() - b.mean())
+    single = bootstrap_interval(a, index)
+    assert difference.high - difference.low < (single.high - single.low) / 2
+    same = paired_difference(a, a, index)
+    assert (same.low, same.value, same.high) == (0.0, 0.0, 0.0)
+
+
+def test_metric_errors() -> None:
+    with pytest.raises(ValueError, match="values has shape"):
+        bootstrap_means(np.zeros((3, 1)), np.array([0, 1]))
+    with pytest.raises(ValueError, match="level is 95"):
+        bootstrap_interval(np.zeros(2), np.array([0, 1]), level=95)
+    with pytest.raises(ValueError, match="same traces"):
+        paired_difference(np.zeros(2), np.zeros(3), np.array([0, 1]))
+
+
+def test_reduction() -> None:
+    assert reduction([50.0, 100.0], 100.0).tolist() == [0.5, 0.0]
+
+
+def test_largest_reduction() -> None:
+    accuracy, tokens = [0.60, 0.595, 0.59, 0.589, 0.70], [100, 60, 40, 10, 50]
+    assert largest_reduction(accuracy, tokens, 0.60) == 2
+    assert largest_reduction(accuracy, tokens, 0.60, max_loss=0.0) == 4
+    assert largest_reduction(accuracy, tokens, 0.80) is None
+    assert largest_reduction([0.6, 0.7, 0.7], [40, 40, 40], 0.6) == 1
+    with pytest.raises(ValueError, match="max_loss is 1.5"):
+        largest_reduction(accuracy, tokens, 0.6, max_loss=1.5)
+    with pytest.raises(ValueError, match="at least one candidate"):
+        largest_reduction([], [], 0.6)
+
+
+def test_exactly_one_point_below_is_allowed() -> None:
+    """0.6 - 0.01 is not 0.59 in binary; a candidate exactly one point below still qualifies."""
+    for full in np.arange(10, 100) / 100:
+        assert largest_reduction([(round(full * 100) - 1) / 100], [1], float(full)) == 0
+
+
+def test_best_aes() -> None:
+    accuracy, tokens = [0.60, 0.65, 0.50], [50, 60, 5]
+    assert best_aes(accuracy, tokens, 0.6, 100) == 1
+    assert best_aes(accuracy, tokens, 0.6, 100, variant=AES_RELATIVE) == 1
+    with pytest.raises(ValueError, match="criterion is 'accuracy'"):
+        choose([], None, "accuracy")  # type: ignore[arg-type]

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ospruner.eval.metrics import AES_RELATIVE, aes
+from ospruner.eval.replay import (
+    Outcome,
+    pool,
+    replay,
+    replay_at,
+    replay_budget,
+    replay_full,
+    replay_step,
+)
+from ospruner.eval.results import Result, Rule, compare, summarise
+from ospruner.eval.table import FloatArray, TraceTable
+
+
+def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 2) -> TraceTable:
+    rng = np.random.default_rng(seed)
+    num_steps = rng.integers(1, steps + 1, traces)
+    mask = np.arange(steps) < num_steps[:, None]
+    lengths = np.where(mask, rng.integers(1, 30, mask.shape).cumsum(axis=1), 0)
+    return TraceTable(
+        problem_ids=[f"p{i}" for i in range(traces // per_problem)],
+        problem_index=np.arange(traces) // per_problem,
+        lengths=np.maximum.accumulate(lengths, axis=1),
+        correct=((rng.random(mask.shape) < 0.5) & mask).astype(np.float64),
+        matches_final=np.zeros_like(mask),
+        answer_tokens=rng.integers(1, 9, mask.shape) * mask,
+        mask=mask,
+        num_steps=num_steps,
+        natural_correct=np.full(traces, np.nan),
+        natural_answer_tokens=np.full(traces, 5),
+        capped=np.zeros(traces, bool),
+        families=[""] * traces,
+        ungraded=np.zeros(traces, np.int64),
+    )
+
+
+def simulate(table: TraceTable, pi: FloatArray, draws: int) -> tuple[FloatArray, FloatArray]:
+    """Mean correctness and tokens per trace over sampled runs, walking step by step."""
+    rng = np.random.default_rng(0)
+    correct, tokens = np.zeros(len(table)), np.zeros(len(table))
+    for n in range(len(table)):
+        for _ in range(draws):
+            step = 0
+            while step < table.num_steps[n] - 1 and rng.random() >= pi[n, step]:
+                step += 1
+            correct[n] += table.correct[n, step] / draws
+            tokens[n] += table.lengths[n, step] / draws
+    return correct, tokens
+
+
+def test_expectation_equals_simulation() -> None:
+    table = make_table(0, traces=10)
+    pi = np.random.default_rng(1).random(table.mask.shape)
+    outcome = replay(table, pi)
+    correct, tokens = simulate(table, pi, draws=3000)
+    np.testing.assert_allclose(outcome.correct, correct, atol=0.04)
+    np.testing.assert_allclose(outcome.tokens, tokens, atol=2.5)
+
+
+@given(st.integers(0, 10**6), st.floats(0, 1))
+@settings(deadline=None, max_examples=50)
+def test_modes_agree_where_they_must(seed: int, threshold: float) -> None:
+    table = make_table(seed)
+    pi = np.random.default_rng(seed).random(table.mask.shape)
+    by_threshold = replay(table, pi, "threshold", threshold)
+    hard = replay(table, (pi >= threshold).astype(np.float64))  # a certain policy samples nothing
+    np.testing.assert_allclose(by_threshold.columns(), hard.columns(), atol=1e-12)
+    never = replay(table, np.zeros_like(pi))
+    np.testing.assert_array_equal(never.columns(), replay_full(table).columns())
+    always = replay(table, np.ones_like(pi))
+    np.testing.assert_array_equal(always.columns(), replay_step(table, 1).columns())
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, max_examples=50)
+def test_help_minus_harm_is_the_accuracy_gained(seed: int) -> None:
+    table = make_table(seed)
+    outcome = replay(table, np.random.default_rng(seed).random(table.mask.shape))
+    gained = outcome.correct - replay_full(table).correct
+    np.testing.assert_allclose(outcome.helped - outcome.harmed, gained, atol=1e-12)
+    assert (outcome.helped >= 0).all()
+    assert (outcome.harmed >= -1e-15).all()
+
+
+def test_budget_ends_softly_at_the_first_step_that_reaches_it() -> None:
+    table = make_table(2)
+    for budget in (0, 1, 17, 60, 10**6):
+        outcome = replay_budget(table, budget)
+        for n in range(len(table)):
+            ends = table.lengths[n, : table.num_steps[n]]
+            reached = ends[ends >= budget]
+            assert outcome.tokens[n] == (reached[0] if reached.size else ends[-1])
+
+
+def test_step_and_index_stop_at_the_end_of_short_traces() -> None:
+    table = make_table(3)
+    third = replay_step(table, 3)
+    assert (third.tokens == table.lengths[np.arange(40), np.minimum(2, table.last)]).all()
+    np.testing.assert_array_equal(
+        replay_at(table, np.full(40, 99)).columns(), replay_full(table).columns()
+    )
+
+
+def test_unread_probabilities_may_be_anything() -> None:
+    table = make_table(4)
+    pi = np.random.default_rng(0).random(table.mask.shape)
+    free = np.arange(8) < table.last[:, None]
+    outcome = replay(table, np.where(free, pi, np.nan))
+    np.testing.assert_array_equal(
+        outcome.columns(), replay(table, np.where(free, pi, 7.0)).columns()
+    )
+
+
+def test_nan_continues() -> None:
+    table = make_table(4)
+    np.testing.assert_array_equal(
+        replay(table, np.full(table.mask.shape, np.nan)).columns(), replay_full(table).columns()
+    )
+
+
+def test_float32_probabilities_are_accepted() -> None:
+    table = make_table(4)
+    pi = np.random.default_rng(0).random(table.mask.shape).astype(np.float32)
+    np.testing.assert_allclose(
+        replay(table, pi).tokens, replay(table, pi.astype(np.float64)).tokens, rtol=1e-12
+    )
+
+
+def test_pool_is_the_mean() -> None:
+    table = make_table(5)
+    a, b = replay_step(table, 1), replay_full(table)
+    np.testing.assert_allclose(pool([a, b]).tokens, (a.tokens + b.tokens) / 2)
+    np.testing.assert_array_equal(pool([a]).columns(), a.columns())
+    with pytest.raises(ValueError, match="pooling takes at least"):
+        pool([])
+
+
+def test_ten_thousand_traces_of_a_hundred_steps() -> None:
+    """No Python loop over traces: an outcome of a million steps, checked on three of its rows."""
+    table = make_table(6, traces=10_000, steps=100, per_problem=1)
+    pi = np.random.default_rng(0).random(table.mask.shape) * 0.1
+    outcome = replay(table, pi)
+    for n in (0, 4321, 9999):
+        part = replay(table.subset([n]), pi[n : n + 1, : table.num_steps[n]])
+        assert outcome.tokens[n] == pytest.approx(part.tokens[0])
+        assert outcome.correct[n] == pytest.approx(part.correct[0])
+
+
+def test_errors() -> None:
+    table = make_table(0)
+    pi = np.full(table.mask.shape, 0.5)
+    with pytest.raises(ValueError, match=r"probabilities has shape \(40, 7\)"):
+        replay(table, pi[:, :7])
+    with pytest.raises(ValueError, match=r"probabilities holds 1\.5"):
+        replay(table, pi + 1)
+    with pytest.raises(ValueError, match="threshold is None"):
+        replay(table, pi, "threshold")
+    with pytest.raises(ValueError, match=r"threshold is -0\.1"):
+        replay(table, pi, "threshold", -0.1)
+    with pytest.raises(ValueError, match=r"mode 'sample' has none"):
+        replay(table, pi, "sample", 0.5)
+    with pytest.raises(ValueError, match="mode is 'greedy'"):
+        replay(table, pi, "greedy")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="budget_tokens is -1"):
+        replay_budget(table, -1)
+    with pytest.raises(ValueError, match="step is 0"):
+        replay_step(table, 0)
+    with pytest.raises(ValueError, match="step_index"):
+        replay_at(table, [1])
+
+
+def test_summarise_and_compare() -> None:
+    table = make_table(7, traces=400)
+    full, early = replay_full(table), replay_step(table, 2)
+    rules = [Rule("full trace", full), Rule("step", early, 2, "step")]
+    base, result = summarise(rules, full, table.problem_index, seed=1)
+    assert (base.reduction.value, base.reduction.low, base.reduction.high) == (0, 0, 0)
+    assert base.aes.value == 0
+    assert result.accuracy.value == pytest.approx(early.accuracy)
+    assert result.tokens.value == pytest.approx(early.mean_tokens)
+    assert result.reduction.value == pytest.approx(1 - early.mean_tokens / full.mean_tokens)
+    expected = aes(early.accuracy, early.mean_tokens, full.accuracy, full.mean_tokens)
+    assert result.aes.value == pytest.approx(float(expected))
+    assert (result.traces, result.problems) == (400, 200)
+    for number in (result.accuracy, result.tokens, result.reduction, result.aes):
+        assert number.low < number.value < number.high
+    assert Result.from_dict(result.to_dict()) == result
+
+    difference = compare(early, full, full, table.problem_index, seed=1)
+    assert difference["accuracy"].value == pytest.approx(early.accuracy - full.accuracy)
+    assert difference["aes"].value == pytest.approx(result.aes.value)
+    assert difference["aes"].low == pytest.approx(result.aes.low)  # the same resamples
+    assert difference["reduction"].high == pytest.approx(result.reduction.high)
+    relative = summarise(rules, full, table.problem_index, variant=AES_RELATIVE)[1]
+    assert relative.aes_label == "relative, α=1, β=3, γ=7"
+    assert relative.aes.value != result.aes.value
+
+
+def test_a_baseline_that_is_never_right_gives_no_relative_score() -> None:
+    table = make_table(8)
+    zeros = np.zeros(len(table))
+    base = Outcome(zeros, replay_full(table).tokens, zeros, zeros, zeros)
+    rules = [Rule("step", replay_step(table, 1))]
+    result = summarise(rules, base, table.problem_index, variant=AES_RELATIVE)[0]
+    assert np.isnan(result.aes.value)
+    assert np.isnan(result.aes.low)
+    assert not np.isnan(result.accuracy.low)
+
+
+def test_summarise_refuses_other_traces() -> None:
+    table = make_table(0)
+    few = replay_full(table.subset([0, 1]))
+    with pytest.raises(ValueError, match="mine: an outcome of 2 traces, the full traces are 40"):
+        summarise([Rule("mine", few)], replay_full(table), table.problem_index)

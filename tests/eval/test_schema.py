@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from ospruner.eval.schema import FEATURES, LabelSettings, TraceTable, split_of, validate_row
+
+
+def make_row(problem: str = "p0", sample: int = 0, steps: int = 3) -> dict[str, Any]:
+    return {
+        "problem_id": problem,
+        "sample_index": sample,
+        "family": "sums",
+        "problem": "1+1?",
+        "answer": "2",
+        "prompt_ids": [1, 2],
+        "trace_ids": list(range(4 * steps)),
+        "step_ends": [4 * i + 4 for i in range(steps)],
+        "forced_answers": ["3"] * (steps - 1) + ["2"],
+        "forced_correct": [0.0] * (steps - 1) + [1.0],
+        "matches_final": [False] * (steps - 1) + [True],
+        "forced_answer_tokens": [2] * steps,
+        "natural_answer": "2",
+        "natural_correct": 1.0,
+        "natural_answer_tokens": 6,
+        "ended": "natural",
+    }
+
+
+def test_a_good_row_passes_and_survives_the_dataset() -> None:
+    rows = [make_row("p0", 0, 3), make_row("p0", 1, 1), make_row("p1", 0, 2)]
+    rows[0]["forced_correct"][0] = None
+    rows[0]["matches_final"][0] = None
+    rows[1]["natural_correct"] = None
+    dataset = Dataset.from_list(rows, features=FEATURES)
+    for row, stored in zip(rows, dataset, strict=True):
+        validate_row(row)
+        validate_row(stored)
+        assert stored == row
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("step_ends", [4, 4, 12], "strictly increasing"),
+        ("step_ends", [0, 4, 12], "strictly increasing"),
+        ("step_ends", [4, 8, 11], "trace_ids has 12 tokens"),
+        ("step_ends", [4, 12], "forced_answers has 3 entries for 2 steps"),
+        ("step_ends", [], "step_ends is empty"),
+        ("step_ends", [4.0, 8, 12], "step_ends holds 4.0; it must hold integers"),
+        ("trace_ids", [-1] * 12, "trace_ids holds -1"),
+        ("prompt_ids", [], "prompt_ids is empty"),
+        ("forced_correct", [0.0, 2.0, 1.0], r"forced_correct holds 2.0; it must lie in \[0, 1\]"),
+        ("forced_correct", [math.nan, 0.0, 1.0], "forced_correct holds nan"),
+        ("forced_correct", [True, 0.0, 1.0], "forced_correct holds True"),
+        ("forced_answers", [None, "1", "2"], "forced_answers holds something"),
+        ("matches_final", [0.5, None, True], "matches_final holds something"),
+        ("natural_correct", 7, "natural_correct holds 7"),
+        ("sample_index", "0", "sample_index holds '0'"),
+        ("ended", "stop", r"ended is 'stop'; it must be one of \('natural', 'cap'\)"),
+        ("answer", " ", "answer is empty"),
+        ("problem_id", "", "problem_id is empty"),
+        ("family", None, "family is None; it must be a text"),
+    ],
+)
+def test_bad_rows_are_refused_by_column(column: str, value: object, message: str) -> None:
+    row = copy.deepcopy(make_row())
+    row[column] = value
+    with pytest.raises((ValueError, TypeError), match=message):
+        validate_row(row)
+
+
+def test_missing_and_unknown_columns() -> None:
+    row = make_row()
+    del row["ended"]
+    with pytest.raises(ValueError, match=r"missing: \['ended'\], unknown: \['stopped'\]"):
+        validate_row({**row, "stopped": 1})
+
+
+def test_trace_table() -> None:
+    rows = [make_row("p0", 0, 3), make_row("p1", 0, 1), make_row("p0", 1, 2)]
+    rows[0]["forced_correct"] = [None, 0.5, 1.0]
+    rows[0]["matches_final"] = [None, True, True]
+    rows[1]["ended"] = "cap"
+    rows[1]["natural_correct"] = None
+    dataset = Dataset.from_list(rows, features=FEATURES)
+    table = TraceTable.from_dataset(dataset)
+    assert table.problem_ids == ["p0", "p1"]
+    assert table.problem_index.tolist() == [0, 1, 0]
+    assert table.lengths.tolist() == [[4, 8, 12], [4, 4, 4], [4, 8, 8]]
+    assert table.correct.tolist() == [[0, 0.5, 1], [1, 0, 0], [0, 1, 0]]
+    assert table.mask.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
+    assert table.matches_final.tolist()[0] == [False, True, True]
+    assert table.num_steps.tolist() == [3, 1, 2]
+    assert table.full_correct.tolist() == [1, 1, 1]
+    assert table.full_tokens.tolist() == [12, 4, 8]
+    assert table.capped.tolist() == [False, True, False]
+    assert table.ungraded.tolist() == [1, 0, 0]
+    assert np.isnan(table.natural_correct).tolist() == [False, True, False]
+    assert table.answer_tokens.tolist() == [[2, 2, 2], [2, 0, 0], [2, 2, 0]]
+    assert repr(table) == "TraceTable(3 traces of 2 problems, 6 steps)"
+
+    part = table.subset([2, 1])
+    assert part.problem_ids == ["p0", "p1"]
+    assert part.lengths.tolist() == [[4, 8], [4, 4]]
+    assert table.subset(table.capped).problem_ids == ["p1"]
+    with pytest.raises(ValueError, match="selects no trace"):
+        table.subset([])
+    shuffled = TraceTable.from_dataset(dataset.select([2, 1]))
+    assert np.array_equal(shuffled.lengths, part.lengths)
+
+
+def test_trace_table_errors() -> None:
+    row = make_row()
+    dataset = Dataset.from_list([row], features=FEATURES)
+    with pytest.raises(ValueError, match="no column 'forced_correct'"):
+        TraceTable.from_dataset(dataset.remove_columns("forced_correct"))
+    with pytest.raises(ValueError, match="holds no traces"):
+        TraceTable.from_dataset(dataset.select([]))
+    ungraded = Dataset.from_list([{**row, "forced_correct": [None] * 3}], features=FEATURES)
+    with pytest.raises(ValueError, match="forced_correct is null everywhere"):
+        TraceTable.from_dataset(ungraded)
+    short = Dataset.from_list([{**row, "forced_correct": [1.0]}], features=FEATURES)
+    with pytest.raises(ValueError, match="forced_correct and step_ends"):
+        TraceTable.from_dataset(short)
+
+
+def test_label_settings_round_trip_and_differences(tmp_path: Path) -> None:
+    settings = LabelSettings(base_model="base", reasoning_format={"closing": "</think>\n\n"})
+    settings.save(tmp_path / "settings.json")
+    loaded = LabelSettings.load(tmp_path / "settings.json")
+    assert loaded == settings
+    assert settings.differences(loaded) == []
+    other = LabelSettings(base_model="base", temperature=1.0)
+    assert settings.differences(other) == [
+        "reasoning_format: {'closing': '</think>\\n\\n'} here, {} there",
+        "temperature: 0.6 here, 1.0 there",
+    ]
+    with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
+        LabelSettings.from_dict({**settings.to_dict(), "colour": 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base_model", ""),
+        ("answer", "both"),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_k", -1),
+        ("seed", 0.5),
+        ("samples_per_problem", 0),
+        ("max_new_tokens", 0),
+        ("every", 0),
+    ],
+)
+def test_label_settings_errors(field: str, value: object) -> None:
+    values = LabelSettings(base_model="base").to_dict()
+    with pytest.raises((ValueError, TypeError), match=f"{field} is "):
+        LabelSettings.from_dict({**values, field: value})
+
+
+def test_splits_are_stable_and_of_the_right_size() -> None:
+    ids = [f"problem-{i}" for i in range(5000)]
+    counts = Counter(split_of(i) for i in ids)
+    assert counts["train"] == pytest.approx(4000, abs=120)
+    assert counts["validation"] == pytest.approx(500, abs=90)
+    assert [split_of(i) for i in ids[8:12]] == ["train", "train", "validation", "validation"]
+    assert [split_of(i) for i in ids] != [split_of(i, seed=1) for i in ids]
+    assert {split_of(i, fractions={"train": 1.0, "test": 0.0}) for i in ids} == {"train"}
+    with pytest.raises(ValueError, match="shares must be >= 0 and sum to 1"):
+        split_of("a", fractions={"train": 0.5})
