@@ -1,0 +1,25 @@
+"""Engines that run a reasoning model: sampling traces and forking answers off them."""
+
+from .engine import (
+    AnswerStop,
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+    TokenTrie,
+)
+from .transformers_engine import TransformersEngine
+
+__all__ = [
+    "AnswerStop",
+    "Engine",
+    "ForkRequest",
+    "ForkedAnswer",
+    "Sampled",
+    "SamplingSettings",
+    "TokenCount",
+    "TokenTrie",
+    "TransformersEngine",
+]

@@ -1,0 +1,190 @@
+"""Answers forked off traces as packed trees: every shared token is computed once.
+
+A trace's prompt and thinking run once. All its forks then decode side by side as further columns
+of the same row, each seeing the trace up to its cut and its own tokens, at the positions that
+they would have alone (tree attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from .engine import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
+from .rows import Branch
+from .slot_cache import SlotCache
+
+_COLUMN_CHUNK = 16
+
+
+class PackedForks:
+    """Forks a group of traces together.
+
+    Args:
+        model: a causal LM whose layers all attend to everything.
+        num_layers: how many it has.
+        suffix_ids: put after each cut.
+        max_new_tokens: cap on each answer.
+        stop: makes the rule that completes one answer.
+        eos_ids: ids that end a text.
+        count: where tokens are counted.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_layers: int,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None,
+        eos_ids: frozenset[int],
+        count: TokenCount,
+    ) -> None:
+        self.model = model
+        self.num_layers = num_layers
+        self.suffix = torch.tensor(list(suffix_ids), dtype=torch.long)
+        self.max_new_tokens = max_new_tokens
+        self.stop = stop
+        self.eos_ids = eos_ids
+        self.count = count
+        self.device = model.device
+        self.hidden = torch.finfo(model.dtype).min
+
+    def run(self, requests: Sequence[ForkRequest]) -> list[list[ForkedAnswer]]:
+        """The answers of each request, in the order of its cuts."""
+        branches = [[Branch(cut, self.stop) for cut in request.cuts] for request in requests]
+        if not any(branches):
+            return [[] for _ in requests]
+        self.branches = branches
+        self.rows = list(range(len(requests)))
+        self.starts = [len(request.prompt_ids) for request in requests]
+        self._trunk(requests)
+        self._suffixes()
+        while self._drop_finished():
+            self._step()
+        return [[branch.finished() for branch in row] for row in branches]
+
+    def _trunk(self, requests: Sequence[ForkRequest]) -> None:
+        """Runs prompts and thinking, right-padded; the padding is never visible to a fork."""
+        texts = [
+            [*request.prompt_ids, *request.trace_ids[: max(request.cuts, default=0)]]
+            for request in requests
+        ]
+        R, S = len(texts), max(map(len, texts))
+        ids = torch.zeros(R, S, dtype=torch.long)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+        self.cache = SlotCache(self.num_layers)
+        self.model(
+            input_ids=ids.to(self.device),
+            position_ids=torch.arange(S, device=self.device)[None].expand(R, S),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        real = sum(map(len, texts))
+        self._count(real, R * S)
+
+    def _suffixes(self) -> None:
+        """Runs the suffix of every fork, and takes each one's first token."""
+        R, S = len(self.branches), self.cache.columns
+        K, s = max(map(len, self.branches)), len(self.suffix)
+        ends = torch.zeros(R, K, dtype=torch.long)  # tokens that a fork sees of the trunk
+        for row, branches in enumerate(self.branches):
+            for k, branch in enumerate(branches):
+                ends[row, k] = self.starts[row] + branch.cut
+        self.ends = ends
+        own = K * s
+        columns = S + own
+        # (R, K, columns): 0 where fork k sees the column once its suffix is complete.
+        self.mask = torch.full(
+            (R, K, columns + K * _COLUMN_CHUNK), self.hidden, dtype=self.model.dtype
+        ).to(self.device)
+        trunk_seen = torch.arange(S) < ends[..., None]  # (R, K, S)
+        self.mask[..., :S].masked_fill_(trunk_seen.to(self.device), 0)
+        for k in range(K):
+            self.mask[:, k, S + k * s : S + (k + 1) * s] = 0
+        block = self.mask[:, :, None, :columns].repeat(1, 1, s, 1)  # (R, K, s, columns)
+        for i in range(s):
+            for k in range(K):
+                block[:, k, i, S + k * s + i + 1 : S + (k + 1) * s] = self.hidden
+        positions = ends[..., None] + torch.arange(s)  # (R, K, s)
+        logits = self.model(
+            input_ids=self.suffix.repeat(K).expand(R, own).to(self.device),
+            attention_mask=block.view(R, 1, own, columns),
+            position_ids=positions.view(R, own).to(self.device),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=torch.arange(s - 1, own, s, device=self.device),
+        ).logits  # (R, K, V)
+        real = s * sum(map(len, self.branches))
+        self._count(real, R * own)
+        self.ends = ends + s
+        tokens = logits.argmax(-1).tolist()
+        for row, branches in enumerate(self.branches):
+            for k, branch in enumerate(branches):
+                branch.push(tokens[row][k], self.max_new_tokens, self.eos_ids)
+
+    def _drop_finished(self) -> bool:
+        """Drops rows whose forks are all finished; whether any fork is left."""
+        going = [
+            place
+            for place, row in enumerate(self.rows)
+            if any(branch.answer is None for branch in self.branches[row])
+        ]
+        if not going:
+            return False
+        if 2 * len(going) <= len(self.rows):
+            index = torch.tensor(going)
+            self.cache.select(index.to(self.device))
+            self.mask = self.mask[index.to(self.device)]
+            self.ends = self.ends[index]
+            self.rows = [self.rows[place] for place in going]
+        return True
+
+    def _step(self) -> None:
+        """Decodes one token of every unfinished fork."""
+        active = [
+            [k for k, branch in enumerate(self.branches[row]) if branch.answer is None]
+            for row in self.rows
+        ]
+        R, K, columns = len(self.rows), max(map(len, active)), self.cache.columns
+        forks = torch.zeros(R, K, dtype=torch.long)
+        ids = torch.zeros(R, K, dtype=torch.long)
+        for place, (row, ks) in enumerate(zip(self.rows, active, strict=True)):
+            forks[place, : len(ks)] = torch.tensor(ks, dtype=torch.long)
+            ids[place, : len(ks)] = torch.tensor([self.branches[row][k].ids[-1] for k in ks])
+        self._widen(columns + K)
+        places = torch.arange(R)[:, None].expand(R, K)
+        own = columns + torch.arange(K).expand(R, K)
+        real = torch.arange(K) < torch.tensor([[len(ks)] for ks in active])  # (R, K)
+        self.mask[places[real], forks[real], own[real]] = 0
+        position_ids = self.ends.gather(1, forks)
+        self.ends[places[real], forks[real]] += 1
+        mask = self.mask[places, forks, : columns + K]  # (R, K, columns + K)
+        logits = self.model(
+            input_ids=ids.to(self.device),
+            attention_mask=mask[:, None],
+            position_ids=position_ids.to(self.device),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+        self._count(sum(map(len, active)), R * K)
+        tokens = logits.argmax(-1).tolist()
+        for place, (row, ks) in enumerate(zip(self.rows, active, strict=True)):
+            for i, k in enumerate(ks):
+                token = tokens[place][i]
+                self.branches[row][k].push(token, self.max_new_tokens, self.eos_ids)
+
+    def _widen(self, columns: int) -> None:
+        if columns > self.mask.shape[-1]:
+            R, K, old = self.mask.shape
+            wider = self.mask.new_full((R, K, columns + K * _COLUMN_CHUNK), self.hidden)
+            wider[..., :old] = self.mask
+            self.mask = wider
+
+    def _count(self, real: int, slots: int) -> None:
+        self.count.computed += real
+        self.count.padding += slots - real

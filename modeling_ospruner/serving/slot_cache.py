@@ -1,0 +1,100 @@
+"""A key-value cache that is written in place and whose rows can be replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+_CHUNK = 64
+
+
+class SlotLayer(DynamicLayer):
+    """A layer that keeps spare columns, so that a decode step copies nothing.
+
+    `keys` and `values` are views (B, heads, columns, head size) of larger buffers.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new columns and returns all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            batch, heads, _, size = key_states.shape
+            self.key_buffer = key_states.new_zeros(batch, heads, 0, size)
+            self.value_buffer = value_states.new_zeros(batch, heads, 0, value_states.shape[-1])
+            self.columns = 0
+        start, end = self.columns, self.columns + key_states.shape[-2]
+        if end > self.key_buffer.shape[-2]:
+            capacity = max(end + _CHUNK, end * 5 // 4)
+            self.key_buffer = _grown(self.key_buffer, start, capacity)
+            self.value_buffer = _grown(self.value_buffer, start, capacity)
+        self.key_buffer[:, :, start:end] = key_states
+        self.value_buffer[:, :, start:end] = value_states
+        self._show(end)
+        return self.keys, self.values
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the given rows only, in this order."""
+        self.key_buffer = self.key_buffer.index_select(0, rows)
+        self.value_buffer = self.value_buffer.index_select(0, rows)
+        self._show(self.columns)
+
+    def realign(self, first: int, columns: int) -> None:
+        """Drops the columns before `first` and moves the rest to end at column `columns`."""
+        moved = self.columns - first
+        for name in ("key_buffer", "value_buffer"):
+            old = vars(self)[name]
+            new = old.new_zeros(*old.shape[:2], columns + _CHUNK, old.shape[-1])
+            new[:, :, columns - moved : columns] = old[:, :, first : self.columns]
+            setattr(self, name, new)
+        self._show(columns)
+
+    def place(self, rows: torch.Tensor, other: SlotLayer) -> None:
+        """Overwrites rows with those of another cache, aligned at the last column."""
+        start = self.columns - other.columns
+        self.key_buffer[rows, :, start : self.columns] = other.keys
+        self.value_buffer[rows, :, start : self.columns] = other.values
+
+    def _show(self, columns: int) -> None:
+        self.columns = columns
+        self.keys = self.key_buffer[:, :, :columns]
+        self.values = self.value_buffer[:, :, :columns]
+
+
+class SlotCache(Cache):
+    """One `SlotLayer` a decoder layer; for models whose layers all attend to everything."""
+
+    layers: list[SlotLayer]
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
+
+    @property
+    def columns(self) -> int:
+        """How many columns are filled."""
+        return self.layers[0].columns
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the given rows only, in this order."""
+        for layer in self.layers:
+            layer.select(rows)
+
+    def realign(self, first: int, columns: int) -> None:
+        """Drops the columns before `first` and moves the rest to end at column `columns`."""
+        for layer in self.layers:
+            layer.realign(first, columns)
+
+    def place(self, rows: torch.Tensor, other: SlotCache) -> None:
+        """Overwrites rows with those of another cache, aligned at the last column."""
+        for layer, other_layer in zip(self.layers, other.layers, strict=True):
+            layer.place(rows, other_layer)
+
+
+def _grown(buffer: torch.Tensor, used: int, capacity: int) -> torch.Tensor:
+    new = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[-1])
+    new[:, :, :used] = buffer[:, :, :used]
+    return new

@@ -1,0 +1,244 @@
+"""The embedded engine: any transformers causal LM, with its own decode loop instead of generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from ..reasoning_format import TokenFormat
+from .engine import (
+    AnswerStop,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+    TokenTrie,
+)
+from .packed_forks import PackedForks
+from .packed_sampling import PackedSampler
+from .rows import Row
+from .sampling import row_keys
+from .sequential import fork_one, sample_batch
+from .slot_cache import SlotCache
+
+_PACKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask
+
+
+class TransformersEngine:
+    """Samples traces and forks answers with a model in this process.
+
+    Where every layer attends to everything (and the attention takes custom masks), rows are
+    replaced as they finish, and the forks of a trace are one packed tree. Other models (sliding
+    windows, recurrent states) go the sequential way: same results, slower.
+
+    Args:
+        model: a causal LM; it is put in eval mode.
+        tokenizer: its tokenizer, for the ids that end a text.
+        batch_size: rows sampled, and traces forked, together.
+        fork_tokens: cap on rows x columns of the traces forked together.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 128,
+        fork_tokens: int = 16_384,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be 1 or more")
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.fork_tokens = fork_tokens
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+        self.packed = _takes_packed_trees(self.model)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        """Samples one trace and its natural answer per prompt; see `Engine.sample`.
+
+        Raises:
+            ValueError: a prompt is empty.
+        """
+        if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
+            raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
+        named = row_keys(prompts, keys)
+        rows = [
+            Row.start(i, prompt, key, settings.seed)
+            for i, (prompt, key) in enumerate(zip(prompts, named, strict=True))
+        ]
+        results: dict[int, Sampled] = {}
+
+        def done(index: int, sampled: Sampled) -> None:
+            results[index] = sampled
+            if on_done is not None:
+                on_done(index, sampled)
+
+        count = self.sample_counts
+        if self.packed and rows:
+            PackedSampler(
+                self.model,
+                self.model.config.get_text_config().num_hidden_layers,
+                self.batch_size,
+                settings,
+                fmt,
+                self.eos_ids,
+                count,
+            ).run(rows, done)
+        elif rows:
+            for start in range(0, len(rows), self.batch_size):
+                batch = rows[start : start + self.batch_size]
+                sample_batch(self.model, batch, settings, fmt, self.eos_ids, count, done)
+        trie = TokenTrie()
+        for row in rows:
+            trie.add([*row.prompt, *row.tokens[:-1]])
+        count.unique += len(trie)
+        return [results[i] for i in range(len(rows))]
+
+    @torch.inference_mode()
+    def fork(
+        self,
+        requests: Sequence[ForkRequest],
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
+    ) -> list[list[ForkedAnswer]]:
+        """Decodes greedily after every cut of every trace; see `Engine.fork`.
+
+        Raises:
+            ValueError: the suffix is empty, or `max_new_tokens` is below 1.
+        """
+        if not len(suffix_ids):
+            raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        results: dict[int, list[ForkedAnswer]] = {}
+        if self.packed:
+            forks = PackedForks(
+                self.model,
+                self.model.config.get_text_config().num_hidden_layers,
+                suffix_ids,
+                max_new_tokens,
+                stop,
+                self.eos_ids,
+                self.counts,
+            )
+        for group in self._groups(requests):
+            if self.packed:
+                answers = forks.run([requests[i] for i in group])
+            else:
+                answers = [
+                    fork_one(
+                        self.model,
+                        requests[i],
+                        suffix_ids,
+                        max_new_tokens,
+                        stop,
+                        self.eos_ids,
+                        self.counts,
+                    )
+                    for i in group
+                ]
+            for i, answer in zip(group, answers, strict=True):
+                results[i] = answer
+                if on_done is not None:
+                    on_done(i, answer)
+        self.counts.unique += _unique(requests, suffix_ids, results)
+        return [results[i] for i in range(len(requests))]
+
+    def _groups(self, requests: Sequence[ForkRequest]) -> Iterator[list[int]]:
+        """Traces of similar length, to be forked together."""
+        lengths = [len(request.prompt_ids) + len(request.trace_ids) for request in requests]
+        group: list[int] = []
+        for i in sorted(range(len(requests)), key=lambda i: lengths[i], reverse=True):
+            full = group and (len(group) + 1) * lengths[group[0]] > self.fork_tokens
+            if full or len(group) == self.batch_size:
+                yield group
+                group = []
+            group.append(i)
+        if group:
+            yield group
+
+
+def _unique(
+    requests: Sequence[ForkRequest],
+    suffix_ids: Sequence[int],
+    results: dict[int, list[ForkedAnswer]],
+) -> int:
+    trie = TokenTrie()
+    for i, request in enumerate(requests):
+        kept = request.trace_ids[: max(request.cuts, default=0)]
+        path = trie.add([*request.prompt_ids, *kept])
+        for cut, answer in zip(request.cuts, results[i], strict=True):
+            fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
+            trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
+    return len(trie)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    configured = None if model.generation_config is None else model.generation_config.eos_token_id
+    ids = [configured] if isinstance(configured, int) else list(configured or [])
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError(
+            "neither the model's generation config nor the tokenizer names a token that ends a "
+            "text; set tokenizer.eos_token"
+        )
+    return frozenset(ids)
+
+
+@torch.inference_mode()
+def _takes_packed_trees(model: PreTrainedModel) -> bool:
+    """Whether a packed tree gives the logits of plain runs, tried on a few tokens."""
+    layers = DynamicCache(config=model.config).layers
+    if any(type(layer) is not DynamicLayer for layer in layers):
+        return False
+    if model.config.get_text_config()._attn_implementation not in _PACKED_ATTENTION:
+        return False
+    vocabulary = model.config.get_text_config().vocab_size
+    trunk = [(7 * i + 3) % vocabulary for i in range(6)]
+    tails = [(3, [(11 * i + 5) % vocabulary for i in range(3)]), (6, [2 % vocabulary] * 3)]
+    cache = SlotCache(len(layers))
+    device = model.device
+    model(input_ids=torch.tensor([trunk], device=device), past_key_values=cache, use_cache=True)
+    hidden = torch.finfo(model.dtype).min
+    mask = torch.full((1, 1, 6, 12), hidden, dtype=model.dtype, device=device)
+    positions = []
+    for k, (cut, tail) in enumerate(tails):
+        for i in range(len(tail)):
+            mask[0, 0, 3 * k + i, :cut] = 0
+            mask[0, 0, 3 * k + i, 6 + 3 * k : 6 + 3 * k + i + 1] = 0
+            positions.append(cut + i)
+    packed = model(
+        input_ids=torch.tensor([[i for _, tail in tails for i in tail]], device=device),
+        attention_mask=mask,
+        position_ids=torch.tensor([positions], device=device),
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[0]
+    alone = torch.cat(
+        [
+            model(input_ids=torch.tensor([trunk[:cut] + tail], device=device)).logits[0, cut:]
+            for cut, tail in tails
+        ]
+    )
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    error = (packed.float() - alone.float()).abs().max()
+    return bool(error <= tolerance * alone.float().abs().max().clamp(min=1))
