@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from ..reasoning_format import TokenFormat
+from .cpu_attention import fast_attention
 from .engine import (
     AnswerStop,
     ForkedAnswer,
@@ -91,7 +92,7 @@ class TransformersEngine:
 
         count = self.sample_counts
         if self.packed and rows:
-            PackedSampler(
+            sampler = PackedSampler(
                 self.model,
                 self.model.config.get_text_config().num_hidden_layers,
                 self.batch_size,
@@ -99,7 +100,9 @@ class TransformersEngine:
                 fmt,
                 self.eos_ids,
                 count,
-            ).run(rows, done)
+            )
+            with fast_attention(self.model):
+                sampler.run(rows, done)
         elif rows:
             for start in range(0, len(rows), self.batch_size):
                 batch = rows[start : start + self.batch_size]
@@ -141,7 +144,8 @@ class TransformersEngine:
             )
         for group in self._groups(requests):
             if self.packed:
-                answers = forks.run([requests[i] for i in group])
+                with fast_attention(self.model):
+                    answers = forks.run([requests[i] for i in group])
             else:
                 answers = [
                     fork_one(
@@ -226,13 +230,14 @@ def _takes_packed_trees(model: PreTrainedModel) -> bool:
             mask[0, 0, 3 * k + i, :cut] = 0
             mask[0, 0, 3 * k + i, 6 + 3 * k : 6 + 3 * k + i + 1] = 0
             positions.append(cut + i)
-    packed = model(
-        input_ids=torch.tensor([[i for _, tail in tails for i in tail]], device=device),
-        attention_mask=mask,
-        position_ids=torch.tensor([positions], device=device),
-        past_key_values=cache,
-        use_cache=True,
-    ).logits[0]
+    with fast_attention(model):
+        packed = model(
+            input_ids=torch.tensor([[i for _, tail in tails for i in tail]], device=device),
+            attention_mask=mask,
+            position_ids=torch.tensor([positions], device=device),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[0]
     alone = torch.cat(
         [
             model(input_ids=torch.tensor([trunk[:cut] + tail], device=device)).logits[0, cut:]
