@@ -1,0 +1,15 @@
+"""Making labels and fitting stopping policies.
+
+One concept, one module; nothing is imported here:
+
+    traces        problems become prompts, prompts become sampled traces
+    labels        the answer forced and graded at every step: a `datasets` dataset
+    label_folder  where labels lie: journal, Parquet shards, manifest; survives kills
+    packing       labelled traces as batches; cached hidden states of the trunk
+    objective     the expected reward as a loss (OS-Pruner)
+    baselines     the losses of the classification probe and of answer convergence
+    fast_tail     the policy's last layer computed at step ends only (Qwen2, Llama)
+    checkpoint    the folder of a training run: settings, checkpoints, log
+    loop          annealing through the length penalties; prediction
+    progress      the callback by which long work tells what is done
+"""
