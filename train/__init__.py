@@ -9,7 +9,9 @@ One concept, one module; nothing is imported here:
     objective     the expected reward as a loss (OS-Pruner)
     baselines     the losses of the classification probe and of answer convergence
     fast_tail     the policy's last layer computed at step ends only (Qwen2, Llama)
-    checkpoint    the folder of a training run: settings, checkpoints, log
+    settings      what a training run is: method, schedule, optimiser
+    run_folder    the folder of a training run: checkpoint, log, policies
     loop          annealing through the length penalties; prediction
     progress      the callback by which long work tells what is done
+    durable       fsync, atomic replacement, the lock on a folder
 """

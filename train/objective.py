@@ -1,0 +1,34 @@
+"""OS-Pruner's loss: the negative expected reward of the policy, exactly (the paper's Eq. 3-4).
+
+R = sum_i [prod_{j<i} (1 - pi_j)] pi_i (A_i - lambda L_i) is differentiable in the stop logits, and
+A_i, L_i are labels: no trace is sampled while training.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ospruner.eval.stopping import expected_reward
+
+__all__ = ["objective_loss"]
+
+
+def objective_loss(
+    logits: Tensor, correct: Tensor, lengths: Tensor, length_penalty: float, mask: Tensor
+) -> Tensor:
+    """-(1/N) sum_n R_n over a batch of N traces.
+
+    Args:
+        logits: (N, T) stop logits at step ends.
+        correct: (N, T) A_i.
+        lengths: (N, T) L_i in tokens.
+        length_penalty: lambda >= 0.
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        TypeError, ValueError: see `expected_reward`.
+    """
+    return -expected_reward(logits, correct, lengths, length_penalty, mask).mean()

@@ -1,0 +1,233 @@
+"""Labelled traces in memory, as batches: one trace a row, rows of similar length together.
+
+The trunk (the frozen layers below the tail) is the same in every epoch, so its output is kept in
+memory where it fits. Padding stands at the right end of a row, where no causal layer sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from ospruner.eval.schema import TraceTable
+from ospruner.eval.table import IntArray
+
+from .progress import Progress, silent
+
+__all__ = ["Batch", "LabelledTraces", "epoch_batches", "length_batches"]
+
+_BUCKET_BATCHES = 8
+_FORWARD_TOKENS = 16_384
+
+
+class HasTrunk(Protocol):
+    """What is asked of a model here; `OSPrunerForCausalLM` has it."""
+
+    base: Any
+    config: Any
+
+    def trunk(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The states (B, S, H) that enter the tail."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Labels of B traces of up to T steps, padded at the right.
+
+    Attributes:
+        rows: (B,) numbers of the traces.
+        positions: (B, T) index of each step's last token in its row; 0 on padding.
+        lengths: (B, T) L_i, thinking tokens through each step.
+        correct: (B, T) A_i.
+        matches_final: (B, T) 1 where the forced answer equals the one forced at T.
+        mask: (B, T) true on real steps.
+    """
+
+    rows: IntArray
+    positions: Tensor
+    lengths: Tensor
+    correct: Tensor
+    matches_final: Tensor
+    mask: Tensor
+
+
+class LabelledTraces:
+    """N labelled traces: tokens, labels, and the trunk's states where they fit.
+
+    Attributes:
+        table: the labels.
+        token_lengths: (N,) tokens of prompt and trace.
+        cached_bytes: size of the trunk's states held in memory; 0 where none are.
+    """
+
+    def __init__(
+        self, table: TraceTable, tokens: IntArray, token_lengths: IntArray, prompt_lengths: IntArray
+    ) -> None:
+        self.table = table
+        self.token_lengths = token_lengths
+        self.cached_bytes = 0
+        self._tokens = tokens
+        self._starts = np.concatenate([[0], np.cumsum(token_lengths)])
+        self._positions = np.where(table.mask, prompt_lengths[:, None] + table.lengths - 1, 0)
+        self._states: Tensor | None = None
+        self._states_of: tuple[Any, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @classmethod
+    def from_dataset(cls, dataset: Dataset | LabelledTraces) -> LabelledTraces:
+        """Reads labelled traces row for row; what is already read is returned as it is.
+
+        Raises:
+            ValueError: the dataset is empty or lacks a column.
+        """
+        if isinstance(dataset, LabelledTraces):
+            return dataset
+        table = TraceTable.from_dataset(dataset)
+        columns = dataset.select_columns(["prompt_ids", "trace_ids"]).with_format("arrow")[:]
+        prompts = columns.column("prompt_ids").combine_chunks()
+        traces = columns.column("trace_ids").combine_chunks()
+        prompt_lengths = prompts.value_lengths().to_numpy().astype(np.int64)
+        trace_lengths = traces.value_lengths().to_numpy().astype(np.int64)
+        token_lengths = prompt_lengths + trace_lengths
+        starts = np.concatenate([[0], np.cumsum(token_lengths)])[:-1]
+        tokens = np.empty(int(token_lengths.sum()), dtype=np.int64)
+        tokens[_places(starts, prompt_lengths)] = prompts.flatten().to_numpy()
+        tokens[_places(starts + prompt_lengths, trace_lengths)] = traces.flatten().to_numpy()
+        return cls(table, tokens, token_lengths, prompt_lengths)
+
+    def batch(self, rows: IntArray) -> Batch:
+        """The labels of some traces, steps trimmed to their longest."""
+        steps = int(self.table.num_steps[rows].max())
+        table = self.table
+
+        def part(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(values[rows, :steps]).to(dtype)
+
+        return Batch(
+            rows=rows,
+            positions=part(self._positions, torch.int64),
+            lengths=part(table.lengths, torch.float32),
+            correct=part(table.correct, torch.float32),
+            matches_final=part(table.matches_final, torch.float32),
+            mask=part(table.mask, torch.bool),
+        )
+
+    def input_ids(self, rows: IntArray) -> Tensor:
+        """Prompt and trace of some traces, (B, S), padded with 0 at the right."""
+        ids = torch.zeros(len(rows), int(self.token_lengths[rows].max()), dtype=torch.int64)
+        for b, row in enumerate(rows):
+            start, end = self._starts[row], self._starts[row + 1]
+            ids[b, : end - start] = torch.from_numpy(self._tokens[start:end])
+        return ids
+
+    def states(self, model: HasTrunk, rows: IntArray) -> Tensor:
+        """The states (B, S, H) that enter the tail, from memory or from the trunk."""
+        if self._states is None or self._states_of != _trunk_of(model):
+            with torch.no_grad():
+                return model.trunk(self.input_ids(rows).to(model.base.device))
+        out = self._states.new_zeros(
+            len(rows), int(self.token_lengths[rows].max()), self._states.shape[1]
+        )
+        for b, row in enumerate(rows):
+            start, end = self._starts[row], self._starts[row + 1]
+            out[b, : end - start] = self._states[start:end]
+        return out
+
+    def states_bytes(self, model: HasTrunk) -> int:
+        """The memory that the trunk's states of all traces take."""
+        hidden_size: int = model.base.config.get_text_config().hidden_size
+        return int(self.token_lengths.sum()) * hidden_size * int(model.base.dtype.itemsize)
+
+    def cache_states(self, model: HasTrunk, limit_bytes: int, progress: Progress = silent) -> int:
+        """Runs the trunk once over all traces, where its states fit in memory.
+
+        Batches are fixed here (not those of an epoch), so that a resumed run sees the same bits.
+
+        Args:
+            model: whose trunk.
+            limit_bytes: larger states are not kept.
+            progress: called with phase "trunk", in traces; the note says the size.
+
+        Returns:
+            The bytes now held for this model: 0 where they do not fit.
+        """
+        size = self.states_bytes(model)
+        if self._states_of == _trunk_of(model):
+            return self.cached_bytes
+        self._states, self._states_of, self.cached_bytes = None, None, 0
+        if size > limit_bytes:
+            return 0
+        hidden_size = model.base.config.get_text_config().hidden_size
+        states = torch.empty(
+            int(self.token_lengths.sum()),
+            hidden_size,
+            dtype=model.base.dtype,
+            device=model.base.device,
+        )
+        done = 0
+        for rows in length_batches(self.token_lengths):
+            out = self.states(model, rows)
+            for b, row in enumerate(rows):
+                start, end = self._starts[row], self._starts[row + 1]
+                states[start:end] = out[b, : end - start]
+            done += len(rows)
+            progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
+        self._states, self._states_of, self.cached_bytes = states, _trunk_of(model), size
+        return size
+
+
+def epoch_batches(
+    token_lengths: IntArray, rows: IntArray, batch_size: int, seed: int, epoch: int
+) -> list[IntArray]:
+    """The batches of one epoch: shuffled, then sorted by length within a few batches' rows.
+
+    A function of its arguments alone, so that a resumed epoch goes on with the same batches.
+
+    Args:
+        token_lengths: (N,) tokens of each trace.
+        rows: the traces to train on.
+        batch_size: traces a batch; the last one may be smaller.
+        seed: of the run.
+        epoch: counted over the whole run.
+    """
+    draws = np.random.default_rng([seed, epoch])
+    order = draws.permutation(rows)
+    bucket = batch_size * _BUCKET_BATCHES
+    batches = []
+    for start in range(0, len(order), bucket):
+        part = order[start : start + bucket]
+        part = part[np.argsort(token_lengths[part], kind="stable")]
+        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
+    return [batches[i] for i in draws.permutation(len(batches))]
+
+
+def length_batches(
+    token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS
+) -> Iterator[IntArray]:
+    """All rows, longest first, in batches of at most `max_tokens` slots (one row at least)."""
+    order = np.argsort(-token_lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        count = max(1, max_tokens // int(token_lengths[order[start]]))
+        yield order[start : start + count]
+        start += count
+
+
+def _places(starts: IntArray, lengths: IntArray) -> IntArray:
+    """start, start+1, ... (length of them) for each pair, one after the other."""
+    before = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places: IntArray = np.repeat(starts, lengths) + np.arange(int(lengths.sum())) - before
+    return places
+
+
+def _trunk_of(model: HasTrunk) -> tuple[Any, int]:
+    return model.base, model.config.num_policy_layers

@@ -1,0 +1,158 @@
+"""What a training run is: method, schedule and optimiser."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+__all__ = ["Method", "Stage", "TrainSettings", "penalty_name"]
+
+Method = Literal["os-pruner", "probe", "convergence"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of a run with one loss, at whose end a policy is saved.
+
+    Attributes:
+        name: the policy's folder.
+        length_penalty: lambda; 0 for the baselines, which have none.
+        epochs: passes over the training traces.
+    """
+
+    name: str
+    length_penalty: float
+    epochs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of one run; the optimiser's defaults are the paper's for 7B models.
+
+    Attributes:
+        method: "os-pruner" (expected reward), "probe" (is the answer forced here right?) or
+            "convergence" (is it the trace's final answer?).
+        length_penalties: lambdas in falling order, one stage each; () for the baselines.
+        epochs_per_stage: passes over the training traces in each stage.
+        batch_size: traces an optimiser step.
+        learning_rate: AdamW's, of the tail's layers.
+        head_learning_rate: that of the linear head; None for the same.
+        betas: AdamW's.
+        eps: AdamW's.
+        weight_decay: AdamW's.
+        num_policy_layers: layers of the base that the policy copies and tunes.
+        tuning: what of the copies trains; "head" for the linear head alone.
+        init_bias: the head's first bias; sigmoid(-2) stops at one step in eight. Saturated logits
+            have no gradient, so keep it mild.
+        seed: of the head's first weights and the order of batches.
+        checkpoint_every: optimiser steps between checkpoints; 0 for one an epoch.
+        cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
+            again for every batch.
+    """
+
+    method: Method = "os-pruner"
+    length_penalties: Sequence[float] = ()
+    epochs_per_stage: int = 1
+    batch_size: int = 32
+    learning_rate: float = 1e-5
+    head_learning_rate: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    num_policy_layers: int = 2
+    tuning: Literal["layers", "attention", "head"] = "layers"
+    init_bias: float = -2.0
+    seed: int = 0
+    checkpoint_every: int = 0
+    cache_limit_bytes: int = 2**31
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise ValueError(f"method is {self.method!r}; it must be one of {get_args(Method)}")
+        object.__setattr__(self, "length_penalties", tuple(map(float, self.length_penalties)))
+        object.__setattr__(self, "betas", tuple(self.betas))
+        _check_penalties(self.method, self.length_penalties)
+        for name, least in (
+            ("epochs_per_stage", 1),
+            ("batch_size", 1),
+            ("num_policy_layers", 0),
+            ("seed", 0),
+            ("checkpoint_every", 0),
+            ("cache_limit_bytes", 0),
+        ):
+            value = vars(self)[name]
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; it must be an integer")
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        for name in ("learning_rate", "head_learning_rate", "eps"):
+            value = vars(self)[name]
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value!r}; it must be finite and > 0")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"weight_decay is {self.weight_decay!r}; it must be finite and >= 0")
+
+    @property
+    def stages(self) -> list[Stage]:
+        """What the run goes through; a baseline has one stage."""
+        if self.method != "os-pruner":
+            return [Stage(self.method, 0.0, self.epochs_per_stage)]
+        return [
+            Stage(f"lam{penalty_name(penalty)}", penalty, self.epochs_per_stage)
+            for penalty in self.length_penalties
+        ]
+
+    @property
+    def total_epochs(self) -> int:
+        """Epochs over all stages."""
+        return sum(stage.epochs for stage in self.stages)
+
+    def baseline(self, method: Literal["probe", "convergence"]) -> TrainSettings:
+        """The same run for a baseline: same architecture and optimiser, as many epochs in all."""
+        return dataclasses.replace(
+            self, method=method, length_penalties=(), epochs_per_stage=self.total_epochs
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON-ready values."""
+        values = dataclasses.asdict(self)
+        return values | {
+            "length_penalties": list(self.length_penalties),
+            "betas": list(self.betas),
+        }
+
+
+def penalty_name(length_penalty: float) -> str:
+    """A lambda as it stands in names: 1e-4, 2.5e-5, 0."""
+    if length_penalty == 0:
+        return "0"
+    mantissa, _, exponent = f"{length_penalty:.6e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def _check_penalties(method: str, penalties: Sequence[float]) -> None:
+    if method != "os-pruner":
+        if penalties:
+            raise ValueError(
+                f"length_penalties is {list(penalties)}, but method {method!r} has no length "
+                "penalty: leave it empty (TrainSettings.baseline does)"
+            )
+        return
+    if not penalties:
+        raise ValueError(
+            "length_penalties is empty: give at least one lambda, such as (3e-3, 1e-3, 3e-4)"
+        )
+    if bad := [p for p in penalties if not (math.isfinite(p) and p >= 0)]:
+        raise ValueError(f"length_penalties holds {bad}; each lambda must be finite and >= 0")
+    if any(b >= a for a, b in itertools.pairwise(penalties)):
+        raise ValueError(
+            f"length_penalties is {list(penalties)}; it must fall strictly: training anneals from "
+            "a high lambda to low ones (a low one from scratch collapses to 'never stop')"
+        )
+    names = [penalty_name(p) for p in penalties]
+    if len(set(names)) < len(names):
+        raise ValueError(f"length_penalties holds lambdas too close to tell apart: {names}")
