@@ -299,7 +299,9 @@ class TokenFormat:
         return True
 
     def _is_marker_or_visible(self, token_id: int) -> bool:
-        return token_id in self.added_ids or bool(self.kinds[token_id] & (_VISIBLE | _VISIBLE_AFTER))
+        return token_id in self.added_ids or bool(
+            self.kinds[token_id] & (_VISIBLE | _VISIBLE_AFTER)
+        )
 
 
 def _token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:

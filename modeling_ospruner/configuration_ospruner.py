@@ -1,0 +1,107 @@
+"""The configuration of a stopping policy: which base it stops, how it was made, how it is used."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import CONFIG_MAPPING
+
+TUNINGS = ("layers", "attention", "head")
+METHODS = ("os-pruner", "probe", "convergence")
+MODES = ("sample", "threshold")
+
+# What transformers itself writes into a configuration file, or passes beside the fields.
+_TRANSFORMERS_KEYS = {
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation_internal",
+    "_name_or_path",
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "name_or_path",
+    "torch_dtype",
+    "transformers_version",
+}
+
+
+class OSPrunerConfig(PreTrainedConfig):
+    """Configuration of `OSPrunerForCausalLM`.
+
+    Attributes:
+        text_config: the base's own configuration.
+        base_model_name_or_path: the base's repository or folder.
+        base_revision: the commit of that repository; None for a folder.
+        num_policy_layers: n, the layers that the policy copies from the base's end; with 0 its
+            head reads the base's last hidden state.
+        tuning: what of the copies trains: whole "layers", their "attention", or the "head" alone.
+        length_penalty: lambda, in reward per thinking token, that the policy was trained for.
+        method: "os-pruner", or a baseline: "probe", "convergence".
+        default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
+        default_threshold: the stop probability at which mode "threshold" stops.
+        reasoning_format: the literals of `ReasoningFormat`.
+    """
+
+    model_type = "ospruner"
+    sub_configs = {"text_config": AutoConfig}
+
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    base_model_name_or_path: str = ""
+    base_revision: str | None = None
+    num_policy_layers: int = 2
+    tuning: str = "layers"
+    length_penalty: float = 0.0
+    method: str = "os-pruner"
+    default_mode: str = "sample"
+    default_threshold: float = 0.5
+    reasoning_format: dict[str, str] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        known_type = kwargs.pop("model_type", self.model_type)
+        if known_type != self.model_type:
+            raise ValueError(f"model_type is {known_type!r}; it must be {self.model_type!r}")
+        unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)
+        if unknown:
+            raise ValueError(
+                f"OSPrunerConfig has no {', '.join(unknown)}. Its fields are "
+                f"{', '.join(name for name in OSPrunerConfig.__annotations__)}. If the policy was "
+                "saved by a newer version, upgrade: pip install -U ospruner"
+            )
+        if isinstance(self.text_config, dict):
+            literals = dict(self.text_config)
+            base_type = literals.pop("model_type", None)
+            if base_type not in CONFIG_MAPPING:
+                raise ValueError(
+                    f"text_config.model_type is {base_type!r}, which this transformers does not "
+                    "know; upgrade transformers, or choose a base that it has built in"
+                )
+            self.text_config = CONFIG_MAPPING[base_type](**literals)
+        self.validate_fields()
+        super().__post_init__(**kwargs)
+
+    def validate_fields(self) -> None:
+        """Checks every field by itself.
+
+        Raises:
+            ValueError: naming the field, its value and what is allowed.
+        """
+        choices = {"tuning": TUNINGS, "method": METHODS, "default_mode": MODES}
+        for name, allowed in choices.items():
+            if vars(self)[name] not in allowed:
+                raise ValueError(f"{name} is {vars(self)[name]!r}; it must be one of {allowed}")
+        if not (math.isfinite(self.length_penalty) and self.length_penalty >= 0):
+            raise ValueError(
+                f"length_penalty (lambda) is {self.length_penalty}; it must be 0 or more"
+            )
+        if not 0 <= self.default_threshold <= 1:
+            raise ValueError(
+                f"default_threshold is {self.default_threshold}; it must lie in [0, 1]"
+            )
+        if self.num_policy_layers < 0:
+            raise ValueError(f"num_policy_layers is {self.num_policy_layers}; it must be 0 or more")
+
+
+__all__ = ["OSPrunerConfig"]
