@@ -23,7 +23,7 @@ from .progress import Progress, silent
 
 __all__ = ["Batch", "LabelledTraces", "epoch_batches", "length_batches"]
 
-_BUCKET_BATCHES = 8
+_BUCKET_BATCHES = 16
 _FORWARD_TOKENS = 16_384
 
 
