@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
-from .policy_ospruner import StoppingPolicy
+from .policy_ospruner import StoppingPolicy, decoder_layers
 
 
 class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)
@@ -37,6 +36,7 @@ class Capture:
 
     def __init__(self, base: PreTrainedModel, policy: StoppingPolicy) -> None:
         self.policy = policy
+        self._base = base
         self._decoder = base.get_decoder()
         self._thread = threading.get_ident()
         self._handles: list[Any] = []
@@ -53,7 +53,7 @@ class Capture:
         if self.policy.tail is None:
             self._handles.append(decoder.register_forward_hook(self._keep_last))
         else:
-            layer = decoder.layers[len(decoder.layers) - len(self.policy.tail.layers)]
+            layer = decoder_layers(self._base)[-len(self.policy.layers)]
             self._handles.append(layer.register_forward_pre_hook(self._keep, with_kwargs=True))
         return self
 
@@ -115,6 +115,6 @@ class Capture:
         if threading.get_ident() == self._thread:
             self._hidden.append(hidden_entering(args, kwargs).detach())
 
-    def _keep_last(self, module: nn.Module, args: tuple[Any, ...], output: ModelOutput) -> None:
+    def _keep_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if threading.get_ident() == self._thread:
             self._hidden[:] = [output.last_hidden_state[:, -1:].detach()]

@@ -45,7 +45,7 @@ class OSPrunerConfig(PreTrainedConfig):
     """
 
     model_type = "ospruner"
-    sub_configs = {"text_config": AutoConfig}
+    sub_configs = {"text_config": AutoConfig}  # type: ignore[dict-item]
 
     text_config: dict[str, Any] | PreTrainedConfig | None = None
     base_model_name_or_path: str = ""

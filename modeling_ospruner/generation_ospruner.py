@@ -1,8 +1,8 @@
-"""Stopping inside `generate`: its settings, its record, its draws, and the hook.
+"""Stopping inside `generate`: the hook.
 
-The hook is a logits processor beside a forward pre-hook on the base's layer L-n. The decision
-after a step's last token and the first forced token fall into the same decode step. Until its
-stop, every row is what plain generate would have written.
+It is a logits processor beside a forward pre-hook on the base's layer L-n. The decision after a
+step's last token and the first forced token fall into the same decode step. Until its stop, every
+row is what plain generate would have written.
 """
 
 from __future__ import annotations
@@ -11,128 +11,26 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from .capture_ospruner import Capture
-from .reasoning_format import AnswerMode, BoundaryState, BoxState, TokenFormat
+from .reasoning_format import BoundaryState, BoxState, TokenFormat
+from .settings_ospruner import StopPolicyConfig, StopRecord, mix64, uniform
 
-_MASK64 = (1 << 64) - 1
-
-
-def mix64(value: int) -> int:
-    """The finaliser of splitmix64 (Steele et al., 2014): a 64-bit integer from any integer."""
-    z = (value + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
-
-
-def uniform(seed: int, sample_index: int, step: int) -> float:
-    """The draw in [0, 1) that decides one step of one sample: a row stops if it is below pi.
-
-    It depends on nothing else, so that a row's decisions are the same in any batch and engine.
-
-    Args:
-        seed: the policy's seed.
-        sample_index: the row's index among all rows of the run.
-        step: the step's index, from 0.
-    """
-    return (
-        mix64(mix64(mix64(seed) ^ (sample_index & _MASK64)) ^ (step & _MASK64)) >> 11
-    ) * 2.0**-53
-
-
-@dataclass(frozen=True)
-class StopPolicyConfig:
-    """How generate uses the policy: `stop_policy=True`, a dict of these fields, or this.
-
-    Attributes:
-        mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
-            threshold. None: the policy's default.
-        threshold: in [0, 1]. None: the policy's default.
-        seed: of the draws in mode "sample".
-        first_sample_index: the index of the call's first row, for runs over several calls.
-        min_thinking_tokens: no stop before so many.
-        max_thinking_tokens: stop at the first step end with at least so many. None: no budget.
-        answer: "forced" forces the closing and the box prefix, also after a natural end; "free"
-            forces the closing only.
-        max_answer_tokens: cap on the tokens after what is forced. None: generate's own limits.
-        answer_do_sample: whether forced answers are sampled as the trace is; else greedy.
-    """
-
-    mode: Literal["sample", "threshold"] | None = None
-    threshold: float | None = None
-    seed: int = 0
-    first_sample_index: int = 0
-    min_thinking_tokens: int = 0
-    max_thinking_tokens: int | None = None
-    answer: AnswerMode = "forced"
-    max_answer_tokens: int | None = None
-    answer_do_sample: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in (None, "sample", "threshold"):
-            raise ValueError(
-                f"stop_policy: mode is {self.mode!r}; it must be 'sample' or 'threshold'"
-            )
-        if self.answer not in ("forced", "free"):
-            raise ValueError(
-                f"stop_policy: answer is {self.answer!r}; it must be 'forced' or 'free'"
-            )
-        threshold = self.threshold
-        if threshold is not None and not (math.isfinite(threshold) and 0 <= threshold <= 1):
-            raise ValueError(f"stop_policy: threshold is {threshold}; it must lie in [0, 1]")
-        least = {"min_thinking_tokens": 0, "max_thinking_tokens": 1, "max_answer_tokens": 1}
-        for name, low in least.items():
-            value = vars(self)[name]
-            if value is not None and value < low:
-                raise ValueError(f"stop_policy: {name} is {value}; it must be {low} or more")
-
-    @classmethod
-    def of(cls, stop_policy: bool | Mapping[str, Any] | StopPolicyConfig) -> StopPolicyConfig:
-        """What the argument `stop_policy` of generate means.
-
-        Raises:
-            TypeError, ValueError: it has another type, or unknown keys.
-        """
-        if isinstance(stop_policy, StopPolicyConfig):
-            return stop_policy
-        if isinstance(stop_policy, Mapping):
-            known = [one.name for one in fields(cls)]
-            if unknown := sorted(set(stop_policy) - set(known)):
-                raise ValueError(f"stop_policy has no {unknown}; its keys are {known}")
-            return cls(**stop_policy)
-        if stop_policy is True:
-            return cls()
-        raise TypeError(
-            f"stop_policy is {stop_policy!r}; it must be True, False, a dict or a StopPolicyConfig"
-        )
-
-
-@dataclass
-class StopRecord:
-    """What happened to one row.
-
-    Attributes:
-        step_ends: L_i of each step end that generate passed, in thinking tokens.
-        probabilities: pi_i at each; NaN where the policy gave none.
-        thinking_tokens: tokens before the end marker, or before what was forced.
-        reason: "policy", "budget" (`max_thinking_tokens`), "natural", or "length" (generate's
-            own limit came first).
-        nan_steps: steps at which the policy gave NaN, which means "continue".
-    """
-
-    step_ends: list[int] = field(default_factory=list)
-    probabilities: list[float] = field(default_factory=list)
-    thinking_tokens: int = 0
-    reason: Literal["policy", "budget", "natural", "length"] = "length"
-    nan_steps: int = 0
+__all__ = [
+    "AnswerEnd",
+    "StopHook",
+    "StopPolicyConfig",
+    "StopRecord",
+    "mix64",
+    "refuse_unsupported",
+    "uniform",
+]
 
 
 class _Phase(Enum):
@@ -179,7 +77,7 @@ class StopHook(LogitsProcessor):
         self.prompt_columns = 0
         self._warned = False
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """One decode step: looks at each row's last token (B, S), and shapes its scores (B, V)."""
         if not self.rows:
             self._start(input_ids)
@@ -287,10 +185,11 @@ class StopHook(LogitsProcessor):
                     row.phase = _Phase.DONE
                     done.append(True)
                     continue
-            elif row.phase is _Phase.THINKING and token in self.eos_ids:
-                if token != self.token_format.think_end_id:
-                    row.record.reason = "natural"
-                    row.phase = _Phase.DONE
+            elif row.phase is _Phase.THINKING and token in self.eos_ids - {
+                self.token_format.think_end_id
+            }:
+                row.record.reason = "natural"
+                row.phase = _Phase.DONE
             done.append(False)
         return done
 
@@ -310,11 +209,10 @@ class AnswerEnd(StoppingCriteria):
         self.hook = hook
 
     def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
-    ) -> torch.BoolTensor:
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         """Which rows (B,) end with their last token."""
-        done = torch.tensor(self.hook.finish(input_ids), device=input_ids.device)
-        return torch.BoolTensor(done) if done.device.type == "cpu" else done  # type: ignore[return-value]
+        return torch.tensor(self.hook.finish(input_ids), device=input_ids.device)
 
 
 def refuse_unsupported(config: GenerationConfig, arguments: Mapping[str, Any]) -> None:
@@ -338,6 +236,9 @@ def refuse_unsupported(config: GenerationConfig, arguments: Mapping[str, Any]) -
         raise ValueError("use_cache is False; stop_policy needs the cache: leave use_cache out")
     if arguments.get("custom_generate") is not None:
         raise ValueError("custom_generate and stop_policy exclude each other; leave one out")
+    for name in ("inputs_embeds", "position_ids"):
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} and stop_policy exclude each other: pass input_ids alone")
     cache = arguments.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -13,11 +14,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import cached_file
 
 from .configuration_ospruner import OSPrunerConfig
 from .policy_ospruner import StoppingPolicy, decoder_dtype
 
+_WEIGHTS = "model.safetensors"
 _BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 _POLICY_ONLY = ("revision", "subfolder")
 _AUTO_ONLY = ("adapter_kwargs", "code_revision", "trust_remote_code", "_from_auto", "_commit_hash")
@@ -59,7 +61,7 @@ def load_parts(
             where, revision=config.base_revision, **base_arguments
         )
     else:
-        check_base(config, base.config, base.name_or_path)
+        check_base(config, base.config, str(base.name_or_path))
     config._attn_implementation = base.config._attn_implementation
     policy = load_policy(path, config, base, policy_arguments)
     tokenizer = AutoTokenizer.from_pretrained(path, **policy_arguments)
@@ -102,7 +104,7 @@ def load_policy(
     """
     decoder = base.get_decoder()
     policy = StoppingPolicy.empty(decoder.config, type(decoder), config.num_policy_layers)
-    tensors = load_state_dict(str(cached_file(path, SAFE_WEIGHTS_NAME, **policy_arguments)))
+    tensors = load_state_dict(str(cached_file(path, _WEIGHTS, **policy_arguments)))
     expected = {f"policy.{name}": tensor.shape for name, tensor in policy.state_dict().items()}
     missing = sorted(set(expected) - set(tensors))
     unknown = sorted(set(tensors) - set(expected))
@@ -113,13 +115,13 @@ def load_policy(
     ]
     if missing or unknown or misshapen:
         raise ValueError(
-            f"{path}/{SAFE_WEIGHTS_NAME} does not hold this policy's tensors; missing: "
+            f"{path}/{_WEIGHTS} does not hold this policy's tensors; missing: "
             f"{missing or 'none'}, unknown: {unknown or 'none'}, of another shape: "
             f"{misshapen or 'none'}. Was it saved by a newer version? pip install -U ospruner"
         )
     policy.to_empty(device=base.device)
     if policy.tail is not None:
-        policy.tail.to(decoder_dtype(base))
+        torch.nn.Module.to(policy.tail, dtype=decoder_dtype(base))
     policy.load_state_dict({name.removeprefix("policy."): t for name, t in tensors.items()})
     policy.adopt_buffers(base)
     policy.set_trainable(config.tuning)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from transformers import (
+    GenerationConfig,
     GenerationMixin,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteriaList,
 )
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from .capture_ospruner import Capture, TrunkDone, hidden_entering
 from .configuration_ospruner import OSPrunerConfig
@@ -26,7 +28,7 @@ from .generation_ospruner import (
     refuse_unsupported,
 )
 from .loading_ospruner import load_parts, split_arguments
-from .policy_ospruner import DEFAULT_INIT_BIAS, StoppingPolicy
+from .policy_ospruner import DEFAULT_INIT_BIAS, StoppingPolicy, decoder_layers
 from .reasoning_format import ReasoningFormat, TokenFormat, guess
 
 FLAT_FILES = (
@@ -37,12 +39,25 @@ FLAT_FILES = (
     "modeling_ospruner.py",
     "policy_ospruner.py",
     "reasoning_format.py",
+    "settings_ospruner.py",
 )
 _AUTO_MAP = {
     "AutoConfig": "configuration_ospruner.OSPrunerConfig",
     "AutoModel": "modeling_ospruner.OSPrunerForCausalLM",
     "AutoModelForCausalLM": "modeling_ospruner.OSPrunerForCausalLM",
 }
+
+
+class _NoGenerationConfig(GenerationConfig):
+    """The base's generation config is used; our own configuration holds none of its settings.
+
+    (Its `length_penalty` is lambda, not that of beam search.)
+    """
+
+    @classmethod
+    def from_model_config(cls, model_config: Any) -> GenerationConfig:
+        """An empty one, which the base's replaces."""
+        return GenerationConfig()
 
 
 class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -58,6 +73,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = OSPrunerConfig
     config: OSPrunerConfig
     base_model_prefix = ""
+    generation_config_class = _NoGenerationConfig
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -109,7 +125,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         chosen = reasoning_format or guess(tokenizer)
         config = OSPrunerConfig(
             text_config=base.config.get_text_config().to_dict(),
-            base_model_name_or_path=base_model_name_or_path or base.name_or_path,
+            base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),
             base_revision=base_revision,
             num_policy_layers=num_policy_layers,
             tuning=tuning,
@@ -218,7 +234,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             caught.append(hidden_entering(args, kwargs))
             raise TrunkDone
 
-        layer = decoder.layers[len(decoder.layers) - len(self.policy.tail.layers)]
+        layer = decoder_layers(self.base)[-self.config.num_policy_layers]
         handle = layer.register_forward_pre_hook(catch, with_kwargs=True)
         try:
             decoder(**arguments)
@@ -267,7 +283,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         stop_policy: bool | Mapping[str, Any] | StopPolicyConfig = False,
         **kwargs: Any,
     ) -> Any:
-        """transformers' generate; with a stop policy, rows stop thinking when it says so.
+        """As transformers' generate; with a stop policy, rows stop thinking when it says so.
 
         Args:
             inputs: prompt ids (B, S), left-padded; or pass `input_ids`.

@@ -32,7 +32,12 @@ class StoppingPolicy(nn.Module):
         # back to what entered the base's. By thread, so that concurrent calls don't mix.
         self._entering: dict[int, torch.Tensor] = {}
         if tail is not None:
-            tail.layers[0].register_forward_pre_hook(self._put_back, with_kwargs=True)
+            self.layers[0].register_forward_pre_hook(self._put_back, with_kwargs=True)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The tail's layers; none for n = 0."""
+        return nn.ModuleList() if self.tail is None else module_layers(self.tail)
 
     @classmethod
     def from_base(
@@ -57,10 +62,10 @@ class StoppingPolicy(nn.Module):
         policy = cls.empty(decoder.config, type(decoder), num_layers)
         policy.to_empty(device=base.device)
         if policy.tail is not None:
-            policy.tail.to(decoder_dtype(base))
+            nn.Module.to(policy.tail, dtype=decoder_dtype(base))
             own = policy.tail.state_dict()
             source = decoder.state_dict()
-            offset = len(decoder.layers) - num_layers
+            offset = len(decoder_layers(base)) - num_layers
             with torch.no_grad():
                 for name, tensor in own.items():
                     tensor.copy_(source[_name_in_base(name, offset)])
@@ -85,12 +90,12 @@ class StoppingPolicy(nn.Module):
             return cls(tail, config.hidden_size)
 
     def adopt_buffers(self, base: PreTrainedModel) -> None:
-        """Copies the buffers that no checkpoint holds, such as rotary frequencies, from the base."""
+        """Copies from the base the buffers that no checkpoint holds, such as rotary frequencies."""
         if self.tail is None:
             return
         decoder = base.get_decoder()
         source = dict(decoder.named_buffers())
-        offset = len(decoder.layers) - len(self.tail.layers)
+        offset = len(decoder_layers(base)) - len(self.layers)
         for name, buffer in list(self.tail.named_buffers()):
             module = self.tail.get_submodule(name.rpartition(".")[0])
             value = source[_name_in_base(name, offset)].detach().clone().to(self.head.weight.device)
@@ -109,7 +114,7 @@ class StoppingPolicy(nn.Module):
             return
         chosen = [
             parameter
-            for name, parameter in self.tail.layers.named_parameters()
+            for name, parameter in self.layers.named_parameters()
             if tuning == "layers" or "attn" in name.split(".")[1] or "attention" in name
         ]
         if not chosen:
@@ -168,9 +173,26 @@ class StoppingPolicy(nn.Module):
         return (entering, *args[1:]), kwargs
 
 
+def module_layers(decoder: nn.Module) -> nn.ModuleList:
+    """The layers of a decoder.
+
+    Raises:
+        TypeError: it keeps them otherwise than transformers' decoders do.
+    """
+    layers = decoder.layers
+    if not isinstance(layers, nn.ModuleList):
+        raise TypeError(f"{type(decoder).__name__}.layers is no ModuleList; it cannot be a base")
+    return layers
+
+
+def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal LM."""
+    return module_layers(base.get_decoder())
+
+
 def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
     """The floating dtype of the base's last layer."""
-    for parameter in base.get_decoder().layers[-1].parameters():
+    for parameter in decoder_layers(base)[-1].parameters():
         if parameter.is_floating_point():
             return parameter.dtype
     return torch.get_default_dtype()
@@ -188,8 +210,9 @@ def _empty_tail(
     total = config.num_hidden_layers
     offset = total - num_layers
     tail = decoder_class(config)
-    tail.layers = tail.layers[offset:]
-    for module in tail.layers.modules():
+    layers = module_layers(tail)[offset:]
+    tail.layers = layers
+    for module in layers.modules():
         if "layer_idx" in vars(module) and module.layer_idx is not None:
             module.layer_idx -= offset
     for name, value in list(vars(config).items()):

@@ -24,7 +24,7 @@ def _grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa attention; with a mask, query heads share their keys and values.
+    """As transformers' sdpa attention, but masked query heads share their keys and values.
 
     Args:
         module: the attention layer.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ..reasoning_format import TokenFormat
+from modeling_ospruner.reasoning_format import TokenFormat
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..reasoning_format import TokenFormat
+from modeling_ospruner.reasoning_format import TokenFormat
+
 from .engine import Sampled, SamplingSettings, TokenCount
 from .rows import Row
 from .sampling import choose, uniforms

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..reasoning_format import TokenFormat
+from modeling_ospruner.reasoning_format import TokenFormat
+
 from .engine import AnswerStop, ForkedAnswer, Sampled, SamplingSettings
 from .sampling import row_state
 

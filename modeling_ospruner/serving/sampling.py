@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..generation_ospruner import mix64
+from modeling_ospruner.settings_ospruner import mix64
+
 from .engine import SamplingSettings
 
 _U64 = np.uint64

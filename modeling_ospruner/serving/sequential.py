@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..reasoning_format import TokenFormat
+from modeling_ospruner.reasoning_format import TokenFormat
+
 from .engine import (
     AnswerStop,
     ForkedAnswer,

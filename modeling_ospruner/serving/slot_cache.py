@@ -34,8 +34,7 @@ class SlotLayer(DynamicLayer):
             self.value_buffer = _grown(self.value_buffer, start, capacity)
         self.key_buffer[:, :, start:end] = key_states
         self.value_buffer[:, :, start:end] = value_states
-        self._show(end)
-        return self.keys, self.values
+        return self._show(end)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keeps the given rows only, in this order."""
@@ -56,41 +55,41 @@ class SlotLayer(DynamicLayer):
     def place(self, rows: torch.Tensor, other: SlotLayer) -> None:
         """Overwrites rows with those of another cache, aligned at the last column."""
         start = self.columns - other.columns
-        self.key_buffer[rows, :, start : self.columns] = other.keys
-        self.value_buffer[rows, :, start : self.columns] = other.values
+        self.key_buffer[rows, :, start : self.columns] = other.key_buffer[:, :, : other.columns]
+        self.value_buffer[rows, :, start : self.columns] = other.value_buffer[:, :, : other.columns]
 
-    def _show(self, columns: int) -> None:
+    def _show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.columns = columns
-        self.keys = self.key_buffer[:, :, :columns]
-        self.values = self.value_buffer[:, :, :columns]
+        keys, values = self.key_buffer[:, :, :columns], self.value_buffer[:, :, :columns]
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 class SlotCache(Cache):
     """One `SlotLayer` a decoder layer; for models whose layers all attend to everything."""
 
-    layers: list[SlotLayer]
-
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
+        self.slots = [SlotLayer() for _ in range(num_layers)]
+        super().__init__(layers=list(self.slots))
 
     @property
     def columns(self) -> int:
         """How many columns are filled."""
-        return self.layers[0].columns
+        return self.slots[0].columns
 
     def select(self, rows: torch.Tensor) -> None:
         """Keeps the given rows only, in this order."""
-        for layer in self.layers:
+        for layer in self.slots:
             layer.select(rows)
 
     def realign(self, first: int, columns: int) -> None:
         """Drops the columns before `first` and moves the rest to end at column `columns`."""
-        for layer in self.layers:
+        for layer in self.slots:
             layer.realign(first, columns)
 
     def place(self, rows: torch.Tensor, other: SlotCache) -> None:
         """Overwrites rows with those of another cache, aligned at the last column."""
-        for layer, other_layer in zip(self.layers, other.layers, strict=True):
+        for layer, other_layer in zip(self.slots, other.slots, strict=True):
             layer.place(rows, other_layer)
 
 

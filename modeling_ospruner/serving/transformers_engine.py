@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from ..reasoning_format import TokenFormat
+from modeling_ospruner.reasoning_format import TokenFormat
+
 from .cpu_attention import fast_attention
 from .engine import (
     AnswerStop,
