@@ -28,8 +28,12 @@ def model(
 
 
 def make_model(
-    base: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, layers: int = 2
+    base: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> OSPrunerForCausalLM:
+    torch.nn.Module.to(base, dtype=dtype)
     model = OSPrunerForCausalLM.from_base(base, tokenizer, num_policy_layers=layers)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -71,7 +75,8 @@ def run(model: OSPrunerForCausalLM, inputs: dict[str, Any], **kwargs: Any) -> to
 
 def greedy_answer(model: OSPrunerForCausalLM, text: list[int], most: int) -> list[int]:
     """The greedy continuation by plain forwards, to the closing brace or the end of text."""
-    box, out = model.token_format.box_state(), []
+    box = model.token_format.box_state()
+    out: list[int] = []
     while len(out) < most:
         logits = model.base(input_ids=torch.tensor([text + out])).logits[0, -1]
         for (token,), bias in model.base.generation_config.sequence_bias.items():
@@ -133,7 +138,7 @@ def test_online_probabilities_equal_one_offline_pass(
     layers: int,
     dtype: torch.dtype,
 ) -> None:
-    model = make_model(tiny_base.to(dtype), tiny_tokenizer, layers)
+    model = make_model(tiny_base, tiny_tokenizer, layers, dtype)
     inputs = prompts(model, 8)
     never = {"mode": "threshold", "threshold": 1.0, "answer": "free"}
     output = run(model, inputs, stop_policy=never, **SAMPLED)
@@ -284,7 +289,7 @@ def test_a_prompt_that_closed_its_thinking_is_left_alone(model: OSPrunerForCausa
 
 @pytest.mark.parametrize("where", ["head", "tail"])
 def test_nan_never_stops_or_crashes(model: OSPrunerForCausalLM, where: str) -> None:
-    broken = model.policy.head.weight if where == "head" else next(model.policy.tail.parameters())
+    broken = model.policy.head.weight if where == "head" else next(model.policy.layers.parameters())
     with torch.no_grad():
         broken.fill_(torch.nan)
     inputs = prompts(model, 4)

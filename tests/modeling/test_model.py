@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
+
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, ReasoningFormat
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(params=[0, 2])
+def saved(
+    request: pytest.FixtureRequest,
+    tiny_base_dir: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> tuple[OSPrunerForCausalLM, Path]:
+    """A policy that differs from its base, and the folder in which it is saved."""
+    base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
+    model = OSPrunerForCausalLM.from_base(base, tiny_tokenizer, num_policy_layers=request.param)
+    model.config.length_penalty = 5e-4
+    with torch.no_grad():
+        for parameter in model.policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    folder = tmp_path / "policy"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def expected_files(folder: Path) -> set[str]:
+    flat = {path.name for path in Path(sys.modules["modeling_ospruner"].__path__[0]).glob("*.py")}
+    return (flat - {"__init__.py"}) | {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    model, folder = saved
+    tensors = load_file(folder / "model.safetensors")
+    assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
+    assert expected_files(folder) <= {path.name for path in folder.iterdir()}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["length_penalty"] == 5e-4
+    assert config["text_config"]["hidden_size"] == 32
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_ospruner.OSPrunerConfig",
+        "AutoModel": "modeling_ospruner.OSPrunerForCausalLM",
+        "AutoModelForCausalLM": "modeling_ospruner.OSPrunerForCausalLM",
+    }
+
+
+def test_a_passed_state_dict_is_filtered(
+    saved: tuple[OSPrunerForCausalLM, Path], tmp_path: Path
+) -> None:
+    model, _ = saved
+    model.save_pretrained(tmp_path / "again", state_dict=model.state_dict())
+    assert all(
+        name.startswith("policy.") for name in load_file(tmp_path / "again" / "model.safetensors")
+    )
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path], auto: Any) -> None:
+    model, folder = saved
+    loaded = auto.from_pretrained(folder)
+    assert type(loaded) is OSPrunerForCausalLM
+    assert loaded.config.length_penalty == 5e-4
+    assert loaded.token_format == model.token_format
+    trace = list(range(9, 60))
+    torch.testing.assert_close(
+        loaded.stop_probabilities(PROMPT, trace), model.stop_probabilities(PROMPT, trace)
+    )
+    ids = torch.tensor([PROMPT])
+    for stop_policy in (False, True):
+        one = model.generate(ids, max_new_tokens=30, stop_policy=stop_policy)
+        assert torch.equal(one, loaded.generate(ids, max_new_tokens=30, stop_policy=stop_policy))
+    assert not any(parameter.requires_grad for parameter in loaded.base.parameters())
+    assert loaded.policy.head.weight.requires_grad
+    assert not loaded.policy.training
+
+
+def test_loads_on_a_shared_base_in_another_dtype(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    model, folder = saved
+    shared = OSPrunerForCausalLM.from_pretrained(folder, base=model.base)
+    assert shared.base is model.base
+    half = OSPrunerForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert half.base.dtype == torch.bfloat16
+    assert half.policy.head.weight.dtype == torch.float32
+    trace = list(range(9, 60))
+    torch.testing.assert_close(
+        half.stop_probabilities(PROMPT, trace),
+        model.stop_probabilities(PROMPT, trace),
+        rtol=0,
+        atol=5e-2,
+    )
+
+
+def test_attn_implementation_reaches_base_and_tail(
+    saved: tuple[OSPrunerForCausalLM, Path],
+) -> None:
+    model, folder = saved
+    eager = OSPrunerForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert eager.base.config._attn_implementation == "eager"
+    if eager.policy.tail is not None:
+        assert eager.policy.tail.config._attn_implementation == "eager"
+    trace = list(range(9, 60))
+    torch.testing.assert_close(
+        eager.stop_probabilities(PROMPT, trace),
+        model.stop_probabilities(PROMPT, trace),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+WITHOUT_PACKAGE = """
+import importlib.util, json, sys
+folder, packages, result = sys.argv[1:]
+sys.path.append(packages)
+for name in ("modeling_ospruner", "ospruner", "ospruner_cli"):
+    assert importlib.util.find_spec(name) is None, name
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+out = {}
+for auto in (AutoModel, AutoModelForCausalLM):
+    model = auto.from_pretrained(folder, trust_remote_code=True)
+    assert "transformers_modules" in type(model).__module__, type(model).__module__
+    ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=30, stop_policy=True)
+    out[auto.__name__] = {
+        "class": type(model).__name__,
+        "ids": ids.tolist(),
+        "probabilities": model.stop_probabilities([5, 6, 7, 8], list(range(9, 60))).tolist(),
+    }
+model.save_pretrained(folder + "-again")
+assert "modeling_ospruner" not in sys.modules
+open(result, "w").write(json.dumps(out))
+"""
+
+
+def test_loads_in_a_process_without_the_package(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    """-S skips the .pth files that make the editable install importable, -I the current folder."""
+    model, folder = saved
+    packages = sysconfig.get_paths()["purelib"]
+    result_file = folder.with_name("result.json")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE),
+            *(str(folder), packages, str(result_file)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result_file.read_text())
+    ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=30, stop_policy=True).tolist()
+    probabilities = model.stop_probabilities(PROMPT, list(range(9, 60))).tolist()
+    assert set(found) == {"AutoModel", "AutoModelForCausalLM"}
+    for result in found.values():
+        assert result["class"] == "OSPrunerForCausalLM"
+        assert result["ids"] == ids
+        assert result["probabilities"] == pytest.approx(probabilities, abs=1e-6)
+    again = folder.with_name(folder.name + "-again")
+    assert expected_files(again) <= {path.name for path in again.iterdir()}
+    assert type(AutoModel.from_pretrained(again)) is OSPrunerForCausalLM
+
+
+def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
+    saved: tuple[OSPrunerForCausalLM, Path], tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    model, folder = saved
+    other = tmp_path / "other"
+    shutil.copytree(tiny_base_dir, other)
+    (other / "model.safetensors").unlink()  # reading weights would fail otherwise
+    config = json.loads((other / "config.json").read_text())
+    config.update(hidden_size=64, num_hidden_layers=5, layer_types=["full_attention"] * 5)
+    (other / "config.json").write_text(json.dumps(config))
+    policy = json.loads((folder / "config.json").read_text())
+    policy["base_model_name_or_path"] = str(other)
+    (folder / "config.json").write_text(json.dumps(policy))
+    message = (
+        "does not match the policy: it has hidden_size 64 where the policy needs 32; "
+        "num_hidden_layers 5 where the policy needs 4"
+    )
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+    model.base.config.vocab_size = 999
+    with pytest.raises(ValueError, match=r"vocab_size 999 where the policy needs \d+"):
+        OSPrunerForCausalLM.from_pretrained(folder, base=model.base)
+
+
+def test_wrong_tensors_are_refused_by_name(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    _, folder = saved
+    file = folder / "model.safetensors"
+    good = load_file(file)
+    changes: list[tuple[dict[str, torch.Tensor], str]] = [
+        ({k: v for k, v in good.items() if k != "policy.head.bias"}, r"missing: \['policy.head.b"),
+        ({**good, "policy.extra": torch.zeros(1)}, r"unknown: \['policy.extra'\]"),
+        (
+            {**good, "policy.head.bias": torch.zeros(2)},
+            r"policy.head.bias \(2,\) instead of \(1,\)",
+        ),
+    ]
+    for tensors, message in changes:
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    model, folder = saved
+    (folder / "model.safetensors").unlink()
+    torch.save(model.policy.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(OSError, match="model.safetensors"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"length_penalty": -1e-4}, r"length_penalty \(lambda\) is -0.0001; it must be 0 or more"),
+        ({"default_threshold": 1.01}, r"default_threshold is 1.01; it must lie in \[0, 1\]"),
+        ({"num_policy_layers": -1}, "num_policy_layers is -1; it must be 0 or more"),
+        ({"tuning": "all"}, "tuning is 'all'; it must be one of"),
+        ({"method": "magic"}, "method is 'magic'; it must be one of"),
+        ({"default_mode": "never"}, "default_mode is 'never'; it must be one of"),
+        ({"colour": "red"}, "OSPrunerConfig has no colour.*newer version"),
+        ({"text_config": {"model_type": "martian"}}, "text_config.model_type is 'martian'"),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2'; it must be 'ospruner'"),
+    ],
+)
+def test_bad_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OSPrunerConfig(**fields)
+
+
+def test_a_custom_format_is_kept(
+    tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
+    custom = ReasoningFormat("mine", "Box it.", "</think>", "</think>\n", "So \\boxed{")
+    model = OSPrunerForCausalLM.from_base(base, tiny_tokenizer, reasoning_format=custom)
+    model.save_pretrained(tmp_path / "p")
+    loaded = OSPrunerForCausalLM.from_pretrained(tmp_path / "p")
+    assert loaded.token_format.format == custom
+    assert loaded.config.base_model_name_or_path == str(tiny_base_dir)
+    lost = ReasoningFormat("lost", "", "</nowhere>", "</nowhere>", "")
+    with pytest.raises(ValueError, match="no thinking end marker '</nowhere>'"):
+        OSPrunerForCausalLM.from_base(base, tiny_tokenizer, reasoning_format=lost)
+
+
+def test_trunk_and_stop_logits(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    """The trunk stops where the tail enters, and padding on either side changes nothing."""
+    model, _ = saved
+    ids = torch.randint(9, 300, (1, 12), generator=torch.Generator().manual_seed(0))
+    plain = model.stop_logits(ids)
+    assert model.trunk(ids).shape == (1, 12, 32)
+    assert not model.trunk(ids).requires_grad
+    assert plain.requires_grad
+    junk = torch.full((1, 5), 9)
+    for order in ([junk, ids], [ids, junk]):
+        mask = torch.cat([torch.full_like(part, part is ids) for part in order], dim=1)
+        padded = model.stop_logits(torch.cat(order, dim=1), mask.long())
+        torch.testing.assert_close(padded[mask.bool()][None], plain, rtol=0, atol=1e-5)
+    if model.policy.tail is not None:
+        calls: list[int] = []
+        for i, layer in enumerate(model.base.get_decoder().layers):
+            layer.register_forward_hook(lambda module, args, out, i=i: calls.append(i))
+        model.trunk(ids)
+        assert calls == [0, 1]
+
+
+def test_forward_is_the_bases(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    model, _ = saved
+    ids = torch.tensor([PROMPT])
+    assert torch.equal(model(input_ids=ids).logits, model.base(input_ids=ids).logits)
