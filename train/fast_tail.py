@@ -12,24 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaModel,
-    rotate_half,
-)
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model
+from transformers.models.llama.modeling_llama import LlamaModel, rotate_half
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 __all__ = ["step_logits", "takes_fast_tail"]
 
 
 def takes_fast_tail(tail: nn.Module | None) -> bool:
-    """Whether the last layer of a policy's tail is one that is written out here."""
+    """Whether a policy's tail is one whose last layer is written out here.
+
+    Its other layers are called without a mask, which means "causal" to sdpa attention only.
+    """
     if not isinstance(tail, LlamaModel | Qwen2Model):
         return False
-    layer = tail.layers[-1]
-    plain = isinstance(layer, LlamaDecoderLayer | Qwen2DecoderLayer)
     sliding = isinstance(tail, Qwen2Model) and tail.config.use_sliding_window
-    return plain and not sliding and not tail.config.attention_dropout
+    sdpa = tail.config._attn_implementation == "sdpa"
+    return sdpa and not sliding
 
 
 def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = True) -> Tensor:

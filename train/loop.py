@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 MIN_TRACES = 8
+BASELINE_THRESHOLD = 0.9
+"""A baseline's threshold until one is chosen on validation: the paper's most careful one."""
+
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
 
@@ -132,7 +135,7 @@ def train(
     }
     with RunFolder(out_dir, identity) as folder:
         model = new_policy(base, tokenizer, settings, label_settings)
-        run = _Run(model, tokenizer, traces, rows, validation, settings, folder, progress)
+        run = _Run(model, traces, rows, validation, settings, folder, progress)
         return run.go()
 
 
@@ -147,14 +150,18 @@ def new_policy(
         torch.manual_seed(settings.seed)
         model = OSPrunerForCausalLM.from_base(
             base,
-            ReasoningFormat.from_dict(label_settings.reasoning_format),
+            tokenizer,
             num_policy_layers=settings.num_policy_layers,
             tuning=settings.tuning,
             init_bias=settings.init_bias,
+            reasoning_format=ReasoningFormat.from_dict(label_settings.reasoning_format),
             base_model_name_or_path=label_settings.base_model,
             base_revision=label_settings.base_revision,
-            method=settings.method,
         )
+    model.config.method = settings.method
+    if settings.method != "os-pruner":
+        model.config.default_mode = "threshold"
+        model.config.default_threshold = BASELINE_THRESHOLD
     return model.eval()  # as when generating: whatever dropout the base has stays off
 
 
@@ -235,7 +242,6 @@ class _Run:
     def __init__(
         self,
         model: OSPrunerForCausalLM,
-        tokenizer: PreTrainedTokenizerBase,
         traces: LabelledTraces,
         rows: npt.NDArray[np.int64],
         validation: LabelledTraces,
@@ -244,7 +250,6 @@ class _Run:
         progress: Progress,
     ) -> None:
         self.model = model
-        self.tokenizer = tokenizer
         self.traces = traces
         self.rows = rows
         self.validation = validation
@@ -326,16 +331,13 @@ class _Run:
     def _finish_stage(self, stage: Stage) -> None:
         config = self.model.config
         config.length_penalty = stage.length_penalty
-
-        def save(path: Path) -> None:
-            self.model.save_pretrained(path)
-            self.tokenizer.save_pretrained(path)
-
-        path = self.folder.save_policy(stage.name, save)
+        path = self.folder.save_policy(stage.name, self.model.save_pretrained)
         probabilities = predict(self.model, self.validation)
         table = self.validation.table
-        threshold = None if config.default_mode == "sample" else config.default_threshold
-        outcome = replay(table, probabilities, config.default_mode, threshold)
+        if config.default_mode == "sample":
+            outcome = replay(table, probabilities)
+        else:
+            outcome = replay(table, probabilities, "threshold", config.default_threshold)
         result = StageResult(
             name=stage.name,
             method=self.settings.method,

@@ -21,8 +21,9 @@ from modeling_ospruner.reasoning_format import DEEPSEEK_R1, QWEN3, TokenFormat
 from modeling_ospruner.serving.engine import Sampled, SamplingSettings
 from modeling_ospruner.serving.transformers_engine import TransformersEngine
 from ospruner.eval.benchmarks import Problem
-from ospruner.eval.grading import read_box
+from ospruner.eval.grading import equal, grade, read_box
 from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
+from ospruner.train import durable, label_folder
 from ospruner.train.durable import lock_folder
 from ospruner.train.label_folder import JOURNAL, read_labels, read_manifest
 from ospruner.train.labels import label, labelled_step_ends
@@ -94,8 +95,13 @@ def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
                     ids.append(token)
                     if box.push(token):
                         break
-            text = tiny_tokenizer.decode(ids[start:], clean_up_tokenization_spaces=False)
+            text = str(tiny_tokenizer.decode(ids[start:], clean_up_tokenization_spaces=False))
             assert (read_box(text) or "", len(ids) - start) == (answer, count)
+        for answer, correct, match in zip(
+            row["forced_answers"], row["forced_correct"], row["matches_final"], strict=True
+        ):
+            assert correct == (None if not answer else grade(answer, row["answer"]))
+            assert match == equal(row["forced_answers"][-1] or None, answer or None)
     assert {row["ended"] for row in dataset} >= {"cap"}
     capped = next(row for row in dataset if row["ended"] == "cap")
     assert len(capped["trace_ids"]) == SETTINGS.max_new_tokens == capped["step_ends"][-1]
@@ -221,12 +227,10 @@ def test_kill_between_the_shard_and_the_emptied_journal_repeats_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ospruner.train import label_folder
-
     class Killed(BaseException):
         pass
 
-    replace = label_folder.replace_file
+    replace = durable.replace_file
 
     def die_at_journal(path: Path, content: bytes) -> None:
         if path.name == JOURNAL:

@@ -1,0 +1,53 @@
+"""Schedules and optimiser settings, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ospruner.train.settings import TrainSettings, penalty_name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length_penalties": ()}, "length_penalties is empty"),
+        ({"length_penalties": (1e-4, 1e-3)}, "must fall strictly"),
+        ({"length_penalties": (1e-3, 1e-3)}, "must fall strictly"),
+        ({"length_penalties": (1e-3, -1e-4)}, r"holds \[-0\.0001\]; each lambda must be"),
+        ({"length_penalties": (float("nan"),)}, "each lambda must be finite"),
+        ({"length_penalties": (1.00000001e-3, 1e-3)}, "too close to tell apart"),
+        ({"method": "probe"}, "has no length penalty"),
+        ({"method": "flashthink"}, "method is 'flashthink'"),
+        ({"epochs_per_stage": 0}, "epochs_per_stage is 0; it must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be finite and > 0"),
+        ({"head_learning_rate": -1.0}, "head_learning_rate is -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings(**{"length_penalties": (1e-3, 0.0)} | changes)
+
+
+def test_count_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"batch_size is 1\.5; it must be an integer"):
+        TrainSettings(length_penalties=(0.0,), batch_size=1.5)  # type: ignore[arg-type]
+
+
+def test_stages_and_baselines_of_equal_length() -> None:
+    settings = TrainSettings(length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, seed=7)
+    stages = [(stage.name, stage.length_penalty, stage.epochs) for stage in settings.stages]
+    assert stages == [("lam1e-3", 1e-3, 4), ("lam2.5e-5", 2.5e-5, 4), ("lam0", 0.0, 4)]
+    probe = settings.baseline("probe")
+    assert [(stage.name, stage.epochs) for stage in probe.stages] == [("probe", 12)]
+    assert (probe.total_epochs, probe.seed) == (settings.total_epochs, 7)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "name"), [(0.0, "0"), (1e-4, "1e-4"), (0.05, "5e-2"), (10.0, "1e1")]
+)
+def test_penalty_names(penalty: float, name: str) -> None:
+    assert penalty_name(penalty) == name
