@@ -11,7 +11,9 @@ One concept, one module; nothing is imported here:
     fast_tail     the policy's last layer computed at step ends only (Qwen2, Llama)
     settings      what a training run is: method, schedule, optimiser
     run_folder    the folder of a training run: checkpoint, log, policies
-    loop          annealing through the length penalties; prediction
+    policies      a fresh policy, its loss, its predictions; a stage's result
+    checks        what a training run refuses before it starts
+    loop          annealing through the length penalties
     progress      the callback by which long work tells what is done
     durable       fsync, atomic replacement, the lock on a folder
 """

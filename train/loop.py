@@ -23,14 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.reasoning_format import ReasoningFormat
 from ospruner.eval.replay import replay
 from ospruner.eval.schema import LabelSettings
 
-from .baselines import classification_loss
+from .checks import refuse_shared_problems, usable_rows
 from .fast_tail import step_logits
-from .objective import objective_loss
-from .packing import Batch, LabelledTraces, epoch_batches, length_batches
+from .packing import LabelledTraces, epoch_batches
+from .policies import StageResult, batch_loss, new_policy, predict
 from .progress import Progress, silent
 from .run_folder import RunFolder, labels_hash
 from .settings import Stage, TrainSettings
@@ -39,14 +38,9 @@ __all__ = [
     "StageResult",
     "TrainingDivergedError",
     "batch_loss",
-    "new_policy",
     "predict",
     "train",
 ]
-
-MIN_TRACES = 8
-BASELINE_THRESHOLD = 0.9
-"""A baseline's threshold until one is chosen on validation: the paper's most careful one."""
 
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
@@ -54,38 +48,6 @@ SATURATED = 0.05
 
 class TrainingDivergedError(RuntimeError):
     """The loss is no longer a finite number."""
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """A policy, and what it does on the validation traces.
-
-    Attributes:
-        name: of the stage.
-        method: "os-pruner", "probe" or "convergence".
-        length_penalty: lambda; 0 for the baselines.
-        path: the policy's folder.
-        probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
-        accuracy: on validation, in mode "sample" for OS-Pruner, at `default_threshold` else.
-        tokens: mean thinking tokens there.
-        full_accuracy: of the full traces.
-        full_tokens: of the full traces.
-    """
-
-    name: str
-    method: str
-    length_penalty: float
-    path: Path
-    probabilities_path: Path
-    accuracy: float
-    tokens: float
-    full_accuracy: float
-    full_tokens: float
-
-    def validation_probabilities(self) -> npt.NDArray[np.float32]:
-        """Stop probabilities (N, T) on the validation traces."""
-        values: npt.NDArray[np.float32] = np.load(self.probabilities_path, allow_pickle=False)
-        return values
 
 
 def train(
@@ -125,8 +87,8 @@ def train(
     """
     traces = LabelledTraces.from_dataset(train_set)
     validation = LabelledTraces.from_dataset(validation_set)
-    rows = _usable_rows(traces, settings)
-    _refuse_shared_problems(traces, validation)
+    rows = usable_rows(traces, settings)
+    refuse_shared_problems(traces, validation)
     identity = {
         "settings": settings.to_dict(),
         "label_settings": label_settings.to_dict(),
@@ -137,74 +99,6 @@ def train(
         model = new_policy(base, tokenizer, settings, label_settings)
         run = _Run(model, traces, rows, validation, settings, folder, progress)
         return run.go()
-
-
-def new_policy(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: TrainSettings,
-    label_settings: LabelSettings,
-) -> OSPrunerForCausalLM:
-    """The base with an untrained policy, bound to the labels' base and reasoning format."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = OSPrunerForCausalLM.from_base(
-            base,
-            tokenizer,
-            num_policy_layers=settings.num_policy_layers,
-            tuning=settings.tuning,
-            init_bias=settings.init_bias,
-            reasoning_format=ReasoningFormat.from_dict(label_settings.reasoning_format),
-            base_model_name_or_path=label_settings.base_model,
-            base_revision=label_settings.base_revision,
-        )
-    model.config.method = settings.method
-    if settings.method != "os-pruner":
-        model.config.default_mode = "threshold"
-        model.config.default_threshold = BASELINE_THRESHOLD
-    return model.eval()  # as when generating: whatever dropout the base has stays off
-
-
-def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float) -> Tensor:
-    """The loss of one batch.
-
-    Args:
-        method: "os-pruner", "probe" or "convergence".
-        logits: (B, T) stop logits at step ends.
-        batch: the labels.
-        length_penalty: lambda; only "os-pruner" has one.
-    """
-    mask = batch.mask.to(logits.device)
-    correct = batch.correct.to(logits.device)
-    if method == "os-pruner":
-        lengths = batch.lengths.to(logits.device)
-        return objective_loss(logits, correct, lengths, length_penalty, mask)
-    targets = correct if method == "probe" else batch.matches_final.to(logits.device)
-    return classification_loss(logits, targets, mask)
-
-
-@torch.no_grad()
-def predict(
-    model: OSPrunerForCausalLM, dataset: Dataset | LabelledTraces
-) -> npt.NDArray[np.float32]:
-    """Stop probabilities at the step ends of labelled traces: one causal pass a trace.
-
-    Args:
-        model: base and policy.
-        dataset: N labelled traces of up to T steps, of this base.
-
-    Returns:
-        (N, T) probabilities, 0 on padding. Replay does not read the last step's.
-    """
-    traces = LabelledTraces.from_dataset(dataset)
-    out = np.zeros(traces.table.mask.shape, dtype=np.float32)
-    for rows in length_batches(traces.token_lengths):
-        batch = traces.batch(rows)
-        hidden = traces.states(model, rows)  # (B, S, H)
-        logits = step_logits(model.policy, hidden, batch.positions.to(hidden.device))  # (B, T)
-        probabilities = torch.sigmoid(logits.float()).cpu().masked_fill(~batch.mask, 0.0)
-        out[rows, : probabilities.shape[1]] = probabilities.numpy()
-    return out
 
 
 @dataclass
@@ -350,7 +244,7 @@ class _Run:
             full_tokens=float(table.full_tokens.mean()),
         )
         self.results.append(result)
-        self.folder.log({"validation": _plain(result)})
+        self.folder.log({"validation": result.to_dict()})
         self.epoch = 0
         self._checkpoint()
 
@@ -369,7 +263,7 @@ class _Run:
             {
                 "policy": self.model.policy.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "results": [_plain(result) for result in self.results],
+                "results": [result.to_dict() for result in self.results],
                 "epoch": self.epoch,
                 "batch": self.batch,
                 "steps": self.steps,
@@ -384,25 +278,10 @@ class _Run:
         self.model.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.results = [
-            StageResult(
-                **result
-                | {
-                    "path": self.folder.path / result["path"],
-                    "probabilities_path": self.folder.path / result["probabilities_path"],
-                }
-            )
-            for result in state["results"]
+            StageResult.from_dict(result, self.folder.path) for result in state["results"]
         ]
         self.epoch, self.batch, self.steps = state["epoch"], state["batch"], state["steps"]
         self.tally = _Tally(**state["tally"])
-
-
-def _plain(result: StageResult) -> dict[str, Any]:
-    """A result as JSON-ready values; paths relative to the run's folder, which may be moved."""
-    return dataclasses.asdict(result) | {
-        "path": result.path.name,
-        "probabilities_path": result.probabilities_path.name,
-    }
 
 
 def _optimizer(model: OSPrunerForCausalLM, settings: TrainSettings) -> torch.optim.AdamW:
@@ -424,35 +303,3 @@ def _optimizer(model: OSPrunerForCausalLM, settings: TrainSettings) -> torch.opt
         weight_decay=settings.weight_decay,
         fused=True,
     )
-
-
-def _usable_rows(traces: LabelledTraces, settings: TrainSettings) -> npt.NDArray[np.int64]:
-    """The traces that are trained on: those that ended by themselves."""
-    table = traces.table
-    rows = np.flatnonzero(~table.capped)
-    if len(rows) < max(MIN_TRACES, settings.batch_size):
-        raise ValueError(
-            f"there are {len(rows)} training traces that ended naturally "
-            f"({int(table.capped.sum())} were cut at the cap); training needs at least "
-            f"{MIN_TRACES}, and batch_size ({settings.batch_size}): label more problems"
-        )
-    mask = table.mask[rows]
-    convergence = settings.method == "convergence"
-    name = "matches_final" if convergence else "forced_correct"
-    values = (table.matches_final if convergence else table.correct)[rows][mask]
-    if (values == values[0]).all():
-        raise ValueError(
-            f"{name} is {values[0]} at every step of all {len(rows)} training traces: there is "
-            "nothing to learn from labels that are all equal (check the grading, or choose "
-            "problems that the base sometimes solves)"
-        )
-    return rows
-
-
-def _refuse_shared_problems(train: LabelledTraces, validation: LabelledTraces) -> None:
-    shared = set(train.table.problem_ids) & set(validation.table.problem_ids)
-    if shared:
-        raise ValueError(
-            f"{len(shared)} problems are in both the training and the validation traces, such as "
-            f"{min(shared)!r}: split by problem (ospruner.eval.schema.split_of)"
-        )

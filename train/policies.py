@@ -1,0 +1,144 @@
+"""Policies before, while and after they are trained: a fresh one, its loss, its predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.reasoning_format import ReasoningFormat
+from ospruner.eval.schema import LabelSettings
+
+from .baselines import classification_loss
+from .fast_tail import step_logits
+from .objective import objective_loss
+from .packing import Batch, LabelledTraces, length_batches
+from .settings import TrainSettings
+
+__all__ = ["StageResult", "batch_loss", "new_policy", "predict"]
+
+BASELINE_THRESHOLD = 0.9
+"""A baseline's threshold until one is chosen on validation: the paper's most careful one."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A policy, and what it does on the validation traces.
+
+    Attributes:
+        name: of the stage.
+        method: "os-pruner", "probe" or "convergence".
+        length_penalty: lambda; 0 for the baselines.
+        path: the policy's folder.
+        probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
+        accuracy: on validation, in mode "sample" for OS-Pruner, at `default_threshold` else.
+        tokens: mean thinking tokens there.
+        full_accuracy: of the full traces.
+        full_tokens: of the full traces.
+    """
+
+    name: str
+    method: str
+    length_penalty: float
+    path: Path
+    probabilities_path: Path
+    accuracy: float
+    tokens: float
+    full_accuracy: float
+    full_tokens: float
+
+    def validation_probabilities(self) -> npt.NDArray[np.float32]:
+        """Stop probabilities (N, T) on the validation traces."""
+        values: npt.NDArray[np.float32] = np.load(self.probabilities_path, allow_pickle=False)
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values; paths relative to the run's folder, which may be moved."""
+        return dataclasses.asdict(self) | {
+            "path": self.path.name,
+            "probabilities_path": self.probabilities_path.name,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], folder: Path) -> StageResult:
+        """What `to_dict` gave, in the run's folder."""
+        paths = {name: folder / values[name] for name in ("path", "probabilities_path")}
+        return cls(**{**values, **paths})
+
+
+def new_policy(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TrainSettings,
+    label_settings: LabelSettings,
+) -> OSPrunerForCausalLM:
+    """The base with an untrained policy, bound to the labels' base and reasoning format."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = OSPrunerForCausalLM.from_base(
+            base,
+            tokenizer,
+            num_policy_layers=settings.num_policy_layers,
+            tuning=settings.tuning,
+            init_bias=settings.init_bias,
+            reasoning_format=ReasoningFormat.from_dict(label_settings.reasoning_format),
+            base_model_name_or_path=label_settings.base_model,
+            base_revision=label_settings.base_revision,
+        )
+    model.config.method = settings.method
+    if settings.method != "os-pruner":
+        model.config.default_mode = "threshold"
+        model.config.default_threshold = BASELINE_THRESHOLD
+    return model.eval()  # as when generating: whatever dropout the base has stays off
+
+
+def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float) -> Tensor:
+    """The loss of one batch.
+
+    Args:
+        method: "os-pruner", "probe" or "convergence".
+        logits: (B, T) stop logits at step ends.
+        batch: the labels.
+        length_penalty: lambda; only "os-pruner" has one.
+    """
+    mask = batch.mask.to(logits.device)
+    correct = batch.correct.to(logits.device)
+    if method == "os-pruner":
+        lengths = batch.lengths.to(logits.device)
+        return objective_loss(logits, correct, lengths, length_penalty, mask)
+    targets = correct if method == "probe" else batch.matches_final.to(logits.device)
+    return classification_loss(logits, targets, mask)
+
+
+@torch.no_grad()
+def predict(
+    model: OSPrunerForCausalLM, dataset: Dataset | LabelledTraces
+) -> npt.NDArray[np.float32]:
+    """Stop probabilities at the step ends of labelled traces: one causal pass a trace.
+
+    Args:
+        model: base and policy.
+        dataset: N labelled traces of up to T steps, of this base.
+
+    Returns:
+        (N, T) probabilities, 0 on padding. Replay does not read the last step's.
+    """
+    traces = LabelledTraces.from_dataset(dataset)
+    out = np.zeros(traces.table.mask.shape, dtype=np.float32)
+    for rows in length_batches(traces.token_lengths):
+        batch = traces.batch(rows)
+        hidden = traces.states(model, rows)  # (B, S, H)
+        logits = step_logits(model.policy, hidden, batch.positions.to(hidden.device))  # (B, T)
+        probabilities = torch.sigmoid(logits.float()).cpu().masked_fill(~batch.mask, 0.0)
+        out[rows, : probabilities.shape[1]] = probabilities.numpy()
+    return out
