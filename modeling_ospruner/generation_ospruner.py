@@ -215,10 +215,13 @@ class AnswerEnd(StoppingCriteria):
         return torch.tensor(self.hook.finish(input_ids), device=input_ids.device)
 
 
-def refuse_unsupported(config: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+def refuse_unsupported(
+    inputs: torch.Tensor | None, config: GenerationConfig, arguments: Mapping[str, Any]
+) -> None:
     """Refuses what the hook would silently do wrong.
 
     Args:
+        inputs: generate's first argument.
         config: the generation config with generate's keyword arguments applied.
         arguments: all keyword arguments of generate.
 
@@ -239,6 +242,12 @@ def refuse_unsupported(config: GenerationConfig, arguments: Mapping[str, Any]) -
     for name in ("inputs_embeds", "position_ids"):
         if arguments.get(name) is not None:
             raise ValueError(f"{name} and stop_policy exclude each other: pass input_ids alone")
+    input_ids = arguments.get("input_ids") if inputs is None else inputs
+    if input_ids is None or input_ids.numel() == 0:
+        raise ValueError("the prompt is empty: stop_policy needs input_ids with a prompt")
+    mask = arguments.get("attention_mask")
+    if mask is not None and (empty := (mask.sum(-1) == 0).nonzero().flatten().tolist()):
+        raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")
     cache = arguments.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(

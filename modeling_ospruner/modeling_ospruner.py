@@ -199,6 +199,24 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
+    def train(self, mode: bool = True) -> OSPrunerForCausalLM:
+        """Puts the policy in training mode; the frozen base never leaves eval mode."""
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    def get_decoder(self) -> PreTrainedModel:
+        """The base's decoder."""
+        return self.base.get_decoder()
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The base's token embeddings."""
+        return self.base.get_input_embeddings()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The base's language modelling head."""
+        return self.base.get_output_embeddings()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base's forward: logits of the next tokens; the policy plays no part in it."""
         return self.base(*args, **kwargs)
@@ -303,8 +321,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         settings = self._settings(stop_policy)
         given = kwargs.pop("generation_config", None)
         config = GenerationMixin._prepare_generation_config(self.base, given, **kwargs)[0]
-        refuse_unsupported(config, kwargs)
-        _refuse_empty(inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+        refuse_unsupported(inputs, config, kwargs)
         eos = config.eos_token_id
         processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
         criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
@@ -342,11 +359,3 @@ def _positions(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
     if attention_mask is None:
         return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def _refuse_empty(input_ids: torch.Tensor | None, arguments: Mapping[str, Any]) -> None:
-    mask = arguments.get("attention_mask")
-    if input_ids is None or input_ids.numel() == 0:
-        raise ValueError("the prompt is empty: stop_policy needs input_ids with a prompt")
-    if mask is not None and (empty := (mask.sum(-1) == 0).nonzero().flatten().tolist()):
-        raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")

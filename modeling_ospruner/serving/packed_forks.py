@@ -104,16 +104,16 @@ class PackedForks:
         ).to(self.device)
         trunk_seen = torch.arange(S) < ends[..., None]  # (R, K, S)
         self.mask[..., :S].masked_fill_(trunk_seen.to(self.device), 0)
-        for k in range(K):
-            self.mask[:, k, S + k * s : S + (k + 1) * s] = 0
-        block = self.mask[:, :, None, :columns].repeat(1, 1, s, 1)  # (R, K, s, columns)
-        for i in range(s):
-            for k in range(K):
-                block[:, k, i, S + k * s + i + 1 : S + (k + 1) * s] = self.hidden
+        fork = torch.arange(own) // s  # (own,): which fork a suffix token belongs to
+        mine = fork[None] == torch.arange(K)[:, None]  # (K, own)
+        self.mask[..., S:columns].masked_fill_(mine.to(self.device), 0)
+        block = self.mask[:, fork.to(self.device), :columns]  # (R, own, columns)
+        ahead = torch.ones(own, own, dtype=torch.bool).triu(1)
+        block[..., S:].masked_fill_(ahead.to(self.device), self.hidden)
         positions = ends[..., None] + torch.arange(s)  # (R, K, s)
         logits = self.model(
             input_ids=self.suffix.repeat(K).expand(R, own).to(self.device),
-            attention_mask=block.view(R, 1, own, columns),
+            attention_mask=block[:, None],
             position_ids=positions.view(R, own).to(self.device),
             past_key_values=self.cache,
             use_cache=True,

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
-from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
 from modeling_ospruner.serving import (
@@ -44,7 +44,8 @@ def fmt(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenFormat:
 
 def make_base(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[name](
+    config = AutoConfig.for_model(
+        name,
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
@@ -251,7 +252,8 @@ def test_greedy_sampling(
     greedy = SamplingSettings(temperature=0, max_new_tokens=20)
     engine = TransformersEngine(tiny_base, tiny_tokenizer)
     got = engine.sample([[5, 6, 7]], greedy, fmt)[0]
-    plain = tiny_base.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)
+    base: Any = tiny_base
+    plain = base.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)
     assert plain[0, 3:].tolist()[: len(got.trace_ids)] == got.trace_ids
 
 
