@@ -90,7 +90,7 @@ def train(
     rows = usable_rows(traces, settings)
     refuse_shared_problems(traces, validation)
     identity = {
-        "settings": settings.to_dict(),
+        "settings": _what_is_trained(settings),
         "label_settings": label_settings.to_dict(),
         "train_labels": labels_hash(traces.table),
         "validation_labels": labels_hash(validation.table),
@@ -99,6 +99,12 @@ def train(
         model = new_policy(base, tokenizer, settings, label_settings)
         run = _Run(model, traces, rows, validation, settings, folder, progress)
         return run.go()
+
+
+def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
+    """The settings without those that a run may be continued with other values of."""
+    free = {"checkpoint_every", "cache_limit_bytes"}
+    return {name: value for name, value in settings.to_dict().items() if name not in free}
 
 
 @dataclass

@@ -82,7 +82,10 @@ def new_policy(
     settings: TrainSettings,
     label_settings: LabelSettings,
 ) -> OSPrunerForCausalLM:
-    """The base with an untrained policy, bound to the labels' base and reasoning format."""
+    """The base with an untrained policy, bound to the labels' base and reasoning format.
+
+    Its tail is in float32 whatever the base's dtype: steps of 1e-5 would be lost in bfloat16.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = OSPrunerForCausalLM.from_base(
@@ -99,6 +102,8 @@ def new_policy(
     if settings.method != "os-pruner":
         model.config.default_mode = "threshold"
         model.config.default_threshold = BASELINE_THRESHOLD
+    if model.policy.tail is not None:
+        model.policy.tail.float()
     return model.eval()  # as when generating: whatever dropout the base has stays off
 
 

@@ -339,3 +339,38 @@ def test_other_depths_and_tunings_train(
     losses = [e["loss"] for e in log_of(tmp_path / "run") if "epoch" in e]
     assert losses[-1] < losses[0]
     assert result.tokens > 0
+
+
+def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
+    fit: Callable[..., list[StageResult]],
+    make_labels: MakeLabels,
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    tiny_base.bfloat16()
+    small = dataclasses.replace(SHORT, learning_rate=1e-5, epochs_per_stage=4)
+    (result,) = fit(small)
+    saved = load_file(result.path / "model.safetensors")
+    fresh = OSPrunerForCausalLM.from_base(tiny_base, tiny_tokenizer).policy.state_dict()
+    name = "tail.layers.1.mlp.up_proj.weight"
+    moved = (saved[f"policy.{name}"] - fresh[name].float()).abs()
+    assert 0 < moved.max() < 5e-4  # such steps round to nothing in bfloat16
+    loaded = OSPrunerForCausalLM.from_pretrained(result.path, base=tiny_base)
+    assert loaded.policy.tail is not None
+    assert loaded.policy.tail.dtype == torch.bfloat16
+    said = predict(loaded, make_labels(40, seed=1, prefix="v"))
+    np.testing.assert_allclose(said, result.validation_probabilities(), atol=5e-2)
+
+
+def test_run_goes_on_with_other_checkpoints_and_cache(
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    (kept,) = fit(SHORT, make_labels(40), tmp_path / "kept")
+    free = dataclasses.replace(SHORT, cache_limit_bytes=0, checkpoint_every=1)
+    (computed,) = fit(free, make_labels(40), tmp_path / "computed")
+    assert log_of(tmp_path / "kept")[0]["trunk_states_bytes"] > 0
+    assert log_of(tmp_path / "computed")[0]["trunk_states_bytes"] == 0
+    assert computed.tokens == pytest.approx(kept.tokens, rel=1e-4)
+    (again,) = fit(free, make_labels(40), tmp_path / "kept")
+    assert again == kept
