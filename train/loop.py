@@ -232,7 +232,8 @@ class _Run:
         config = self.model.config
         config.length_penalty = stage.length_penalty
         path = self.folder.save_policy(stage.name, self.model.save_pretrained)
-        probabilities = predict(self.model, self.validation)
+        # What fits in memory was kept before the first step.
+        probabilities = predict(self.model, self.validation, cache_limit_bytes=0)
         table = self.validation.table
         if config.default_mode == "sample":
             outcome = replay(table, probabilities)

@@ -127,18 +127,24 @@ def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float)
 
 @torch.no_grad()
 def predict(
-    model: OSPrunerForCausalLM, dataset: Dataset | LabelledTraces
+    model: OSPrunerForCausalLM,
+    dataset: Dataset | LabelledTraces,
+    cache_limit_bytes: int = 2**31,
 ) -> npt.NDArray[np.float32]:
     """Stop probabilities at the step ends of labelled traces: one causal pass a trace.
 
     Args:
         model: base and policy.
-        dataset: N labelled traces of up to T steps, of this base.
+        dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
+            trunk's states for the next policy on the same base.
+        cache_limit_bytes: largest size of the states kept.
 
     Returns:
         (N, T) probabilities, 0 on padding. Replay does not read the last step's.
     """
     traces = LabelledTraces.from_dataset(dataset)
+    if isinstance(dataset, LabelledTraces):
+        traces.cache_states(model, cache_limit_bytes)
     out = np.zeros(traces.table.mask.shape, dtype=np.float32)
     for rows in length_batches(traces.token_lengths):
         batch = traces.batch(rows)

@@ -88,6 +88,9 @@ def test_predictions_equal_those_of_one_trace_at_a_time(
     size = traces.cache_states(model, 2**30)
     assert size == traces.cached_bytes == int(traces.token_lengths.sum()) * 32 * 4
     cached = predict(model, traces)
+    other = LabelledTraces.from_dataset(dataset)
+    np.testing.assert_array_equal(predict(model, other), cached)
+    assert other.cached_bytes == size
     np.testing.assert_allclose(cached, plain, atol=1e-6)
     for n, row in enumerate(dataset):
         alone = model.stop_probabilities(row["prompt_ids"], row["trace_ids"]).numpy()
