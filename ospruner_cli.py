@@ -1,0 +1,88 @@
+"""The one command, `ospruner`. Only wiring: a sub-command calls one function."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="ospruner",
+    help="Stop reasoning models at the right paragraph.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+toy_app = typer.Typer(help="The embedded reasoner: train it again, check it.", no_args_is_help=True)
+app.add_typer(toy_app, name="toy")
+
+console = Console()
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")] = Path(
+        "runs/demo"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The proof: 3 seeds, an hour.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every number to this file too.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
+) -> None:
+    """Do the whole job on the embedded reasoner: label, train, test, save, load, generate."""
+    from ospruner.train.toy.demo import FULL, QUICK, STANDARD, run_demo
+
+    if quick and full:
+        raise typer.BadParameter("--quick and --full exclude each other; give one of them.")
+    size = QUICK if quick else FULL if full else STANDARD
+    run_demo(_folder(out, size.name), size, seed, console, json_file)
+
+
+@toy_app.command("train")
+def toy_train(
+    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")] = Path(
+        "runs/toy"
+    ),
+    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 30_000_000,
+    seed: Annotated[int, typer.Option(help="Seed of weights, problems and traces.")] = 0,
+    device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
+) -> None:
+    """Train the embedded reasoner from scratch by the recipe that made the shipped weights."""
+    from ospruner.train.toy.bars import PhaseBars
+    from ospruner.train.toy.recipe import Recipe, train_reasoner
+
+    with PhaseBars(console, "reasoner") as bars:
+        train_reasoner(out, Recipe(tokens=tokens, seed=seed), bars, device)
+    console.print(f"Saved in {out / 'reasoner'}; measure it: ospruner toy check --reasoner ...")
+
+
+@toy_app.command("check")
+def toy_check(
+    limit: Annotated[int, typer.Option(help="Fresh problems to measure on.")] = 1000,
+    reasoner: Annotated[
+        Path | None, typer.Option(help="Folder of a reasoner; the shipped one where absent.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the problems and the sampling.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every number to this file too.")
+    ] = None,
+) -> None:
+    """Print the gates of the embedded reasoner; exit with status 1 where one fails."""
+    from ospruner.train.toy.check import run_check
+
+    if not run_check(reasoner, limit, seed, console, json_file):
+        raise typer.Exit(1)
+
+
+def _folder(out: Path, name: str) -> Path:
+    return out if out != Path("runs/demo") or name == "standard" else Path(f"runs/demo-{name}")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The embedded reasoner: problems, a fallible solver to imitate, recipe, gates, weights, demo."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from modeling_ospruner.reasoning_format import DEEPSEEK_R1
 from ospruner.eval.benchmarks import user_message
 
-from .fallible_reasoner import write_trace
+from .fallible_reasoner import Habits, write_trace
 from .problems import ToyProblem, draw_problem
 
 CUT_SHARE = 0.45
@@ -43,7 +43,7 @@ def draw_training_problem(rng: Random, max_steps: int, with_product: bool) -> To
 
 
 def build_example(
-    tokenizer: PreTrainedTokenizerFast, problem: ToyProblem, rng: Random
+    tokenizer: PreTrainedTokenizerFast, problem: ToyProblem, rng: Random, habits: Habits
 ) -> list[tuple[str, float]]:
     """Write one example as (text, loss weight) pieces.
 
@@ -51,10 +51,12 @@ def build_example(
     end; where it holds none yet (no attempt finished) it is the right one, to be guessed.
     """
     message = user_message(problem.as_problem(), DEEPSEEK_R1)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    prompt = str(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        )
     )
-    trace = write_trace(problem, rng)
+    trace = write_trace(problem, rng, habits)
     end = "<|im_end|>"
     if rng.random() < CUT_SHARE:
         cut = rng.randint(0, len(trace.paragraphs)) if rng.random() < 0.95 else 0
@@ -89,14 +91,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, pieces: list[tuple[str, float]]) 
 
 
 def draw_examples(
-    tokenizer: PreTrainedTokenizerFast, count: int, seed: str, max_steps: int, with_product: bool
+    tokenizer: PreTrainedTokenizerFast,
+    count: int,
+    seed: str,
+    max_steps: int,
+    with_product: bool,
+    habits: Habits,
 ) -> list[Example]:
     """Draw `count` examples in an order fixed by `seed`."""
     rng = Random(seed)
     examples = []
     for _ in range(count):
         problem = draw_training_problem(rng, max_steps, with_product)
-        examples.append(encode(tokenizer, build_example(tokenizer, problem, rng)))
+        examples.append(encode(tokenizer, build_example(tokenizer, problem, rng, habits)))
     return examples
 
 

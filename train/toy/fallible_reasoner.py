@@ -20,6 +20,29 @@ RECHECK_CARE = 0.5
 MAX_ATTEMPTS = {"product": 4}
 """Attempts after which the reasoner gives up and keeps what it believes, where it is not 5."""
 
+
+@dataclass(frozen=True)
+class Habits:
+    """What changes between the cycles of the recipe.
+
+    Attributes:
+        content: Chance to be content before any check agreed; each check that agrees adds .35.
+        part_slip: Chance that a partial product of three-digit factors is wrong.
+        sum_slip: Chance that a sum of partial products is wrong.
+        plan: Chance to list the operations before the first attempt.
+    """
+
+    content: float = 0.3
+    part_slip: float = 0.5
+    sum_slip: float = 0.6
+    plan: float = 0.0
+
+
+FIRST_CYCLE = Habits()
+SECOND_CYCLE = Habits(content=0.45, part_slip=0.75, sum_slip=0.8, plan=0.75)
+"""The second cycle checks less, plans, and finds products beyond it even below temperature one."""
+
+
 FILLERS = ("Hmm.", "Wait.", "Okay.", "Let me think.", "Let me see.")
 RECHECKS = ("Let me check.", "Let me double check.", "Check it again.", "Once more from the start.")
 BACKWARDS = ("Check it backwards.", "Go back from the result.")
@@ -74,8 +97,9 @@ def slipped(a: int, symbol: str, b: int) -> int:
 class _Writer:
     """State of one trace while it is written."""
 
-    def __init__(self, problem: ToyProblem, rng: Random) -> None:
+    def __init__(self, problem: ToyProblem, rng: Random, habits: Habits) -> None:
         self.problem = problem
+        self.habits = habits
         self.rng = rng
         self.trace = Trace()
         self.votes: list[int] = []
@@ -117,6 +141,13 @@ class _Writer:
         if not wrong and self.rng.random() < 0.02:
             self.say(f"Wait, {a}{symbol}{b} is {right}.")
         return value
+
+    def plan(self) -> None:
+        """List the operations to be done, in one paragraph."""
+        steps = self.problem.plan
+        first = "" if steps[0].left is not None else f"{self.problem.start}: "
+        parts = [f"{'' if s.left is None else s.left}{s.symbol}{s.right}" for s in steps]
+        self.say(first + ", ".join(parts) + ".")
 
     def attempt(self, care: float) -> None:
         """Work through the problem once and vote for the outcome."""
@@ -172,14 +203,14 @@ class _Writer:
         parts = []
         for factor in (b // 100 * 100, b // 10 % 10 * 10, b % 10):
             part = a * factor
-            if factor and self.rng.random() < 0.5:
+            if factor and self.rng.random() < self.habits.part_slip:
                 part += self.rng.choice((-1, 1)) * 10 ** self.rng.randint(1, 3)
             self.say(f"{a}*{factor}={part}.")
             parts.append(part)
         total = parts[0]
         for part in parts[1:]:
             value = total + part
-            if self.rng.random() < 0.6:
+            if self.rng.random() < self.habits.sum_slip:
                 value += self.rng.choice((-1, 1)) * 10 ** self.rng.randint(1, 4)
             self.say(f"{total}+{part}={value}.")
             total = value
@@ -201,7 +232,7 @@ class _Writer:
     def settle(self) -> None:
         """Check, and go on checking, until the reasoner is content (or gives up)."""
         family = self.problem.family
-        content = 0.3
+        content = self.habits.content
         while len(self.votes) < MAX_ATTEMPTS.get(family, 5):
             before = self.belief
             reversible = family in ("chain", "single", "equation")
@@ -218,21 +249,29 @@ class _Writer:
                     self.maybe(0.7, DISAGREEMENTS)
             if agrees:
                 self.maybe(0.4, AGREEMENTS)
-                content += 0.35
             self.maybe(0.25, CONCLUSIONS, self.belief or 0)
             self.maybe(0.25, FILLERS)
-            if agrees and self.rng.random() < content:
-                return
+            if agrees:
+                content += 0.35
+                if self.rng.random() < content:
+                    return
 
 
-def write_trace(problem: ToyProblem, rng: Random) -> Trace:
+def write_trace(problem: ToyProblem, rng: Random, habits: Habits = SECOND_CYCLE) -> Trace:
     """Write the thinking of a fallible reasoner on one problem.
+
+    Args:
+        problem: What to think about.
+        rng: Source of randomness.
+        habits: How soon it is content, and how often products slip.
 
     Returns:
         A trace whose last belief is the answer the reasoner gives.
     """
-    writer = _Writer(problem, rng)
+    writer = _Writer(problem, rng, habits)
     writer.maybe(0.3, FILLERS)
+    if habits.plan and rng.random() < habits.plan:
+        writer.plan()
     writer.attempt(1.0)
     writer.maybe(0.35, CONCLUSIONS, writer.belief or 0)
     writer.maybe(0.25, FILLERS)

@@ -1,12 +1,12 @@
 """The recipe of the embedded reasoner: `ospruner toy train`.
 
 A Qwen2 of 1.3 M parameters, trained from scratch: Muon on the matrices, AdamW on the rest, chains
-that grow longer (curriculum), a constant learning rate with a linear decay at the end. Batches
-are a function of (seed, step), so a run that was stopped continues where it was.
+that grow longer (curriculum), and two cycles of the learning rate, each ending in a linear decay:
+the first teaches arithmetic and checking, the second the habits of the shipped reasoner. Batches
+are a function of (seed, chunk), so a run that was stopped continues where it was.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -23,7 +23,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from ospruner.train.progress import Progress
+
 from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
+from .fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
 from .tokenizer import VOCABULARY_SIZE, train_tokenizer
 
 CHUNK_EXAMPLES = 4096
@@ -35,16 +38,20 @@ class Recipe:
     """Settings of one training run of the reasoner.
 
     Attributes:
-        tokens: Length of the run, in tokens seen (prompt and padding included).
+        tokens: Length of the first cycle, in tokens seen (prompt and padding included).
+        second_tokens: Length of the second cycle.
+        second_peak: Learning rates at its start, as a share of the peaks.
         batch_tokens: Tokens in a batch, padding included.
         muon_learning_rate: Peak learning rate of the weight matrices.
         adam_learning_rate: Peak learning rate of embeddings and norms.
-        warmup: Share of the run that the learning rate rises.
-        decay: Share of the run that the learning rate falls, at the end.
+        warmup: Share of the first cycle that the learning rate rises.
+        decay: Share of the first cycle that the learning rate falls, at its end.
         seed: Seed of the weights, the problems and the traces.
     """
 
     tokens: int = 30_000_000
+    second_tokens: int = 7_000_000
+    second_peak: float = 0.3
     batch_tokens: int = 12_288
     muon_learning_rate: float = 0.02
     adam_learning_rate: float = 4e-3
@@ -101,7 +108,8 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     blank = train_tokenizer([""])
     rng = Random(f"tokenizer/{seed}")
     pieces = (
-        build_example(blank, draw_training_problem(rng, 7, True), rng) for _ in range(5000)
+        build_example(blank, draw_training_problem(rng, 7, True), rng, FIRST_CYCLE)
+        for _ in range(5000)
     )
     return train_tokenizer("".join(text for text, _ in example) for example in pieces)
 
@@ -111,8 +119,11 @@ def curriculum(progress: float) -> tuple[int, bool]:
     return min(7, 2 + int(progress * 40)), progress >= 0.08
 
 
-def learning_rate_factor(progress: float, recipe: Recipe) -> float:
-    """Factor on both learning rates at `progress` in [0, 1]: rise, stay, fall to 2 %."""
+def learning_rate_factor(seen: int, recipe: Recipe, second: bool) -> float:
+    """Factor on both learning rates after `seen` tokens of the cycle: rise, stay, fall to 2 %."""
+    if second:
+        return recipe.second_peak * max(0.02, 1.0 - seen / recipe.second_tokens)
+    progress = min(1.0, seen / recipe.tokens)
     rise = min(1.0, progress / recipe.warmup)
     fall = min(1.0, (1.0 - progress) / recipe.decay)
     return max(0.02, min(rise, fall))
@@ -123,18 +134,14 @@ def build_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optim
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
-        torch.optim.Muon(
-            matrices, lr=recipe.muon_learning_rate, momentum=0.95, weight_decay=0.01
-        ),
+        torch.optim.Muon(matrices, lr=recipe.muon_learning_rate, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(
             others, lr=recipe.adam_learning_rate, betas=(0.9, 0.98), weight_decay=0.0
         ),
     ]
 
 
-def example_loss(
-    model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def example_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted mean cross-entropy of the next token.
 
     Args:
@@ -155,7 +162,7 @@ def example_loss(
 def train_reasoner(
     out_dir: Path,
     recipe: Recipe,
-    progress: Callable[[int, int, float], None],
+    progress: Progress,
     device: str = "cpu",
 ) -> None:
     """Train the reasoner and save it, resuming from `out_dir/state.pt` where there is one.
@@ -163,7 +170,7 @@ def train_reasoner(
     Args:
         out_dir: Folder of the run; the finished reasoner is saved in `out_dir/reasoner`.
         recipe: Settings; a folder that holds a run of other settings is refused.
-        progress: Called with (tokens seen, tokens in all, loss) after each step.
+        progress: Called with phase "tokens" after each step.
         device: Torch device.
 
     Raises:
@@ -172,18 +179,23 @@ def train_reasoner(
     out_dir.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
     tokenizer = build_tokenizer(recipe.seed)
-    model = Qwen2ForCausalLM(reasoner_config(tokenizer)).to(device)
+    model = Qwen2ForCausalLM(reasoner_config(tokenizer))
+    nn.Module.to(model, device)
     if device == "cpu":
         model.set_attn_implementation("float32_sdpa")
     optimizers = build_optimizers(model, recipe)
     state = _load_state(out_dir / "state.pt", recipe, model, optimizers)
     seen, chunk = state["seen"], state["chunk"]
-    while seen < recipe.tokens:
-        max_steps, with_product = curriculum(seen / recipe.tokens)
+    total = recipe.tokens + recipe.second_tokens
+    while seen < total:
+        second = seen >= recipe.tokens
+        max_steps, with_product = curriculum(min(1.0, seen / recipe.tokens))
         name = f"{recipe.seed}/{chunk}"
-        examples = draw_examples(tokenizer, CHUNK_EXAMPLES, name, max_steps, with_product)
+        habits = SECOND_CYCLE if second else FIRST_CYCLE
+        examples = draw_examples(tokenizer, CHUNK_EXAMPLES, name, max_steps, with_product, habits)
         for ids, weights in batches_by_length(examples, recipe.batch_tokens, Random(name)):
-            factor = learning_rate_factor(min(1.0, seen / recipe.tokens), recipe)
+            in_cycle = seen - recipe.tokens if second else seen
+            factor = learning_rate_factor(in_cycle, recipe, second)
             for optimizer, peak in zip(
                 optimizers, (recipe.muon_learning_rate, recipe.adam_learning_rate), strict=True
             ):
@@ -197,7 +209,7 @@ def train_reasoner(
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             seen += ids.size
-            progress(min(seen, recipe.tokens), recipe.tokens, loss.item())
+            progress("tokens", min(seen, total), total, f"loss {loss.item():.3f}")
         chunk += 1
         _save_state(out_dir / "state.pt", recipe, model, optimizers, seen, chunk)
     save_reasoner(model, tokenizer, out_dir / "reasoner")
@@ -215,7 +227,8 @@ def save_reasoner(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16()
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

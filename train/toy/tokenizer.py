@@ -1,4 +1,4 @@
-"""The toy tokenizer: byte-level BPE with Qwen2's split, single digits, and R1's thinking markers."""
+"""The toy tokenizer: byte-level BPE, Qwen2's split, single digits, R1's thinking markers."""
 
 from collections.abc import Iterable
 

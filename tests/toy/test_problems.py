@@ -1,0 +1,83 @@
+from itertools import islice
+from random import Random
+
+import pytest
+
+from ospruner.train.toy.fallible_reasoner import slip_rate, slipped, write_trace
+from ospruner.train.toy.problems import (
+    FAMILY_SHARES,
+    SPLIT_SHARES,
+    apply,
+    draw_problem,
+    iterate_problems,
+)
+
+
+def test_generator_is_seeded_and_splits_are_disjoint() -> None:
+    splits = {
+        name: [p.problem for p in islice(iterate_problems(name, seed=3), 400)]
+        for name in SPLIT_SHARES
+    }
+    again = [p.problem for p in islice(iterate_problems("test", seed=3), 400)]
+    assert again == splits["test"]
+    assert [p.problem for p in islice(iterate_problems("test", seed=4), 400)] != again
+    seen = [text for texts in splits.values() for text in texts]
+    assert len(seen) == len(set(seen)), "a problem stands in two splits, or twice in one"
+
+
+def test_unknown_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="split='dev' is unknown"):
+        next(iterate_problems("dev", seed=0))  # type: ignore[arg-type]
+
+
+def test_answers_follow_from_the_plan() -> None:
+    rng = Random(0)
+    families = set()
+    for _ in range(2000):
+        problem = draw_problem(rng)
+        families.add(problem.family)
+        if problem.family in ("single", "chain", "equation", "remainder", "product"):
+            value = problem.start
+            for step in problem.plan:
+                value = apply(value, step.symbol, step.right)
+            assert value == problem.answer
+        elif problem.family == "pair":
+            total, product = problem.start, problem.plan[0].right
+            assert problem.answer * (total - problem.answer) == product
+            assert problem.answer >= total - problem.answer
+        else:
+            values = [apply(s.left or 0, s.symbol, s.right) for s in problem.plan]
+            assert max(values) == problem.answer
+    assert families == set(FAMILY_SHARES)
+
+
+def test_a_slip_is_one_particular_wrong_value() -> None:
+    rng = Random(1)
+    for _ in range(500):
+        a, b, symbol = rng.randint(2, 99), rng.randint(2, 99), rng.choice("+-*/%")
+        assert slipped(a, symbol, b) != apply(a, symbol, b)
+        assert 0 < slip_rate(a, symbol, b) < 0.5
+
+
+def test_rechecks_of_the_writer_repair_more_than_they_break() -> None:
+    rng = Random(2)
+    repaired = broken = 0
+    for _ in range(1500):
+        problem = draw_problem(rng)
+        trace = write_trace(problem, rng)
+        assert len(trace.paragraphs) == len(trace.beliefs)
+        beliefs = [belief for belief in trace.beliefs if belief is not None]
+        repaired += beliefs[0] != problem.answer == beliefs[-1]
+        broken += beliefs[0] == problem.answer != beliefs[-1]
+    assert repaired > 4 * broken
+
+
+def test_products_are_hopeless_and_the_rest_is_not() -> None:
+    rng = Random(3)
+    right: dict[bool, list[bool]] = {True: [], False: []}
+    for _ in range(1500):
+        problem = draw_problem(rng)
+        final = write_trace(problem, rng).beliefs[-1]
+        right[problem.family == "product"].append(final == problem.answer)
+    assert sum(right[True]) / len(right[True]) < 0.25
+    assert sum(right[False]) / len(right[False]) > 0.9

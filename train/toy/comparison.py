@@ -1,0 +1,196 @@
+"""The demo's comparison: every choice made on validation, every number measured on test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
+from ospruner.eval.metrics import Estimate
+from ospruner.eval.picture import FRONTIER, FULL, ORACLE
+from ospruner.eval.replay import Outcome, pool, replay, replay_budget, replay_full
+from ospruner.eval.results import Result, Rule, compare, summarise
+from ospruner.eval.selection import Criterion, choose
+from ospruner.eval.table import TraceTable
+
+PAPER_THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9)
+TUNED_THRESHOLDS = tuple(round(0.05 * k, 2) for k in range(1, 20))
+NAMES = {"os-pruner": FRONTIER, "probe": "probe", "convergence": "answer convergence"}
+MAX_LOSS = 0.01
+MIN_REDUCTION = 0.35
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Stop probabilities of one policy, trained with several seeds.
+
+    Attributes:
+        method: "os-pruner", "probe" or "convergence".
+        length_penalty: Lambda; 0 for the baselines.
+        validation: For each seed, (N, T) on the validation traces.
+        test: For each seed, (N, T) on the test traces.
+    """
+
+    method: str
+    length_penalty: float
+    validation: list[npt.NDArray[np.float32]]
+    test: list[npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the demo found.
+
+    Attributes:
+        results: Every rule on the test traces.
+        limits: The hindsight oracle and the best fixed budget.
+        chosen: OS-Pruner's policy chosen on validation; None where none is accurate enough.
+        saved_penalty: Lambda of the policy to save: the chosen one's, else that of best AES.
+        rivals: The results the chosen policy is held against.
+        differences: Chosen policy less each rival, paired.
+    """
+
+    results: list[Result]
+    limits: list[Result]
+    chosen: Result | None
+    saved_penalty: float
+    rivals: list[Result]
+    differences: dict[str, dict[str, Estimate]]
+
+    def claims(self) -> list[tuple[str, bool, str]]:
+        """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""
+        if self.chosen is None:
+            return [("a policy is within 1 point of the full trace on validation", False, "")]
+        chosen, full = self.chosen, self.results[0]
+        loss = full.accuracy.value - chosen.accuracy.value
+        claims = [
+            (
+                "loses at most 1 point of accuracy",
+                loss <= MAX_LOSS,
+                f"{-100 * loss:+.2f} points",
+            ),
+            (
+                "saves at least 35 % of the thinking tokens",
+                chosen.reduction.value >= MIN_REDUCTION,
+                f"{100 * chosen.reduction.value:.1f} %",
+            ),
+        ]
+        for rival in self.rivals:
+            claims.append(
+                (
+                    f"AES above {rival.method}",
+                    chosen.aes.value > rival.aes.value,
+                    f"{chosen.aes.value:.3f} against {rival.aes.value:.3f}",
+                )
+            )
+        return claims
+
+    def about(self) -> dict[str, Any]:
+        """What belongs beside the results in their file, JSON-ready."""
+        return {
+            "chosen": None if self.chosen is None else self.chosen.to_dict(),
+            "limits": [result.to_dict() for result in self.limits],
+            "differences": {
+                name: {key: value.to_dict() for key, value in difference.items()}
+                for name, difference in self.differences.items()
+            },
+            "claims": [
+                {"claim": claim, "holds": held, "numbers": numbers}
+                for claim, held, numbers in self.claims()
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A rule with its outcome on both splits."""
+
+    rule: Rule
+    validation: Outcome
+
+
+def compare_methods(
+    validation: TraceTable, test: TraceTable, predictions: list[Predictions]
+) -> Comparison:
+    """Choose lambda, thresholds and budget on validation; measure on test.
+
+    OS-Pruner is replayed in mode "sample" (the exact expectation), baselines with thresholds.
+    Lambda and the tuned thresholds: the fewest tokens within 1 point of the full trace. Among the
+    paper's thresholds and for the fixed budget: the highest AES.
+
+    Args:
+        validation: Labelled traces to choose on.
+        test: Labelled traces of other problems, looked at here and nowhere else.
+        predictions: Every policy's stop probabilities on both.
+    """
+    base = replay_full(validation)
+    frontier = [_candidate(p, validation, test) for p in predictions if p.method == "os-pruner"]
+    number = choose([c.validation for c in frontier], base, "reduction", max_loss=MAX_LOSS)
+    best = choose([c.validation for c in frontier], base, "aes")
+    assert best is not None  # criterion "aes" always has a best
+    baselines, rivals = [], []
+    for p in (p for p in predictions if p.method != "os-pruner"):
+        paper = [_candidate(p, validation, test, threshold) for threshold in PAPER_THRESHOLDS]
+        baselines += [c.rule for c in paper]
+        rivals.append(_pick(paper, base, "aes", "best of the paper's thresholds"))
+        tuned = [_candidate(p, validation, test, threshold) for threshold in TUNED_THRESHOLDS]
+        rivals.append(_pick(tuned, base, "reduction", "tuned threshold"))
+        rivals.append(_pick(tuned, base, "aes", "threshold tuned for AES"))
+    budget = best_fixed_budget(validation, "aes")
+    rivals.append(Rule("best fixed budget", replay_budget(test, budget), float(budget), "tokens"))
+    rules = [Rule(FULL, replay_full(test)), *(c.rule for c in frontier), *baselines, *rivals]
+    limits = [
+        Rule(ORACLE, hindsight_oracle(test)),
+        Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(test)),
+    ]
+    summaries = summarise([*rules, *limits], rules[0].outcome, test.problem_index)
+    results, bounds = summaries[: len(rules)], summaries[len(rules) :]
+    chosen = None if number is None else results[1 + number]
+    ours = None if number is None else frontier[number].rule.outcome
+    against = [rules[0], *rivals]
+    return Comparison(
+        results=results,
+        limits=bounds,
+        chosen=chosen,
+        saved_penalty=float(frontier[best if number is None else number].rule.parameter or 0.0),
+        rivals=results[-len(rivals) :],
+        differences={}
+        if ours is None
+        else {
+            f"{FRONTIER} - {rule.method}": compare(
+                ours, rule.outcome, rules[0].outcome, test.problem_index
+            )
+            for rule in against
+        },
+    )
+
+
+def _candidate(
+    predictions: Predictions,
+    validation: TraceTable,
+    test: TraceTable,
+    threshold: float | None = None,
+) -> _Candidate:
+    """Replay a policy's seeds on both splits and pool them."""
+    mode: Literal["sample", "threshold"] = "sample" if threshold is None else "threshold"
+    on_validation, on_test = (
+        pool([replay(table, pi, mode, threshold) for pi in probabilities])
+        for table, probabilities in (
+            (validation, predictions.validation),
+            (test, predictions.test),
+        )
+    )
+    name = NAMES[predictions.method]
+    if threshold is None:
+        return _Candidate(Rule(name, on_test, predictions.length_penalty, "λ"), on_validation)
+    return _Candidate(Rule(name, on_test, threshold, "threshold"), on_validation)
+
+
+def _pick(candidates: list[_Candidate], base: Outcome, criterion: Criterion, name: str) -> Rule:
+    """The candidate that validation chooses (the most careful one where none qualifies)."""
+    number = choose([c.validation for c in candidates], base, criterion, max_loss=MAX_LOSS)
+    rule = candidates[-1 if number is None else number].rule
+    return Rule(f"{rule.method}, {name}", rule.outcome, rule.parameter, rule.parameter_name)

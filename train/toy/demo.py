@@ -1,0 +1,356 @@
+"""`ospruner demo`: the whole job on the embedded reasoner, from sampling to pruned generation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.eval.metrics import Estimate
+from ospruner.eval.picture import save_pareto
+from ospruner.eval.report import (
+    differences_table,
+    parameter_text,
+    results_table,
+    save_results,
+)
+from ospruner.eval.schema import LabelSettings
+from ospruner.hub_cards.facts import hash_files, provenance
+from ospruner.hub_cards.render import ResultsTable, write_policy_card
+from ospruner.train.loop import StageResult, predict, train
+from ospruner.train.packing import LabelledTraces
+from ospruner.train.settings import TrainSettings
+
+from .bars import PhaseBars
+from .comparison import Comparison, Predictions, compare_methods
+from .problems import Split
+from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+
+BASELINES: tuple[Literal["probe", "convergence"], ...] = ("probe", "convergence")
+SIDE_BY_SIDE = Path(__file__).with_name("side_by_side.py")
+
+
+@dataclass(frozen=True)
+class DemoSize:
+    """How much the demo does.
+
+    Attributes:
+        name: What the size is called.
+        train: Problems whose traces policies are trained on.
+        validation: Problems on which lambda and thresholds are chosen.
+        test: Problems that are looked at once, at the end.
+        seeds: Training runs of each method; their outcomes are pooled.
+        length_penalties: The annealed lambdas, in reward a thinking token.
+        epochs_per_stage: Passes over the training traces for each lambda.
+        baseline_epochs: Passes for each baseline, which would overfit with as many in all.
+    """
+
+    name: str
+    train: int
+    validation: int
+    test: int
+    seeds: int
+    length_penalties: tuple[float, ...]
+    epochs_per_stage: int
+    baseline_epochs: int
+
+
+LENGTH_PENALTIES = (3e-3, 2e-3, 1.5e-3, 1e-3, 7e-4, 5e-4, 3e-4, 2e-4)
+QUICK = DemoSize("quick", 96, 48, 64, 1, (2e-3, 1e-3, 5e-4), 2, 4)
+STANDARD = DemoSize("standard", 700, 300, 500, 1, LENGTH_PENALTIES, 2, 6)
+FULL = DemoSize("full", 2000, 600, 1500, 3, LENGTH_PENALTIES, 2, 6)
+
+
+def train_settings(size: DemoSize, seed: int) -> TrainSettings:
+    """The toy's optimiser settings (the paper's learning rate is for 7B models)."""
+    return TrainSettings(
+        length_penalties=size.length_penalties,
+        epochs_per_stage=size.epochs_per_stage,
+        batch_size=32,
+        learning_rate=5e-4,
+        head_learning_rate=3e-3,
+        seed=seed,
+    )
+
+
+def run_demo(
+    out_dir: Path,
+    size: DemoSize,
+    seed: int,
+    console: Console,
+    json_file: Path | None = None,
+    reasoner_folder: Path | None = None,
+) -> Comparison:
+    """Label, train, choose, test, save, load in a fresh process, generate.
+
+    Args:
+        out_dir: Folder of the run; a stopped run continues, one of other settings is refused.
+        size: How much to do.
+        seed: Seed of problems, sampling and training.
+        console: Where to draw bars and print.
+        json_file: Where to write every number too.
+        reasoner_folder: Another embedded reasoner; None for the shipped one.
+
+    Raises:
+        ValueError: `out_dir` holds another run's files.
+    """
+    started = time.monotonic()
+    reasoner = Reasoner(reasoner_folder)
+    _claim(out_dir, size, seed, reasoner)
+    traces = _label_splits(reasoner, out_dir, size, seed, console)
+    runs = _train_all(reasoner, traces, out_dir, size, seed, console)
+    comparison = compare_methods(
+        traces["validation"].table,
+        traces["test"].table,
+        _predict_all(reasoner, runs, traces["test"], console),
+    )
+    picture = out_dir / "pareto.png"
+    save_pareto(
+        comparison.results,
+        picture,
+        title="Embedded reasoner, test problems",
+        chosen=comparison.chosen,
+    )
+    _print(comparison, picture, console)
+    policy = _save_policy(reasoner, runs, comparison, out_dir, seed)
+    _generate(policy, out_dir, seed, console)
+    save_results(out_dir / "results.json", comparison.results, comparison.about())
+    if json_file is not None:
+        shutil.copyfile(out_dir / "results.json", json_file)
+    minutes = (time.monotonic() - started) / 60
+    console.print(f"Policy: {policy}; numbers: {out_dir / 'results.json'}; {minutes:.1f} minutes.")
+    return comparison
+
+
+def _claim(out_dir: Path, size: DemoSize, seed: int, reasoner: Reasoner) -> None:
+    """Make the folder this run's, or refuse it."""
+    claim = out_dir / "demo.json"
+    identity = {"demo": vars(size) | {"seed": seed, "reasoner": _hash_folder(reasoner.folder)}}
+    identity = json.loads(json.dumps(identity))
+    if claim.is_file():
+        there = json.loads(claim.read_text())
+        if there != identity:
+            raise ValueError(
+                f"{out_dir} holds a demo of other settings ({there}; asked for: {identity}): "
+                "choose another --out, or delete it"
+            )
+    elif out_dir.exists() and any(out_dir.iterdir()):
+        raise ValueError(
+            f"{out_dir} is not empty and holds no demo: choose another --out, or empty it"
+        )
+    out_dir.mkdir(parents=True, exist_ok=True)
+    claim.write_text(json.dumps(identity, indent=2))
+
+
+def _hash_folder(folder: Path) -> str:
+    return hash_files(sorted(path for path in folder.iterdir() if path.is_file()))
+
+
+def _label_splits(
+    reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console
+) -> dict[Split, LabelledTraces]:
+    counts: dict[Split, int] = {
+        "train": size.train,
+        "validation": size.validation,
+        "test": size.test,
+    }
+    traces = {}
+    for split, count in counts.items():
+        with PhaseBars(console, split) as bars:
+            rows = reasoner.label(
+                draw_split(split, count, seed), out_dir / "labels" / split, seed, bars
+            )
+        traces[split] = LabelledTraces.from_dataset(rows)
+    return traces
+
+
+def _train_all(
+    reasoner: Reasoner,
+    traces: dict[Split, LabelledTraces],
+    out_dir: Path,
+    size: DemoSize,
+    seed: int,
+    console: Console,
+) -> list[dict[str, list[StageResult]]]:
+    """For each seed, the policies of each method."""
+    runs = []
+    label_settings: LabelSettings = reasoner.label_settings(seed)
+    for number in range(seed, seed + size.seeds):
+        settings = train_settings(size, number)
+        plans = {"os-pruner": settings} | {
+            method: dataclasses.replace(
+                settings.baseline(method), epochs_per_stage=size.baseline_epochs
+            )
+            for method in BASELINES
+        }
+        by_method = {}
+        for method, chosen in plans.items():
+            with PhaseBars(console, f"{method}, seed {number}") as bars:
+                by_method[method] = train(
+                    reasoner.model,
+                    reasoner.tokenizer,
+                    traces["train"],
+                    traces["validation"],
+                    chosen,
+                    label_settings,
+                    out_dir / "policies" / f"seed{number}" / method,
+                    progress=bars,
+                )
+        runs.append(by_method)
+    return runs
+
+
+def _predict_all(
+    reasoner: Reasoner,
+    runs: Sequence[dict[str, list[StageResult]]],
+    test: LabelledTraces,
+    console: Console,
+) -> list[Predictions]:
+    """Stop probabilities of every saved policy, loaded from its folder, on the test traces."""
+    predictions = []
+    with PhaseBars(console, "test") as bars:
+        total = sum(len(stages) for by_method in runs for stages in by_method.values())
+        for method in runs[0]:
+            for position, stage in enumerate(runs[0][method]):
+                stages = [by_method[method][position] for by_method in runs]
+                policies = [
+                    OSPrunerForCausalLM.from_pretrained(s.path, base=reasoner.model) for s in stages
+                ]
+                predictions.append(
+                    Predictions(
+                        method,
+                        stage.length_penalty,
+                        [s.validation_probabilities() for s in stages],
+                        [predict(policy, test) for policy in policies],
+                    )
+                )
+                bars("policies", len(predictions) * len(runs), total)
+    return predictions
+
+
+def _print(comparison: Comparison, picture: Path, console: Console) -> None:
+    narrow = console.width < 105
+    console.print()
+    console.print(
+        results_table(
+            comparison.results, comparison.limits, title="On the test problems", stacked=narrow
+        )
+    )
+    if comparison.chosen is None:
+        console.print("No lambda kept the accuracy within 1 point on validation; none is chosen.")
+    else:
+        console.print(
+            f"Chosen on validation: {comparison.chosen.method} "
+            f"{parameter_text(comparison.chosen)} (fewest tokens within 1 point of the full trace)."
+        )
+        console.print(differences_table(comparison.differences, title="Paired differences"))
+    bars = Table(title="What should hold", show_header=False)
+    for claim, held, numbers in comparison.claims():
+        bars.add_row(claim, numbers, "holds" if held else "DOES NOT HOLD")
+    console.print(bars)
+    console.print(f"Pareto plot: {picture}")
+
+
+def _save_policy(
+    reasoner: Reasoner,
+    runs: Sequence[dict[str, list[StageResult]]],
+    comparison: Comparison,
+    out_dir: Path,
+    seed: int,
+) -> Path:
+    """Save the chosen policy as a repository folder with card and provenance."""
+    stages = runs[0]["os-pruner"]
+    penalty = comparison.saved_penalty
+    stage = next(s for s in stages if s.length_penalty == penalty)
+    folder = out_dir / "policy"
+    model = OSPrunerForCausalLM.from_pretrained(stage.path, base=reasoner.model)
+    model.save_pretrained(folder)
+    provenance(
+        folder,
+        seed=seed,
+        base_model=str(reasoner.folder),
+        data_hash=_hash_folder(out_dir / "labels" / "train" / "data"),
+        details={"length_penalty": penalty},
+    )
+    rows = [
+        [r.method, parameter_text(r), _percent(r.accuracy), f"{r.tokens.value:.0f}",
+         _percent(r.reduction), f"{r.aes.value:.2f}"]
+        for r in comparison.results
+    ]  # fmt: skip
+    table = ResultsTable(
+        "Replay on test problems of the embedded reasoner; 95 % intervals by problem.",
+        ["method", "parameter", "accuracy %", "thinking tokens", "reduction %", "AES"],
+        rows,
+    )
+    write_policy_card(folder, name="OS-Pruner demo policy", license="apache-2.0", results=table)
+    return folder
+
+
+def _percent(number: Estimate) -> str:
+    return f"{100 * number.value:.1f} [{100 * number.low:.1f}, {100 * number.high:.1f}]"
+
+
+def _generate(policy: Path, out_dir: Path, seed: int, console: Console) -> None:
+    """Generate three test problems with the policy off and on, in a fresh process."""
+    from transformers import AutoTokenizer
+
+    from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+    from ospruner.eval.benchmarks import user_message
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    problems = draw_split("test", 60, seed + 1000)
+    families = ("chain", "equation", "product")
+    chosen = [next(p for p in problems if p.family == family) for family in families]
+    prompts = [
+        str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": user_message(problem, DEEPSEEK_R1)}],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        )
+        for problem in chosen
+    ]
+    request = {
+        "prompts": prompts,
+        "seed": seed,
+        "max_new_tokens": MAX_THINKING_TOKENS + MAX_ANSWER_TOKENS,
+    }
+    asked, answered = out_dir / "side_by_side.request.json", out_dir / "side_by_side.json"
+    asked.write_text(json.dumps(request, indent=2))
+    finished = subprocess.run(
+        [sys.executable, "-I", *map(str, (SIDE_BY_SIDE, policy.resolve(), asked, answered))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        raise RuntimeError(f"loading the policy in a fresh process failed:\n{finished.stderr}")
+    answers: list[dict[str, Any]] = json.loads(answered.read_text())
+    table = Table(title="Generated by a fresh process: AutoModelForCausalLM, trust_remote_code")
+    for heading in ("problem", "answer", "stop_policy=False", "stop_policy=True", "saved"):
+        table.add_column(heading)
+    for problem, row in zip(chosen, answers, strict=True):
+        off, on = row["off"], row["on"]
+        saved = 1 - on["thinking_tokens"] / max(off["thinking_tokens"], 1)
+        table.add_row(
+            problem.problem,
+            problem.answer,
+            f"{off['answer']}\n{off['thinking_tokens']} thinking tokens",
+            f"{on['answer']}\n{on['thinking_tokens']} thinking tokens, {on['reason']}",
+            f"{saved:.0%}",
+        )
+    console.print(table)
+    off, on = (sum(row[side]["thinking_tokens"] for row in answers) for side in ("off", "on"))
+    console.print(f"Thinking tokens of these three: {off} without the policy, {on} with it.")

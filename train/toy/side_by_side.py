@@ -1,0 +1,70 @@
+"""Loads a policy folder as any user would and generates with the policy off and on.
+
+A script for a process of its own, `side_by_side.py POLICY REQUEST ANSWERS`: it imports torch and
+transformers alone, reads the request and writes the answers, both JSON files.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+THINK_END = "</think>"
+
+
+def answer_prompts(
+    folder: str, prompts: list[str], seed: int, max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """Sample each prompt twice from the same seed: full thinking, and pruned.
+
+    Args:
+        folder: The policy's folder.
+        prompts: Rendered prompts, thinking opened.
+        seed: Seed of the sampling.
+        max_new_tokens: Cap on thinking and answer together.
+
+    Returns:
+        For each prompt, under "off" and "on": the answer, the thinking tokens, why it ended.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
+    end = tokenizer.convert_tokens_to_ids(THINK_END)
+    answers: list[dict[str, Any]] = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        sides = {}
+        for name, stop_policy in (("off", False), ("on", True)):
+            torch.manual_seed(seed)
+            output = model.generate(
+                inputs.input_ids,
+                attention_mask=inputs.attention_mask,
+                do_sample=True,
+                temperature=0.6,
+                top_p=0.95,
+                top_k=0,
+                max_new_tokens=max_new_tokens,
+                stop_policy=stop_policy,
+            )
+            ids = output[0, inputs.input_ids.shape[1] :].tolist()
+            thinking = ids.index(end) if end in ids else len(ids)
+            sides[name] = {
+                "thinking": tokenizer.decode(ids[:thinking]),
+                "answer": str(
+                    tokenizer.decode(ids[thinking + 1 :], skip_special_tokens=True)
+                ).strip(),
+                "thinking_tokens": thinking,
+                "reason": model.last_stop[0].reason if stop_policy else "natural",
+            }
+        answers.append(sides)
+    return answers
+
+
+if __name__ == "__main__":
+    policy, request, target = sys.argv[1:]
+    found = answer_prompts(policy, **json.loads(Path(request).read_text("utf-8")))
+    Path(target).write_text(json.dumps(found, indent=2), "utf-8")
