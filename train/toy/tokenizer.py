@@ -29,7 +29,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         texts: Rendered examples, prompts and traces alike.
 
     Returns:
-        A tokenizer of `VOCABULARY_SIZE` tokens in which a digit is always one token.
+        A tokenizer of at most `VOCABULARY_SIZE` tokens in which a digit is always one token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -41,14 +41,15 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
-        special_tokens=[
-            AddedToken(token, special=not token.endswith("think>"), normalized=False)
-            for token in SPECIAL_TOKENS
-        ],
+        special_tokens=[AddedToken(token, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    # As in R1-Distill, the thinking markers are no special tokens: decoding keeps them.
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

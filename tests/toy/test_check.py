@@ -1,0 +1,77 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ospruner.train.toy.check import Gate, first_recheck, gates, repairs_and_breaks
+from ospruner_cli import app
+
+
+def row(grades: list[float], paragraphs: list[str], ended: str = "natural") -> dict[str, Any]:
+    """A labelled trace whose token ids are its paragraphs' numbers, one token each."""
+    return {
+        "forced_correct": grades,
+        "natural_correct": grades[-1],
+        "step_ends": list(range(1, len(grades) + 1)),
+        "trace_ids": paragraphs,
+        "ended": ended,
+    }
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(map(str, ids))
+
+
+def test_first_recheck_is_the_first_announced_one() -> None:
+    assert first_recheck(["2+2=4.\n\n", "Let me check.\n\n", "Check it again.\n\n"]) == 1
+    assert first_recheck(["2+2=4.\n\n"]) is None
+
+
+def test_repairs_and_breaks_compare_before_the_recheck_with_the_end() -> None:
+    rows = [
+        row([0, 0, 1], ["1+1=3.", "Let me check.", "1+1=2."]),
+        row([1, 1, 0], ["1+1=2.", "Go back from the result.", "1+1=3."]),
+        row([0, 1, 1], ["1+1=3.", "1+1=2.", "It matches."]),
+    ]
+    assert repairs_and_breaks(rows, decode) == (1, 1)
+
+
+def test_gates_measure_what_they_name() -> None:
+    rows = [
+        row([0, 1, 1, 1], ["a", "b", "c", "d"]),
+        row([0, 0, 0, 0], ["a", "b", "c", "d"], ended="cap"),
+    ]
+    values = {gate.name: gate.value for gate in gates(rows, [0.0, 1.0], decode)}
+    assert values["accuracy of the full trace (forced answer)"] == 0.5
+    assert values["accuracy without thinking"] == 0.5
+    assert values["never right at any step"] == 0.5
+    assert values["first right answer, share of the length"] == 0.5
+    assert values["paragraphs a trace"] == 4
+    assert values["traces that finish"] == 0.5
+
+
+def test_a_gate_includes_its_ends() -> None:
+    assert Gate("x", 0.6, 0.6, 0.9).passed
+    assert not Gate("x", 0.5999, 0.6, 0.9).passed
+
+
+def test_limit_below_one_is_refused() -> None:
+    result = CliRunner().invoke(app, ["toy", "check", "--limit", "0"])
+    assert result.exit_code == 1
+    assert "limit is 0" in str(result.exception)
+
+
+def test_a_missing_reasoner_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["toy", "check", "--reasoner", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no config.json" in str(result.exception)
+
+
+@pytest.mark.slow
+def test_the_shipped_reasoner_meets_every_gate(tmp_path: Path) -> None:
+    numbers = tmp_path / "gates.json"
+    result = CliRunner().invoke(app, ["toy", "check", "--limit", "1000", "--json", str(numbers)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(numbers.read_text())["limit"] == 1000
