@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     name="ospruner",
@@ -80,8 +81,12 @@ def _folder(out: Path, name: str) -> Path:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script; what a user can mend is said without a trace."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError) as error:
+        Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -192,6 +192,7 @@ class _Run:
         )
         total = self.settings.total_epochs * len(batches)
         while self.batch < len(batches):
+            self._set_learning_rates(stage, self.epoch + self.batch / len(batches))
             loss = self._step(stage, batches[self.batch])
             self.batch += 1
             self.steps += 1
@@ -208,6 +209,13 @@ class _Run:
         self.epoch += 1
         self.batch = 0
         self._checkpoint()
+
+    def _set_learning_rates(self, stage: Stage, epochs_done: float) -> None:
+        """Linear fall within the stage; a function of the position alone, so resuming is exact."""
+        left = 1.0 - epochs_done / stage.epochs
+        end = self.settings.final_learning_rate_share
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (end + (1.0 - end) * left)
 
     def _step(self, stage: Stage, rows: npt.NDArray[np.int64]) -> float:
         batch = self.traces.batch(rows)
@@ -298,13 +306,13 @@ def _optimizer(model: OSPrunerForCausalLM, settings: TrainSettings) -> torch.opt
     groups: list[dict[str, Any]] = [
         {
             "params": [p for p in trained if id(p) in head],
-            "lr": settings.head_learning_rate or settings.learning_rate,
+            "initial_lr": settings.head_learning_rate or settings.learning_rate,
         }
     ]
     if layers:
-        groups.append({"params": layers, "lr": settings.learning_rate})
+        groups.append({"params": layers, "initial_lr": settings.learning_rate})
     return torch.optim.AdamW(
-        groups,
+        [group | {"lr": group["initial_lr"]} for group in groups],
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,

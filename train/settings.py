@@ -41,6 +41,8 @@ class TrainSettings:
         batch_size: traces an optimiser step.
         learning_rate: AdamW's, of the tail's layers.
         head_learning_rate: that of the linear head; None for the same.
+        final_learning_rate_share: share of the learning rates left at each stage's end, to which
+            they fall linearly; 1 keeps them constant, as the paper does.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
@@ -60,6 +62,7 @@ class TrainSettings:
     batch_size: int = 32
     learning_rate: float = 1e-5
     head_learning_rate: float | None = None
+    final_learning_rate_share: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -93,6 +96,11 @@ class TrainSettings:
             value = vars(self)[name]
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}; it must be finite and > 0")
+        if not 0 <= self.final_learning_rate_share <= 1:
+            raise ValueError(
+                f"final_learning_rate_share is {self.final_learning_rate_share!r}; it must lie in "
+                "[0, 1]"
+            )
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ValueError(f"weight_decay is {self.weight_decay!r}; it must be finite and >= 0")
 

@@ -97,6 +97,15 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_the_command_refuses_in_a_line_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("irreplaceable")
+    done = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Error:" in done.stderr
+    assert "holds no demo" in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+
+
 def test_quick_and_full_exclude_each_other() -> None:
     result = CliRunner().invoke(app, ["demo", "--quick", "--full"])
     assert result.exit_code == 2

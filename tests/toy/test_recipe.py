@@ -25,7 +25,7 @@ def silent(phase: str, done: int, total: int, note: str = "") -> None:
     pass
 
 
-class Interrupted(RuntimeError):
+class InterruptedRunError(RuntimeError):
     pass
 
 
@@ -38,9 +38,9 @@ def test_a_stopped_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Pat
         nonlocal calls
         calls += 1
         if calls == 8:
-            raise Interrupted
+            raise InterruptedRunError
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedRunError):
         train_reasoner(tmp_path / "parts", SHORT, interrupt)
     assert not (tmp_path / "parts" / "reasoner").exists()
     train_reasoner(tmp_path / "parts", SHORT, silent)
@@ -74,7 +74,7 @@ def test_tokenizer_keeps_breaks_and_digits_whole() -> None:
     assert len(tokenizer) <= 640
     assert "</think>" in tokenizer.decode(tokenizer.encode("</think>"), skip_special_tokens=True)
     ids = tokenizer.encode("24+17=41.\n\n", add_special_tokens=False)
-    assert tokenizer.convert_ids_to_tokens(ids) == list("24+17=41") + [".ĊĊ"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [*list("24+17=41"), ".ĊĊ"]
     fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
     assert fmt.step_ends(ids) == [len(ids)]
 

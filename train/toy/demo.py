@@ -66,10 +66,10 @@ class DemoSize:
     baseline_epochs: int
 
 
-LENGTH_PENALTIES = (3e-3, 2e-3, 1.5e-3, 1e-3, 7e-4, 5e-4, 3e-4, 2e-4)
+LENGTH_PENALTIES = (1e-3, 5e-4, 3e-4, 2e-4, 1.5e-4, 1e-4, 7e-5)
 QUICK = DemoSize("quick", 96, 48, 64, 1, (2e-3, 1e-3, 5e-4), 2, 4)
-STANDARD = DemoSize("standard", 700, 300, 500, 1, LENGTH_PENALTIES, 2, 6)
-FULL = DemoSize("full", 2000, 600, 1500, 3, LENGTH_PENALTIES, 2, 6)
+STANDARD = DemoSize("standard", 700, 300, 500, 1, LENGTH_PENALTIES, 3, 6)
+FULL = DemoSize("full", 2000, 600, 1500, 3, LENGTH_PENALTIES, 3, 6)
 
 
 def train_settings(size: DemoSize, seed: int) -> TrainSettings:
@@ -80,6 +80,7 @@ def train_settings(size: DemoSize, seed: int) -> TrainSettings:
         batch_size=32,
         learning_rate=5e-4,
         head_learning_rate=3e-3,
+        final_learning_rate_share=0.1,
         seed=seed,
     )
 
