@@ -210,7 +210,11 @@ def test_killed_run_ends_with_the_same_bits(
         tmp_path / "settings.json"
     )
     settings = dataclasses.replace(
-        SETTINGS, length_penalties=(2e-2, 1e-2), epochs_per_stage=2, checkpoint_every=3
+        SETTINGS,
+        length_penalties=(2e-2, 1e-2),
+        epochs_per_stage=2,
+        checkpoint_every=3,
+        final_learning_rate_share=0.1,
     )  # 2 stages x 2 epochs x 5 steps
     kill_at = 14  # in the second stage's first epoch, two steps after a checkpoint
     command = [
@@ -231,6 +235,29 @@ def test_killed_run_ends_with_the_same_bits(
     assert steps == list(range(13, 21))  # goes on after step 12
     fit(settings, labels, tmp_path / "whole", validation=held_out)
     assert same_bits(tmp_path / "whole", tmp_path / "killed", ("lam2e-2", "lam1e-2"))
+
+
+def test_learning_rates_fall_within_each_stage(
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    settings = dataclasses.replace(
+        SHORT, length_penalties=(2e-2, 1e-2), epochs_per_stage=2, final_learning_rate_share=0.5
+    )
+    rates: list[list[float]] = []
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+
+    def progress(phase: str, done: int, total: int, note: str = "") -> None:
+        if checkpoint.exists():
+            state = torch.load(checkpoint, weights_only=True)["optimizer"]
+            rates.append([group["lr"] for group in state["param_groups"]])
+
+    every = dataclasses.replace(settings, checkpoint_every=1)
+    fit(every, make_labels(40), progress=progress)
+    # 2 stages x 10 steps; after the last step of a stage, 9/10 of the fall is done.
+    head = sorted({rate[0] for rate in rates})
+    assert head[0] == pytest.approx(1e-2 * (0.5 + 0.5 * 0.1))
+    assert head[-1] == pytest.approx(1e-2)
+    assert all(rate[1] == pytest.approx(rate[0] / 5) for rate in rates)
 
 
 @pytest.mark.parametrize("kill_at", [3, 8])
