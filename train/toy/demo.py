@@ -28,10 +28,10 @@ from ospruner.eval.report import (
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import hash_files, provenance
 from ospruner.hub_cards.render import ResultsTable, write_policy_card
-from ospruner.train.loop import StageResult, predict, train
-from ospruner.train.packing import LabelledTraces
-from ospruner.train.settings import TrainSettings
 
+from ..loop import StageResult, predict, train
+from ..packing import LabelledTraces
+from ..settings import TrainSettings
 from .bars import PhaseBars
 from .comparison import Comparison, Predictions, compare_methods
 from .problems import Split

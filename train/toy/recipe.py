@@ -23,8 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from ospruner.train.progress import Progress
-
+from ..progress import Progress
 from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
 from .fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
 from .tokenizer import VOCABULARY_SIZE, train_tokenizer

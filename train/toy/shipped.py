@@ -17,9 +17,9 @@ from modeling_ospruner.reasoning_format import DEEPSEEK_R1, TokenFormat
 from modeling_ospruner.serving.transformers_engine import TransformersEngine
 from ospruner.eval.benchmarks import Problem
 from ospruner.eval.schema import LabelSettings
-from ospruner.train.labels import label
-from ospruner.train.progress import Progress, silent
 
+from ..labels import label
+from ..progress import Progress, silent
 from .problems import Split, iterate_problems
 
 SHIPPED = Path(__file__).with_name("reasoner")
