@@ -39,7 +39,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     first.wait()
     shards = {path: path.read_bytes() for path in (out / "labels").rglob("*.parquet")}
     assert len(shards) == 3
-    again = subprocess.run([*COMMAND, str(out)], capture_output=True, text=True, check=False)
+    again = subprocess.run(
+        [*COMMAND, str(out)],
+        env=os.environ | {"COLUMNS": "140"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert again.returncode == 0, again.stdout + again.stderr
     assert {path: path.read_bytes() for path in shards} == shards, "labels were made again"
     return out, again.stdout

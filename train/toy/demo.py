@@ -66,7 +66,7 @@ class DemoSize:
     baseline_epochs: int
 
 
-LENGTH_PENALTIES = (1e-3, 5e-4, 3e-4, 2e-4, 1.5e-4, 1e-4, 7e-5)
+LENGTH_PENALTIES = (1e-3, 5e-4, 3e-4, 2e-4, 1.5e-4, 1e-4, 7e-5, 3e-5, 0.0)
 QUICK = DemoSize("quick", 96, 48, 64, 1, (2e-3, 1e-3, 5e-4), 2, 4)
 STANDARD = DemoSize("standard", 700, 300, 500, 1, LENGTH_PENALTIES, 3, 6)
 FULL = DemoSize("full", 2000, 600, 1500, 3, LENGTH_PENALTIES, 3, 6)

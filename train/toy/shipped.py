@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from modeling_ospruner.reasoning_format import DEEPSEEK_R1, TokenFormat
 from modeling_ospruner.serving.transformers_engine import TransformersEngine
@@ -48,6 +49,7 @@ class Reasoner:
         Raises:
             FileNotFoundError: the folder holds no model.
         """
+        disable_progress_bar()  # transformers' own bars would break into ours
         self.folder = folder or SHIPPED
         if not (self.folder / "config.json").is_file():
             raise FileNotFoundError(
