@@ -49,7 +49,7 @@ class Comparison:
         limits: The hindsight oracle and the best fixed budget.
         chosen: OS-Pruner's policy chosen on validation; None where none is accurate enough.
         saved_penalty: Lambda of the policy to save: the chosen one's, else that of best AES.
-        rivals: The results the chosen policy is held against.
+        rivals: The results the chosen policy is held against; the best fixed budget is the last.
         differences: Chosen policy less each rival, paired.
     """
 
@@ -59,6 +59,12 @@ class Comparison:
     saved_penalty: float
     rivals: list[Result]
     differences: dict[str, dict[str, Estimate]]
+
+    @property
+    def drawn(self) -> list[Result]:
+        """What the picture shows: thresholds chosen from those drawn already are left out."""
+        families = self.results[: -len(self.rivals)]
+        return [*families, self.rivals[-1], self.limits[0]]
 
     def claims(self) -> list[tuple[str, bool, str]]:
         """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""

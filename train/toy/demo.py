@@ -118,7 +118,7 @@ def run_demo(
     )
     picture = out_dir / "pareto.png"
     save_pareto(
-        comparison.results,
+        comparison.drawn,
         picture,
         title="Embedded reasoner, test problems",
         chosen=comparison.chosen,
