@@ -183,7 +183,7 @@ def test_tracked_files_name_no_machine(repo_dir: Path) -> None:
         ("https://huggingface.co/docs/hub/model-cards", False),
         ("https://example.org/home/index.html", False),
         ("PIP_EXTRA_INDEX_URL=<that address> make test", False),
-        ("read ../shared/home/x and ~/work/y, ./opt/z or $DIR/mnt/q", False),
+        ("read ../shared/home/x and ~/scratch/y, ./opt/z or $DIR/mnt/q", False),
         ("a simple rule", False),
     ],
 )
