@@ -15,10 +15,18 @@ from enum import Enum
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from .capture_ospruner import Capture
+from .policy_ospruner import StoppingPolicy
 from .reasoning_format import BoundaryState, BoxState, TokenFormat
 from .settings_ospruner import StopPolicyConfig, StopRecord, mix64, uniform
 
@@ -27,6 +35,7 @@ __all__ = [
     "StopHook",
     "StopPolicyConfig",
     "StopRecord",
+    "generate_pruned",
     "mix64",
     "refuse_unsupported",
     "uniform",
@@ -213,6 +222,55 @@ class AnswerEnd(StoppingCriteria):
     ) -> torch.Tensor:
         """Which rows (B,) end with their last token."""
         return torch.tensor(self.hook.finish(input_ids), device=input_ids.device)
+
+
+def generate_pruned(
+    base: Any,
+    policy: StoppingPolicy,
+    token_format: TokenFormat,
+    settings: StopPolicyConfig,
+    inputs: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Any, list[StopRecord]]:
+    """`base.generate` with the hook in it.
+
+    Args:
+        base: the causal LM that generates (a `PreTrainedModel` with `generate`).
+        policy: its policy.
+        token_format: the base's way of thinking.
+        settings: with mode and threshold filled in.
+        inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
+        kwargs: generate's own arguments.
+
+    Returns:
+        What generate returns (an output object holds the records as `stop`, too), and one
+        record a row.
+
+    Raises:
+        ValueError: the decoding cannot be combined with a stop policy, or a prompt is empty.
+    """
+    given = kwargs.pop("generation_config", None)
+    config = GenerationMixin._prepare_generation_config(base, given, **kwargs)[0]
+    refuse_unsupported(inputs, config, kwargs)
+    eos = config.eos_token_id
+    processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
+    criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+    with Capture(base, policy) as capture:
+        eos_ids = [eos] if isinstance(eos, int) else list(eos)
+        hook = StopHook(settings, token_format, capture, eos_ids)
+        output = base.generate(
+            inputs,
+            generation_config=given,
+            logits_processor=LogitsProcessorList([*processors, hook]),
+            stopping_criteria=StoppingCriteriaList([*criteria, AnswerEnd(hook)]),
+            # A hook added after compilation would be skipped in silence.
+            disable_compile=True,
+            **kwargs,
+        )
+    records = hook.records()
+    if not isinstance(output, torch.Tensor):
+        output["stop"] = records
+    return output, records
 
 
 def refuse_unsupported(

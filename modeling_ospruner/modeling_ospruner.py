@@ -12,21 +12,13 @@ import torch
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteriaList,
 )
 
-from .capture_ospruner import Capture, TrunkDone, hidden_entering
+from .capture_ospruner import TrunkDone, hidden_entering
 from .configuration_ospruner import OSPrunerConfig
-from .generation_ospruner import (
-    AnswerEnd,
-    StopHook,
-    StopPolicyConfig,
-    StopRecord,
-    refuse_unsupported,
-)
+from .generation_ospruner import StopPolicyConfig, StopRecord, generate_pruned
 from .loading_ospruner import load_parts, split_arguments
 from .policy_ospruner import DEFAULT_INIT_BIAS, StoppingPolicy, decoder_layers
 from .reasoning_format import ReasoningFormat, TokenFormat, guess
@@ -319,27 +311,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         if stop_policy is False or stop_policy is None:
             return self.base.generate(inputs, **kwargs)
         settings = self._settings(stop_policy)
-        given = kwargs.pop("generation_config", None)
-        config = GenerationMixin._prepare_generation_config(self.base, given, **kwargs)[0]
-        refuse_unsupported(inputs, config, kwargs)
-        eos = config.eos_token_id
-        processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
-        criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-        with Capture(self.base, self.policy) as capture:
-            eos_ids = [eos] if isinstance(eos, int) else list(eos)
-            hook = StopHook(settings, self.token_format, capture, eos_ids)
-            output = self.base.generate(
-                inputs,
-                generation_config=given,
-                logits_processor=LogitsProcessorList([*processors, hook]),
-                stopping_criteria=StoppingCriteriaList([*criteria, AnswerEnd(hook)]),
-                # A hook added after compilation would be skipped in silence.
-                disable_compile=True,
-                **kwargs,
-            )
-        self.last_stop = hook.records()
-        if not isinstance(output, torch.Tensor):
-            output["stop"] = self.last_stop
+        output, self.last_stop = generate_pruned(
+            self.base, self.policy, self.token_format, settings, inputs, **kwargs
+        )
         return output
 
     def _settings(
