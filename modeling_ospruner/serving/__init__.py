@@ -1,6 +1,7 @@
 """Engines that run a reasoning model: sampling traces and forking answers off them."""
 
 from .engine import (
+    ENTROPY_TOKENS,
     AnswerStop,
     Engine,
     ForkedAnswer,
@@ -13,6 +14,7 @@ from .engine import (
 from .transformers_engine import TransformersEngine
 
 __all__ = [
+    "ENTROPY_TOKENS",
     "AnswerStop",
     "Engine",
     "ForkRequest",

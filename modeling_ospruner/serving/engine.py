@@ -80,6 +80,10 @@ class ForkRequest:
             )
 
 
+ENTROPY_TOKENS = 20
+"""How many of the most likely tokens `ForkedAnswer.entropy` is taken over."""
+
+
 @dataclass(frozen=True)
 class ForkedAnswer:
     """A greedy answer after prompt, cut trace and suffix.
@@ -88,10 +92,16 @@ class ForkedAnswer:
         ids: the answer's tokens after the suffix, without the token that ends the text; the
             token that closed the box is included.
         ended: "closed" by the stop rule, "eos", or "length" at the cap.
+        logprobs: natural log-probability of each of `ids` under the model's plain (temperature 1)
+            distribution.
+        entropy: in nats, of the distribution at the answer's first token over its ENTROPY_TOKENS
+            most likely tokens, renormalised.
     """
 
     ids: list[int]
     ended: Literal["closed", "eos", "length"]
+    logprobs: list[float]
+    entropy: float
 
 
 @dataclass

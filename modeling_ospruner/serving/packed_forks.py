@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .engine import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
 from .rows import Branch
+from .sampling import greedy, top_entropy
 from .slot_cache import SlotCache
 
 _COLUMN_CHUNK = 16
@@ -122,17 +123,18 @@ class PackedForks:
         real = s * sum(map(len, self.branches))
         self._count(real, R * own)
         self.ends = ends + s
-        tokens = logits.argmax(-1).tolist()
+        entropies = top_entropy(logits).tolist()
         for row, branches in enumerate(self.branches):
             for k, branch in enumerate(branches):
-                branch.push(tokens[row][k], self.max_new_tokens, self.eos_ids)
+                branch.entropy = entropies[row][k]
+        self._push(logits, list(range(R)), [list(range(len(row))) for row in self.branches])
 
     def _drop_finished(self) -> bool:
         """Drops rows whose forks are all finished; whether any fork is left."""
         going = [
             place
             for place, row in enumerate(self.rows)
-            if any(branch.answer is None for branch in self.branches[row])
+            if any(branch.ended is None for branch in self.branches[row])
         ]
         if not going:
             return False
@@ -147,7 +149,7 @@ class PackedForks:
     def _step(self) -> None:
         """Decodes one token of every unfinished fork."""
         active = [
-            [k for k, branch in enumerate(self.branches[row]) if branch.answer is None]
+            [k for k, branch in enumerate(self.branches[row]) if branch.ended is None]
             for row in self.rows
         ]
         R, K, columns = len(self.rows), max(map(len, active)), self.cache.columns
@@ -172,11 +174,16 @@ class PackedForks:
             use_cache=True,
         ).logits
         self._count(sum(map(len, active)), R * K)
-        tokens = logits.argmax(-1).tolist()
-        for place, (row, ks) in enumerate(zip(self.rows, active, strict=True)):
+        self._push(logits, self.rows, active)
+
+    def _push(self, logits: torch.Tensor, rows: list[int], forks: list[list[int]]) -> None:
+        """Gives forks their next tokens from logits (R, K, V), whose places they fill in order."""
+        tokens, logprobs = (values.tolist() for values in greedy(logits))
+        for place, (row, ks) in enumerate(zip(rows, forks, strict=True)):
             for i, k in enumerate(ks):
-                token = tokens[place][i]
-                self.branches[row][k].push(token, self.max_new_tokens, self.eos_ids)
+                self.branches[row][k].push(
+                    tokens[place][i], logprobs[place][i], self.max_new_tokens, self.eos_ids
+                )
 
     def _widen(self, columns: int) -> None:
         if columns > self.mask.shape[-1]:

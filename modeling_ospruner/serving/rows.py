@@ -74,19 +74,22 @@ class Branch:
     def __init__(self, cut: int, stop: Callable[[], AnswerStop] | None) -> None:
         self.cut = cut
         self.ids: list[int] = []
-        self.answer: ForkedAnswer | None = None
+        self.logprobs: list[float] = []
+        self.entropy = 0.0
+        self.ended: Literal["closed", "eos", "length"] | None = None
         self._rule = stop() if stop is not None else None
 
-    def push(self, token: int, limit: int, eos_ids: frozenset[int]) -> None:
-        """Takes the next token; sets `answer` where it completes it."""
+    def push(self, token: int, logprob: float, limit: int, eos_ids: frozenset[int]) -> None:
+        """Takes the next token; sets `ended` where it completes the answer."""
         if token in eos_ids:
-            self.answer = ForkedAnswer(self.ids, "eos")
+            self.ended = "eos"
             return
         self.ids.append(token)
+        self.logprobs.append(logprob)
         if self._rule is not None and self._rule.push(token):
-            self.answer = ForkedAnswer(self.ids, "closed")
+            self.ended = "closed"
         elif len(self.ids) >= limit:
-            self.answer = ForkedAnswer(self.ids, "length")
+            self.ended = "length"
 
     def finished(self) -> ForkedAnswer:
         """The answer.
@@ -94,6 +97,6 @@ class Branch:
         Raises:
             RuntimeError: it is not complete.
         """
-        if self.answer is None:
+        if self.ended is None:
             raise RuntimeError(f"the fork at {self.cut} thinking tokens is not finished")
-        return self.answer
+        return ForkedAnswer(self.ids, self.ended, self.logprobs, self.entropy)

@@ -23,7 +23,7 @@ from .engine import (
     TokenCount,
 )
 from .rows import Branch, Row
-from .sampling import choose, uniforms
+from .sampling import choose, greedy, top_entropy, uniforms
 
 
 def sample_batch(
@@ -94,13 +94,17 @@ def fork_one(
             done = end
         forked = copy.deepcopy(cache)
         branch = Branch(cut, stop)
-        tokens, position = list(suffix_ids), end
-        while branch.answer is None:
-            logits = _feed(model, tokens, position, forked, count)
-            position += len(tokens)
-            tokens = [int(logits.argmax())]
-            branch.push(tokens[0], max_new_tokens, eos_ids)
-        answers[cut] = branch.answer
+        logits = _feed(model, suffix_ids, end, forked, count)
+        position = end + len(suffix_ids)
+        branch.entropy = float(top_entropy(logits))
+        while True:
+            token, logprob = greedy(logits)
+            branch.push(int(token), float(logprob), max_new_tokens, eos_ids)
+            if branch.ended is not None:
+                break
+            logits = _feed(model, branch.ids[-1:], position, forked, count)
+            position += 1
+        answers[cut] = branch.finished()
     return [answers[cut] for cut in request.cuts]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,16 +90,29 @@ def from_scratch(
     """Encodes prefix and answer anew for every token, without any cache."""
     box = fmt.box_state()
     ids: list[int] = []
+    logprobs: list[float] = []
+    entropy: float | None = None
     while True:
         text = torch.tensor([[*prefix, *suffix, *ids]])
-        token = int(base(input_ids=text, use_cache=False).logits[0, -1].argmax())
+        probabilities = base(input_ids=text, use_cache=False).logits[0, -1].double().softmax(-1)
+        token = int(probabilities.argmax())
+        if entropy is None:
+            top = probabilities.sort(descending=True).values[:20]
+            entropy = sum(-float(p / top.sum()) * math.log(float(p / top.sum())) for p in top)
         if token == eos:
-            return ForkedAnswer(ids, "eos")
+            return ForkedAnswer(ids, "eos", logprobs, entropy)
         ids.append(token)
+        logprobs.append(math.log(float(probabilities[token])))
         if box.push(token):
-            return ForkedAnswer(ids, "closed")
+            return ForkedAnswer(ids, "closed", logprobs, entropy)
         if len(ids) == limit:
-            return ForkedAnswer(ids, "length")
+            return ForkedAnswer(ids, "length", logprobs, entropy)
+
+
+def assert_same(got: ForkedAnswer, expected: ForkedAnswer) -> None:
+    assert (got.ids, got.ended) == (expected.ids, expected.ended)
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert got.entropy == pytest.approx(expected.entropy, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -118,7 +132,7 @@ def test_forks_equal_encoding_each_prefix_from_scratch(
             for cut, answer in zip(request.cuts, row, strict=True):
                 prefix = [*request.prompt_ids, *request.trace_ids[:cut]]
                 eos = tiny_tokenizer.eos_token_id
-                assert answer == from_scratch(base, prefix, fmt, 12, eos, suffix)
+                assert_same(answer, from_scratch(base, prefix, fmt, 12, eos, suffix))
                 ends.add(answer.ended)
     assert "length" in ends
     assert done == dict(enumerate(answers))
@@ -130,7 +144,14 @@ def test_answers_close_their_box_or_end(
     """A model that only ever writes one token, to reach each way of ending."""
     brace = tiny_tokenizer.encode("}", add_special_tokens=False)[0]
     eos = tiny_tokenizer.eos_token_id
-    expected = {brace: ForkedAnswer([brace], "closed"), eos: ForkedAnswer([], "eos")}
+    # The token's logit is 5, all others' 0; over the top 20, 19 of these are left.
+    everything, top = math.exp(5) + len(tiny_tokenizer) - 1, math.exp(5) + 19
+    entropy = math.log(top) - 5 * math.exp(5) / top
+    logprob = 5 - math.log(everything)
+    expected = {
+        brace: ForkedAnswer([brace], "closed", [logprob], entropy),
+        eos: ForkedAnswer([], "eos", [], entropy),
+    }
     for token, answer in expected.items():
         tiny_base.lm_head = torch.nn.Linear(32, len(tiny_tokenizer))
         torch.nn.init.zeros_(tiny_base.lm_head.weight)
@@ -138,7 +159,8 @@ def test_answers_close_their_box_or_end(
             tiny_base.lm_head.bias.fill_(0)[token] = 5
         engine = TransformersEngine(tiny_base, tiny_tokenizer)
         got = engine.fork([ForkRequest([5], [6, 7], [1, 2])], [8], 4, fmt.box_state)
-        assert got == [[answer, answer]]
+        for fork in got[0]:
+            assert_same(fork, answer)
     assert engine.fork([ForkRequest([5], [6], [1])], [8], 4)[0][0].ended == "eos"
 
 
