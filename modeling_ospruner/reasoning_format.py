@@ -30,6 +30,8 @@ class ReasoningFormat:
         think_end: the marker with which the model ends its thinking; one token.
         closing: what leads from the thinking to the answer; begins with `think_end`.
         box_prefix: put before a forced answer. It opens one brace, which the answer closes.
+        think_start: what opens the thinking, written by the prompt or by the model; empty where
+            nothing does. An answer must not write it again.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ReasoningFormat:
     think_end: str
     closing: str
     box_prefix: str
+    think_start: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -64,7 +67,7 @@ class ReasoningFormat:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(literals) - set(names))
-        missing = [name for name in names if name not in literals]
+        missing = [name for name in names if name not in literals and name != "think_start"]
         if unknown or missing:
             raise ValueError(
                 f"reasoning_format has the fields {names}; unknown: {unknown or 'none'}, "
@@ -73,14 +76,17 @@ class ReasoningFormat:
         return cls(**literals)
 
 
-DEEPSEEK_R1 = ReasoningFormat("deepseek-r1", _BOXED, "</think>", "</think>\n\n", "\\boxed{")
-QWEN3 = ReasoningFormat("qwen3", _BOXED, "</think>", "</think>\n\n", "\\boxed{")
+DEEPSEEK_R1 = ReasoningFormat(
+    "deepseek-r1", _BOXED, "</think>", "</think>\n\n", "\\boxed{", "<think>"
+)
+QWEN3 = ReasoningFormat("qwen3", _BOXED, "</think>", "</think>\n\n", "\\boxed{", "<think>")
 HARMONY = ReasoningFormat(
     "harmony",
     _BOXED,
     "<|end|>",
     "<|end|><|start|>assistant<|channel|>final<|message|>",
     "\\boxed{",
+    "<|channel|>analysis<|message|>",
 )
 PRESETS = {preset.name: preset for preset in (DEEPSEEK_R1, QWEN3, HARMONY)}
 
@@ -200,6 +206,7 @@ class TokenFormat:
         added_ids: ids of markers and special tokens, which are never visible text.
         kinds: one byte a token id: the bits that `BoundaryState` reads.
         brace_texts: the texts of the tokens that contain a brace or a backslash.
+        think_start_ids: what opens the thinking.
     """
 
     format: ReasoningFormat
@@ -210,6 +217,7 @@ class TokenFormat:
     added_ids: frozenset[int] = dataclasses.field(repr=False)
     kinds: bytes = dataclasses.field(repr=False)
     brace_texts: Mapping[int, str] = dataclasses.field(repr=False)
+    think_start_ids: tuple[int, ...] = ()
 
     @classmethod
     def compile(
@@ -241,12 +249,31 @@ class TokenFormat:
             added_ids=added,
             kinds=bytes(0 if i in added else _kind(text) for i, text in enumerate(texts)),
             brace_texts={i: text for i, text in enumerate(texts) if re.search(r"[{}\\]", text)},
+            think_start_ids=tuple(
+                tokenizer.encode(reasoning_format.think_start, add_special_tokens=False)
+            ),
         )
 
     @property
     def think_end_ids(self) -> tuple[int, ...]:
         """The end marker's ids: one."""
         return (self.think_end_id,)
+
+    @property
+    def reentry_ids(self) -> tuple[int, ...]:
+        """Ids that would open the thinking again in an answer, in ascending order.
+
+        They are the markers of `think_start` (or its id, where it is one token); and, where the
+        closing opens the answer with the same marker as the thinking (Harmony's `<|channel|>`),
+        the closing's markers too. The end marker is none of them: it opens nothing. They are
+        meant to be masked once the whole closing stands there, not before: after a natural end in
+        Harmony the model itself writes `<|start|>assistant<|channel|>final<|message|>`.
+        """
+        start = self.think_start_ids
+        found = set(start) if len(start) == 1 else self.added_ids.intersection(start)
+        if found.intersection(self.closing_ids):
+            found = found | self.added_ids.intersection(self.closing_ids)
+        return tuple(sorted(found - {self.think_end_id}))
 
     def boundary_state(self) -> BoundaryState:
         """A state at the start of a thinking part."""

@@ -88,6 +88,7 @@ def test_presets_are_pinned() -> None:
         "think_end": "</think>",
         "closing": "</think>\n\n",
         "box_prefix": "\\boxed{",
+        "think_start": "<think>",
     }
     assert QWEN3.to_dict() == {**DEEPSEEK_R1.to_dict(), "name": "qwen3"}
     assert HARMONY.to_dict() == {
@@ -96,6 +97,7 @@ def test_presets_are_pinned() -> None:
         "think_end": "<|end|>",
         "closing": "<|end|><|start|>assistant<|channel|>final<|message|>",
         "box_prefix": "\\boxed{",
+        "think_start": "<|channel|>analysis<|message|>",
     }
     for preset in PRESETS.values():
         assert ReasoningFormat.from_dict(preset.to_dict()) == preset
@@ -159,17 +161,23 @@ def test_tiny_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     assert not fmt.in_thinking([*prompt, *fmt.closing_ids, *answer])
 
 
-REAL = [("deepseek-r1-distill-qwen", DEEPSEEK_R1), ("gpt-oss-o200k-harmony", HARMONY)]
+REAL = [
+    ("deepseek-r1-distill-qwen", DEEPSEEK_R1, ["<think>"]),
+    ("gpt-oss-o200k-harmony", HARMONY, ["<|channel|>", "<|start|>", "<|message|>"]),
+]
 
 
-@pytest.mark.parametrize(("folder", "expected"), REAL)
-def test_real_tokenizers(shared_dir: Path, folder: str, expected: ReasoningFormat) -> None:
+@pytest.mark.parametrize(("folder", "expected", "reentry"), REAL)
+def test_real_tokenizers(
+    shared_dir: Path, folder: str, expected: ReasoningFormat, reentry: list[str]
+) -> None:
     path = shared_dir / "data" / "tokenizers" / folder
     if not path.is_dir():
         pytest.skip(f"{path} does not exist")
     tokenizer = AutoTokenizer.from_pretrained(path)
     fmt = TokenFormat.compile(guess(tokenizer), tokenizer)
     assert fmt.format == expected
+    assert set(fmt.reentry_ids) == set(tokenizer.convert_tokens_to_ids(reentry))
     forced = fmt.forced_suffix("forced")
     assert forced == tokenizer.encode(
         expected.closing + expected.box_prefix, add_special_tokens=False
