@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from datasets import Features, List, Value
-
+from .columns import ADDED, COLUMNS, FEATURES, STEP_COLUMNS
 from .table import TraceTable
 
 __all__ = [
+    "ADDED",
+    "COLUMNS",
     "ENDED",
     "FEATURES",
+    "STEP_COLUMNS",
     "LabelSettings",
     "TraceTable",
     "split_of",
@@ -34,34 +36,6 @@ __all__ = [
 Ended = Literal["natural", "cap"]
 ENDED: tuple[str, ...] = get_args(Ended)
 
-FEATURES = Features(
-    {
-        "problem_id": Value("string"),
-        "sample_index": Value("int32"),
-        "family": Value("string"),
-        "problem": Value("string"),
-        "answer": Value("string"),
-        "prompt_ids": List(Value("int32")),
-        "trace_ids": List(Value("int32")),  # no prompt, no end marker, nothing forced
-        "step_ends": List(Value("int32")),  # L_i in tokens
-        "forced_answers": List(Value("string")),
-        "forced_correct": List(Value("float32")),  # null where ungraded
-        "matches_final": List(Value("bool")),  # equal to the answer forced at T; null: no verdict
-        "forced_answer_tokens": List(Value("int32")),
-        "natural_answer": Value("string"),
-        "natural_correct": Value("float32"),  # null where ungraded
-        "natural_answer_tokens": Value("int32"),
-        "ended": Value("string"),
-    }
-)
-
-STEP_COLUMNS = (
-    "step_ends",
-    "forced_answers",
-    "forced_correct",
-    "matches_final",
-    "forced_answer_tokens",
-)
 _TEXT_COLUMNS = ("problem_id", "family", "problem", "answer", "natural_answer", "ended")
 
 
@@ -96,6 +70,8 @@ def validate_row(row: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}: {name} is empty")
     _check_steps(row, where)
     _check_grades("natural_correct", [row["natural_correct"]], where)
+    if row["natural_answer_ids"] is not None:
+        _check_integers("natural_answer_ids", row["natural_answer_ids"], where)
 
 
 def _check_steps(row: Mapping[str, Any], where: str) -> None:
@@ -120,6 +96,25 @@ def _check_steps(row: Mapping[str, Any], where: str) -> None:
     _check_grades("forced_correct", row["forced_correct"], where)
     if any(value is not None and not isinstance(value, bool) for value in row["matches_final"]):
         raise TypeError(f"{where}: matches_final holds something other than True, False, None")
+    for name, low, high in (("forced_logprob", -math.inf, 0.0), ("forced_entropy", 0.0, math.inf)):
+        for value in row[name]:
+            if value is not None and not low <= value <= high:  # also refuses NaN
+                raise ValueError(f"{where}: {name} holds {value}; it must lie in [{low}, {high}]")
+    for count, ids in zip(row["forced_answer_tokens"], row["forced_answer_ids"], strict=True):
+        if ids is None:
+            continue
+        _check_integers("forced_answer_ids", ids, where)
+        if len(ids) != count:
+            raise ValueError(
+                f"{where}: forced_answer_ids has {len(ids)} ids where forced_answer_tokens "
+                f"counts {count}"
+            )
+    for grade, reason in zip(row["forced_correct"], row["ungraded_reasons"], strict=True):
+        if reason is not None and (grade is not None or not isinstance(reason, str) or not reason):
+            raise ValueError(
+                f"{where}: ungraded_reasons holds {reason!r} beside the grade {grade}; it must be "
+                "a text beside null, or null"
+            )
 
 
 def _check_integers(name: str, values: Sequence[Any], where: str) -> None:
@@ -140,6 +135,9 @@ def _check_grades(name: str, values: Sequence[Any], where: str) -> None:
             raise ValueError(f"{where}: {name} holds {value}; it must lie in [0, 1]")
 
 
+_ADDED_SETTINGS = {"max_forks", "imported_from"}  # the first label folders lack these
+
+
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings:
     """What a label run must share with another to be mixed with it: the manifest's `settings`.
@@ -158,6 +156,9 @@ class LabelSettings:
         max_new_tokens: the token cap of a trace.
         max_answer_tokens: the token cap of a forced answer.
         every: label every so many steps (1 for all); the last step always is.
+        max_forks: label at most so many steps of a trace, evenly spread, the last among them; 0
+            for no such limit.
+        imported_from: name of the file whose traces these are; "" where the base sampled them.
     """
 
     base_model: str
@@ -172,6 +173,8 @@ class LabelSettings:
     max_new_tokens: int = 15_000
     max_answer_tokens: int = 32
     every: int = 1
+    max_forks: int = 0
+    imported_from: str = ""
 
     def __post_init__(self) -> None:
         if not self.base_model:
@@ -189,6 +192,7 @@ class LabelSettings:
             ("max_new_tokens", self.max_new_tokens, 1),
             ("max_answer_tokens", self.max_answer_tokens, 1),
             ("every", self.every, 1),
+            ("max_forks", self.max_forks, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is {value!r}; it must be an integer")
@@ -201,14 +205,14 @@ class LabelSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LabelSettings:
-        """The settings that `to_dict` wrote.
+        """The settings that `to_dict` wrote, earlier versions' included.
 
         Raises:
             ValueError: an unknown key (labels of a newer version, perhaps), or a missing one.
         """
         names = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - names)
-        missing = sorted(names - set(values))
+        missing = sorted(names - set(values) - _ADDED_SETTINGS)
         if unknown or missing:
             raise ValueError(
                 f"label settings with unknown keys {unknown} and missing keys {missing}: "

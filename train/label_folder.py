@@ -23,7 +23,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
 
-from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.eval.columns import ADDED, FEATURES, completed, with_added_columns
+from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import PROVENANCE_FILE
 
 from .durable import LOCK, lock_folder, replace_file, sync_file, sync_folder
@@ -249,7 +250,7 @@ class LabelFolder:
             "dropped": [entry for line in self._pending for entry in line["dropped"]],
             "costs": asdict(costs),
         }
-        rows = [row for line in self._pending for row in line["rows"]]
+        rows = [completed(row) for line in self._pending for row in line["rows"]]
         table = Dataset.from_list(rows, features=FEATURES).data.table
         table = table.replace_schema_metadata(
             {**(table.schema.metadata or {}), _KEY: json.dumps(note).encode()}
@@ -280,19 +281,25 @@ class LabelFolder:
 def read_labels(path: str | Path) -> Dataset:
     """The labelled traces of a folder, all shards, in memory.
 
+    Columns that an earlier version did not write yet are null.
+
     Raises:
         ValueError: the folder holds no labels, or its columns are not those of FEATURES.
     """
     shards = _shards(Path(path))
     if not shards:
         raise ValueError(f"{path} holds no labelled traces: no data/*.parquet in it")
-    dataset = Dataset(pa.concat_tables([pq.read_table(s) for s in shards], promote_options="none"))
-    if dataset.features != FEATURES:
-        raise ValueError(
-            f"{path} has the columns {dict(dataset.features)}, labelled traces have "
-            f"{dict(FEATURES)}: were they made by another version of ospruner?"
-        )
-    return dataset
+    tables = []
+    for shard in shards:
+        table = pq.read_table(shard)
+        needed, found = set(FEATURES) - set(ADDED), set(table.column_names)
+        if not needed <= found <= set(FEATURES):
+            raise ValueError(
+                f"{shard} has the columns {sorted(found)}, labelled traces have "
+                f"{sorted(FEATURES)}: were they made by another version of ospruner?"
+            )
+        tables.append(with_added_columns(table).cast(FEATURES.arrow_schema))
+    return Dataset(pa.concat_tables(tables))
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:

@@ -90,10 +90,22 @@ def label(
     return dataset
 
 
-def labelled_step_ends(fmt: TokenFormat, trace_ids: Sequence[int], every: int) -> list[int]:
-    """L_i of the steps that get a label: each `every`-th, and always the last."""
+def labelled_step_ends(
+    fmt: TokenFormat, trace_ids: Sequence[int], every: int = 1, max_forks: int = 0
+) -> list[int]:
+    """L_i of the steps that get a label.
+
+    Args:
+        fmt: where steps end.
+        trace_ids: the thinking tokens.
+        every: each so-many-th step, and always the last.
+        max_forks: at most so many of these, evenly spread, and always the last; 0 for all.
+    """
     ends = fmt.step_ends(trace_ids)
-    return [end for i, end in enumerate(ends, start=1) if i % every == 0 or i == len(ends)]
+    ends = [end for i, end in enumerate(ends, start=1) if i % every == 0 or i == len(ends)]
+    if max_forks and len(ends) > max_forks:
+        ends = [ends[len(ends) * (k + 1) // max_forks - 1] for k in range(max_forks)]
+    return ends
 
 
 def label_traces(
@@ -120,7 +132,9 @@ def label_traces(
     """
     requests = [
         ForkRequest(
-            prompt, trace.trace_ids, labelled_step_ends(fmt, trace.trace_ids, settings.every)
+            prompt,
+            trace.trace_ids,
+            labelled_step_ends(fmt, trace.trace_ids, settings.every, settings.max_forks),
         )
         for prompt, trace in zip(prompts, traces, strict=True)
     ]
@@ -173,9 +187,14 @@ def _row(
         "forced_correct": [correct[answer] for answer in contents],
         "matches_final": [matches[answer] for answer in contents],
         "forced_answer_tokens": [len(answer.ids) for answer in answers],
+        "forced_answer_ids": [answer.ids for answer in answers],
+        "forced_logprob": [_mean(answer.logprobs) for answer in answers],
+        "forced_entropy": [answer.entropy for answer in answers],
+        "ungraded_reasons": [None for _ in answers],
         "natural_answer": natural,
         "natural_correct": _number(grade(natural or None, problem.answer)),
         "natural_answer_tokens": len(trace.answer_ids),
+        "natural_answer_ids": list(trace.answer_ids),
         "ended": trace.ended,
     }
     validate_row(row)
@@ -264,6 +283,10 @@ def _content(text: str, forced: bool) -> str:
 
 def _number(verdict: bool | None) -> float | None:
     return None if verdict is None else float(verdict)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _costs(engine: Engine) -> TokenCosts:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from ospruner.eval.columns import ADDED, completed, with_added_columns
 from ospruner.eval.schema import FEATURES, LabelSettings, TraceTable, split_of, validate_row
 
 
@@ -27,9 +28,14 @@ def make_row(problem: str = "p0", sample: int = 0, steps: int = 3) -> dict[str, 
         "forced_correct": [0.0] * (steps - 1) + [1.0],
         "matches_final": [False] * (steps - 1) + [True],
         "forced_answer_tokens": [2] * steps,
+        "forced_answer_ids": [[3, 4]] * steps,
+        "forced_logprob": [-0.5] * steps,
+        "forced_entropy": [0.25] * steps,
+        "ungraded_reasons": [None] * steps,
         "natural_answer": "2",
         "natural_correct": 1.0,
         "natural_answer_tokens": 6,
+        "natural_answer_ids": [2] * 6,
         "ended": "natural",
     }
 
@@ -63,6 +69,11 @@ def test_a_good_row_passes_and_survives_the_dataset() -> None:
         ("forced_answers", [None, "1", "2"], "forced_answers holds something"),
         ("matches_final", [0.5, None, True], "matches_final holds something"),
         ("natural_correct", 7, "natural_correct holds 7"),
+        ("forced_logprob", [0.5, -1.0, None], r"forced_logprob holds 0.5; it must lie in \[-inf"),
+        ("forced_entropy", [0.5, math.nan, None], "forced_entropy holds nan"),
+        ("forced_answer_ids", [[3], None, [3, 4]], "has 1 ids where forced_answer_tokens counts 2"),
+        ("ungraded_reasons", ["late", None, None], "ungraded_reasons holds 'late' beside the gr"),
+        ("natural_answer_ids", [-1], "natural_answer_ids holds -1"),
         ("sample_index", "0", "sample_index holds '0'"),
         ("ended", "stop", r"ended is 'stop'; it must be one of \('natural', 'cap'\)"),
         ("answer", " ", "answer is empty"),
@@ -82,6 +93,21 @@ def test_missing_and_unknown_columns() -> None:
     del row["ended"]
     with pytest.raises(ValueError, match=r"missing: \['ended'\], unknown: \['stopped'\]"):
         validate_row({**row, "stopped": 1})
+
+
+def test_rows_and_tables_of_the_first_version_get_nulls() -> None:
+    rows = [make_row("p0", 0, 3), make_row("p1", 0, 1)]
+    old = [{name: row[name] for name in FEATURES if name not in ADDED} for row in rows]
+    table = with_added_columns(Dataset.from_list(old).data.table)
+    assert table.column_names == list(FEATURES)
+    dataset = Dataset(table.cast(FEATURES.arrow_schema))
+    for row, first in zip(dataset, old, strict=True):
+        assert row == completed(first)
+        assert row["forced_logprob"] == [None] * len(row["step_ends"])
+        assert row["natural_answer_ids"] is None
+        validate_row(row)
+    assert TraceTable.from_dataset(Dataset.from_list(old)).ungraded.tolist() == [0, 0]
+    assert completed(rows[0]) == rows[0]
 
 
 def test_trace_table() -> None:
@@ -145,6 +171,11 @@ def test_label_settings_round_trip_and_differences(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
         LabelSettings.from_dict({**settings.to_dict(), "colour": 1})
+    first = {k: v for k, v in settings.to_dict().items() if k not in ("max_forks", "imported_from")}
+    assert LabelSettings.from_dict(first) == settings
+    del first["seed"]
+    with pytest.raises(ValueError, match=r"missing keys \['seed'\]"):
+        LabelSettings.from_dict(first)
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,14 @@ def make_labels(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeLabels:
                 "forced_correct": right,
                 "matches_final": [value == right[-1] for value in right],
                 "forced_answer_tokens": [2] * steps,
+                "forced_answer_ids": [[3, 4]] * steps,
+                "forced_logprob": [-0.5] * steps,
+                "forced_entropy": [0.25] * steps,
+                "ungraded_reasons": [None] * steps,
                 "natural_answer": "7",
                 "natural_correct": 1.0,
                 "natural_answer_tokens": 5,
+                "natural_answer_ids": [2] * 5,
                 "ended": "natural",
             }
             rows.append({name: changes.get(name, value) for name, value in row.items()})

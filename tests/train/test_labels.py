@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
 from datasets import load_dataset
@@ -21,6 +22,7 @@ from modeling_ospruner.reasoning_format import DEEPSEEK_R1, QWEN3, TokenFormat
 from modeling_ospruner.serving.engine import Sampled, SamplingSettings
 from modeling_ospruner.serving.transformers_engine import TransformersEngine
 from ospruner.eval.benchmarks import Problem
+from ospruner.eval.columns import ADDED
 from ospruner.eval.grading import equal, grade, read_box
 from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
 from ospruner.train import durable, label_folder
@@ -97,6 +99,15 @@ def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
                         break
             text = str(tiny_tokenizer.decode(ids[start:], clean_up_tokenization_spaces=False))
             assert (read_box(text) or "", len(ids) - start) == (answer, count)
+            k = row["step_ends"].index(end)
+            assert row["forced_answer_ids"][k] == ids[start:]
+            with torch.no_grad():
+                logs = tiny_base(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+            chosen = logs.gather(-1, torch.tensor(ids[start:])[:, None])
+            if count:
+                assert row["forced_logprob"][k] == pytest.approx(float(chosen.mean()), abs=1e-4)
+            else:
+                assert row["forced_logprob"][k] is None
         for answer, correct, match in zip(
             row["forced_answers"], row["forced_correct"], row["matches_final"], strict=True
         ):
@@ -305,3 +316,33 @@ def test_every_keeps_the_last_step(
     assert len(ends) == 5
     assert labelled_step_ends(fmt, trace, 1) == ends
     assert labelled_step_ends(fmt, trace, 2) == [ends[1], ends[3], ends[4]]
+    assert labelled_step_ends(fmt, trace, 1, 2) == [ends[1], ends[4]]
+    assert labelled_step_ends(fmt, trace, 1, 1) == [ends[4]]
+    assert labelled_step_ends(fmt, trace, 2, 7) == [ends[1], ends[3], ends[4]]
+
+
+def test_folder_of_the_first_version_is_read_and_continued(
+    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    def strip(name: str) -> None:
+        """Makes the folder what the first version would have left: a shard and a journal."""
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        for key in ("max_forks", "imported_from"):
+            del manifest["settings"][key]
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        shard = tmp_path / "data" / name
+        table = pq.read_table(shard)
+        pq.write_table(table.drop_columns(list(ADDED)), shard)
+
+    made = label(make_problems(2), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    strip("train-00000.parquet")
+    row = {name: value for name, value in made[0].items() if name not in ADDED}
+    row |= {"problem_id": "p2", "problem": "What is 2 + 4?", "answer": "6"}
+    record = {"chunk": 5, "rows": [row], "dropped": [], "costs": {}}
+    (tmp_path / JOURNAL).write_text(json.dumps(record) + "\n")
+    assert read_labels(tmp_path)["forced_correct"] == made["forced_correct"]
+    more = label(make_problems(4), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    assert more["problem_id"] == ["p0", "p1", "p2", "p3"]
+    assert set(map(str, more["natural_answer_ids"][:3])) == {"None"}
+    assert more["forced_entropy"][0] == [None] * len(more["step_ends"][0])
+    assert None not in more["forced_entropy"][3]
