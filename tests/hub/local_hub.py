@@ -1,0 +1,416 @@
+"""A Hub for tests: the endpoints that huggingface_hub, transformers and datasets call, over HTTP.
+
+`LocalHub` serves from a thread of this process. Processes that shall use it get the variables of
+`environment`; a test looks at `repos` and `requests`, and breaks connections with `cut`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from .repositories import LFS_SUFFIXES, Collection, Commit, File, Repo
+
+TOKEN = "hf_" + "LocalHubTestToken" * 2
+CHUNK = 1 << 14
+KINDS = {"models": "model", "datasets": "dataset"}
+
+
+class HubError(Exception):
+    """An answer by which the clients tell what is wrong."""
+
+    def __init__(self, status: int, code: str, message: str = "", **headers: str) -> None:
+        super().__init__(message or code)
+        self.status = status
+        self.headers = {"X-Error-Code": code, "X-Error-Message": message or code, **headers}
+
+
+@dataclass
+class Cut:
+    """A connection to break: the first `times` requests that match, after so many body bytes."""
+
+    method: str
+    path: str
+    after_bytes: int
+    times: int
+
+
+class LocalHub:
+    """The server; a context manager. All of its repositories live in memory."""
+
+    def __init__(self) -> None:
+        self.repos: dict[tuple[str, str], Repo] = {}
+        self.collections: dict[str, Collection] = {}
+        self.requests: list[str] = []
+        self._cuts: list[Cut] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        config = uvicorn.Config(_application(self), log_level="error", http="h11", ws="none")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True
+        )
+
+    def __enter__(self) -> LocalHub:
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the local Hub did not start")
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+        """Variables for a process that shall take this for the Hub, with its cache in `home`."""
+        variables = {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_OFFLINE": "0",
+            "HF_DATASETS_OFFLINE": "0",
+            "TRANSFORMERS_OFFLINE": "0",
+        }
+        return variables | ({"HF_TOKEN": token} if token else {})
+
+    def add(self, kind: str, repo_id: str, folder: Path, **settings: bool) -> Repo:
+        """Puts a folder's files straight into a new repository."""
+        repo = self.repos[kind, repo_id] = Repo(kind, repo_id, **settings)
+        files = {
+            str(path.relative_to(folder)): File(path.read_bytes(), path.suffix in LFS_SUFFIXES)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        repo.commit("add files", {**repo.head.files, **files})
+        return repo
+
+    def cut(self, method: str, path: str, after_bytes: int = 0, times: int = 1) -> None:
+        """Breaks the next `times` connections of a method to a path (a regular expression)."""
+        self._cuts.append(Cut(method, path, after_bytes, times))
+
+    def take_cut(self, method: str, path: str) -> Cut | None:
+        for cut in self._cuts:
+            if cut.times and cut.method == method and re.search(cut.path, path):
+                cut.times -= 1
+                return cut
+        return None
+
+    def find(self, request: Request, kind: str, repo_id: str, read: bool = False) -> Repo:
+        """The repository, where this client may see it; `read`: where it may read its files."""
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        repo = self.repos.get((kind, repo_id))
+        if repo is None or (repo.private and token != TOKEN):
+            raise HubError(404 if token == TOKEN else 401, "RepoNotFound", "Repository not found")
+        if read and repo.gated and token != TOKEN:
+            raise HubError(403, "GatedRepo", "Access to this repository is restricted")
+        return repo
+
+    def commit_of(self, repo: Repo, revision: str) -> Commit:
+        commit = repo.at(revision)
+        if commit is None:
+            raise HubError(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return commit
+
+
+def _application(hub: LocalHub) -> Any:
+    app = FastAPI()
+    _add_accounts(app, hub)
+    _add_uploads(app, hub)
+    _add_reads(app, hub)
+    for prefix, kind in (("", "model"), ("/datasets", "dataset")):
+        _add_files(app, hub, prefix, kind)
+
+    @app.exception_handler(HubError)
+    async def refuse(request: Request, error: HubError) -> Response:
+        return JSONResponse({"error": str(error)}, error.status, error.headers)
+
+    async def with_cuts(scope: Any, receive: Any, send: Any) -> None:
+        """Notes each request, and breaks the connections that a test wants broken."""
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        hub.requests.append(f"{scope['method']} {scope['path']}")
+        cut = hub.take_cut(scope["method"], scope["path"])
+        if cut is None:
+            await app(scope, receive, send)
+            return
+        transport = receive.__self__.transport  # uvicorn's, of this very connection
+        passed = 0
+
+        def count(body: bytes) -> None:
+            nonlocal passed
+            passed += len(body)
+            if passed > cut.after_bytes:
+                transport.abort()
+                raise ConnectionAbortedError
+
+        async def counted_receive() -> Any:
+            message = await receive()
+            count(message.get("body", b""))
+            return message
+
+        async def counted_send(message: Any) -> None:
+            await send(message)
+            count(message.get("body", b""))
+
+        try:
+            await app(scope, counted_receive, counted_send)
+        except ConnectionAbortedError:
+            return
+
+    return with_cuts
+
+
+def _token_only(request: Request) -> None:
+    if request.headers.get("authorization") != f"Bearer {TOKEN}":
+        raise HubError(401, "", "Invalid credentials in Authorization header")
+
+
+def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
+    @app.get("/api/whoami-v2")
+    async def whoami(request: Request) -> Any:
+        _token_only(request)
+        return {"type": "user", "name": "tester", "orgs": [{"type": "org", "name": "org"}]}
+
+    @app.post("/api/repos/create")
+    async def create(request: Request) -> Response:
+        _token_only(request)
+        asked = await request.json()
+        kind, repo_id = (
+            asked.get("type") or "model",
+            f"{asked.get('organization') or 'tester'}/{asked['name']}",
+        )
+        url = f"{hub.url}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
+        if (kind, repo_id) in hub.repos:
+            return JSONResponse({"error": "You already created this repo", "url": url}, 409)
+        private = asked.get("visibility") == "private"
+        hub.repos[kind, repo_id] = Repo(kind, repo_id, private=private)
+        return JSONResponse({"url": url, "name": repo_id})
+
+    @app.post("/api/validate-yaml")
+    async def validate(request: Request) -> Any:
+        return {"errors": [], "warnings": []}
+
+    @app.get("/api/collections")
+    async def list_collections(owner: str) -> Any:
+        return [c.info() for c in hub.collections.values() if c.owner == owner]
+
+    @app.post("/api/collections")
+    async def create_collection(request: Request) -> Response:
+        _token_only(request)
+        asked = await request.json()
+        name = re.sub(r"[^a-z0-9]+", "-", asked["title"].lower()).strip("-")
+        digest = hashlib.sha1(f"{asked['namespace']}/{name}".encode()).hexdigest()[:24]
+        slug = f"{asked['namespace']}/{name}-{digest}"
+        if slug in hub.collections:
+            return JSONResponse({"slug": slug, "error": "exists"}, 409)
+        hub.collections[slug] = Collection(
+            slug, asked["title"], asked["namespace"], asked.get("description")
+        )
+        return JSONResponse(hub.collections[slug].info())
+
+    @app.get("/api/collections/{owner}/{name}")
+    async def get_collection(owner: str, name: str) -> Any:
+        collection = hub.collections.get(f"{owner}/{name}")
+        if collection is None:
+            raise HubError(404, "", "Collection not found")
+        return collection.info()
+
+    @app.post("/api/collections/{owner}/{name}/items")
+    async def add_item(owner: str, name: str, request: Request) -> Response:
+        _token_only(request)
+        item = (await request.json())["item"]
+        collection = hub.collections.get(f"{owner}/{name}")
+        if collection is None:
+            raise HubError(404, "", "Collection not found")
+        if (item["type"], item["id"]) in collection.items:
+            return JSONResponse({"error": "already there"}, 409)
+        collection.items.append((item["type"], item["id"]))
+        return JSONResponse(collection.info())
+
+
+def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
+    @app.post("/api/{kinds}/{org}/{name}/preupload/{revision}")
+    async def preupload(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
+        _token_only(request)
+        commit = hub.commit_of(hub.find(request, KINDS[kinds], f"{org}/{name}"), revision)
+        answers = []
+        for file in (await request.json())["files"]:
+            present = commit.files.get(file["path"])
+            lfs = file["path"].endswith(LFS_SUFFIXES)
+            answers.append(
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if lfs else "regular",
+                    "shouldIgnore": False,
+                    "oid": present.etag if present else None,
+                }
+            )
+        return {"files": answers}
+
+    @app.post("/api/{kinds}/{org}/{name}/commit/{revision}")
+    async def commit(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
+        _token_only(request)
+        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
+        parent = hub.commit_of(repo, revision)
+        files, title = dict(parent.files), ""
+        for line in (await request.body()).splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "header":
+                title = value["summary"]
+                if value.get("parentCommit", parent.oid) != parent.oid:
+                    raise HubError(412, "", "A commit has happened since. Please refresh")
+            elif entry["key"] == "file":
+                files[value["path"]] = File(base64.b64decode(value["content"]), False)
+            elif entry["key"] == "lfsFile":
+                if value["oid"] not in repo.lfs:
+                    raise HubError(400, "", f"LFS object {value['oid']} was not uploaded")
+                files[value["path"]] = File(repo.lfs[value["oid"]], True)
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
+            else:
+                raise HubError(400, "", f"unknown key {entry['key']!r}")
+        made = repo.commit(title, files, revision)
+        return {"commitOid": made.oid, "commitUrl": f"{hub.url}/{repo.id}/commit/{made.oid}"}
+
+    @app.post("/api/{kinds}/{org}/{name}/tag/{revision}")
+    async def tag(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
+        _token_only(request)
+        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
+        repo.refs[(await request.json())["tag"]] = hub.commit_of(repo, revision).oid
+        return {}
+
+
+def _add_reads(app: FastAPI, hub: LocalHub) -> None:
+    @app.get("/api/{kinds}/{org}/{name}")
+    @app.get("/api/{kinds}/{org}/{name}/revision/{revision:path}")
+    async def info(
+        kinds: str, org: str, name: str, request: Request, revision: str = "main"
+    ) -> Any:
+        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
+        return repo.info(hub.commit_of(repo, revision))
+
+    @app.get("/api/{kinds}/{org}/{name}/refs")
+    async def refs(kinds: str, org: str, name: str, request: Request) -> Any:
+        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
+        main = {"name": "main", "ref": "refs/heads/main", "targetCommit": repo.refs["main"]}
+        return {"branches": [main], "tags": [], "converts": []}
+
+    @app.get("/api/{kinds}/{org}/{name}/tree/{revision}")
+    @app.get("/api/{kinds}/{org}/{name}/tree/{revision}/{folder:path}")
+    async def tree(
+        kinds: str,
+        org: str,
+        name: str,
+        revision: str,
+        request: Request,
+        folder: str = "",
+        recursive: bool = False,
+    ) -> Any:
+        repo = hub.find(request, KINDS[kinds], f"{org}/{name}", read=True)
+        commit = hub.commit_of(repo, revision)
+        entries = _below(commit, folder, recursive)
+        if folder and not entries:
+            raise HubError(404, "EntryNotFound", f"{folder} does not exist on {revision}")
+        return entries
+
+    @app.post("/api/{kinds}/{org}/{name}/paths-info/{revision}")
+    async def paths_info(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
+        repo = hub.find(request, KINDS[kinds], f"{org}/{name}", read=True)
+        commit = hub.commit_of(repo, revision)
+        asked = parse_qs((await request.body()).decode())["paths"]
+        everything = {str(entry["path"]): entry for entry in _below(commit, "", True)}
+        return [everything[path] for path in asked if path in everything]
+
+
+def _below(commit: Commit, folder: str, recursive: bool) -> list[dict[str, object]]:
+    """The entries of a folder, as /tree lists them."""
+    prefix = f"{folder}/" if folder else ""
+    entries: dict[str, dict[str, object]] = {}
+    for path, file in sorted(commit.files.items()):
+        if not path.startswith(prefix):
+            continue
+        parents = path.removeprefix(prefix).split("/")[:-1]
+        for depth in range(len(parents) if recursive else min(len(parents), 1)):
+            parent = prefix + "/".join(parents[: depth + 1])
+            oid = hashlib.sha1(parent.encode()).hexdigest()
+            entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": oid}
+        if recursive or not parents:
+            entries[path] = file.entry(path)
+    return list(entries.values())
+
+
+def _add_files(app: FastAPI, hub: LocalHub, prefix: str, kind: str) -> None:
+    @app.post(prefix + "/{org}/{name}.git/info/lfs/objects/batch")
+    async def batch(org: str, name: str, request: Request) -> Any:
+        _token_only(request)
+        repo = hub.find(request, kind, f"{org}/{name}")
+        objects = (await request.json())["objects"]
+        for entry in objects:
+            if entry["oid"] not in repo.lfs:
+                target = f"{hub.url}{prefix}/{repo.id}/lfs/{entry['oid']}"
+                entry["actions"] = {"upload": {"href": target}, "verify": {"href": target}}
+        return {"transfer": "basic", "objects": objects}
+
+    @app.put(prefix + "/{org}/{name}/lfs/{oid}")
+    async def upload(org: str, name: str, oid: str, request: Request) -> Any:
+        content = await request.body()
+        if hashlib.sha256(content).hexdigest() != oid:
+            raise HubError(400, "", "the content's SHA-256 is another")
+        hub.repos[kind, f"{org}/{name}"].lfs[oid] = content
+        return {}
+
+    @app.post(prefix + "/{org}/{name}/lfs/{oid}")
+    async def verify(org: str, name: str, oid: str, request: Request) -> Any:
+        if oid not in hub.find(request, kind, f"{org}/{name}").lfs:
+            raise HubError(404, "", "not uploaded")
+        return {}
+
+    @app.get(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
+    @app.head(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
+    async def resolve(org: str, name: str, revision: str, path: str, request: Request) -> Response:
+        repo = hub.find(request, kind, f"{org}/{name}", read=True)
+        commit = hub.commit_of(repo, revision)
+        file = commit.files.get(path)
+        if file is None:
+            found = {"X-Repo-Commit": commit.oid}
+            raise HubError(404, "EntryNotFound", f"{path} does not exist", **found)
+        content, status = file.content, 200
+        headers = {
+            "ETag": f'"{file.etag}"',
+            "X-Repo-Commit": commit.oid,
+            "Accept-Ranges": "bytes",
+        }
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
+        if asked:
+            start, end = int(asked[1]), int(asked[2] or len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+            content, status = content[start : end + 1], 206
+        headers["Content-Length"] = str(len(content))
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(content), CHUNK):
+                yield content[start : start + CHUNK]
+
+        if request.method == "HEAD":
+            return Response(None, status, headers)
+        return StreamingResponse(pieces(), status, headers)
