@@ -91,9 +91,9 @@ class LocalHub:
         }
         return variables | ({"HF_TOKEN": token} if token else {})
 
-    def add(self, kind: str, repo_id: str, folder: Path, **settings: bool) -> Repo:
+    def add(self, kind: str, repo_id: str, folder: Path, gated: bool = False) -> Repo:
         """Puts a folder's files straight into a new repository."""
-        repo = self.repos[kind, repo_id] = Repo(kind, repo_id, **settings)
+        repo = self.repos[kind, repo_id] = Repo(kind, repo_id, gated=gated)
         files = {
             str(path.relative_to(folder)): File(path.read_bytes(), path.suffix in LFS_SUFFIXES)
             for path in sorted(folder.rglob("*"))
@@ -194,10 +194,8 @@ def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
     async def create(request: Request) -> Response:
         _token_only(request)
         asked = await request.json()
-        kind, repo_id = (
-            asked.get("type") or "model",
-            f"{asked.get('organization') or 'tester'}/{asked['name']}",
-        )
+        kind = asked.get("type") or "model"
+        repo_id = f"{asked.get('organization') or 'tester'}/{asked['name']}"
         url = f"{hub.url}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
         if (kind, repo_id) in hub.repos:
             return JSONResponse({"error": "You already created this repo", "url": url}, 409)
