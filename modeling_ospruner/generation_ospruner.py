@@ -26,9 +26,10 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from .capture_ospruner import Capture
+from .draws_ospruner import mix64, uniform
 from .policy_ospruner import StoppingPolicy
 from .reasoning_format import BoundaryState, BoxState, TokenFormat
-from .settings_ospruner import StopPolicyConfig, StopRecord, mix64, uniform
+from .settings_ospruner import StopPolicyConfig, StopRecord
 
 __all__ = [
     "AnswerEnd",

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from modeling_ospruner.settings_ospruner import mix64
+from modeling_ospruner.draws_ospruner import mix64
 
 from .engine import ENTROPY_TOKENS, SamplingSettings
 

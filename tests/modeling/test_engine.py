@@ -26,7 +26,7 @@ from modeling_ospruner.serving import (
     TransformersEngine,
 )
 from modeling_ospruner.serving.sampling import choose, row_state, uniforms
-from modeling_ospruner.settings_ospruner import mix64
+from modeling_ospruner.draws_ospruner import mix64
 
 SETTINGS = SamplingSettings(
     temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3
