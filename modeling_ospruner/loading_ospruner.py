@@ -28,11 +28,70 @@ _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits from_pretrained's keyword arguments: the policy's, and the base's."""
-    rest = {name: value for name, value in arguments.items() if name not in _AUTO_ONLY}
+    if arguments.get("base") is not None:
+        raise ValueError(
+            "base cannot be passed to from_pretrained (the Auto classes copy their arguments, and "
+            "would copy the model): write OSPrunerForCausalLM.from_base(base, policy)"
+        )
+    if arguments.get("output_loading_info"):
+        raise ValueError(
+            "output_loading_info=True is not supported: a policy file with missing or unknown "
+            "tensors is refused with their names; leave it out"
+        )
+    if arguments.get("use_safetensors") is False:
+        raise ValueError(
+            "use_safetensors is False, but only safetensors files are read. To use a base stored "
+            "otherwise, load it yourself and write OSPrunerForCausalLM.from_base(base, policy)"
+        )
+    ignored = (*_AUTO_ONLY, "base", "output_loading_info")
+    rest = {name: value for name, value in arguments.items() if name not in ignored}
     both = {name: rest.pop(name) for name in _BOTH if name in rest}
     own = {name: rest.pop(name) for name in _POLICY_ONLY if name in rest}
     trust = rest.pop("base_trust_remote_code", False)
     return {**both, **own}, {**both, **rest, "trust_remote_code": trust}
+
+
+def check_hub_arguments(arguments: dict[str, Any], method: str) -> None:
+    """Refuses arguments that do not say where to find a policy.
+
+    Raises:
+        TypeError: naming them.
+    """
+    allowed = sorted((*_BOTH, *_POLICY_ONLY))
+    if unknown := sorted(set(arguments) - set(allowed)):
+        raise TypeError(
+            f"{method} has no {', '.join(unknown)}; besides the policy it takes "
+            f"{', '.join(allowed)}. The base is loaded already: its dtype, device and quantisation "
+            "stay as they are"
+        )
+
+
+def plain_text_config(base_config: PreTrainedConfig) -> dict[str, Any]:
+    """The text part of a base's configuration, without how this copy of it was loaded."""
+    literals: dict[str, Any] = base_config.get_text_config().to_dict()
+    for name in ("auto_map", "quantization_config"):
+        literals.pop(name, None)
+    return literals
+
+
+def check_exchange(current: OSPrunerConfig, other: OSPrunerConfig, path: str) -> None:
+    """Refuses a policy that cannot take another's place on the same base.
+
+    Raises:
+        ValueError: naming what differs, on both sides.
+    """
+    names = ("base_model_name_or_path", "base_revision", "reasoning_format")
+    differing = [
+        f"{name} {vars(other)[name]!r} instead of {vars(current)[name]!r}"
+        for name in names
+        if vars(other)[name] != vars(current)[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"the policy {path!r} was made for another base or format: it has "
+            f"{'; '.join(differing)}. Load it as a model of its own: "
+            "OSPrunerForCausalLM.from_pretrained(...), or from_base(base, policy)"
+        )
 
 
 def load_parts(

@@ -5,33 +5,51 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    Cache,
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from .capture_ospruner import TrunkDone, hidden_entering
+from .capture_ospruner import TrunkDone
 from .configuration_ospruner import OSPrunerConfig
+from .custom_generate_ospruner import CUSTOM_GENERATE
 from .generation_ospruner import StopPolicyConfig, StopRecord, generate_pruned
-from .loading_ospruner import load_parts, split_arguments
-from .policy_ospruner import DEFAULT_INIT_BIAS, StoppingPolicy, decoder_layers
+from .loading_ospruner import (
+    check_exchange,
+    check_hub_arguments,
+    load_parts,
+    plain_text_config,
+    split_arguments,
+)
+from .outputs_ospruner import OSPrunerOutput
+from .policy_ospruner import DEFAULT_INIT_BIAS, StoppingPolicy
 from .reasoning_format import ReasoningFormat, TokenFormat, guess
+from .shared_base_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
+from .trunk_ospruner import entering_tail, positions_of, thinking_span
 
 FLAT_FILES = (
     "capture_ospruner.py",
     "configuration_ospruner.py",
+    "custom_generate_ospruner.py",
+    "draws_ospruner.py",
     "generation_ospruner.py",
     "loading_ospruner.py",
     "modeling_ospruner.py",
+    "outputs_ospruner.py",
     "policy_ospruner.py",
     "reasoning_format.py",
     "settings_ospruner.py",
+    "trunk_ospruner.py",
+    "shared_base_ospruner.py",
 )
 _AUTO_MAP = {
     "AutoConfig": "configuration_ospruner.OSPrunerConfig",
@@ -88,7 +106,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         self.last_stop: list[StopRecord] = []
 
     @classmethod
-    def from_base(
+    def untrained(
         cls,
         base: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -109,14 +127,16 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             init_bias: the head's initial bias.
             reasoning_format: None guesses it from the tokenizer.
             base_model_name_or_path: what the policy pins; None takes where base came from.
-            base_revision: the commit that the policy pins.
+            base_revision: the commit that the policy pins; None for a base in a folder.
 
         Raises:
-            ValueError: the tokenizer has no thinking end marker, or a field is out of range.
+            ValueError: the tokenizer has no thinking end marker, a field is out of range, or the
+                base's layers cannot be copied.
         """
         chosen = reasoning_format or guess(tokenizer)
+        token_format = TokenFormat.compile(chosen, tokenizer)
         config = OSPrunerConfig(
-            text_config=base.config.get_text_config().to_dict(),
+            text_config=plain_text_config(base.config),
             base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),
             base_revision=base_revision,
             num_policy_layers=num_policy_layers,
@@ -125,7 +145,36 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         )
         policy = StoppingPolicy.from_base(base, num_policy_layers, tuning, init_bias)
         config._attn_implementation = base.config._attn_implementation
-        return cls(config, base, policy, TokenFormat.compile(chosen, tokenizer), tokenizer)
+        return cls(config, base, policy, token_format, tokenizer)
+
+    @classmethod
+    def from_base(
+        cls, base: PreTrainedModel, policy: str | os.PathLike[str], **hub: Any
+    ) -> OSPrunerForCausalLM:
+        """A saved policy on a base that is loaded already; the base is shared and frozen.
+
+        Several models may share one base, and generate in turn or in threads.
+
+        Args:
+            base: the causal LM that the policy was made for.
+            policy: the policy's repository or folder.
+            hub: `revision`, `subfolder`, `cache_dir`, `token`, `local_files_only`,
+                `force_download`, `proxies`: where and how to find the policy.
+
+        Raises:
+            TypeError: policy is no name or path.
+            ValueError: the base does not fit, or the policy's tensors are not those expected.
+        """
+        if not isinstance(policy, str | os.PathLike):
+            raise TypeError(
+                f"from_base loads a saved policy and was given a {type(policy).__name__}; pass "
+                "its repository or folder. For a fresh policy: OSPrunerForCausalLM.untrained("
+                "base, tokenizer)"
+            )
+        path = os.fspath(policy)
+        check_hub_arguments(hub, "from_base")
+        config = OSPrunerConfig.from_pretrained(path, **hub)
+        return cls._from_parts(path, config, *load_parts(path, config, base, hub, {}))
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -133,37 +182,67 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
         config: OSPrunerConfig | None = None,
-        base: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> OSPrunerForCausalLM:
         """Loads a policy, and the base that it pins at the pinned revision.
+
+        Only safetensors files are read, of the policy as of the base.
 
         Args:
             pretrained_model_name_or_path: the policy's repository or folder.
             args: none; for transformers' signature.
             config: the policy's configuration, where it is loaded already.
-            base: the base, where it is loaded already; it is shared.
             kwargs: `revision`, `subfolder` and `code_revision` concern the policy;
                 `base_trust_remote_code` the base (`trust_remote_code` does not); `cache_dir`,
                 `token`, `local_files_only`, `force_download` and `proxies` both; all others (dtype,
                 device_map, quantization_config, attn_implementation...) go to the base.
 
         Raises:
-            ValueError: the base does not fit (both sizes are named, before weights are read), or
-                the policy's tensors are not exactly those expected (they are named).
+            ValueError: the base does not fit (both sizes are named, before weights are read), it
+                needs code of its own, or the policy's tensors are not exactly those expected
+                (they are named).
         """
+        path = os.fspath(pretrained_model_name_or_path)
         policy_arguments, base_arguments = split_arguments(kwargs)
         if config is None:
-            config = OSPrunerConfig.from_pretrained(
-                pretrained_model_name_or_path, **policy_arguments
-            )
-        base, policy, tokenizer = load_parts(
-            str(pretrained_model_name_or_path), config, base, policy_arguments, base_arguments
-        )
+            config = OSPrunerConfig.from_pretrained(path, **policy_arguments)
+        parts = load_parts(path, config, None, policy_arguments, base_arguments)
+        return cls._from_parts(path, config, *parts)
+
+    @classmethod
+    def _from_parts(
+        cls,
+        path: str,
+        config: OSPrunerConfig,
+        base: PreTrainedModel,
+        policy: StoppingPolicy,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> OSPrunerForCausalLM:
         chosen = ReasoningFormat.from_dict(config.reasoning_format or {})
         model = cls(config, base, policy, TokenFormat.compile(chosen, tokenizer), tokenizer)
-        model.config._name_or_path = str(pretrained_model_name_or_path)
+        model.config._name_or_path = path
         return model
+
+    def set_policy(self, policy: str | os.PathLike[str], **hub: Any) -> None:
+        """Switches to another saved policy of the same base, such as one of another lambda.
+
+        The base stays loaded. A generate call that is under way keeps the policy it began with.
+
+        Args:
+            policy: the policy's repository or folder.
+            hub: as for `from_base`.
+
+        Raises:
+            ValueError: it pins another base or revision, or has another reasoning format, or see
+                `from_base`. The model keeps its policy then.
+        """
+        path = os.fspath(policy)
+        check_hub_arguments(hub, "set_policy")
+        config = OSPrunerConfig.from_pretrained(path, **hub)
+        check_exchange(self.config, config, path)
+        _, loaded, _ = load_parts(path, config, self.base, hub, {})
+        config._name_or_path = path
+        self.policy, self.config = loaded.train(self.policy.training), config
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -188,6 +267,8 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         for name in FLAT_FILES:
             if not (target / name).exists() or not os.path.samefile(here / name, target / name):
                 shutil.copyfile(here / name, target / name)
+        (target / CUSTOM_GENERATE).parent.mkdir(exist_ok=True)
+        shutil.copyfile(here / "custom_generate_ospruner.py", target / CUSTOM_GENERATE)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
@@ -209,9 +290,60 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         """The base's language modelling head."""
         return self.base.get_output_embeddings()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The base's forward: logits of the next tokens; the policy plays no part in it."""
-        return self.base(*args, **kwargs)
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_stop_probabilities: bool = False,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> OSPrunerOutput | tuple[Any, ...]:
+        """One pass of the base and, where asked, of the policy's layers on what enters them.
+
+        Args:
+            input_ids: (B, S).
+            attention_mask: (B, cached + S), 1 for tokens.
+            position_ids: (B, S).
+            past_key_values: the base's cache.
+            output_stop_probabilities: also score every position with the policy.
+            return_dict: False for a tuple; None for what the base's configuration says.
+            kwargs: the base's own (`inputs_embeds`, `labels`, `use_cache`, `logits_to_keep`,
+                `output_hidden_states`, `output_attentions`...).
+
+        Returns:
+            `OSPrunerOutput`.
+
+        Raises:
+            ValueError: stop probabilities are asked for with a cache that already holds tokens.
+        """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            **kwargs,
+            "return_dict": True,
+        }
+        probabilities = None
+        if output_stop_probabilities:
+            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+                raise ValueError(
+                    "past_key_values holds tokens that the policy has not seen, so "
+                    "output_stop_probabilities=True needs the whole text: pass it without them"
+                )
+            with entering_tail(self.base, self.config.num_policy_layers) as caught:
+                output = self.base(**inputs)
+            hidden = caught[0]
+            probabilities = torch.sigmoid(self.policy(hidden, position_ids, attention_mask))
+        else:
+            output = self.base(**inputs)
+        names = {field.name for field in fields(OSPrunerOutput)}
+        found = {name: value for name, value in output.items() if name in names}
+        typed = OSPrunerOutput(**found, stop_probabilities=probabilities)
+        as_dict = self.base.config.return_dict if return_dict is None else return_dict
+        return typed if as_dict else typed.to_tuple()
 
     @torch.no_grad()
     def trunk(
@@ -227,31 +359,16 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             (B, S, H): the hidden states that enter layer L-n; for n = 0 the last hidden states
             after the final norm.
         """
-        decoder = self.base.get_decoder()
-        positions = _positions(input_ids, attention_mask)
-        arguments = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": positions,
-            "use_cache": False,
-        }
-        if self.policy.tail is None:
-            last: torch.Tensor = decoder(**arguments).last_hidden_state
-            return last
-        caught: list[torch.Tensor] = []
-
-        def catch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caught.append(hidden_entering(args, kwargs))
-            raise TrunkDone
-
-        layer = decoder_layers(self.base)[-self.config.num_policy_layers]
-        handle = layer.register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            decoder(**arguments)
-        except TrunkDone:
-            pass
-        finally:
-            handle.remove()
+        with (
+            entering_tail(self.base, self.config.num_policy_layers, stop_there=True) as caught,
+            suppress(TrunkDone),
+        ):
+            self.base.get_decoder()(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=positions_of(input_ids, attention_mask),
+                use_cache=False,
+            )
         return caught[0]
 
     def stop_logits(
@@ -260,31 +377,59 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         """The policy's logits (B, S) at every position, with gradient to the policy alone."""
         hidden = self.trunk(input_ids, attention_mask)
         logits: torch.Tensor = self.policy(
-            hidden, _positions(input_ids, attention_mask), attention_mask
+            hidden, positions_of(input_ids, attention_mask), attention_mask
         )
         return logits
 
     @torch.no_grad()
     def stop_probabilities(
-        self, prompt_ids: Sequence[int], trace_ids: Sequence[int]
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        *,
+        attention_mask: torch.Tensor | None = None,
+        prompt_length: int | Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """The stop probability pi_i at each step end of a given trace, in one pass.
+        """The stop probability pi_i at each step end of given traces, in one pass.
 
         Args:
-            prompt_ids: the prompt.
-            trace_ids: the thinking tokens.
+            input_ids: prompt and trace, (S,) or (B, S); what follows the thinking is not looked
+                at.
+            attention_mask: of the same shape, 1 for tokens; padding may stand on either side.
+            prompt_length: the tokens before the thinking, padding not counted: one number, or
+                one a row. None finds the last `ReasoningFormat.think_start` of each row.
 
         Returns:
-            (T,) in the order of `token_format.step_ends`; the last is what the policy says at the
-            natural end, where stopping is certain anyway.
+            (T,) or (B, T) float32, in the order of `token_format.step_ends(trace)`; rows with
+            fewer steps are filled with NaN. The last step of a row is its natural end (or the
+            text's), where stopping is certain anyway.
+
+        Raises:
+            ValueError: a text is empty, or its thinking is not found.
         """
-        if not len(prompt_ids):
-            raise ValueError("prompt_ids is empty; pass the prompt that the trace answers")
-        ends = self.token_format.step_ends(trace_ids)
-        ids = torch.tensor([[*prompt_ids, *trace_ids]], device=self.base.device)
-        logits = self.stop_logits(ids)[0]  # (S,)
-        places = torch.tensor([len(prompt_ids) + end - 1 for end in ends], dtype=torch.long)
-        return torch.sigmoid(logits[places.to(logits.device)])
+        ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.base.device)
+        rows = ids[None] if ids.dim() == 1 else ids  # (B, S)
+        if rows.dim() != 2 or not rows.numel():
+            raise ValueError(
+                f"input_ids has the shape {tuple(ids.shape)}; it must be (S,) or (B, S), not empty"
+            )
+        mask = torch.ones_like(rows) if attention_mask is None else attention_mask.view_as(rows)
+        lengths = prompt_length
+        if lengths is None or isinstance(lengths, int):
+            lengths = [lengths] * len(rows)  # type: ignore[list-item]
+        places = []  # for each row, the columns of its step ends
+        for row, kept, length in zip(rows.tolist(), mask.tolist(), lengths, strict=True):
+            columns = [i for i, real in enumerate(kept) if real]
+            text = [row[i] for i in columns]
+            start, end = thinking_span(text, self.token_format, length)
+            ends = self.token_format.step_ends(text[start:end])
+            places.append([columns[start + e - 1] for e in ends])
+        asked = None if attention_mask is None else mask.to(rows.device)
+        logits = self.stop_logits(rows, asked)  # (B, S)
+        steps = max(len(row) for row in places)
+        result = torch.full((len(rows), steps), torch.nan, device=logits.device)
+        for b, row in enumerate(places):
+            result[b, : len(row)] = torch.sigmoid(logits[b, row])
+        return result[0] if ids.dim() == 1 else result
 
     @torch.no_grad()
     def generate(  # type: ignore[override]
@@ -320,16 +465,4 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         self, stop_policy: bool | Mapping[str, Any] | StopPolicyConfig
     ) -> StopPolicyConfig:
         asked = StopPolicyConfig.of(stop_policy)
-        values = dict(vars(asked))
-        if asked.mode is None:
-            values["mode"] = self.config.default_mode
-        if asked.threshold is None:
-            values["threshold"] = self.config.default_threshold
-        return StopPolicyConfig(**values)
-
-
-def _positions(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Positions (B, S) that start at each row's first token."""
-    if attention_mask is None:
-        return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        return asked.with_defaults(self.config.default_mode, self.config.default_threshold)

@@ -88,7 +88,7 @@ def new_policy(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        model = OSPrunerForCausalLM.from_base(
+        model = OSPrunerForCausalLM.untrained(
             base,
             tokenizer,
             num_policy_layers=settings.num_policy_layers,

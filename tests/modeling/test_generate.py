@@ -34,7 +34,7 @@ def make_model(
     dtype: torch.dtype = torch.float32,
 ) -> OSPrunerForCausalLM:
     torch.nn.Module.to(base, dtype=dtype)
-    model = OSPrunerForCausalLM.from_base(base, tokenizer, num_policy_layers=layers)
+    model = OSPrunerForCausalLM.untrained(base, tokenizer, num_policy_layers=layers)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)
@@ -150,7 +150,9 @@ def test_online_probabilities_equal_one_offline_pass(
         steps = len(record.step_ends)
         assert model.token_format.step_ends(trace)[:steps] == record.step_ends
         online += record.probabilities
-        offline += model.stop_probabilities(prompt, trace)[:steps].tolist()
+        text = [*prompt, *trace]
+        scores = model.stop_probabilities(text, prompt_length=len(prompt))
+        offline += scores[:steps].tolist()
     assert len(online) > 40
     spread = max(online) - min(online)
     assert spread > 0.2
@@ -379,8 +381,8 @@ def test_empty_prompts_are_refused(model: OSPrunerForCausalLM) -> None:
     inputs["attention_mask"][1] = 0
     with pytest.raises(ValueError, match=r"prompts of rows \[1\] are empty"):
         run(model, inputs, stop_policy=True)
-    with pytest.raises(ValueError, match="prompt_ids is empty"):
-        model.stop_probabilities([], [5, 6])
+    with pytest.raises(ValueError, match=r"prompt_length is 0; it must lie in 1..2"):
+        model.stop_probabilities([5, 6], prompt_length=0)
 
 
 def test_draws_are_pinned() -> None:

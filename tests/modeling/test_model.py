@@ -17,10 +17,13 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
+from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, ReasoningFormat
+from modeling_ospruner.modeling_ospruner import FLAT_FILES
 
 PROMPT = [5, 6, 7, 8]
+TEXT = [*PROMPT, *range(9, 60)]
 
 
 @pytest.fixture(params=[0, 2])
@@ -32,7 +35,7 @@ def saved(
 ) -> tuple[OSPrunerForCausalLM, Path]:
     """A policy that differs from its base, and the folder in which it is saved."""
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = OSPrunerForCausalLM.from_base(base, tiny_tokenizer, num_policy_layers=request.param)
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, num_policy_layers=request.param)
     model.config.length_penalty = 5e-4
     with torch.no_grad():
         for parameter in model.policy.parameters():
@@ -42,16 +45,27 @@ def saved(
     return model, folder
 
 
-def expected_files(folder: Path) -> set[str]:
-    flat = {path.name for path in Path(sys.modules["modeling_ospruner"].__path__[0]).glob("*.py")}
-    return (flat - {"__init__.py"}) | {"config.json", "model.safetensors", "tokenizer.json"}
+EXPECTED_FILES = {*FLAT_FILES, "config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_flat_files_are_what_the_entry_files_import() -> None:
+    """The Hub's loader follows imports; save_pretrained copies what the tuple names."""
+    package = Path(sys.modules["modeling_ospruner"].__path__[0])
+    waiting, reached = ["configuration_ospruner", "modeling_ospruner"], set()
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += get_relative_imports(str(package / f"{name}.py"))
+    assert reached == {name.removesuffix(".py") for name in FLAT_FILES}
+    assert list(FLAT_FILES) == sorted(FLAT_FILES)
 
 
 def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
     model, folder = saved
     tensors = load_file(folder / "model.safetensors")
     assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
-    assert expected_files(folder) <= {path.name for path in folder.iterdir()}
+    assert EXPECTED_FILES <= {path.name for path in folder.iterdir()}
     config = json.loads((folder / "config.json").read_text())
     assert config["length_penalty"] == 5e-4
     assert config["text_config"]["hidden_size"] == 32
@@ -79,9 +93,9 @@ def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path], auto: Any) -> None:
     assert type(loaded) is OSPrunerForCausalLM
     assert loaded.config.length_penalty == 5e-4
     assert loaded.token_format == model.token_format
-    trace = list(range(9, 60))
     torch.testing.assert_close(
-        loaded.stop_probabilities(PROMPT, trace), model.stop_probabilities(PROMPT, trace)
+        loaded.stop_probabilities(TEXT, prompt_length=4),
+        model.stop_probabilities(TEXT, prompt_length=4),
     )
     ids = torch.tensor([PROMPT])
     for stop_policy in (False, True):
@@ -94,15 +108,14 @@ def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path], auto: Any) -> None:
 
 def test_loads_on_a_shared_base_in_another_dtype(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
     model, folder = saved
-    shared = OSPrunerForCausalLM.from_pretrained(folder, base=model.base)
+    shared = OSPrunerForCausalLM.from_base(model.base, folder)
     assert shared.base is model.base
     half = OSPrunerForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert half.base.dtype == torch.bfloat16
     assert half.policy.head.weight.dtype == torch.float32
-    trace = list(range(9, 60))
     torch.testing.assert_close(
-        half.stop_probabilities(PROMPT, trace),
-        model.stop_probabilities(PROMPT, trace),
+        half.stop_probabilities(TEXT, prompt_length=4),
+        model.stop_probabilities(TEXT, prompt_length=4),
         rtol=0,
         atol=5e-2,
     )
@@ -116,10 +129,9 @@ def test_attn_implementation_reaches_base_and_tail(
     assert eager.base.config._attn_implementation == "eager"
     if eager.policy.tail is not None:
         assert eager.policy.tail.config._attn_implementation == "eager"
-    trace = list(range(9, 60))
     torch.testing.assert_close(
-        eager.stop_probabilities(PROMPT, trace),
-        model.stop_probabilities(PROMPT, trace),
+        eager.stop_probabilities(TEXT, prompt_length=4),
+        model.stop_probabilities(TEXT, prompt_length=4),
         rtol=0,
         atol=1e-5,
     )
@@ -134,6 +146,7 @@ for name in ("modeling_ospruner", "ospruner", "ospruner_cli"):
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 out = {}
+text = [5, 6, 7, 8, *range(9, 60)]
 for auto in (AutoModel, AutoModelForCausalLM):
     model = auto.from_pretrained(folder, trust_remote_code=True)
     assert "transformers_modules" in type(model).__module__, type(model).__module__
@@ -141,7 +154,7 @@ for auto in (AutoModel, AutoModelForCausalLM):
     out[auto.__name__] = {
         "class": type(model).__name__,
         "ids": ids.tolist(),
-        "probabilities": model.stop_probabilities([5, 6, 7, 8], list(range(9, 60))).tolist(),
+        "probabilities": model.stop_probabilities(text, prompt_length=4).tolist(),
     }
 model.save_pretrained(folder + "-again")
 assert "modeling_ospruner" not in sys.modules
@@ -167,14 +180,14 @@ def test_loads_in_a_process_without_the_package(saved: tuple[OSPrunerForCausalLM
     assert done.returncode == 0, done.stderr
     found = json.loads(result_file.read_text())
     ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=30, stop_policy=True).tolist()
-    probabilities = model.stop_probabilities(PROMPT, list(range(9, 60))).tolist()
+    probabilities = model.stop_probabilities(TEXT, prompt_length=4).tolist()
     assert set(found) == {"AutoModel", "AutoModelForCausalLM"}
     for result in found.values():
         assert result["class"] == "OSPrunerForCausalLM"
         assert result["ids"] == ids
         assert result["probabilities"] == pytest.approx(probabilities, abs=1e-6)
     again = folder.with_name(folder.name + "-again")
-    assert expected_files(again) <= {path.name for path in again.iterdir()}
+    assert EXPECTED_FILES <= {path.name for path in again.iterdir()}
     assert type(AutoModel.from_pretrained(again)) is OSPrunerForCausalLM
 
 
@@ -199,7 +212,7 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
         AutoModelForCausalLM.from_pretrained(folder)
     model.base.config.vocab_size = 999
     with pytest.raises(ValueError, match=r"vocab_size 999 where the policy needs \d+"):
-        OSPrunerForCausalLM.from_pretrained(folder, base=model.base)
+        OSPrunerForCausalLM.from_base(model.base, folder)
 
 
 def test_wrong_tensors_are_refused_by_name(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
@@ -252,14 +265,14 @@ def test_a_custom_format_is_kept(
 ) -> None:
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
     custom = ReasoningFormat("mine", "Box it.", "</think>", "</think>\n", "So \\boxed{")
-    model = OSPrunerForCausalLM.from_base(base, tiny_tokenizer, reasoning_format=custom)
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, reasoning_format=custom)
     model.save_pretrained(tmp_path / "p")
     loaded = OSPrunerForCausalLM.from_pretrained(tmp_path / "p")
     assert loaded.token_format.format == custom
     assert loaded.config.base_model_name_or_path == str(tiny_base_dir)
     lost = ReasoningFormat("lost", "", "</nowhere>", "</nowhere>", "")
     with pytest.raises(ValueError, match="no thinking end marker '</nowhere>'"):
-        OSPrunerForCausalLM.from_base(base, tiny_tokenizer, reasoning_format=lost)
+        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, reasoning_format=lost)
 
 
 def test_trunk_and_stop_logits(saved: tuple[OSPrunerForCausalLM, Path]) -> None:

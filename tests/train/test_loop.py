@@ -88,7 +88,7 @@ def test_trained_policy_earns_more_than_never_stopping(
         return float(outcome.accuracy - PENALTY * outcome.mean_tokens)
 
     def outcome_of(path: Path) -> Any:
-        model = OSPrunerForCausalLM.from_pretrained(path, base=tiny_base)
+        model = OSPrunerForCausalLM.from_base(tiny_base, path)
         return replay(table, predict(model, fresh))
 
     trained = outcome_of(results[-1].path)
@@ -118,7 +118,7 @@ def test_validation_result_is_that_of_the_saved_policy(
         == load_file(second.path / "model.safetensors").keys()
     )
     for result in (first, second):
-        model = OSPrunerForCausalLM.from_pretrained(result.path, base=tiny_base)
+        model = OSPrunerForCausalLM.from_base(tiny_base, result.path)
         assert model.config.length_penalty == result.length_penalty
         assert (model.config.method, model.config.default_mode) == ("os-pruner", "sample")
         probabilities = predict(model, held_out)
@@ -146,7 +146,7 @@ def test_baseline_learns_its_label_with_as_many_epochs(
     (result,) = fit(SETTINGS.baseline(method), dataset)
     assert (result.name, result.length_penalty) == (method, 0.0)
     assert len([e for e in log_of(tmp_path / "run") if "epoch" in e]) == 15
-    model = OSPrunerForCausalLM.from_pretrained(result.path, base=tiny_base)
+    model = OSPrunerForCausalLM.from_base(tiny_base, result.path)
     assert (model.config.method, model.config.default_mode) == (method, "threshold")
     table = TraceTable.from_dataset(dataset)
     target = table.correct if method == "probe" else table.matches_final
@@ -379,11 +379,11 @@ def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
     small = dataclasses.replace(SHORT, learning_rate=1e-5, epochs_per_stage=4)
     (result,) = fit(small)
     saved = load_file(result.path / "model.safetensors")
-    fresh = OSPrunerForCausalLM.from_base(tiny_base, tiny_tokenizer).policy.state_dict()
+    fresh = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer).policy.state_dict()
     name = "tail.layers.1.mlp.up_proj.weight"
     moved = (saved[f"policy.{name}"] - fresh[name].float()).abs()
     assert 0 < moved.max() < 5e-4  # such steps round to nothing in bfloat16
-    loaded = OSPrunerForCausalLM.from_pretrained(result.path, base=tiny_base)
+    loaded = OSPrunerForCausalLM.from_base(tiny_base, result.path)
     assert loaded.policy.tail is not None
     assert loaded.policy.tail.dtype == torch.bfloat16
     said = predict(loaded, make_labels(40, seed=1, prefix="v"))

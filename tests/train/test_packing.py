@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
 def policy_model(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int = 2
 ) -> OSPrunerForCausalLM:
-    model = OSPrunerForCausalLM.from_base(base, tokenizer, num_policy_layers=n).eval()
+    model = OSPrunerForCausalLM.untrained(base, tokenizer, num_policy_layers=n).eval()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight)
@@ -93,7 +93,9 @@ def test_predictions_equal_those_of_one_trace_at_a_time(
     assert other.cached_bytes == size
     np.testing.assert_allclose(cached, plain, atol=1e-6)
     for n, row in enumerate(dataset):
-        alone = model.stop_probabilities(row["prompt_ids"], row["trace_ids"]).numpy()
+        alone = model.stop_probabilities(
+            [*row["prompt_ids"], *row["trace_ids"]], prompt_length=len(row["prompt_ids"])
+        ).numpy()
         np.testing.assert_allclose(cached[n, : len(alone)], alone, atol=1e-5)
         assert (cached[n, len(alone) :] == 0).all()
     assert cached.std() > 0.05  # the head says something

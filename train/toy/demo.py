@@ -225,9 +225,7 @@ def _predict_all(
         for method in runs[0]:
             for position, stage in enumerate(runs[0][method]):
                 stages = [by_method[method][position] for by_method in runs]
-                policies = [
-                    OSPrunerForCausalLM.from_pretrained(s.path, base=reasoner.model) for s in stages
-                ]
+                policies = [OSPrunerForCausalLM.from_base(reasoner.model, s.path) for s in stages]
                 predictions.append(
                     Predictions(
                         method,
@@ -275,7 +273,7 @@ def _save_policy(
     penalty = comparison.saved_penalty
     stage = next(s for s in stages if s.length_penalty == penalty)
     folder = out_dir / "policy"
-    model = OSPrunerForCausalLM.from_pretrained(stage.path, base=reasoner.model)
+    model = OSPrunerForCausalLM.from_base(reasoner.model, stage.path)
     model.save_pretrained(folder)
     provenance(
         folder,
