@@ -64,6 +64,14 @@ class StopPolicyConfig:
             threshold=threshold if self.threshold is None else self.threshold,
         )
 
+    def with_defaults(self, mode: str, threshold: float) -> StopPolicyConfig:
+        """These settings, with a policy's own mode and threshold where none is given."""
+        return replace(
+            self,
+            mode=mode if self.mode is None else self.mode,
+            threshold=threshold if self.threshold is None else self.threshold,
+        )
+
     @classmethod
     def of(cls, stop_policy: bool | Mapping[str, Any] | StopPolicyConfig) -> StopPolicyConfig:
         """What the argument `stop_policy` of generate means.
