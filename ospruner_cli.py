@@ -40,6 +40,70 @@ def demo(
     run_demo(_folder(out, size.name), size, seed, console, json_file)
 
 
+@app.command("train")
+def train_command(
+    labels: Annotated[str, typer.Option(help="Folder or Hub id of labelled traces.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")],
+    base: Annotated[
+        str | None, typer.Option(help="The base, where it is not where the labels say.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="os-pruner, or a baseline: probe, convergence.")
+    ] = "os-pruner",
+    lambdas: Annotated[
+        str, typer.Option(help="auto, r1, gpt-oss, drpo, or falling numbers: 1e-4,5e-5,0.")
+    ] = "auto",
+    validation: Annotated[
+        str | None, typer.Option(help="Labels of other problems; else problems are held out.")
+    ] = None,
+    held_out: Annotated[
+        int | None, typer.Option(help="Problems held out: 500, or a fifth of few.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the traces for each lambda.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Traces an optimiser step.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's, of the tuned layers.")] = 1e-5,
+    head_learning_rate: Annotated[
+        float | None, typer.Option(help="That of the linear head; the same where absent.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
+    tuning: Annotated[str, typer.Option(help="layers, attention or head.")] = "layers",
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and held-out problems.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write each policy's results to this file.")
+    ] = None,
+) -> None:
+    """Train policies on labelled traces: one run anneals through all lambdas."""
+    from ospruner.train.from_labels import settings_for, train_from_labels
+    from ospruner.train.stage_report import print_stages
+    from ospruner.train.toy.bars import PhaseBars
+
+    settings = settings_for(
+        lambdas,
+        method=method,
+        epochs_per_stage=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        head_learning_rate=head_learning_rate,
+        num_policy_layers=layers,
+        tuning=tuning,
+        seed=seed,
+    )
+    with PhaseBars(console) as bars:
+        stages = train_from_labels(
+            labels,
+            out,
+            settings,
+            base=base,
+            validation=validation,
+            held_out=held_out,
+            split_seed=seed,
+            limit=limit,
+            progress=bars,
+        )
+    print_stages(stages, console, json_file)
+
+
 @toy_app.command("train")
 def toy_train(
     out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")] = Path(

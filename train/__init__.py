@@ -10,6 +10,9 @@ One concept, one module; nothing is imported here:
     baselines     the losses of the classification probe and of answer convergence
     fast_tail     the policy's last layer computed at step ends only (Qwen2, Llama)
     settings      what a training run is: method, schedule, optimiser
+    schedules     the paper's lambdas, and some made for the labels at hand
+    from_labels   training on stored labels (`ospruner train`)
+    stage_report  what a run tells at its end
     run_folder    the folder of a training run: checkpoint, log, policies
     policies      a fresh policy, its loss, its predictions; a stage's result
     checks        what a training run refuses before it starts

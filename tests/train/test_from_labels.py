@@ -1,0 +1,79 @@
+"""`ospruner train` on a folder of labels, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.from_labels import (
+    held_out_split,
+    load_labels,
+    parse_penalties,
+    settings_for,
+    train_from_labels,
+)
+from ospruner.train.packing import LabelledTraces
+from ospruner.train.schedules import R1_PENALTIES
+from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner_cli import app
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("from_labels") / "labels"
+    Reasoner().label(draw_split("train", 60, 7), folder, 7)
+    return folder
+
+
+def test_the_command_trains_a_frontier_and_a_baseline(labels: Path, tmp_path: Path) -> None:
+    shared = ["--labels", str(labels), "--tuning", "head", "--batch-size", "8"]
+    numbers = tmp_path / "stages.json"
+    where = ["--out", str(tmp_path / "a"), "--json", str(numbers)]
+    done = CliRunner().invoke(app, ["train", *shared, "--lambdas", "1e-3,0", *where])
+    assert done.exit_code == 0, done.output
+    stages = json.loads(numbers.read_text())
+    assert [stage["length_penalty"] for stage in stages] == [1e-3, 0.0]
+    for stage in stages:
+        assert (tmp_path / "a" / stage["path"] / "model.safetensors").is_file()
+        assert stage["path"] in done.output
+    probe = ["train", *shared, "--method", "probe", "--out", str(tmp_path / "b")]
+    done = CliRunner().invoke(app, probe)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "b" / "probe" / "model.safetensors").is_file()
+
+
+def test_held_out_problems_are_whole_and_seeded() -> None:
+    ids = [f"p{n // 3}" for n in range(300)]  # three traces a problem
+    held = held_out_split(ids, None, seed=0)
+    assert sum(held) == 3 * 20  # a fifth of 100 problems
+    assert all(held[n] == held[n // 3 * 3] for n in range(300))
+    assert held == held_out_split(ids, None, seed=0) != held_out_split(ids, None, seed=1)
+    assert sum(held_out_split([f"p{n}" for n in range(4000)], None, 0)) == 500
+    for wrong in (0, 100):
+        with pytest.raises(ValueError, match=f"held_out is {wrong}, of 100 problems"):
+            held_out_split(ids, wrong, 0)
+
+
+def test_lambdas_by_name_by_list_and_wrong(labels: Path) -> None:
+    table = LabelledTraces.from_dataset(load_labels(labels).traces).table
+    assert parse_penalties("r1", table) == R1_PENALTIES
+    assert parse_penalties("1e-3, 5e-4,0", table) == (1e-3, 5e-4, 0.0)
+    assert parse_penalties("auto", table)[-1] == 0.0
+    with pytest.raises(ValueError, match="lambdas is 'steep'; it must be 'auto', one of"):
+        parse_penalties("steep", table)
+
+
+def test_validation_labels_made_otherwise_are_refused(labels: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(labels, other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    changed = LabelSettings.from_dict(manifest["settings"] | {"temperature": 1.0, "seed": 8})
+    (other / "manifest.json").write_text(json.dumps(manifest | {"settings": changed.to_dict()}))
+    with pytest.raises(ValueError, match=r"made otherwise .*temperature: 0.6 here, 1.0 there\)"):
+        train_from_labels(labels, tmp_path / "run", settings_for("auto"), validation=other)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,192 @@
+"""Training from labels that lie in a folder or on the Hub: what `ospruner train` does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, load_dataset
+from huggingface_hub import hf_hub_download
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import TraceTable
+
+from .label_folder import MANIFEST, read_labels, read_manifest
+from .loop import StageResult, train
+from .packing import LabelledTraces
+from .progress import Progress, silent
+from .schedules import SCHEDULES, automatic_penalties
+from .settings import TrainSettings
+
+__all__ = [
+    "Labels",
+    "held_out_split",
+    "load_labels",
+    "parse_penalties",
+    "settings_for",
+    "train_from_labels",
+]
+
+HELD_OUT_PROBLEMS = 500
+"""Problems that the paper keeps out of training, to choose lambda on."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labelled traces and how they were made."""
+
+    traces: Dataset
+    settings: LabelSettings
+
+
+def load_labels(source: str | Path) -> Labels:
+    """The labels of a folder, or of a data set on the Hub.
+
+    Args:
+        source: a folder of `ospruner label`, or a data set's id.
+
+    Raises:
+        ValueError: the folder holds no labels, or labels of another version.
+        OSError: the Hub has no such data set.
+    """
+    if Path(source).is_dir():
+        manifest = read_manifest(source)
+        traces = read_labels(source)
+    else:
+        file = hf_hub_download(str(source), MANIFEST, repo_type="dataset")
+        manifest = json.loads(Path(file).read_text("utf-8"))
+        traces = load_dataset(str(source), split="train")
+    return Labels(traces, LabelSettings.from_dict(manifest["settings"]))
+
+
+def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) -> list[bool]:
+    """Which traces are held out: all those of some problems, drawn with the seed.
+
+    Args:
+        problem_ids: of each trace.
+        held_out: how many problems; None for 500 as in the paper, or a fifth of fewer than 2,500.
+        seed: another seed chooses other problems.
+
+    Raises:
+        ValueError: no problem would be left on one side.
+    """
+    problems = sorted(set(problem_ids))
+    count = min(HELD_OUT_PROBLEMS, len(problems) // 5) if held_out is None else held_out
+    if not 1 <= count < len(problems):
+        raise ValueError(
+            f"held_out is {count}, of {len(problems)} problems: at least one must be held out and "
+            "one left to train on. Label more problems, or give a validation set"
+        )
+    chosen = set(random.Random(seed).sample(problems, count))
+    return [problem in chosen for problem in problem_ids]
+
+
+def parse_penalties(text: str, table: TraceTable) -> tuple[float, ...]:
+    """The lambdas that a user named.
+
+    Args:
+        text: "auto", the name of a schedule of the paper, or numbers separated by commas.
+        table: the training traces, for "auto".
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if text == "auto":
+        return automatic_penalties(table)
+    if text in SCHEDULES:
+        return SCHEDULES[text]
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"lambdas is {text!r}; it must be 'auto', one of {sorted(SCHEDULES)}, or falling "
+            "numbers such as 1e-4,5e-5,0"
+        ) from None
+
+
+def settings_for(lambdas: str, **settings: Any) -> Callable[[TraceTable], TrainSettings]:
+    """A run's settings but for the lambdas, which may depend on the traces.
+
+    Args:
+        lambdas: as `parse_penalties` takes them; baselines have none.
+        settings: fields of `TrainSettings`.
+    """
+    if settings.get("method", "os-pruner") != "os-pruner":
+        return lambda table: TrainSettings(**settings)
+    return lambda table: TrainSettings(**settings, length_penalties=parse_penalties(lambdas, table))
+
+
+def train_from_labels(
+    labels: str | Path,
+    out_dir: str | Path,
+    settings: Callable[[TraceTable], TrainSettings],
+    *,
+    base: str | None = None,
+    validation: str | Path | None = None,
+    held_out: int | None = None,
+    split_seed: int = 0,
+    limit: int | None = None,
+    progress: Progress = silent,
+) -> list[StageResult]:
+    """Trains policies on stored labels; a killed run continues where it was.
+
+    Args:
+        labels: folder or Hub id of the labelled traces.
+        out_dir: an empty folder, or that of an earlier run of the same settings and labels.
+        settings: gives the run's settings for the training traces; see `settings_for`.
+        base: the model, where it now lies elsewhere than when it was labelled.
+        validation: labels of other problems; None to hold problems out of `labels`.
+        held_out: how many problems; see `held_out_split`.
+        split_seed: which problems.
+        limit: only the first so many traces.
+        progress: as for `train`.
+
+    Returns:
+        A policy and its validation result for each stage.
+
+    Raises:
+        ValueError: the validation labels were made otherwise than the training labels, or any of
+            `train`'s refusals.
+    """
+    ours = load_labels(labels)
+    traces = ours.traces if limit is None else ours.traces.take(min(limit, len(ours.traces)))
+    if validation is None:
+        held = np.array(held_out_split(traces["problem_id"], held_out, split_seed))
+        training = traces.select(np.flatnonzero(~held))
+        validating = traces.select(np.flatnonzero(held))
+    else:
+        theirs = load_labels(validation)
+        _refuse_other_labels(ours.settings, theirs.settings)
+        training, validating = traces, theirs.traces
+    train_set = LabelledTraces.from_dataset(training)
+    chosen = settings(train_set.table)
+    where, revision = base or ours.settings.base_model, ours.settings.base_revision
+    if base is not None and Path(base).is_dir():
+        revision = None
+    return train(
+        AutoModelForCausalLM.from_pretrained(where, revision=revision, dtype="auto"),
+        AutoTokenizer.from_pretrained(where, revision=revision),
+        train_set,
+        LabelledTraces.from_dataset(validating),
+        chosen,
+        ours.settings,
+        out_dir,
+        progress=progress,
+    )
+
+
+def _refuse_other_labels(ours: LabelSettings, theirs: LabelSettings) -> None:
+    """Validation may be sampled with another seed and more often; all else must agree."""
+    free = {"seed", "samples_per_problem"}
+    differences = [line for line in ours.differences(theirs) if line.partition(":")[0] not in free]
+    if differences:
+        raise ValueError(
+            f"the validation labels were made otherwise than the training labels "
+            f"({'; '.join(differences)}): label both with the same settings"
+        )
