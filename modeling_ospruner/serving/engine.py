@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -123,6 +123,14 @@ class TokenCount:
 class AnswerStop(Protocol):
     """Says when one answer is complete; `TokenFormat.box_state` makes such."""
 
+    @property
+    def final_text(self) -> str:
+        """A text that stands in every token that completes an answer.
+
+        Servers behind HTTP know texts only: they stop there, and are asked on where it was not
+        the end.
+        """
+
     def push(self, token_id: int) -> bool:
         """Takes the answer's next token; whether the answer is complete."""
 
@@ -197,3 +205,25 @@ class TokenTrie:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+
+def unique_fork_tokens(
+    requests: Sequence[ForkRequest],
+    suffix_ids: Sequence[int],
+    results: Mapping[int, Sequence[ForkedAnswer]],
+) -> int:
+    """Nodes of the trie over all forks' tokens that have to be computed.
+
+    Args:
+        requests: the traces and their cuts.
+        suffix_ids: what was put after each cut.
+        results: the answers of each request.
+    """
+    trie = TokenTrie()
+    for i, request in enumerate(requests):
+        kept = request.trace_ids[: max(request.cuts, default=0)]
+        path = trie.add([*request.prompt_ids, *kept])
+        for cut, answer in zip(request.cuts, results[i], strict=True):
+            fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
+            trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
+    return len(trie)

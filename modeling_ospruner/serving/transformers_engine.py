@@ -19,6 +19,7 @@ from .engine import (
     SamplingSettings,
     TokenCount,
     TokenTrie,
+    unique_fork_tokens,
 )
 from .packed_forks import PackedForks
 from .packed_sampling import PackedSampler
@@ -164,7 +165,7 @@ class TransformersEngine:
                 results[i] = answer
                 if on_done is not None:
                     on_done(i, answer)
-        self.counts.unique += _unique(requests, suffix_ids, results)
+        self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
         return [results[i] for i in range(len(requests))]
 
     def _groups(self, requests: Sequence[ForkRequest]) -> Iterator[list[int]]:
@@ -179,21 +180,6 @@ class TransformersEngine:
             group.append(i)
         if group:
             yield group
-
-
-def _unique(
-    requests: Sequence[ForkRequest],
-    suffix_ids: Sequence[int],
-    results: dict[int, list[ForkedAnswer]],
-) -> int:
-    trie = TokenTrie()
-    for i, request in enumerate(requests):
-        kept = request.trace_ids[: max(request.cuts, default=0)]
-        path = trie.add([*request.prompt_ids, *kept])
-        for cut, answer in zip(request.cuts, results[i], strict=True):
-            fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
-            trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
-    return len(trie)
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -1,0 +1,350 @@
+"""Sampling and forking by single requests: what vLLM, SGLang and HTTP endpoints have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from modeling_ospruner.reasoning_format import TokenFormat
+from modeling_ospruner.settings_ospruner import mix64
+
+from .dispatch import Dispatcher, ServerDown, first_error
+from .engine import (
+    ENTROPY_TOKENS,
+    AnswerStop,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+    TokenTrie,
+    unique_fork_tokens,
+)
+from .sampling import row_keys, row_state
+
+__all__ = ["Ask", "AskingEngine", "EnginesDownError", "Reply", "Server"]
+
+_T = TypeVar("_T")
+
+
+class EnginesDownError(RuntimeError):
+    """No server is left to do the work. What was finished before has been handed on."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a prompt to be continued.
+
+    Attributes:
+        prompt_ids: the prompt.
+        max_new_tokens: cap on the continuation.
+        end_ids: ids that end it.
+        temperature: 0 decodes greedily.
+        top_p: as in `SamplingSettings`.
+        top_k: as in `SamplingSettings`.
+        seed: of the draws, below 2**63; None for a greedy request.
+        scored: whether log-probabilities are asked for.
+        stop: makes the rule that completes it, beside `end_ids`. A server may go on beyond that,
+            or stop before it, wherever the rule's `final_text` appears.
+    """
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    end_ids: frozenset[int]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    scored: bool = False
+    stop: Callable[[], AnswerStop] | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered.
+
+    Attributes:
+        ids: the continuation, without the token that ended it.
+        end_id: the one of `Ask.end_ids` that ended it; None where something else did.
+        cached_tokens: of the prompt's tokens, how many were not computed again.
+        logprobs: natural log-probability of each of `ids` at temperature 1, where asked for.
+        top_logprobs: those of the ENTROPY_TOKENS most likely first tokens, where asked for.
+    """
+
+    ids: list[int]
+    end_id: int | None
+    cached_tokens: int
+    logprobs: list[float]
+    top_logprobs: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        ask: Ask,
+        ids: Sequence[int],
+        cached_tokens: int,
+        logprobs: Sequence[float] = (),
+        top_logprobs: Sequence[float] = (),
+    ) -> Reply:
+        """The reply in generated ids of which the last may be the one that ended them."""
+        ends = bool(ids) and ids[-1] in ask.end_ids
+        kept = len(ids) - ends
+        top = sorted(top_logprobs, reverse=True)[:ENTROPY_TOKENS]
+        return cls(
+            list(ids[:kept]), ids[-1] if ends else None, cached_tokens, list(logprobs[:kept]), top
+        )
+
+
+class Server(Protocol):
+    """Something that answers requests, one of possibly many."""
+
+    async def ask(self, ask: Ask) -> Reply:
+        """Answers one request.
+
+        Raises:
+            ServerDown: it cannot be used any more.
+            ValueError: it refuses this request.
+        """
+
+
+class AskingEngine(ABC):
+    """An `Engine` over servers that answer single requests and share prefixes by themselves.
+
+    All forks of a trace go to one server, in order, the one that sampled it where it has room.
+    Tokens are counted as the servers report them; a request that a server had to interrupt and
+    compute again is not seen.
+
+    Args:
+        eos_ids: ids that end a text.
+        concurrency: requests that a server works on at once.
+
+    Raises:
+        ValueError: no such ids, or a concurrency below 1.
+    """
+
+    def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
+        if not eos_ids:
+            raise ValueError(
+                "no token is known to end a text; set tokenizer.eos_token, or give eos_ids"
+            )
+        if concurrency < 1:
+            raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
+        self.eos_ids = eos_ids
+        self.concurrency = concurrency
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+        self._homes: dict[int, int] = {}  # hash of prompt and trace: the server that knows them
+
+    @abstractmethod
+    def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
+        """The servers, for one call."""
+
+    @abstractmethod
+    def _check_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        """Refuses, or prepares for, sampling rows with these keys."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        """Samples one trace and its natural answer per prompt; see `Engine.sample`.
+
+        The thinking and the answer are two requests, so that each has its own cap.
+
+        Raises:
+            ValueError: a prompt is empty, or a server refuses a request.
+            EnginesDownError: no server is left.
+        """
+        if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
+            raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
+        named = row_keys(prompts, keys)
+        if settings.temperature > 0:
+            self._check_sampling(settings, named)
+        results: dict[int, Sampled] = {}
+        trie = TokenTrie()
+
+        async def work(server: Server, index: int, part: int) -> Sampled:
+            state = row_state(settings.seed, named[index])
+            return await self._trace(server, list(prompts[index]), settings, fmt, state, trie)
+
+        def done(index: int, sampled: list[Sampled], server: int) -> None:
+            results[index] = sampled[0]
+            self._homes[_trace_hash(prompts[index], sampled[0].trace_ids)] = server
+            if on_done is not None:
+                on_done(index, sampled[0])
+
+        _run(self._dispatch(work, done, [1] * len(prompts), [None] * len(prompts)))
+        self.sample_counts.unique += len(trie)
+        return [results[i] for i in range(len(prompts))]
+
+    def fork(
+        self,
+        requests: Sequence[ForkRequest],
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
+    ) -> list[list[ForkedAnswer]]:
+        """Decodes greedily after every cut of every trace; see `Engine.fork`.
+
+        Raises:
+            ValueError: the suffix is empty, `max_new_tokens` is below 1, or a server refuses a
+                request.
+            EnginesDownError: no server is left.
+        """
+        if not len(suffix_ids):
+            raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        results: dict[int, list[ForkedAnswer]] = {}
+
+        async def work(server: Server, index: int, part: int) -> ForkedAnswer:
+            request = requests[index]
+            kept = request.trace_ids[: request.cuts[part]]
+            prompt = [*request.prompt_ids, *kept, *suffix_ids]
+            return await self._answer(server, prompt, max_new_tokens, stop)
+
+        def done(index: int, answers: list[ForkedAnswer], server: int) -> None:
+            results[index] = answers
+            if on_done is not None:
+                on_done(index, answers)
+
+        hashes = [_trace_hash(request.prompt_ids, request.trace_ids) for request in requests]
+        homes = [self._homes.pop(known, None) for known in hashes]
+        _run(self._dispatch(work, done, [len(r.cuts) for r in requests], homes))
+        self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
+        return [results[i] for i in range(len(requests))]
+
+    async def _dispatch(
+        self,
+        work: Callable[[Server, int, int], Awaitable[_T]],
+        done: Callable[[int, list[_T], int], None],
+        sizes: Sequence[int],
+        homes: Sequence[int | None],
+    ) -> None:
+        async with self._connect() as servers:
+            dispatcher = Dispatcher(
+                len(servers),
+                self.concurrency,
+                lambda server, index, part: work(servers[server], index, part),
+                done,
+            )
+            try:
+                await dispatcher.run(sizes, homes)
+            except ServerDown as error:
+                reasons = "; ".join(map(str, dispatcher.down))
+                raise EnginesDownError(
+                    f"no server is left ({reasons}): see to them and run again; what was "
+                    "finished before is kept"
+                ) from error
+
+    async def _trace(
+        self,
+        server: Server,
+        prompt: list[int],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        state: int,
+        trie: TokenTrie,
+    ) -> Sampled:
+        """Samples one thinking part and, where the model ended it by its marker, the answer."""
+
+        async def continued(ids: list[int], limit: int, end_ids: frozenset[int], draw: int) -> Reply:
+            ask = Ask(
+                ids,
+                limit,
+                end_ids,
+                settings.temperature,
+                settings.top_p,
+                settings.top_k,
+                mix64(state ^ draw) >> 1 if settings.temperature > 0 else None,
+            )
+            reply = await server.ask(ask)
+            _count(self.sample_counts, ask, reply)
+            return reply
+
+        ends = self.eos_ids | {fmt.think_end_id}
+        trace = await continued(prompt, settings.max_new_tokens, ends, 0)
+        tokens = [*prompt, *trace.ids]
+        if trace.end_id is None:
+            _check_length(trace, settings.max_new_tokens)
+            trie.add(tokens[:-1])
+            return Sampled(trace.ids, [], "cap")
+        if trace.end_id != fmt.think_end_id:
+            trie.add(tokens)
+            return Sampled(trace.ids, [], "natural")
+        tokens.append(trace.end_id)
+        answer = await continued(tokens, settings.max_answer_tokens, self.eos_ids, 1)
+        trie.add([*tokens, *answer.ids][: None if answer.end_id is not None else -1])
+        return Sampled(trace.ids, answer.ids, "natural")
+
+    async def _answer(
+        self,
+        server: Server,
+        prompt: list[int],
+        limit: int,
+        stop: Callable[[], AnswerStop] | None,
+    ) -> ForkedAnswer:
+        """Decodes one answer, asking on where a server stopped before the rule is satisfied."""
+        rule = stop() if stop is not None else None
+        ids: list[int] = []
+        logprobs: list[float] = []
+        entropy: float | None = None
+        while True:
+            ask = Ask([*prompt, *ids], limit - len(ids), self.eos_ids, scored=True, stop=stop)
+            reply = await server.ask(ask)
+            _count(self.counts, ask, reply)
+            if entropy is None:
+                entropy = _entropy(reply.top_logprobs)
+            for token, logprob in zip(reply.ids, reply.logprobs, strict=True):
+                ids.append(token)
+                logprobs.append(logprob)
+                if rule is not None and rule.push(token):
+                    return ForkedAnswer(ids, "closed", logprobs, entropy)
+            if reply.end_id is not None:
+                return ForkedAnswer(ids, "eos", logprobs, entropy)
+            if len(ids) >= limit:
+                return ForkedAnswer(ids, "length", logprobs, entropy)
+            if rule is None or not reply.ids:
+                _check_length(reply, ask.max_new_tokens)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Runs to the end; of several errors in concurrent requests the first one is raised alone."""
+    try:
+        asyncio.run(work)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+def _count(count: TokenCount, ask: Ask, reply: Reply) -> None:
+    generated = len(reply.ids) + (reply.end_id is not None)
+    fed = max(generated - 1, 0)  # nothing follows the last token
+    count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
+
+
+def _check_length(reply: Reply, limit: int) -> None:
+    if len(reply.ids) < limit:
+        raise ValueError(
+            f"a server stopped after {len(reply.ids)} of {limit} tokens without saying why: is "
+            "its context (max_model_len, context-length) long enough for prompt and trace cap?"
+        )
+
+
+def _entropy(top_logprobs: Sequence[float]) -> float:
+    """In nats, of the given log-probabilities, renormalised."""
+    total = math.log(sum(math.exp(value) for value in top_logprobs))
+    return -sum(math.exp(value - total) * (value - total) for value in top_logprobs)
+
+
+def _trace_hash(prompt_ids: Sequence[int], trace_ids: Sequence[int]) -> int:
+    return hash((tuple(prompt_ids), tuple(trace_ids)))

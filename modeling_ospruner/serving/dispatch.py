@@ -1,0 +1,143 @@
+"""Hands jobs of several requests to servers as these have room, and takes them from dead ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+__all__ = ["Dispatcher", "ServerDown", "first_error"]
+
+_T = TypeVar("_T")
+
+
+class ServerDown(Exception):
+    """A server cannot be used any more; another one may do its work.
+
+    Args:
+        server: its name.
+        reason: what it did.
+    """
+
+    def __init__(self, server: str, reason: str) -> None:
+        super().__init__(f"{server}: {reason}")
+
+
+@dataclass
+class _Job(Generic[_T]):
+    home: int | None
+    results: list[_T | None]
+    missing: set[int] = field(default_factory=set)
+
+
+class Dispatcher(Generic[_T]):
+    """Runs jobs on servers. A job is one or more requests that one server should do together.
+
+    Each server takes a job when it has room for another request, first those that have it as
+    their home, then those without a home, then those of others. It gets the requests of a job in
+    order. The jobs of a server that goes down are done by the others; finished requests are kept.
+
+    Args:
+        servers: how many there are.
+        concurrency: requests a server works on at once.
+        work: does request `part` of job `index` on a server: `work(server, index, part)`. It
+            raises `ServerDown` where the server is to blame.
+        done: called with a job's index, its results and its server, as soon as all are there.
+    """
+
+    def __init__(
+        self,
+        servers: int,
+        concurrency: int,
+        work: Callable[[int, int, int], Awaitable[_T]],
+        done: Callable[[int, list[_T], int], None],
+    ) -> None:
+        self._servers = servers
+        self._concurrency = concurrency
+        self._work = work
+        self._done = done
+        self.down: list[ServerDown] = []
+
+    async def run(self, sizes: Sequence[int], homes: Sequence[int | None]) -> None:
+        """Does every job.
+
+        Args:
+            sizes: how many requests each job has.
+            homes: for each job the server that knows it already, or None.
+
+        Raises:
+            ServerDown: every server went down; the first one's reason.
+        """
+        self._jobs: list[_Job[_T]] = [
+            _Job(home, [None] * size, set(range(size)))
+            for size, home in zip(sizes, homes, strict=True)
+        ]
+        self._changed = asyncio.Condition()
+        self._waiting: dict[int | None, deque[int]] = {None: deque()}
+        self._waiting |= {server: deque() for server in range(self._servers)}
+        self._open = 0
+        for index, job in enumerate(self._jobs):
+            if job.missing:
+                self._open += 1
+                self._waiting[job.home].append(index)
+            else:
+                self._done(index, [], 0)
+        async with asyncio.TaskGroup() as group:
+            for server in range(self._servers):
+                group.create_task(self._serve(server))
+        if self._open:
+            raise self.down[0]
+
+    async def _serve(self, server: int) -> None:
+        taken: set[int] = set()
+        slots = asyncio.Semaphore(self._concurrency)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while (index := await self._take(server)) is not None:
+                    taken.add(index)
+                    for part in sorted(self._jobs[index].missing):
+                        await slots.acquire()
+                        group.create_task(self._part(server, index, part, slots))
+        except* ServerDown as downs:
+            error = first_error(downs)
+            assert isinstance(error, ServerDown)
+            self.down.append(error)
+            async with self._changed:
+                back = sorted(index for index in taken if self._jobs[index].missing)
+                own = self._waiting.pop(server)
+                self._waiting[None].extendleft(reversed([*back, *own]))
+                self._changed.notify_all()
+
+    async def _take(self, server: int) -> int | None:
+        """The next job for a server; None once all are finished."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: any(self._waiting.values()) or not self._open)
+            others = max(self._waiting.values(), key=len)
+            for queue in (self._waiting[server], self._waiting[None], others):
+                if queue:
+                    return queue.popleft()
+        return None
+
+    async def _part(self, server: int, index: int, part: int, slots: asyncio.Semaphore) -> None:
+        try:
+            result = await self._work(server, index, part)
+        finally:
+            slots.release()
+        job = self._jobs[index]
+        job.results[part] = result
+        job.missing.discard(part)
+        if job.missing:
+            return
+        self._done(index, [r for r in job.results if r is not None], server)
+        async with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+
+def first_error(group: BaseException) -> BaseException:
+    """The first single exception in a (nested) group."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
