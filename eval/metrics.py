@@ -7,6 +7,7 @@ which makes differences between two rules paired.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ __all__ = [
     "bootstrap_means",
     "paired_difference",
     "reduction",
+    "reward",
 ]
 
 Statistic = Callable[[FloatArray], FloatArray]
@@ -99,6 +101,24 @@ AES_RELATIVE = AesVariant(gamma=7.0, relative=True)
 def reduction(tokens: npt.ArrayLike, base_tokens: npt.ArrayLike) -> FloatArray:
     """Share of the baseline's mean thinking tokens that is saved, 1 - tokens / base_tokens."""
     return 1.0 - np.asarray(tokens, np.float64) / np.asarray(base_tokens, np.float64)
+
+
+def reward(
+    accuracy: npt.ArrayLike, tokens: npt.ArrayLike, length_penalty: float
+) -> FloatArray:
+    """The mean reward (the paper's Eq. 2), accuracy - lambda * tokens; arrays broadcast.
+
+    Args:
+        accuracy: in [0, 1].
+        tokens: mean thinking tokens.
+        length_penalty: lambda >= 0.
+
+    Raises:
+        ValueError: lambda is negative or not finite.
+    """
+    if not (math.isfinite(length_penalty) and length_penalty >= 0):
+        raise ValueError(f"length_penalty is {length_penalty!r}; it must be a finite number >= 0")
+    return np.asarray(accuracy, np.float64) - length_penalty * np.asarray(tokens, np.float64)
 
 
 def aes(

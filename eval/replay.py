@@ -1,13 +1,13 @@
 """Exact expected accuracy and length of stopping rules on labelled traces, without generating.
 
 A rule becomes an `Outcome`: what each trace is expected to cost and to earn under it. `results`
-summarises outcomes; online evaluation makes its own by generating, and they are summarised alike.
+summarises outcomes; `online` makes its own by generating, and they are summarised alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -38,6 +38,9 @@ class Outcome:
         answer_tokens: (N,) tokens of the forced answer.
         helped: (N,) right where the full trace is wrong.
         harmed: (N,) wrong where the full trace is right.
+        truncated: (N,) thinking was cut at the token cap.
+        probe_tokens: (N,) tokens that the rule itself generated to decide (trial answers).
+        seconds: (N,) wall-clock time; NaN where it was not measured.
     """
 
     correct: FloatArray
@@ -45,6 +48,9 @@ class Outcome:
     answer_tokens: FloatArray
     helped: FloatArray
     harmed: FloatArray
+    truncated: FloatArray
+    probe_tokens: FloatArray
+    seconds: FloatArray
 
     def __len__(self) -> int:
         return len(self.correct)
@@ -60,10 +66,8 @@ class Outcome:
         return float(self.tokens.mean())
 
     def columns(self) -> FloatArray:
-        """(N, 5) the fields side by side, in the order of their definition."""
-        return np.column_stack(
-            [self.correct, self.tokens, self.answer_tokens, self.helped, self.harmed]
-        )
+        """(N, K) the fields side by side, in the order of their definition."""
+        return np.column_stack([vars(self)[f.name] for f in fields(self)])
 
 
 def replay(
@@ -107,12 +111,15 @@ def replay(
     return _expect(table, stop_distribution_from_probabilities(values, mask).numpy())
 
 
-def replay_at(table: TraceTable, step_index: npt.ArrayLike) -> Outcome:
+def replay_at(
+    table: TraceTable, step_index: npt.ArrayLike, probe_tokens: FloatArray | None = None
+) -> Outcome:
     """Stops trace n at step `step_index[n]` (0-based; an index beyond its end is its end).
 
     Args:
         table: N labelled traces.
         step_index: (N,) integers >= 0.
+        probe_tokens: (N,) what the rule spent on deciding; None for nothing.
 
     Raises:
         ValueError: a shape other than (N,), or a negative index.
@@ -130,6 +137,9 @@ def replay_at(table: TraceTable, step_index: npt.ArrayLike) -> Outcome:
         answer_tokens=table.answer_tokens[rows, index].astype(np.float64),
         helped=correct * (1.0 - full),
         harmed=(1.0 - correct) * full,
+        truncated=(table.capped & (index == table.last)).astype(np.float64),
+        probe_tokens=np.zeros(len(table)) if probe_tokens is None else probe_tokens,
+        seconds=np.full(len(table), np.nan),
     )
 
 
@@ -182,10 +192,14 @@ def _expect(table: TraceTable, weights: FloatArray) -> Outcome:
     """Expectations over the stopping step under `weights` (N, T), whose rows sum to one."""
     correct = (weights * table.correct).sum(axis=1)
     full = table.full_correct
+    to_the_end = weights[np.arange(len(table)), table.last]
     return Outcome(
         correct=correct,
         tokens=(weights * table.lengths).sum(axis=1),
         answer_tokens=(weights * table.answer_tokens).sum(axis=1),
         helped=correct * (1.0 - full),
         harmed=(1.0 - correct) * full,
+        truncated=to_the_end * table.capped,
+        probe_tokens=np.zeros(len(table)),
+        seconds=np.full(len(table), np.nan),
     )

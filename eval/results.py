@@ -22,9 +22,10 @@ from .metrics import (
     estimate,
     paired_difference,
     reduction,
+    reward,
 )
 from .replay import Outcome
-from .table import IntArray
+from .table import FloatArray, IntArray
 
 __all__ = ["Result", "Rule", "compare", "summarise"]
 
@@ -54,6 +55,12 @@ class Result:
         answer_tokens: mean tokens of the forced answer.
         helped: share of traces right under the rule and wrong in full.
         harmed: share of traces wrong under the rule and right in full.
+        truncated: share of traces cut at the token cap.
+        probe_tokens: mean tokens that the rule generated to decide.
+        total_reduction: share of all tokens (thinking, answer, probes) of the full trace saved.
+        time_ratio: wall-clock time over that of the full trace; NaN where not measured.
+        tokens_per_second: generated tokens (thinking, answer) a second; NaN where not measured.
+        rewards: (lambda, accuracy - lambda * thinking tokens) for some lambdas.
         aes_label: which AES.
         traces: how many traces.
         problems: how many problems.
@@ -69,6 +76,12 @@ class Result:
     answer_tokens: Estimate
     helped: Estimate
     harmed: Estimate
+    truncated: Estimate
+    probe_tokens: Estimate
+    total_reduction: Estimate
+    time_ratio: Estimate
+    tokens_per_second: Estimate
+    rewards: tuple[tuple[float, Estimate], ...]
     aes_label: str
     traces: int
     problems: int
@@ -82,13 +95,14 @@ class Result:
         """What `to_dict` wrote.
 
         Raises:
-            TypeError: missing or unknown keys.
+            KeyError, TypeError: missing or unknown keys.
         """
         read: dict[str, Any] = {
             name: Estimate(**value) if isinstance(value, dict) else value
             for name, value in values.items()
         }
-        return cls(**read)
+        rewards = tuple((penalty, Estimate(**value)) for penalty, value in read["rewards"])
+        return cls(**{**read, "rewards": rewards})
 
 
 def summarise(
@@ -97,6 +111,7 @@ def summarise(
     problem_index: IntArray,
     *,
     variant: AesVariant = AES_ABSOLUTE,
+    length_penalties: Sequence[float] = (),
     replicates: int = REPLICATES,
     seed: int = 0,
 ) -> list[Result]:
@@ -107,6 +122,7 @@ def summarise(
         base: the full traces' outcome, to which reductions and AES refer.
         problem_index: (N,) the problem of each trace, 0 .. P-1.
         variant: which AES.
+        length_penalties: lambdas at which to give the expected reward.
         replicates: bootstrap resamples.
         seed: of the resamples.
 
@@ -124,32 +140,67 @@ def summarise(
     width = blocks[0].shape[1]
     resampled = bootstrap_means(values, problem_index, replicates, seed)  # (B, K (1 + rules))
     means = np.concatenate([values.mean(axis=0)[None], resampled])  # row 0: all traces
-    base_means = means[:, :width]
     problems = len(np.unique(problem_index))
-
+    full = _Means(means[:, :width])
     results = []
     for number, rule in enumerate(rules, start=1):
-        accuracy, tokens, answer, helped, harmed = means[:, number * width : (number + 1) * width].T
-        score = variant(accuracy, tokens, base_means[:, 0], base_means[:, 1])
-        saved = reduction(tokens, base_means[:, 1])
+        ours = _Means(means[:, number * width : (number + 1) * width])
+        numbers = ours.against(full, variant)
         results.append(
             Result(
                 method=rule.method,
                 parameter=rule.parameter,
                 parameter_name=rule.parameter_name,
-                accuracy=estimate(accuracy[0], accuracy[1:]),
-                tokens=estimate(tokens[0], tokens[1:]),
-                reduction=estimate(saved[0], saved[1:]),
-                aes=estimate(score[0], score[1:]),
-                answer_tokens=estimate(answer[0], answer[1:]),
-                helped=estimate(helped[0], helped[1:]),
-                harmed=estimate(harmed[0], harmed[1:]),
+                **{name: estimate(*_first_and_rest(x)) for name, x in numbers.items()},
+                rewards=tuple(
+                    (penalty, estimate(*_first_and_rest(ours.reward(penalty))))
+                    for penalty in length_penalties
+                ),
                 aes_label=variant.label,
                 traces=len(base),
                 problems=problems,
             )
         )
     return results
+
+
+class _Means:
+    """The means of one outcome's columns, on all traces and on each resample: (1 + B, K)."""
+
+    def __init__(self, means: FloatArray) -> None:
+        self.of = dict(zip([f.name for f in dataclasses.fields(Outcome)], means.T, strict=True))
+
+    @property
+    def generated(self) -> FloatArray:
+        """Thinking and answer tokens."""
+        return self.of["tokens"] + self.of["answer_tokens"]
+
+    def reward(self, length_penalty: float) -> FloatArray:
+        """The expected reward, accuracy - lambda * thinking tokens."""
+        return reward(self.of["correct"], self.of["tokens"], length_penalty)
+
+    def against(self, full: _Means, variant: AesVariant) -> dict[str, FloatArray]:
+        """The fields of `Result` by name, as arrays."""
+        own, base = self.of, full.of
+        spent = self.generated + own["probe_tokens"]
+        return {
+            "accuracy": own["correct"],
+            "tokens": own["tokens"],
+            "reduction": reduction(own["tokens"], base["tokens"]),
+            "aes": variant(own["correct"], own["tokens"], base["correct"], base["tokens"]),
+            "answer_tokens": own["answer_tokens"],
+            "helped": own["helped"],
+            "harmed": own["harmed"],
+            "truncated": own["truncated"],
+            "probe_tokens": own["probe_tokens"],
+            "total_reduction": reduction(spent, full.generated),
+            "time_ratio": own["seconds"] / base["seconds"],
+            "tokens_per_second": self.generated / own["seconds"],
+        }
+
+
+def _first_and_rest(values: FloatArray) -> tuple[float, FloatArray]:
+    return float(values[0]), values[1:]
 
 
 def compare(

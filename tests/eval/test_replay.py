@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -206,7 +208,7 @@ def test_summarise_and_compare() -> None:
 def test_a_baseline_that_is_never_right_gives_no_relative_score() -> None:
     table = make_table(8)
     zeros = np.zeros(len(table))
-    base = Outcome(zeros, replay_full(table).tokens, zeros, zeros, zeros)
+    base = replace(replay_full(table), correct=zeros)
     rules = [Rule("step", replay_step(table, 1))]
     result = summarise(rules, base, table.problem_index, variant=AES_RELATIVE)[0]
     assert np.isnan(result.aes.value)
