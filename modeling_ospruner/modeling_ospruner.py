@@ -48,8 +48,8 @@ FLAT_FILES = (
     "policy_ospruner.py",
     "reasoning_format.py",
     "settings_ospruner.py",
-    "trunk_ospruner.py",
     "shared_base_ospruner.py",
+    "trunk_ospruner.py",
 )
 _AUTO_MAP = {
     "AutoConfig": "configuration_ospruner.OSPrunerConfig",
