@@ -1,15 +1,26 @@
-"""Problems with reference answers, from JSON lines or a dataset, and how one is asked."""
+"""Problems with reference answers, from files or rows, and how one is asked."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Problem", "load_problems", "problems_from_rows", "user_message"]
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+__all__ = [
+    "COLUMNS",
+    "Columns",
+    "Problem",
+    "load_problems",
+    "problems_from_rows",
+    "read_rows",
+    "user_message",
+]
 
 
 @dataclass(frozen=True)
@@ -44,38 +55,59 @@ def user_message(problem: Problem, fmt: AsksForAnswers) -> str:
     return f"{problem.problem}\n\n{fmt.user_instruction}"
 
 
+Columns = Mapping[str, Sequence[str]]
+"""For each field of `Problem`, the columns that may hold it; the first one present is read."""
+
+COLUMNS: Columns = {
+    "id": ("id",),
+    "problem": ("problem",),
+    "answer": ("answer",),
+    "family": ("family",),
+}
+"""The columns of plain files and datasets."""
+
+
 def load_problems(
-    path: str | Path, *, limit: int | None = None, family_column: str = "family"
+    path: str | Path, *, limit: int | None = None, columns: Columns = COLUMNS
 ) -> list[Problem]:
-    """Reads problems from a `.jsonl` or `.jsonl.gz` file, one object a line.
+    """Reads problems from a `.jsonl`, `.jsonl.gz` or `.parquet` file.
 
     Args:
-        path: the file; each line has `id`, `problem` and `answer`.
+        path: the file; by default each row has `id`, `problem` and `answer`.
         limit: read only the first so many problems; all where None.
-        family_column: column that gives `Problem.family` (such as "subject"); may be absent.
+        columns: where each field stands, such as {"problem": ["question"]}; the others keep
+            their names.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a line is not a JSON object, or see `problems_from_rows`.
+        ValueError: another kind of file, a line is not a JSON object, or see
+            `problems_from_rows`.
+    """
+    return problems_from_rows(read_rows(path), limit=limit, columns=columns, source=str(path))
+
+
+def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
+    """The rows of a `.jsonl`, `.jsonl.gz` or `.parquet` file, read as they are asked for.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another kind of file, or a line is not a JSON object.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no problems at {path}: give a .jsonl or .jsonl.gz file")
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        return problems_from_rows(
-            _json_rows(lines, str(path)),
-            limit=limit,
-            family_column=family_column,
-            source=str(path),
-        )
+        raise FileNotFoundError(f"no rows at {path}: give a .jsonl, .jsonl.gz or .parquet file")
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return _json_rows(path)
+    raise ValueError(f"{path} is no .jsonl, .jsonl.gz or .parquet file: convert it to one of them")
 
 
 def problems_from_rows(
     rows: Iterable[Mapping[str, Any]],
     *,
     limit: int | None = None,
-    family_column: str = "family",
+    columns: Columns = COLUMNS,
     source: str = "the dataset",
 ) -> list[Problem]:
     """Makes problems of rows (dicts or a `datasets.Dataset`) with `id`, `problem` and `answer`.
@@ -85,25 +117,30 @@ def problems_from_rows(
     Args:
         rows: the rows, read only as far as `limit`.
         limit: keep only the first so many; all where None.
-        family_column: column that gives `Problem.family`; may be absent.
+        columns: where each field stands, if not under its own name; see `COLUMNS`.
         source: what to call the rows in errors.
 
     Raises:
-        ValueError: a missing or empty `problem` or `answer`, a repeated id, no rows, or limit < 1.
+        ValueError: a missing or empty `problem` or `answer`, a repeated id, no rows, limit < 1,
+            or an unknown field in `columns`.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1, or None for all problems")
+    if unknown := sorted(set(columns) - set(COLUMNS)):
+        raise ValueError(f"columns names the fields {unknown}; a problem has {list(COLUMNS)}")
+    columns = {**COLUMNS, **columns}
     problems: list[Problem] = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
         if limit is not None and number >= limit:
             break
         where = f"{source}, row {number}"
+        given_id, family = _first(row, columns["id"]), _first(row, columns["family"])
         problem = Problem(
-            id=str(row["id"]) if row.get("id") is not None else str(number),
-            problem=_text(row, "problem", where),
-            answer=_text(row, "answer", where),
-            family=str(row.get(family_column) or ""),
+            id=str(number) if given_id is None else str(given_id),
+            problem=_text(row, "problem", columns["problem"], where),
+            answer=_text(row, "answer", columns["answer"], where),
+            family=str(family or ""),
         )
         if problem.id in seen:
             raise ValueError(f"{where}: the id {problem.id!r} was used before; ids must be unique")
@@ -114,15 +151,21 @@ def problems_from_rows(
     return problems
 
 
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _text(row: Mapping[str, Any], field: str, names: Sequence[str], where: str) -> str:
     reason = {
         "problem": "it is the text put to the reasoner",
         "answer": "it is the reference that forced answers are graded against",
-    }[column]
-    if column not in row:
+    }[field]
+    column = next((name for name in names if name in row), None)
+    if column is None:
         raise ValueError(
-            f"{where}: there is no column {column!r} ({reason}); the columns are "
-            f"{', '.join(map(repr, row)) or 'none'}: rename or add one"
+            f"{where}: there is no column {' or '.join(map(repr, names))} ({reason}); the columns "
+            f"are {', '.join(map(repr, row)) or 'none'}: rename one, or say which it is "
+            f"(columns {field}=NAME)"
         )
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -135,14 +178,26 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     return text
 
 
-def _json_rows(lines: Iterable[str], source: str) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{source}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{source}, line {number}: a {type(row).__name__}, not an object")
-        yield row
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no readable Parquet file ({error})") from error
+    with file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
+def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: a {type(row).__name__}, not an object")
+            yield row

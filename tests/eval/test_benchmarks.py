@@ -36,7 +36,7 @@ def test_load_problems(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
     assert load_problems(path) == EXPECTED
     assert load_problems(path, limit=1) == EXPECTED[:1]
-    assert load_problems(path, family_column="subject")[0].family == "sums"
+    assert load_problems(path, columns={"family": ["subject"]})[0].family == "sums"
 
 
 def test_problems_of_a_dataset() -> None:
@@ -69,7 +69,7 @@ def test_bad_rows(row: dict[str, Any], message: str) -> None:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no problems at"):
+    with pytest.raises(FileNotFoundError, match="no rows at"):
         load_problems(tmp_path / "absent.jsonl")
     path = tmp_path / "problems.jsonl"
     path.write_text("")
