@@ -10,17 +10,20 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 PROVENANCE_FILE = "provenance.json"
+
+_ABSOLUTE_PATH = re.compile(r"(?<![\w.~/:-])/(?:[^\s/'\",:;=]+/)*([^\s/'\",:;=]+)/?")
 
 # Distributions whose version can change a result. Those not installed are left out.
 RECORDED_PACKAGES = (
@@ -58,6 +61,9 @@ class Provenance:
         data_hash: SHA-256 of the input data (see `hash_files`); None without data.
         seed: Seed of the run; None where nothing is drawn.
         details: Settings of the run, JSON values only.
+        files: SHA-256 of each file published with the record, by its path; empty before.
+        code: Of the flat code published with it: "version" of OS-Pruner, "commit" that last
+            changed the code, and whether it was "modified" since; empty before.
     """
 
     command: str
@@ -72,6 +78,8 @@ class Provenance:
     data_hash: str | None
     seed: int | None
     details: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    code: dict[str, Any] = field(default_factory=dict)
 
 
 def provenance(
@@ -117,14 +125,25 @@ def provenance(
         seed=seed,
         details=dict(details or {}),
     )
+    write_provenance(folder, record)
+    return record
+
+
+def write_provenance(folder: Path, record: Provenance) -> None:
+    """Writes a record as the folder's `provenance.json`, atomically.
+
+    Raises:
+        ValueError: If its details hold something JSON cannot.
+    """
     try:
         text = json.dumps(asdict(record), indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"details={details!r} must hold JSON values only: {error}") from error
+        raise ValueError(
+            f"details={record.details!r} must hold JSON values only: {error}"
+        ) from error
     partial = folder / f".{PROVENANCE_FILE}.{os.getpid()}"
     partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(folder / PROVENANCE_FILE)
-    return record
 
 
 def read_provenance(folder: Path | str) -> Provenance:
@@ -137,14 +156,29 @@ def read_provenance(folder: Path | str) -> Provenance:
     if not path.is_file():
         raise ValueError(f"folder={str(folder)!r} has no {PROVENANCE_FILE}: it was not made here")
     values = json.loads(path.read_text(encoding="utf-8"))
-    expected = {entry.name for entry in fields(Provenance)}
-    if not isinstance(values, dict) or set(values) != expected:
+    known = {entry.name for entry in fields(Provenance)}
+    needed = known - {e.name for e in fields(Provenance) if e.default_factory is not MISSING}
+    if not isinstance(values, dict) or not needed <= set(values) <= known:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ValueError(
-            f"{path} holds {found}, expected the fields {sorted(expected)}: "
+            f"{path} holds {found}, expected the fields {sorted(known)}: "
             "it was written by another version of ospruner"
         )
     return Provenance(**values)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of one file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def without_paths(text: str) -> str:
+    """A text with every absolute path cut to its last part: published, it would tell of a machine.
+
+    Addresses such as https://example.org/a/b are left as they are.
+    """
+    return _ABSOLUTE_PATH.sub(r"\1", text)
 
 
 def hash_files(paths: Iterable[Path | str]) -> str:
@@ -194,16 +228,38 @@ def _git_state() -> tuple[str | None, bool | None]:
     A wheel installed in an environment inside somebody's repository is not tracked by it.
     """
     here = Path(__file__).resolve()
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
     try:
-        git("ls-files", "--error-unmatch", here.name)
-        commit = git("rev-parse", "HEAD")
-        return commit, git("status", "--porcelain", "--untracked-files=no") != ""
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        commit = _git(here.parent, "rev-parse", "HEAD")
+        return commit, _git(here.parent, "status", "--porcelain", "--untracked-files=no") != ""
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None, None
+
+
+def code_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Where published code comes from: `Provenance.code`.
+
+    Args:
+        folder: The package's folder of the code.
+        names: Files in it.
+
+    Returns:
+        The package's version; the commit that last changed any of the files (not the checkout's
+        own, so that publishing the same code again says the same), None where they are not
+        tracked; and whether they differ from that commit.
+    """
+    version = metadata.version("ospruner")
+    try:
+        _git(folder, "ls-files", "--error-unmatch", *names)
+        commit = _git(folder, "log", "-1", "--format=%H", "--", *names)
+        modified = _git(folder, "status", "--porcelain", "--", *names) != ""
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {"version": version, "commit": None, "modified": None}
+    return {"version": version, "commit": commit or None, "modified": modified}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

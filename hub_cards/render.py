@@ -1,7 +1,7 @@
 """The model card of a policy folder, made from what the folder itself says.
 
-The base, method and settings are read from `config.json`, the origin from `provenance.json`; only
-the results and the licence are told by the caller.
+The base, method and settings are read from `config.json`, the origin from `provenance.json`, the
+results from `results.json`; only the name, the licence and the data sets are told by the caller.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
-from .facts import read_provenance
+from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 
+from .facts import read_provenance, without_paths
+from .results import ResultsTable, read_results, save_results
+
+CARD_FILE = "README.md"
+PICTURE_FILE = "pareto.png"
 TEMPLATE = Path(__file__).with_name("policy_card.md")
 TAGS = ("ospruner", "reasoning", "chain-of-thought", "early-exit")
 NEEDED_CONFIG = (
@@ -48,52 +53,38 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class ResultsTable:
-    """Results as they shall stand in a card: text that its maker has formatted.
+class License:
+    """A licence in the Hub's spelling.
 
     Attributes:
-        caption: What was measured, on what, how the intervals were made, and by which command.
-        columns: Headings, the first for the method.
-        rows: One sequence of cells a row, as many as there are columns.
-
-    Raises:
-        ValueError: If the caption or the columns are empty, or a row has another length.
+        id: Such as "mit"; "other" needs name and link.
+        name: Of a licence that the Hub has no id for.
+        link: Where its text is.
     """
 
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def __post_init__(self) -> None:
-        if not self.caption.strip():
-            raise ValueError("caption is empty: say setting, intervals and command of the results")
-        if not self.columns:
-            raise ValueError("columns is empty: name at least one")
-        for number, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                raise ValueError(
-                    f"rows[{number}] has {len(row)} cells, expected {len(self.columns)}: "
-                    f"one for each of {list(self.columns)}"
-                )
-
-    def markdown(self) -> str:
-        """The table in GitHub's markdown, numbers aligned to the right."""
-        rule = [":--", *["--:"] * (len(self.columns) - 1)]
-        lines = [self.columns, rule, *self.rows]
-        return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+    id: str
+    name: str | None = None
+    link: str | None = None
 
 
 def policy_card(
-    folder: Path | str, *, name: str, license: str, results: ResultsTable | None = None
+    folder: Path | str,
+    *,
+    name: str,
+    license: License | str | None,
+    results: ResultsTable | None = None,
+    datasets: Sequence[str] = (),
 ) -> ModelCard:
     """Renders the card of a saved policy.
 
     Args:
         folder: Holds the policy's `config.json` and `provenance.json`.
         name: What users load: the repository's id on the Hub, or a folder's name.
-        license: Licence of the policy in the Hub's spelling, such as "mit". Copied layers are the
-            base's own weights, so that it is normally the base's licence.
-        results: Shown as given.
+        license: Licence of the policy, in the Hub's spelling. Copied layers are the base's own
+            weights, so that it is normally the base's licence. None where it is not known, which
+            the card then says.
+        results: Shown as given; None for those of the folder's `results.json`, if any.
+        datasets: Ids of the labels it was trained on, on the Hub.
 
     Returns:
         The card; its `data` is the metadata that the Hub reads.
@@ -102,9 +93,12 @@ def policy_card(
         ValueError: If the folder holds no policy config, lacks fields, or has no provenance.
     """
     folder = Path(folder)
-    config = _policy_config(folder)
+    config = read_policy_config(folder)
+    record = read_provenance(folder)
+    results = results or read_results(folder)
+    license = License(license) if isinstance(license, str) else license
     base = config["base_model_name_or_path"]
-    on_hub = _is_hub_id(base)
+    on_hub = is_hub_id(base)
     # A local base must not leak its folder's path into a public card.
     base_name = base if on_hub else Path(base).name
     layers = config["num_policy_layers"]
@@ -112,12 +106,17 @@ def policy_card(
     instruction = config["reasoning_format"]["user_instruction"]
     appended = json.dumps(f"\n\n{instruction}", ensure_ascii=False)
     data = ModelCardData(
-        license=license,
+        license=license.id if license else None,
+        license_name=license.name if license else None,
+        license_link=license.link if license else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=list(TAGS),
         base_model=base if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
+        datasets=list(datasets) or None,
+        model_name=name.rpartition("/")[2] if results and results.measurements else None,
+        eval_results=results.index() if results and results.measurements else None,
     )
     return ModelCard.from_template(
         data,
@@ -129,25 +128,47 @@ def policy_card(
         method=METHODS[config["method"]],
         content=f"problem + {appended}" if instruction else "problem",
         config=config,
-        provenance=read_provenance(folder),
+        command=without_paths(record.command),
+        provenance=record,
+        settings=_settings(record.details),
         results=results,
+        picture=PICTURE_FILE if (folder / PICTURE_FILE).is_file() else None,
+        custom_generate=on_hub and (folder / CUSTOM_GENERATE).is_file(),
+        license_known=license is not None,
+        label_sets=list(datasets),
     )
 
 
 def write_policy_card(
-    folder: Path | str, *, name: str, license: str, results: ResultsTable | None = None
+    folder: Path | str,
+    *,
+    name: str,
+    license: License | str | None,
+    results: ResultsTable | None = None,
+    datasets: Sequence[str] = (),
 ) -> Path:
     """Writes the card of `policy_card` as the folder's `README.md` and returns its path.
+
+    Results that are given are kept beside it, as `results.json`.
 
     Raises:
         ValueError: As `policy_card`.
     """
-    path = Path(folder) / "README.md"
-    policy_card(folder, name=name, license=license, results=results).save(path)
+    folder = Path(folder)
+    card = policy_card(folder, name=name, license=license, results=results, datasets=datasets)
+    path = folder / CARD_FILE
+    card.save(path)
+    if results is not None:
+        save_results(folder, results)
     return path
 
 
-def _policy_config(folder: Path) -> dict[str, Any]:
+def read_policy_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a policy's folder.
+
+    Raises:
+        ValueError: If there is none, or it is not that of a policy, or lacks fields.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"folder={str(folder)!r} has no config.json: save the policy there first")
@@ -165,7 +186,8 @@ def _policy_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _is_hub_id(base: str) -> bool:
+def is_hub_id(base: str) -> bool:
+    """Whether a base is named by an id on the Hub, and not by a folder."""
     try:
         validate_repo_id(base)
     except HFValidationError:
@@ -173,6 +195,14 @@ def _is_hub_id(base: str) -> bool:
     return not Path(base).exists()
 
 
-def _cell(text: str) -> str:
-    """A table cell: a bar or a line break in the text must not end it."""
-    return text.replace("|", "\\|").replace("\n", " ")
+def _settings(details: dict[str, Any]) -> dict[str, str]:
+    """The settings of a run as rows of a table; a group's rows carry the group's name."""
+    rows: dict[str, str] = {}
+    for key, value in details.items():
+        if isinstance(value, dict):
+            rows |= {f"{key}: {name}": text for name, text in _settings(value).items()}
+        elif isinstance(value, str):
+            rows[key] = without_paths(value).replace("|", "\\|").replace("\n", " ")
+        elif value is not None:
+            rows[key] = json.dumps(value)
+    return {key.replace("_", " "): text for key, text in rows.items()}

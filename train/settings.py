@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ospruner.hub_cards.names import penalty_name
+
 __all__ = ["Method", "Stage", "TrainSettings", "penalty_name"]
 
 Method = Literal["os-pruner", "probe", "convergence"]
@@ -132,14 +134,6 @@ class TrainSettings:
             "length_penalties": list(self.length_penalties),
             "betas": list(self.betas),
         }
-
-
-def penalty_name(length_penalty: float) -> str:
-    """A lambda as it stands in names: 1e-4, 2.5e-5, 0."""
-    if length_penalty == 0:
-        return "0"
-    mantissa, _, exponent = f"{length_penalty:.6e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def _check_penalties(method: str, penalties: Sequence[float]) -> None:

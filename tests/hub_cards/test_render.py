@@ -12,7 +12,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from ospruner.hub_cards.facts import provenance
-from ospruner.hub_cards.render import ResultsTable, policy_card, write_policy_card
+from ospruner.hub_cards.render import policy_card, write_policy_card
+from ospruner.hub_cards.results import ResultsTable
 
 CONFIG: dict[str, Any] = {
     "model_type": "ospruner",
