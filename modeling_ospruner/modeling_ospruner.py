@@ -43,12 +43,14 @@ FLAT_FILES = (
     "draws_ospruner.py",
     "generation_ospruner.py",
     "loading_ospruner.py",
+    "model_turn.py",
     "modeling_ospruner.py",
     "outputs_ospruner.py",
     "policy_ospruner.py",
     "reasoning_format.py",
     "settings_ospruner.py",
     "shared_base_ospruner.py",
+    "token_states.py",
     "trunk_ospruner.py",
 )
 _AUTO_MAP = {

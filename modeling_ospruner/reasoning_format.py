@@ -15,6 +15,23 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from .model_turn import ModelTurn, ThinkingSpan, model_turn
+from .token_states import VISIBLE, VISIBLE_AFTER, BoundaryState, BoxState, Channels, kind_of
+
+__all__ = [
+    "DEEPSEEK_R1",
+    "HARMONY",
+    "PRESETS",
+    "QWEN3",
+    "AnswerMode",
+    "BoundaryState",
+    "BoxState",
+    "ReasoningFormat",
+    "ThinkingSpan",
+    "TokenFormat",
+    "guess",
+]
+
 AnswerMode = Literal["forced", "free"]
 
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -110,89 +127,6 @@ def guess(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat:
     )
 
 
-# What a token's text means for step ends, as bits.
-_BREAK = 1  # it contains a blank line
-_NEWLINE = 2  # it is "\n" alone
-_ENDS_NEWLINE = 4  # it ends with "\n"
-_VISIBLE = 8  # visible text (before its last blank line, where it has one)
-_VISIBLE_AFTER = 16  # visible text after its last blank line
-
-
-def _kind(text: str) -> int:
-    before, blank_line, after = text.rpartition("\n\n")
-    if not blank_line:
-        before, after = after, ""
-    return (
-        (_BREAK if blank_line else 0)
-        | (_NEWLINE if text == "\n" else 0)
-        | (_ENDS_NEWLINE if text.endswith("\n") else 0)
-        | (_VISIBLE if before.strip() else 0)
-        | (_VISIBLE_AFTER if after.strip() else 0)
-    )
-
-
-class BoundaryState:
-    r"""Finds step ends in a stream of thinking tokens.
-
-    A token is a boundary if its text contains "\n\n", or is "\n" after a token that ends with
-    "\n", with visible text since the last boundary (its own text up to the break included). The
-    state starts where the thinking starts; added tokens such as `<think>` are no visible text.
-
-    Attributes:
-        kinds: one byte a token id, the bits of `TokenFormat.kinds`.
-    """
-
-    __slots__ = ("_after_newline", "_visible", "kinds")
-
-    def __init__(self, kinds: bytes) -> None:
-        self.kinds = kinds
-        self._visible = False
-        self._after_newline = False
-
-    def push(self, token_id: int) -> bool:
-        """Takes the next thinking token; whether it ends a step."""
-        kind = self.kinds[token_id] if token_id < len(self.kinds) else 0
-        broken = bool(kind & _BREAK) or bool(kind & _NEWLINE and self._after_newline)
-        self._after_newline = bool(kind & _ENDS_NEWLINE)
-        visible = self._visible or bool(kind & _VISIBLE)
-        boundary = broken and visible
-        self._visible = bool(kind & _VISIBLE_AFTER) or (visible and not boundary)
-        return boundary
-
-
-class BoxState:
-    r"""Finds the end of a forced answer: the brace that closes the box opened by the prefix.
-
-    Escaped braces (`\{`) do not count, as in LaTeX.
-    """
-
-    __slots__ = ("_brace_texts", "_depth", "_escaped")
-
-    def __init__(self, brace_texts: Mapping[int, str]) -> None:
-        self._brace_texts = brace_texts
-        self._depth = 1
-        self._escaped = False
-
-    def push(self, token_id: int) -> bool:
-        """Takes the next answer token; whether the box is closed."""
-        text = self._brace_texts.get(token_id)
-        if text is None:
-            self._escaped = False
-            return self._depth <= 0
-        for character in text:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == "{":
-                self._depth += 1
-            elif character == "}":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return True
-        return False
-
-
 @dataclass(frozen=True)
 class TokenFormat:
     """A `ReasoningFormat` as the ids of one tokenizer; make it with `TokenFormat.compile`.
@@ -207,6 +141,7 @@ class TokenFormat:
         kinds: one byte a token id: the bits that `BoundaryState` reads.
         brace_texts: the texts of the tokens that contain a brace or a backslash.
         think_start_ids: what opens the thinking.
+        turn: how the chat template opens the model's turn; None where that is not known.
     """
 
     format: ReasoningFormat
@@ -218,6 +153,7 @@ class TokenFormat:
     kinds: bytes = dataclasses.field(repr=False)
     brace_texts: Mapping[int, str] = dataclasses.field(repr=False)
     think_start_ids: tuple[int, ...] = ()
+    turn: ModelTurn | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
     def compile(
@@ -235,29 +171,57 @@ class TokenFormat:
                 f"(format {reasoning_format.name!r}): it encodes as {end_ids}, but must be one "
                 "token. Use a reasoning model's tokenizer, or a ReasoningFormat that fits it"
             )
-        after_end = reasoning_format.closing[len(reasoning_format.think_end) :]
+        closing = tokenizer.encode(reasoning_format.closing, add_special_tokens=False)
+        forced = tokenizer.encode(
+            reasoning_format.closing + reasoning_format.box_prefix, add_special_tokens=False
+        )
+        if forced[: len(closing)] != closing:  # a token would reach over the seam
+            forced = [
+                *closing,
+                *tokenizer.encode(reasoning_format.box_prefix, add_special_tokens=False),
+            ]
         texts = _token_texts(tokenizer)
         added = frozenset(tokenizer.added_tokens_decoder)
-        return cls(
+        compiled = cls(
             format=reasoning_format,
             think_end_id=end_ids[0],
-            closing_ids=(end_ids[0], *tokenizer.encode(after_end, add_special_tokens=False)),
-            box_prefix_ids=tuple(
-                tokenizer.encode(reasoning_format.box_prefix, add_special_tokens=False)
-            ),
+            closing_ids=tuple(closing),
+            box_prefix_ids=tuple(forced[len(closing) :]),
             eos_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
             added_ids=added,
-            kinds=bytes(0 if i in added else _kind(text) for i, text in enumerate(texts)),
+            kinds=bytes(0 if i in added else kind_of(text) for i, text in enumerate(texts)),
             brace_texts={i: text for i, text in enumerate(texts) if re.search(r"[{}\\]", text)},
             think_start_ids=tuple(
                 tokenizer.encode(reasoning_format.think_start, add_special_tokens=False)
             ),
         )
+        channels = compiled.channels
+        turn = model_turn(
+            tokenizer,
+            compiled.think_start_ids,
+            compiled.think_end_id,
+            () if channels is None else channels.answer,
+            compiled.is_blank,
+        )
+        return dataclasses.replace(compiled, turn=turn)
 
     @property
     def think_end_ids(self) -> tuple[int, ...]:
         """The end marker's ids: one."""
         return (self.think_end_id,)
+
+    @property
+    def channels(self) -> Channels | None:
+        """The headers of thinking and answer, where a turn has several messages; else None.
+
+        A format has them if the closing opens the answer with the marker that begins
+        `think_start`, and `think_start` ends with a marker, too, as in Harmony.
+        """
+        start, closing = self.think_start_ids, self.closing_ids
+        if len(start) < 2 or start[0] not in closing or start[-1] not in self.added_ids:
+            return None
+        at = closing.index(start[0])
+        return Channels(thinking=start, answer=closing[at:], role_tokens=at - 1)
 
     @property
     def reentry_ids(self) -> tuple[int, ...]:
@@ -275,9 +239,20 @@ class TokenFormat:
             found = found | self.added_ids.intersection(self.closing_ids)
         return tuple(sorted(found - {self.think_end_id}))
 
-    def boundary_state(self) -> BoundaryState:
-        """A state at the start of a thinking part."""
-        return BoundaryState(self.kinds)
+    @property
+    def answer_end_ids(self) -> tuple[int, ...]:
+        """Ids, beside those that end a text, that end an answer once the closing stands there.
+
+        Harmony ends each message with the marker that ends a thinking message.
+        """
+        return () if self.channels is None else (self.think_end_id,)
+
+    def boundary_state(self, taken: Iterable[int] = ()) -> BoundaryState:
+        """A state at the start of a thinking part, or after its tokens `taken`."""
+        state = BoundaryState(self.kinds, self.think_end_id, self.channels)
+        for token_id in taken:
+            state.push(token_id)
+        return state
 
     def box_state(self) -> BoxState:
         """A state right after the box prefix."""
@@ -302,33 +277,51 @@ class TokenFormat:
             ends.append(len(trace_ids))
         return ends
 
-    def forced_suffix(self, answer: AnswerMode = "forced") -> list[int]:
-        """The ids forced after a stop: the closing, and for a forced answer the box prefix."""
+    def forced_suffix(self, answer: AnswerMode = "forced", closing_written: int = 0) -> list[int]:
+        """The ids forced after a stop: the closing, and for a forced answer the box prefix.
+
+        Args:
+            answer: the answer mode.
+            closing_written: how much of the closing stands there already, as
+                `BoundaryState.closing_written` says after a natural end.
+        """
         if answer not in ("forced", "free"):
             raise ValueError(f"answer is {answer!r}; it must be 'forced' or 'free'")
-        return [*self.closing_ids, *(self.box_prefix_ids if answer == "forced" else ())]
+        prefix = self.box_prefix_ids if answer == "forced" else ()
+        return [*self.closing_ids[closing_written:], *prefix]
+
+    def thinking_span(self, ids: Sequence[int], start: int | None = None) -> ThinkingSpan:
+        """Where the thinking of the model's last turn lies in a prompt; see `ThinkingSpan`.
+
+        The ids may also hold what the model wrote after the prompt, to its very end. Earlier
+        turns, system prompts and what users quote don't count: the last turn begins where the
+        chat template opens it. `boundary_state(ids[span.start:])` then goes on where a prefilled
+        thinking stops. The ids alone don't tell who wrote a `<think>` that the chat template does
+        not write: it is counted as thinking, as if the model had.
+
+        Args:
+            ids: without padding.
+            start: where the thinking begins (the length of the prompt), where that is known.
+        """
+        if start is None:
+            start = self.turn.thinking_begins(ids, self.is_blank) if self.turn else len(ids)
+        state = self.boundary_state()
+        for token_id in ids[start:]:
+            if token_id in self.eos_ids and token_id != self.think_end_id:
+                return ThinkingSpan(start, start + state.thinking_tokens, True)
+            state.push(token_id)
+            if state.ended:
+                break
+        return ThinkingSpan(start, start + state.thinking_tokens, state.ended)
 
     def in_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether what follows the prompt is thinking (a prompt may close it by itself).
+        """Whether what follows the prompt is thinking (a prompt may close it by itself)."""
+        return not self.thinking_span(prompt_ids).closed
 
-        The thinking is closed if the closing (its trailing white space apart) stands in the last
-        turn, that is, with no marker or special token after it. Earlier turns don't count.
-        """
-        closing = list(self.closing_ids)
-        while len(closing) > 1 and not self._is_marker_or_visible(closing[-1]):
-            closing.pop()
-        n = len(closing)
-        for i in range(len(prompt_ids) - 1, -1, -1):
-            if i >= n - 1 and list(prompt_ids[i - n + 1 : i + 1]) == closing:
-                return False
-            if prompt_ids[i] in self.added_ids:
-                return True
-        return True
-
-    def _is_marker_or_visible(self, token_id: int) -> bool:
-        return token_id in self.added_ids or bool(
-            self.kinds[token_id] & (_VISIBLE | _VISIBLE_AFTER)
-        )
+    def is_blank(self, token_id: int) -> bool:
+        """Whether an id is neither a marker nor visible text."""
+        known = token_id not in self.added_ids and token_id < len(self.kinds)
+        return known and not self.kinds[token_id] & (VISIBLE | VISIBLE_AFTER)
 
 
 def _token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -22,16 +22,16 @@ from modeling_ospruner.reasoning_format import (
     BoxState,
     ReasoningFormat,
     TokenFormat,
-    _kind,
     guess,
 )
+from modeling_ospruner.token_states import kind_of
 
 PIECES = ["a", " ", "\n", "\n\n", ".\n", ".\n\n", "\n\n\n", "}\n\n//", "\n\n//", " \n", "<think>"]
 MARKER = PIECES.index("<think>")
 
 
 def kinds_of(pieces: list[str]) -> bytes:
-    return bytes(0 if i == MARKER else _kind(piece) for i, piece in enumerate(pieces))
+    return bytes(0 if i == MARKER else kind_of(piece) for i, piece in enumerate(pieces))
 
 
 def reference_boundaries(pieces: list[str]) -> list[bool]:
