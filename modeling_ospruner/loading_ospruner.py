@@ -123,7 +123,8 @@ def load_parts(
         check_base(config, base.config, str(base.name_or_path))
     config._attn_implementation = base.config._attn_implementation
     policy = load_policy(path, config, base, policy_arguments)
-    tokenizer = AutoTokenizer.from_pretrained(path, **policy_arguments)
+    # Without the configuration, it would ask on the terminal whether to run the code that runs here.
+    tokenizer = AutoTokenizer.from_pretrained(path, config=config, **policy_arguments)
     return base, policy, tokenizer
 
 
