@@ -131,6 +131,30 @@ def test_choices_are_made_on_validation_alone(finished: tuple[Path, str]) -> Non
         Predictions("os-pruner", 5e-4, [at_once], [np.zeros(test.mask.shape, np.float32)]),
     ]
     comparison = compare_methods(validation, test, swapped)
-    assert comparison.chosen is not None
+    assert comparison.accurate
     assert comparison.chosen.parameter == 1e-3
     assert comparison.chosen.reduction.value > 0.5
+
+
+def test_where_no_policy_is_accurate_enough_the_best_aes_is_shown(
+    finished: tuple[Path, str],
+) -> None:
+    out, _ = finished
+    validation, test = (
+        TraceTable.from_dataset(read_labels(out / "labels" / split))
+        for split in ("validation", "test")
+    )
+    chances = {1e-3: 1.0, 5e-4: 0.5}  # of stopping, at every step
+    careless = [
+        Predictions(
+            "os-pruner",
+            penalty,
+            *([np.full(t.mask.shape, p, np.float32)] for t in (validation, test)),
+        )
+        for penalty, p in chances.items()
+    ]
+    comparison = compare_methods(validation, test, careless)
+    assert not comparison.accurate
+    assert comparison.claims()[0][1] is False
+    assert comparison.chosen.parameter in chances
+    assert "OS-Pruner - full trace" in comparison.differences

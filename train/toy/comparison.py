@@ -13,7 +13,7 @@ from ospruner.eval.metrics import Estimate
 from ospruner.eval.picture import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome, pool, replay, replay_budget, replay_full
 from ospruner.eval.results import Result, Rule, compare, summarise
-from ospruner.eval.selection import Criterion, choose
+from ospruner.eval.selection import Criterion, best_aes, choose
 from ospruner.eval.table import TraceTable
 
 PAPER_THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9)
@@ -47,16 +47,17 @@ class Comparison:
     Attributes:
         results: Every rule on the test traces.
         limits: The hindsight oracle and the best fixed budget.
-        chosen: OS-Pruner's policy chosen on validation; None where none is accurate enough.
-        saved_penalty: Lambda of the policy to save: the chosen one's, else that of best AES.
+        chosen: OS-Pruner's policy chosen on validation: the fewest tokens within 1 point of the
+            full trace, else the best AES.
+        accurate: Whether a policy was within that point on validation.
         rivals: The results the chosen policy is held against; the best fixed budget is the last.
         differences: Chosen policy less each rival, paired.
     """
 
     results: list[Result]
     limits: list[Result]
-    chosen: Result | None
-    saved_penalty: float
+    chosen: Result
+    accurate: bool
     rivals: list[Result]
     differences: dict[str, dict[str, Estimate]]
 
@@ -68,11 +69,10 @@ class Comparison:
 
     def claims(self) -> list[tuple[str, bool, str]]:
         """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""
-        if self.chosen is None:
-            return [("a policy is within 1 point of the full trace on validation", False, "")]
         chosen, full = self.chosen, self.results[0]
         loss = full.accuracy.value - chosen.accuracy.value
         claims = [
+            ("a policy is within 1 point of the full trace on validation", self.accurate, ""),
             (
                 "loses at most 1 point of accuracy",
                 loss <= MAX_LOSS,
@@ -97,7 +97,7 @@ class Comparison:
     def about(self) -> dict[str, Any]:
         """What belongs beside the results in their file, JSON-ready."""
         return {
-            "chosen": None if self.chosen is None else self.chosen.to_dict(),
+            "chosen": self.chosen.to_dict(),
             "limits": [result.to_dict() for result in self.limits],
             "differences": {
                 name: {key: value.to_dict() for key, value in difference.items()}
@@ -134,9 +134,17 @@ def compare_methods(
     """
     base = replay_full(validation)
     frontier = [_candidate(p, validation, test) for p in predictions if p.method == "os-pruner"]
-    number = choose([c.validation for c in frontier], base, "reduction", max_loss=MAX_LOSS)
-    best = choose([c.validation for c in frontier], base, "aes")
-    assert best is not None  # criterion "aes" always has a best
+    on_validation = [c.validation for c in frontier]
+    accurate = choose(on_validation, base, "reduction", max_loss=MAX_LOSS)
+    if accurate is None:
+        number = best_aes(
+            [outcome.accuracy for outcome in on_validation],
+            [outcome.mean_tokens for outcome in on_validation],
+            base.accuracy,
+            base.mean_tokens,
+        )
+    else:
+        number = accurate
     baselines, rivals = [], []
     for p in (p for p in predictions if p.method != "os-pruner"):
         paper = [_candidate(p, validation, test, threshold) for threshold in PAPER_THRESHOLDS]
@@ -154,18 +162,15 @@ def compare_methods(
     ]
     summaries = summarise([*rules, *limits], rules[0].outcome, test.problem_index)
     results, bounds = summaries[: len(rules)], summaries[len(rules) :]
-    chosen = None if number is None else results[1 + number]
-    ours = None if number is None else frontier[number].rule.outcome
+    ours = frontier[number].rule.outcome
     against = [rules[0], *rivals]
     return Comparison(
         results=results,
         limits=bounds,
-        chosen=chosen,
-        saved_penalty=float(frontier[best if number is None else number].rule.parameter or 0.0),
+        chosen=results[1 + number],
+        accurate=accurate is not None,
         rivals=results[-len(rivals) :],
-        differences={}
-        if ours is None
-        else {
+        differences={
             f"{FRONTIER} - {rule.method}": compare(
                 ours, rule.outcome, rules[0].outcome, test.problem_index
             )

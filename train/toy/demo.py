@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -27,18 +25,19 @@ from ospruner.eval.report import (
 )
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import hash_files, provenance
-from ospruner.hub_cards.render import ResultsTable, write_policy_card
+from ospruner.hub_cards.render import write_policy_card
+from ospruner.hub_cards.results import ResultsTable
 
 from ..loop import StageResult, predict, train
 from ..packing import LabelledTraces
 from ..settings import TrainSettings
 from .bars import PhaseBars
 from .comparison import Comparison, Predictions, compare_methods
+from .fresh_process import generate_side_by_side
 from .problems import Split
-from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from .shipped import Reasoner, draw_split
 
 BASELINES: tuple[Literal["probe", "convergence"], ...] = ("probe", "convergence")
-SIDE_BY_SIDE = Path(__file__).with_name("side_by_side.py")
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class DemoSize:
     baseline_epochs: int
 
 
-LENGTH_PENALTIES = (1e-3, 5e-4, 3e-4, 2e-4, 1.5e-4, 1e-4, 7e-5, 3e-5, 0.0)
+LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
 QUICK = DemoSize("quick", 96, 48, 64, 1, (2e-3, 1e-3, 5e-4), 2, 4)
-STANDARD = DemoSize("standard", 700, 300, 500, 1, LENGTH_PENALTIES, 3, 6)
-FULL = DemoSize("full", 2000, 600, 1500, 3, LENGTH_PENALTIES, 3, 6)
+STANDARD = DemoSize("standard", 1200, 400, 500, 1, LENGTH_PENALTIES, 2, 4)
+FULL = DemoSize("full", 4000, 1500, 1500, 3, LENGTH_PENALTIES, 2, 4)
 
 
 def train_settings(size: DemoSize, seed: int) -> TrainSettings:
@@ -125,7 +124,7 @@ def run_demo(
     )
     _print(comparison, picture, console)
     policy = _save_policy(reasoner, runs, comparison, out_dir, seed)
-    _generate(policy, out_dir, seed, console)
+    generate_side_by_side(policy, out_dir, seed, console)
     save_results(out_dir / "results.json", comparison.results, comparison.about())
     if json_file is not None:
         shutil.copyfile(out_dir / "results.json", json_file)
@@ -246,14 +245,12 @@ def _print(comparison: Comparison, picture: Path, console: Console) -> None:
             comparison.results, comparison.limits, title="On the test problems", stacked=narrow
         )
     )
-    if comparison.chosen is None:
-        console.print("No lambda kept the accuracy within 1 point on validation; none is chosen.")
-    else:
-        console.print(
-            f"Chosen on validation: {comparison.chosen.method} "
-            f"{parameter_text(comparison.chosen)} (fewest tokens within 1 point of the full trace)."
-        )
-        console.print(differences_table(comparison.differences, title="Paired differences"))
+    why = "fewest tokens within 1 point of the full trace" if comparison.accurate else "best AES"
+    if not comparison.accurate:
+        console.print("No λ kept the accuracy within 1 point on validation.")
+    chosen = comparison.chosen
+    console.print(f"Chosen on validation: {chosen.method} {parameter_text(chosen)} ({why}).")
+    console.print(differences_table(comparison.differences, title="Paired differences"))
     bars = Table(title="What should hold", show_header=False)
     for claim, held, numbers in comparison.claims():
         bars.add_row(claim, numbers, "holds" if held else "DOES NOT HOLD")
@@ -270,7 +267,7 @@ def _save_policy(
 ) -> Path:
     """Save the chosen policy as a repository folder with card and provenance."""
     stages = runs[0]["os-pruner"]
-    penalty = comparison.saved_penalty
+    penalty = float(comparison.chosen.parameter or 0.0)
     stage = next(s for s in stages if s.length_penalty == penalty)
     folder = out_dir / "policy"
     model = OSPrunerForCausalLM.from_base(reasoner.model, stage.path)
@@ -298,58 +295,3 @@ def _save_policy(
 
 def _percent(number: Estimate) -> str:
     return f"{100 * number.value:.1f} [{100 * number.low:.1f}, {100 * number.high:.1f}]"
-
-
-def _generate(policy: Path, out_dir: Path, seed: int, console: Console) -> None:
-    """Generate three test problems with the policy off and on, in a fresh process."""
-    from transformers import AutoTokenizer
-
-    from modeling_ospruner.reasoning_format import DEEPSEEK_R1
-    from ospruner.eval.benchmarks import user_message
-
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    problems = draw_split("test", 60, seed + 1000)
-    families = ("chain", "equation", "product")
-    chosen = [next(p for p in problems if p.family == family) for family in families]
-    prompts = [
-        str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": user_message(problem, DEEPSEEK_R1)}],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        )
-        for problem in chosen
-    ]
-    request = {
-        "prompts": prompts,
-        "seed": seed,
-        "max_new_tokens": MAX_THINKING_TOKENS + MAX_ANSWER_TOKENS,
-    }
-    asked, answered = out_dir / "side_by_side.request.json", out_dir / "side_by_side.json"
-    asked.write_text(json.dumps(request, indent=2))
-    finished = subprocess.run(
-        [sys.executable, "-I", *map(str, (SIDE_BY_SIDE, policy.resolve(), asked, answered))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if finished.returncode:
-        raise RuntimeError(f"loading the policy in a fresh process failed:\n{finished.stderr}")
-    answers: list[dict[str, Any]] = json.loads(answered.read_text())
-    table = Table(title="Generated by a fresh process: AutoModelForCausalLM, trust_remote_code")
-    for heading in ("problem", "answer", "stop_policy=False", "stop_policy=True", "saved"):
-        table.add_column(heading)
-    for problem, row in zip(chosen, answers, strict=True):
-        off, on = row["off"], row["on"]
-        saved = 1 - on["thinking_tokens"] / max(off["thinking_tokens"], 1)
-        table.add_row(
-            problem.problem,
-            problem.answer,
-            f"{off['answer']}\n{off['thinking_tokens']} thinking tokens",
-            f"{on['answer']}\n{on['thinking_tokens']} thinking tokens, {on['reason']}",
-            f"{saved:.0%}",
-        )
-    console.print(table)
-    off, on = (sum(row[side]["thinking_tokens"] for row in answers) for side in ("off", "on"))
-    console.print(f"Thinking tokens of these three: {off} without the policy, {on} with it.")
