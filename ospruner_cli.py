@@ -1,11 +1,15 @@
 """The one command, `ospruner`. Only wiring: a sub-command calls one function."""
 
+import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from ospruner.eval.evaluation import Evaluation
 
 app = typer.Typer(
     name="ospruner",
@@ -15,6 +19,8 @@ app = typer.Typer(
 )
 toy_app = typer.Typer(help="The embedded reasoner: train it again, check it.", no_args_is_help=True)
 app.add_typer(toy_app, name="toy")
+eval_app = typer.Typer(help="Compare stopping rules.", no_args_is_help=True)
+app.add_typer(eval_app, name="eval")
 
 console = Console()
 
@@ -138,6 +144,53 @@ def toy_check(
 
     if not run_check(reasoner, limit, seed, console, json_file):
         raise typer.Exit(1)
+
+
+@eval_app.command("replay")
+def eval_replay(
+    labels: Annotated[str, typer.Option(help="Folder or Hub id of labelled traces.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results.")],
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy, or folder of policies; @.7,.8 for thresholds. Repeatable."),
+    ] = None,
+    rules: Annotated[
+        list[str] | None, typer.Option(help="budget:200, step:5, entropy:0.4, ... Repeatable.")
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="Labels on which to choose the best fixed budget and step.")
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="The base, where it lies elsewhere now.")] = None,
+    model: Annotated[str | None, typer.Option(help="What tables call the base.")] = None,
+    name: Annotated[str | None, typer.Option(help="What tables call the problems.")] = None,
+    penalties: Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")] = "",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every number to this file too.")
+    ] = None,
+) -> None:
+    """Expected accuracy and length of policies and rules on labelled traces, exactly."""
+    from ospruner.train.replay_labels import replay_labels
+    from ospruner.train.toy.bars import PhaseBars
+
+    with PhaseBars(console, "replay") as bars:
+        evaluation = replay_labels(
+            labels, policies or (), rules or (), base=base, validation=validation, model=model,
+            benchmark=name, limit=limit, progress=bars,
+        )  # fmt: skip
+    _show(evaluation, out, penalties, json_file)
+
+
+def _show(evaluation: "Evaluation", out: Path, penalties: str, json_file: Path | None) -> None:
+    """Print an evaluation and save it."""
+    from ospruner.eval.summary import parse_lambdas, print_evaluation, save_evaluation
+
+    lambdas = parse_lambdas(penalties)
+    results = save_evaluation(evaluation, out, length_penalties=lambdas)
+    print_evaluation(evaluation, console, length_penalties=lambdas)
+    if json_file is not None:
+        shutil.copyfile(results, json_file)
+    console.print(f"Numbers: {results}; page: ospruner eval report {out}")
 
 
 def _folder(out: Path, name: str) -> Path:

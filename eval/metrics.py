@@ -103,9 +103,7 @@ def reduction(tokens: npt.ArrayLike, base_tokens: npt.ArrayLike) -> FloatArray:
     return 1.0 - np.asarray(tokens, np.float64) / np.asarray(base_tokens, np.float64)
 
 
-def reward(
-    accuracy: npt.ArrayLike, tokens: npt.ArrayLike, length_penalty: float
-) -> FloatArray:
+def reward(accuracy: npt.ArrayLike, tokens: npt.ArrayLike, length_penalty: float) -> FloatArray:
     """The mean reward (the paper's Eq. 2), accuracy - lambda * tokens; arrays broadcast.
 
     Args:

@@ -14,18 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from .metrics import Estimate
-from .results import Result
+from .results import Result, Rule
 
 __all__ = [
     "differences_table",
     "load_results",
+    "number_cell",
     "parameter_text",
     "results_table",
     "save_results",
 ]
 
 
-def parameter_text(result: Result) -> str:
+def parameter_text(result: Result | Rule) -> str:
     """The parameter as tables and pictures write it: λ=5e-4, ≥.70, 110 tokens, step 4, or ""."""
     value = result.parameter
     if value is None:
@@ -36,6 +37,8 @@ def parameter_text(result: Result) -> str:
         return f"≥{value:.2f}".replace("0.", ".", 1)
     if result.parameter_name == "step":
         return f"step {value:g}"
+    if result.parameter_name == "nats":
+        return f"≤{value:g} nats"
     return f"{value:g} {result.parameter_name}".rstrip()
 
 
@@ -96,10 +99,10 @@ def results_table(
     for number, result in enumerate(everything):
         table.add_row(
             *_name_cells(result, stacked),
-            _cell(result.accuracy, 100, 1, stacked=stacked),
-            _cell(result.tokens, 1, 0 if result.tokens.value >= 100 else 1, stacked=stacked),
-            _cell(result.reduction, 100, 1, stacked=stacked),
-            _cell(result.aes, 1, 2, stacked=stacked),
+            number_cell(result.accuracy, 100, 1, stacked=stacked),
+            number_cell(result.tokens, 1, 0 if result.tokens.value >= 100 else 1, stacked=stacked),
+            number_cell(result.reduction, 100, 1, stacked=stacked),
+            number_cell(result.aes, 1, 2, stacked=stacked),
             style="bold" if number < len(results) and result.aes.value == best else "",
             end_section=number == len(results) - 1 and bool(limits),
         )
@@ -128,10 +131,10 @@ def differences_table(
     for name, by in differences.items():
         table.add_row(
             Text(name),
-            _cell(by["accuracy"], 100, 1, signed=True),
-            _cell(by["tokens"], 1, 1, signed=True),
-            _cell(by["reduction"], 100, 1, signed=True),
-            _cell(by["aes"], 1, 2, signed=True),
+            number_cell(by["accuracy"], 100, 1, signed=True),
+            number_cell(by["tokens"], 1, 1, signed=True),
+            number_cell(by["reduction"], 100, 1, signed=True),
+            number_cell(by["aes"], 1, 2, signed=True),
         )
     return table
 
@@ -176,9 +179,18 @@ def _name_cells(result: Result, stacked: bool) -> list[Text]:
     return [Text("\n").join([method, parameter]) if parameter.plain else method]
 
 
-def _cell(
+def number_cell(
     number: Estimate, scale: float, digits: int, *, signed: bool = False, stacked: bool = False
 ) -> Text:
+    """A number with its interval as a table's cell; – where there is none.
+
+    Args:
+        number: the number.
+        scale: what to multiply it by, such as 100 for percent.
+        digits: decimals.
+        signed: with a + where it is positive.
+        stacked: the interval on a line of its own.
+    """
     sign = "+" if signed else ""
     value, low, high = (
         "–" if math.isnan(x) else f"{_plain_zero(x * scale, digits):{sign},.{digits}f}"

@@ -1,0 +1,206 @@
+"""Rules by name, such as "budget:200", and the replay of any `StopRule` on labelled traces.
+
+A rule that generate runs is replayed as it is: the labels say what its trial answers would have
+been, so that replay and generation cannot differ in what a rule means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from modeling_ospruner.stop_rules import (
+    Agreement,
+    AnswerEntropy,
+    Ask,
+    Budget,
+    RowRule,
+    StepEnd,
+    StopRule,
+    TrialAnswer,
+    TrialConfidence,
+    Verdict,
+)
+
+from .grading import equal
+from .replay import Outcome, replay_at, replay_budget, replay_step
+from .table import TraceTable
+
+__all__ = ["AtStep", "NamedRule", "parse_rule", "replay_rule"]
+
+
+@dataclass(frozen=True)
+class AtStep:
+    """Stops at the end of a given step, whatever it says.
+
+    Attributes:
+        step: 1 is the first.
+    """
+
+    step: int
+    reason: ClassVar[Literal["budget"]] = "budget"
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step is {self.step}; the first step is 1")
+
+    @property
+    def asks(self) -> frozenset[Ask]:
+        """Nothing."""
+        return frozenset()
+
+    def for_row(self) -> RowRule:
+        """Itself: it remembers nothing."""
+        return self
+
+    def at_step_end(self, end: StepEnd) -> Verdict:
+        """Counts."""
+        return Verdict(end.step + 1 >= self.step, float(end.step + 1))
+
+
+@dataclass(frozen=True)
+class NamedRule:
+    """A rule, and what tables and pictures call it.
+
+    Attributes:
+        method: the name of its family.
+        parameter: what picks it from the family.
+        parameter_name: what that is: "tokens", "step", "threshold", "answers".
+        rule: what generate is given.
+    """
+
+    method: str
+    parameter: float
+    parameter_name: str
+    rule: StopRule
+
+
+def _same_answer(one: str, other: str) -> bool:
+    return bool(equal(one, other))
+
+
+_FAMILIES: dict[str, tuple[str, str, Callable[[float], StopRule], bool]] = {
+    "budget": ("fixed budget", "tokens", lambda x: Budget(int(x)), True),
+    "step": ("fixed step", "step", lambda x: AtStep(int(x)), True),
+    "entropy": ("answer entropy", "nats", lambda x: AnswerEntropy(x), False),
+    "confidence": ("trial confidence", "threshold", lambda x: TrialConfidence(x), False),
+    "agreement": (
+        "answer agreement",
+        "answers",
+        lambda x: Agreement(int(x), equal=_same_answer),
+        True,
+    ),
+}
+
+
+def parse_rule(text: str) -> NamedRule:
+    """The rule that a user named.
+
+    Args:
+        text: "budget:200" (tokens), "step:5", "entropy:0.4" (nats; HALT-CoT), "confidence:0.95"
+            (DEER) or "agreement:3" (trial answers).
+
+    Raises:
+        ValueError: another name, no number, or one out of range.
+    """
+    name, colon, number = text.partition(":")
+    examples = "budget:200, step:5, entropy:0.4, confidence:0.95, agreement:3"
+    if name not in _FAMILIES or not colon:
+        raise ValueError(f"rule {text!r} is not known; rules are written as {examples}")
+    method, parameter_name, make, whole = _FAMILIES[name]
+    try:
+        value = float(number)
+    except ValueError:
+        raise ValueError(
+            f"rule {text!r}: {number!r} is no number; write it as {examples}"
+        ) from None
+    if whole and value != int(value):
+        raise ValueError(f"rule {text!r}: {name} takes a whole number, not {number}")
+    return NamedRule(method, value, parameter_name, make(value))
+
+
+class _LabelledEnd:
+    """A step end of a labelled trace, as `StepEnd`; counts what its trial answers generate."""
+
+    may_stop = True
+
+    def __init__(self, answers: dict[str, list[Any]], row: int, lengths: Sequence[int]) -> None:
+        self.sample_index = row
+        self.step = 0
+        self.probe_tokens = 0
+        self._answers = answers
+        self._lengths = lengths
+
+    @property
+    def thinking_tokens(self) -> int:
+        """L_i."""
+        return self._lengths[self.step]
+
+    def stop_probability(self) -> float:
+        """Not from labels alone."""
+        raise ValueError("a rule asks for stop probabilities: replay the policy with `replay`")
+
+    def next_text(self) -> str:
+        """Not in the labels."""
+        raise ValueError(
+            "a rule watches for transition words; the labels do not say which token was the most "
+            "likely next: evaluate it online"
+        )
+
+    def trial_answer(self, max_tokens: int) -> TrialAnswer:
+        """The answer that was forced here when labelling, cut to so many tokens."""
+        at = {name: values[self.sample_index][self.step] for name, values in self._answers.items()}
+        tokens = min(at["forced_answer_tokens"], max_tokens)
+        self.probe_tokens += tokens
+        if at["forced_entropy"] is None:
+            raise ValueError(
+                "forced_entropy is null: these labels are of a version that did not keep it; "
+                "label again to replay rules that try answers"
+            )
+        complete = bool(at["forced_answers"]) and tokens == at["forced_answer_tokens"]
+        return TrialAnswer(
+            ids=(0,) * tokens,  # no rule reads which tokens they are
+            ended="closed" if complete else "length",
+            logprobs=() if at["forced_logprob"] is None else (at["forced_logprob"],) * tokens,
+            entropy=at["forced_entropy"],
+            text=at["forced_answers"] if complete else "",
+        )
+
+
+_ANSWER_COLUMNS = ("forced_answers", "forced_answer_tokens", "forced_logprob", "forced_entropy")
+
+
+def replay_rule(dataset: Any, table: TraceTable, rule: StopRule) -> Outcome:
+    """Replays any rule that decides by lengths and trial answers.
+
+    Every trial answer is charged in full (`Outcome.probe_tokens`), also the one at which the rule
+    stops: generate decodes the forced answer anew.
+
+    Args:
+        dataset: the labelled traces.
+        table: the same as arrays.
+        rule: what generate would be given.
+
+    Raises:
+        ValueError: the rule asks for what labels do not tell.
+    """
+    if isinstance(rule, Budget):
+        return replay_budget(table, rule.tokens)
+    if isinstance(rule, AtStep):
+        return replay_step(table, rule.step)
+    columns = dataset.select_columns(list(_ANSWER_COLUMNS))[:]
+    answers = {name: columns[name] for name in _ANSWER_COLUMNS}
+    stops, probes = table.last.copy(), np.zeros(len(table))
+    for row in range(len(table)):
+        end = _LabelledEnd(answers, row, table.lengths[row].tolist())
+        judge = rule.for_row()
+        for step in range(int(table.last[row])):  # the natural end needs no decision
+            end.step = step
+            if judge.at_step_end(end).stop:
+                stops[row] = step
+                break
+        probes[row] = end.probe_tokens
+    return replay_at(table, stops, probes)
