@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from .format_description import describe
 from .model_turn import ModelTurn, ThinkingSpan, model_turn
 from .token_states import VISIBLE, VISIBLE_AFTER, BoundaryState, BoxState, Channels, kind_of
 
@@ -91,6 +92,17 @@ class ReasoningFormat:
                 f"missing: {missing or 'none'}"
             )
         return cls(**literals)
+
+    def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """What the format means for a tokenizer, in words: print it before a long run.
+
+        Markers, what is forced and masked, and the step ends as texts and ids; an example prompt;
+        a small trace cut into its steps; and what does not fit.
+
+        Raises:
+            ValueError: the end marker is not one token of the tokenizer.
+        """
+        return describe(TokenFormat.compile(self, tokenizer), tokenizer)
 
 
 DEEPSEEK_R1 = ReasoningFormat(
