@@ -1,25 +1,29 @@
 r"""Boxed answers and their grades, by Math-Verify under a time limit.
 
 Most answers are decided here: equal texts and plain integers need no computer algebra. The rest
-goes to a child process (`grading_worker.py`), because Math-Verify's own limit is a signal, which
-works only in the main thread and cannot interrupt a long computation inside C code; a child can be
-killed. It starts with the first answer that needs it and is reused.
+goes to child processes (`grading_pool.py`), which can be killed.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
-import os
 import re
-import selectors
-import subprocess
-import sys
-import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 
-__all__ = ["MAX_ANSWER_CHARS", "TIME_LIMIT_SECONDS", "equal", "extract_boxed", "grade", "read_box"]
+from .grading_pool import GradingPool, Verdict
+
+__all__ = [
+    "MAX_ANSWER_CHARS",
+    "TIME_LIMIT_SECONDS",
+    "Verdict",
+    "compare_many",
+    "equal",
+    "extract_boxed",
+    "grade",
+    "read_box",
+]
 
 TIME_LIMIT_SECONDS = 5
 """What one parse or one comparison may take; an answer beyond it stays ungraded."""
@@ -96,113 +100,60 @@ def grade(answer: str | None, reference: str) -> bool | None:
     """
     if not reference.strip():
         raise ValueError("reference is empty: there is nothing to grade the answer against")
-    if answer is None:
-        return None
-    return _compare(reference.strip(), answer.strip())
+    return _compare(reference, answer).correct
 
 
 def equal(a: str | None, b: str | None) -> bool | None:
     """Do two answers mean the same? None where either is missing or there is no verdict."""
-    if a is None or b is None:
-        return None
-    return _compare(a.strip(), b.strip())
+    return _compare(a, b).correct
 
 
-def _compare(reference: str, answer: str) -> bool | None:
+def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Verdict]:
+    """Compares many pairs (reference, answer), several at once in processes of their own.
+
+    An answer that hangs, is unreadable or kills its process gets no verdict, and a reason.
+
+    Returns:
+        A verdict for each pair, in order; equal pairs are compared once.
+    """
+    stripped = [((reference or "").strip(), (answer or "").strip()) for reference, answer in pairs]
+    verdicts: dict[tuple[str, str], Verdict] = {}
+    hard = []
+    for pair in dict.fromkeys(stripped):
+        known = _at_once(*pair)
+        if known is None:
+            hard.append(pair)
+        else:
+            verdicts[pair] = known
+    if hard:
+        # A process takes a second to start: a few pairs are not worth many.
+        with ThreadPoolExecutor(min(_POOL.size, 1 + len(hard) // 8)) as threads:
+            verdicts |= zip(hard, threads.map(lambda pair: _ask(*pair), hard), strict=True)
+    return [verdicts[pair] for pair in stripped]
+
+
+def _compare(reference: str | None, answer: str | None) -> Verdict:
+    pair = (reference or "").strip(), (answer or "").strip()
+    return _at_once(*pair) or _ask(*pair)
+
+
+def _at_once(reference: str, answer: str) -> Verdict | None:
+    """The verdict where no computer algebra is needed."""
     if not reference or not answer:
-        return None
+        return Verdict(None, "no answer")
     if max(len(reference), len(answer)) > MAX_ANSWER_CHARS:
-        return None
+        return Verdict(None, "too long")
     if reference == answer:
-        return True
+        return Verdict(True)
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
-        return int(reference.replace(",", "")) == int(answer.replace(",", ""))
-    return _ask(reference, answer)
+        return Verdict(int(reference.replace(",", "")) == int(answer.replace(",", "")))
+    return None
 
 
 @lru_cache(maxsize=200_000)
-def _ask(reference: str, answer: str) -> bool | None:
-    return _WORKER.compare(reference, answer)
+def _ask(reference: str, answer: str) -> Verdict:
+    return _POOL.compare(reference, answer, TIME_LIMIT_SECONDS)
 
 
-class _Worker:
-    """The child process: started when first asked, replaced when it hangs, dies, or we forked."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner_pid = 0
-        self._lock = threading.Lock()
-
-    def compare(self, reference: str, answer: str) -> bool | None:
-        """The child's verdict; None where it gave none within the limit."""
-        request = json.dumps([reference, answer, TIME_LIMIT_SECONDS]).encode() + b"\n"
-        with self._lock:
-            process = self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(request)
-                process.stdin.flush()
-            except BrokenPipeError:
-                self._stop()
-                return None
-            # Three limited calls (two parses, a comparison) and then some: beyond that the child
-            # hangs where its own signal cannot reach it.
-            reply = _read_line(process.stdout.fileno(), 4.0 * TIME_LIMIT_SECONDS)
-            if reply is None:
-                self._stop()
-                return None
-        verdict: bool | None = json.loads(reply)
-        return verdict
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._owner_pid != os.getpid():
-            self._process = None  # a fork's child must not share its parent's pipes
-        if self._process is None or self._process.poll() is not None:
-            script = Path(__file__).with_name("grading_worker.py")
-            self._process = subprocess.Popen(
-                # -P: our folder must not shadow other packages' modules of the same names.
-                [sys.executable, "-P", str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            self._owner_pid = os.getpid()
-            assert self._process.stdout is not None
-            if _read_line(self._process.stdout.fileno(), 120.0) != b"ready":
-                self._stop()
-                raise RuntimeError(
-                    "the grading process did not start: check that "
-                    f"`{sys.executable} -c 'import math_verify'` works"
-                )
-        return self._process
-
-    def _stop(self) -> None:
-        if self._process is not None and self._owner_pid == os.getpid():
-            self._process.kill()
-            self._process.communicate()
-        self._process = None
-
-    def close(self) -> None:
-        """Ends the child, if any."""
-        with self._lock:
-            self._stop()
-
-
-def _read_line(descriptor: int, timeout_seconds: float) -> bytes | None:
-    """One line, or None at the end of the stream or after so many seconds without a byte."""
-    line = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(timeout_seconds):
-                return None
-            part = os.read(descriptor, 4096)
-            if not part:
-                return None
-            line += part
-    return line.rstrip(b"\n")
-
-
-_WORKER = _Worker()
-atexit.register(_WORKER.close)
+_POOL = GradingPool()
+atexit.register(_POOL.close)

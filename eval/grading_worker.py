@@ -1,8 +1,8 @@
-r"""The child process of `grading`: reads [reference, answer, seconds] lines, writes verdicts.
+r"""A child process of `grading_pool`: reads [reference, answer, seconds] lines, writes verdicts.
 
-Run as a script, never imported; one JSON value a line on each side: true, false, or null where an
-expression cannot be read or decided within the limit. Math-Verify's limits work here, because this
-is the main thread of its process.
+Run as a script, never imported; one JSON value a line on each side: [true, null], [false, null], or
+[null, reason] where an expression cannot be read or decided within the limit. Math-Verify's limits
+work here, because this is the main thread of its process.
 """
 
 from __future__ import annotations
@@ -18,36 +18,40 @@ from math_verify.errors import TimeoutException
 MEMORY_LIMIT_BYTES = 4 * 2**30
 
 
-def verdict(reference: str, answer: str, seconds: int) -> bool | None:
-    """Math-Verify's verdict on two box contents; None where it has none."""
-    references = _readings(reference, seconds)
-    answers = _readings(answer, seconds)
-    decided = bool(references and answers)
+def verdict(reference: str, answer: str, seconds: int) -> tuple[bool | None, str | None]:
+    """Math-Verify's verdict on two box contents, or None and why it has none."""
+    references, why = _readings(reference, seconds)
+    answers, why_not = _readings(answer, seconds)
+    reason = why or why_not
     for gold in references:
         for target in answers:
-            match = _match(gold, target, seconds)
+            match, failed = _match(gold, target, seconds)
             if match:
-                return True
-            decided &= match is not None
-    return False if decided else None
+                return True, None
+            reason = reason or failed
+    return (None, reason) if reason else (False, None)
 
 
-def _readings(text: str, seconds: int) -> list[Any]:
-    """Math-Verify's readings of a box's content (expressions, or texts); none where it fails."""
+def _readings(text: str, seconds: int) -> tuple[list[Any], str | None]:
+    """Math-Verify's readings of a box's content (expressions, or texts), or why there are none."""
     try:
         readings: list[Any] = parse(
             rf"\boxed{{{text}}}", parsing_timeout=seconds, raise_on_error=True
         )
-    except (Exception, TimeoutException):  # noqa: BLE001 - whatever it is, the next is to be served
-        return []
-    return readings
+    except TimeoutException:
+        return [], "time limit"
+    except Exception:  # noqa: BLE001 - whatever it is, the next is to be served
+        return [], "unreadable"
+    return readings, None if readings else "unreadable"
 
 
-def _match(gold: Any, target: Any, seconds: int) -> bool | None:
+def _match(gold: Any, target: Any, seconds: int) -> tuple[bool, str | None]:
     try:
-        return bool(verify(gold, target, timeout_seconds=seconds, raise_on_error=True))
-    except (Exception, TimeoutException):  # noqa: BLE001 - such as recursion or memory running out
-        return None
+        return bool(verify(gold, target, timeout_seconds=seconds, raise_on_error=True)), None
+    except TimeoutException:
+        return False, "time limit"
+    except Exception:  # noqa: BLE001 - such as recursion or memory running out
+        return False, "undecided"
 
 
 def main() -> None:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import os
+import re
+import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ospruner.eval import grading
-from ospruner.eval.grading import MAX_ANSWER_CHARS, equal, extract_boxed, grade, read_box
+from ospruner.eval.grading import (
+    MAX_ANSWER_CHARS,
+    Verdict,
+    compare_many,
+    equal,
+    extract_boxed,
+    grade,
+    read_box,
+)
+from ospruner.eval.grading_pool import GradingPool
 
 
 @pytest.fixture
@@ -113,25 +126,95 @@ def test_pathological_answers_get_no_verdict_and_harm_nobody(answer: str) -> Non
     assert grade("42.0", "42") is True  # the next answer is served
 
 
+@pytest.fixture
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradingPool]:
+    pool = GradingPool(1)
+    monkeypatch.setattr(grading, "_POOL", pool)
+    grading._ask.cache_clear()
+    yield pool
+    pool.close()
+    grading._ask.cache_clear()
+
+
 @pytest.mark.usefixtures("impatient")
-def test_a_hung_child_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_child_is_replaced(one_worker: GradingPool) -> None:
     assert grade("42.0", "42") is True
-    process = grading._WORKER._process
+    process = one_worker._idle[0].process
     assert process is not None
-    monkeypatch.setattr(grading, "_read_line", lambda *_: None)  # no reply within the limit
-    assert grade("43.0", "42") is None
+    process.send_signal(signal.SIGSTOP)  # it hangs where no signal of its own reaches it
+    assert compare_many([("42", "43.0")]) == [Verdict(None, "time limit")]
     assert process.poll() is not None
-    monkeypatch.undo()
     assert grade("44.0", "44") is True
 
 
-def test_a_dead_child_is_replaced() -> None:
+def test_a_dead_child_is_replaced(one_worker: GradingPool) -> None:
     assert grade("1/3", r"\frac{1}{3}") is True
-    process = grading._WORKER._process
+    process = one_worker._idle[0].process
     assert process is not None
     process.kill()
     process.wait()
     assert grade("1/7", r"\frac{1}{7}") is True
+
+
+def test_a_child_that_dies_of_an_answer_gives_none_and_a_reason(
+    one_worker: GradingPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parser that crashes its process: the next answers are graded all the same."""
+    package = tmp_path / "math_verify"
+    package.mkdir()
+    real = next(iter(importlib.import_module("math_verify").__path__))
+    (package / "__init__.py").write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path(real).parent)!r})\n"
+        f"__path__ = [{real!r}]\n"
+        "from math_verify import grader, parser\n"
+        "verify = grader.verify\n"
+        "def parse(text, **options):\n"
+        "    if 'boom' in text:\n"
+        "        os.abort()\n"
+        "    return parser.parse(text, **options)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pairs = [(r"\frac{1}{5}", "boom"), (r"\frac{1}{5}", "0.2"), ("7", "boom^2"), ("7", "7.0")]
+    crash = Verdict(None, "crash")
+    assert compare_many(pairs) == [crash, Verdict(True), crash, Verdict(True)]
+
+
+def test_many_pairs_are_compared_side_by_side_and_equal_ones_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    ask = grading._ask.__wrapped__
+
+    def counted(reference: str, answer: str) -> Verdict:
+        asked.append(answer)
+        return ask(reference, answer)
+
+    monkeypatch.setattr(grading, "_ask", counted)
+    pairs: list[tuple[str | None, str | None]] = [
+        (rf"\frac{{{n}}}{{7}}", f"{n + n % 2}/7") for n in range(24)
+    ]
+    pairs += [*pairs[:6], ("7", None), ("7", " "), ("7", "x" * 100_000), ("8", "8")]
+    expected = [Verdict(n % 2 == 0) for n in range(24)]
+    no_answer = Verdict(None, "no answer")
+    rest = [no_answer, no_answer, Verdict(None, "too long"), Verdict(True)]
+    assert compare_many(pairs) == expected + expected[:6] + rest
+    assert len(asked) == 24
+    assert len(grading._POOL._idle) == min(grading._POOL.size, 4)
+    assert compare_many([]) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("9^{9^{9^9}}", "time limit"),
+        ("", "no answer"),
+        ("7" * 100_000, "too long"),
+    ],
+)
+@pytest.mark.usefixtures("impatient")
+def test_no_verdict_has_a_reason(answer: str, reason: str) -> None:
+    assert compare_many([("42", answer)]) == [Verdict(None, reason)]
 
 
 def test_grading_works_in_threads() -> None:
@@ -166,6 +249,46 @@ def test_any_text_gets_a_verdict_or_none(text: str) -> None:
 def test_empty_reference_is_an_error() -> None:
     with pytest.raises(ValueError, match="reference is empty"):
         grade("7", " ")
+
+
+def spellings(answer: str) -> Iterator[tuple[str, str, bool]]:
+    """(kind, another answer, whether it is right) for the kinds of answers that MATH-500 has."""
+    if match := re.fullmatch(r"-?\d+", answer):
+        yield "number", f"{answer}.0", True
+        yield "number", f"{answer}.5", False
+    elif match := re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", answer):
+        top, bottom = map(int, match.groups())
+        yield "fraction", f"{2 * top}/{2 * bottom}", True
+        yield "fraction", rf"\dfrac{{{top + 1}}}{{{bottom}}}", False
+    elif match := re.fullmatch(r"\(([^,]+),([^,]+),([^,]+)\)", answer):
+        a, b, c = match.groups()
+        yield "tuple", rf"\left( {a}, {b}, {c} \right)", True
+        yield "tuple", f"({b},{c},{a})", False
+    elif match := re.fullmatch(r"\((.*),(.*)\]", answer):
+        low, high = match.groups()
+        yield "interval", rf"\left({low}, {high}\right]", True
+        yield "interval", f"({low},{high})", False
+    elif match := re.fullmatch(r"\\text\{(\w+)\}", answer):
+        yield "text", match[1], True
+        yield "text", rf"\text{{not {match[1]}}}", False
+
+
+def test_answers_of_math500_by_kind(shared_dir: Path) -> None:
+    path = shared_dir / "data" / "math500.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        answers = list(dict.fromkeys(json.loads(line)["answer"] for line in lines))
+    cases = [(kind, ref, other, right) for ref in answers for kind, other, right in spellings(ref)]
+    kinds = Counter(kind for kind, *_ in cases)
+    assert set(kinds) == {"number", "fraction", "tuple", "interval", "text"}
+    verdicts = compare_many([(reference, other) for _, reference, other, _ in cases])
+    wrong = [
+        case
+        for case, verdict in zip(cases, verdicts, strict=True)
+        if verdict.correct is not case[3]
+    ]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", ["math500", "aime24"])
