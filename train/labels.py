@@ -16,14 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.reasoning_format import TokenFormat
 from modeling_ospruner.serving.engine import Engine, ForkedAnswer, ForkRequest, Sampled
-from ospruner.eval.benchmarks import Problem
+from ospruner.eval.benchmarks import Problem, user_message
 from ospruner.eval.grading import equal, extract_boxed, grade, read_box
 from ospruner.eval.schema import LabelSettings, validate_row
+from ospruner.eval.task import prompt_token_ids
 from ospruner.hub_cards.facts import provenance
 
 from .label_folder import Chunk, LabelFolder, TokenCosts
 from .progress import Progress, silent
-from .traces import TraceKey, prompt_token_ids, sample_traces, wanted_traces
+from .traces import TraceKey, sample_traces, wanted_traces
 
 __all__ = ["label", "label_traces", "labelled_step_ends"]
 
@@ -210,7 +211,10 @@ def _label_chunk(
     counter: _Counter,
 ) -> Chunk:
     before = _costs(engine)
-    prompts = [prompt_token_ids(key.problem, tokenizer, fmt) for key in keys]
+    prompts = [
+        prompt_token_ids(key.problem.id, user_message(key.problem, fmt.format), tokenizer, fmt)
+        for key in keys
+    ]
     counter.start("sample")
     traces = sample_traces(keys, prompts, engine, fmt, settings, counter.one_sampled)
     kept = [i for i, trace in enumerate(traces) if trace.trace_ids]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
-
 from modeling_ospruner.reasoning_format import TokenFormat
 from modeling_ospruner.serving.engine import Engine, Sampled, SamplingSettings
-from ospruner.eval.benchmarks import Problem, user_message
+from ospruner.eval.benchmarks import Problem
 from ospruner.eval.schema import LabelSettings
 
-__all__ = ["TraceKey", "prompt_token_ids", "sample_traces", "sampling_settings", "wanted_traces"]
+__all__ = ["TraceKey", "sample_traces", "sampling_settings", "wanted_traces"]
 
 
 @dataclass(frozen=True)
@@ -47,30 +45,6 @@ def wanted_traces(problems: Sequence[Problem], samples_per_problem: int) -> list
             raise ValueError(f"two problems share the id {problem.id!r}; ids must be unique")
         seen.add(problem.id)
     return [TraceKey(problem, k) for problem in problems for k in range(samples_per_problem)]
-
-
-def prompt_token_ids(
-    problem: Problem, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat
-) -> list[int]:
-    """The prompt that asks a problem, through the tokenizer's chat template.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or its prompt closes the thinking.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "the tokenizer has no chat template: set tokenizer.chat_template, or use the "
-            "reasoning model's own tokenizer"
-        )
-    message = [{"role": "user", "content": user_message(problem, fmt.format)}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    ids = list(tokenizer.encode(str(text), add_special_tokens=False))
-    if not fmt.in_thinking(ids):
-        raise ValueError(
-            f"the prompt of problem {problem.id!r} already closes the thinking "
-            f"({fmt.format.closing!r}): choose the chat template's thinking mode"
-        )
-    return ids
 
 
 def sampling_settings(settings: LabelSettings) -> SamplingSettings:
