@@ -7,10 +7,13 @@ Importing this package lets `AutoModel` and `AutoModelForCausalLM` load policies
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_ospruner import OSPrunerConfig
-from .generation_ospruner import StopPolicyConfig, StopRecord, uniform
+from .draws_ospruner import uniform
+from .generation_ospruner import generate_pruned, generate_with_rule
 from .modeling_ospruner import OSPrunerForCausalLM
 from .policy_ospruner import StoppingPolicy
 from .reasoning_format import DEEPSEEK_R1, HARMONY, QWEN3, ReasoningFormat, TokenFormat, guess
+from .settings_ospruner import StopPolicyConfig, StopRecord
+from .stop_rules import Agreement, AnswerEntropy, Budget, LearnedPolicy, StopRule, TrialConfidence
 
 __version__ = "0.1.0"
 
@@ -22,13 +25,21 @@ __all__ = [
     "DEEPSEEK_R1",
     "HARMONY",
     "QWEN3",
+    "Agreement",
+    "AnswerEntropy",
+    "Budget",
+    "LearnedPolicy",
     "OSPrunerConfig",
     "OSPrunerForCausalLM",
     "ReasoningFormat",
     "StopPolicyConfig",
     "StopRecord",
+    "StopRule",
     "StoppingPolicy",
     "TokenFormat",
+    "TrialConfidence",
+    "generate_pruned",
+    "generate_with_rule",
     "guess",
     "uniform",
 ]

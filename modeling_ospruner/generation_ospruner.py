@@ -1,246 +1,82 @@
-"""Stopping inside `generate`: the hook.
+"""`generate` with a stop policy: any base's, hooked in one place.
 
-It is a logits processor beside a forward pre-hook on the base's layer L-n. The decision after a
-step's last token and the first forced token fall into the same decode step. Until its stop, every
-row is what plain generate would have written.
+The hook itself is in `hook_ospruner.py`, what it refuses in `refusals_ospruner.py`.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections import deque
-from collections.abc import Mapping, Sequence
-from enum import Enum
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from transformers import (
-    GenerationConfig,
     GenerationMixin,
-    LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
-from transformers.generation.configuration_utils import GenerationMode
 
 from .capture_ospruner import Capture
-from .draws_ospruner import mix64, uniform
+from .hook_ospruner import AnswerEnd, StopHook
 from .policy_ospruner import StoppingPolicy
-from .reasoning_format import BoundaryState, BoxState, TokenFormat
+from .reasoning_format import TokenFormat, guess
+from .refusals_ospruner import refuse_base, refuse_closing, refuse_unsupported
 from .settings_ospruner import StopPolicyConfig, StopRecord
-
-__all__ = [
-    "AnswerEnd",
-    "StopHook",
-    "StopPolicyConfig",
-    "StopRecord",
-    "generate_pruned",
-    "mix64",
-    "refuse_unsupported",
-    "uniform",
-]
+from .stop_rules import StopRule
+from .trial_answers import TrialAnswers
 
 
-class _Phase(Enum):
-    THINKING = 1
-    FORCING = 2
-    ANSWER = 3
-    DONE = 4
+class LastStop(threading.local):
+    """The records of the last generate: of this thread's, if it had any, else of any thread's.
 
-
-class _Row:
-    """One row of the batch while it is generated."""
-
-    def __init__(self, boundary: BoundaryState, thinking: bool) -> None:
-        self.phase = _Phase.THINKING if thinking else _Phase.DONE
-        self.record = StopRecord(reason="length" if thinking else "natural")
-        self.boundary = boundary
-        self.forced: deque[int] = deque()
-        self.box: BoxState | None = None
-        self.answer_tokens = 0
-
-
-class StopHook(LogitsProcessor):
-    """Decides at step ends and forces what follows; see the module.
-
-    Args:
-        settings: with mode and threshold filled in.
-        token_format: the base's way of thinking.
-        capture: gives the stop probabilities of the last token.
-        eos_ids: ids that end a text.
+    So concurrent calls each read their own, and a thread that only waits for another's generate
+    (as with a streamer) reads that one's.
     """
 
-    def __init__(
-        self,
-        settings: StopPolicyConfig,
-        token_format: TokenFormat,
-        capture: Capture,
-        eos_ids: Sequence[int],
-    ) -> None:
-        self.settings = settings
-        self.token_format = token_format
-        self.capture = capture
-        self.eos_ids = frozenset(eos_ids)
-        self.rows: list[_Row] = []
-        self.prompt_columns = 0
-        self._warned = False
+    _own: list[StopRecord] | None = None
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """One decode step: looks at each row's last token (B, S), and shapes its scores (B, V)."""
-        if not self.rows:
-            self._start(input_ids)
-        else:
-            self._advance(input_ids)
-        forced = {
-            i: row.forced[0] for i, row in enumerate(self.rows) if row.phase is _Phase.FORCING
-        }
-        greedy = (
-            []
-            if self.settings.answer_do_sample
-            else [i for i, row in enumerate(self.rows) if row.phase is _Phase.ANSWER and row.box]
-        )
-        if not forced and not greedy:
-            return scores
-        chosen = {**forced, **{i: int(scores[i].argmax()) for i in greedy}}
-        rows = torch.tensor(list(chosen), device=scores.device)
-        scores = scores.clone()
-        scores[rows] = -torch.inf
-        scores[rows, torch.tensor(list(chosen.values()), device=scores.device)] = 0.0
-        return scores
+    def __init__(self, shared: list[list[StopRecord]]) -> None:
+        self._shared = shared  # one list for all threads; its one element is replaced as a whole
 
-    def _start(self, input_ids: torch.Tensor) -> None:
-        pads = self.capture.left_pads()
-        self.prompt_columns = input_ids.shape[1]
-        for ids, pad in zip(input_ids.tolist(), pads, strict=True):
-            thinking = self.token_format.in_thinking(ids[pad:])
-            self.rows.append(_Row(self.token_format.boundary_state(), thinking))
-        self._release()
+    def get(self) -> list[StopRecord]:
+        """One record a row; empty before the first call."""
+        return self._shared[0] if self._own is None else self._own
 
-    def _advance(self, input_ids: torch.Tensor) -> None:
-        length = input_ids.shape[1] - self.prompt_columns  # tokens generated so far
-        at_boundary = []
-        for i, token in enumerate(input_ids[:, -1].tolist()):
-            row = self.rows[i]
-            if row.phase is not _Phase.THINKING:
-                continue
-            if token == self.token_format.think_end_id:
-                row.record.reason = "natural"
-                self._close(row, natural=True)
-                continue
-            row.record.thinking_tokens = length
-            if row.boundary.push(token):
-                at_boundary.append(i)
-        if at_boundary:
-            probabilities = self.capture.probabilities().tolist()  # (B,)
-            for i in at_boundary:
-                self._decide(i, length, probabilities[i])
-        self._release()
+    def set(self, records: list[StopRecord]) -> None:
+        """Keeps the records of a call that has ended."""
+        self._own = self._shared[0] = records
 
-    def _decide(self, i: int, length: int, probability: float) -> None:
-        settings, row = self.settings, self.rows[i]
-        step = len(row.record.step_ends)
-        row.record.step_ends.append(length)
-        row.record.probabilities.append(probability)
-        if math.isnan(probability):
-            row.record.nan_steps += 1
-            if not self._warned:
-                warnings.warn(
-                    "the stopping policy gave NaN: rows continue. Its weights, or the base's "
-                    "hidden states, are broken; StopRecord.nan_steps counts the steps",
-                    stacklevel=2,
-                )
-                self._warned = True
-            stop = False
-        elif settings.mode == "threshold":
-            stop = settings.threshold is not None and probability >= settings.threshold
-        else:
-            stop = uniform(settings.seed, settings.first_sample_index + i, step) < probability
-        budget = settings.max_thinking_tokens
-        if stop and length >= settings.min_thinking_tokens:
-            row.record.reason = "policy"
-        elif budget is not None and length >= budget:
-            row.record.reason = "budget"
-        else:
-            return
-        self._close(row, natural=False)
-
-    def _close(self, row: _Row, natural: bool) -> None:
-        """Turns a row to its answer; after a natural end, the model has written the marker."""
-        suffix = self.token_format.forced_suffix(self.settings.answer)
-        if natural:
-            suffix = suffix[1:] if self.settings.answer == "forced" else []
-        row.forced.extend(suffix)
-        row.phase = _Phase.FORCING if suffix else _Phase.ANSWER
-        if self.settings.answer == "forced":
-            row.box = self.token_format.box_state()
-
-    def finish(self, input_ids: torch.Tensor) -> list[bool]:
-        """After a token was chosen: which rows have completed their answer."""
-        done = []
-        for row, token in zip(self.rows, input_ids[:, -1].tolist(), strict=True):
-            if row.phase is _Phase.FORCING:
-                row.forced.popleft()
-                if not row.forced:
-                    row.phase = _Phase.ANSWER
-            elif row.phase is _Phase.ANSWER:
-                row.answer_tokens += 1
-                closed = row.box is not None and row.box.push(token)
-                if (
-                    closed
-                    or token in self.eos_ids
-                    or (row.answer_tokens == self.settings.max_answer_tokens)
-                ):
-                    row.phase = _Phase.DONE
-                    done.append(True)
-                    continue
-            elif row.phase is _Phase.THINKING and token in self.eos_ids - {
-                self.token_format.think_end_id
-            }:
-                row.record.reason = "natural"
-                row.phase = _Phase.DONE
-            done.append(False)
-        return done
-
-    def records(self) -> list[StopRecord]:
-        """One record a row, after generate has ended."""
-        return [row.record for row in self.rows]
-
-    def _release(self) -> None:
-        if not any(row.phase is _Phase.THINKING for row in self.rows):
-            self.capture.close()
-
-
-class AnswerEnd(StoppingCriteria):
-    """Ends a row as soon as its answer is complete."""
-
-    def __init__(self, hook: StopHook) -> None:
-        self.hook = hook
-
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
-        """Which rows (B,) end with their last token."""
-        return torch.tensor(self.hook.finish(input_ids), device=input_ids.device)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies of a model start without records."""
+        return type(self), ([[]],)
 
 
 def generate_pruned(
     base: Any,
-    policy: StoppingPolicy,
+    policy: StoppingPolicy | None,
     token_format: TokenFormat,
     settings: StopPolicyConfig,
     inputs: torch.Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **kwargs: Any,
 ) -> tuple[Any, list[StopRecord]]:
     """`base.generate` with the hook in it.
 
+    It may run in several threads at once, on one base: each call sees its own forwards only.
+    Greedy calls give what they give alone; those that sample share torch's global generator, so
+    that their texts depend on how the threads take turns.
+
     Args:
         base: the causal LM that generates (a `PreTrainedModel` with `generate`).
-        policy: its policy.
+        policy: its policy; None with a rule that does without.
         token_format: the base's way of thinking.
-        settings: with mode and threshold filled in.
+        settings: with a rule, or with mode and threshold filled in.
         inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
+        tokenizer: the base's, for rules that read texts, and for `stop_strings`.
         kwargs: generate's own arguments.
 
     Returns:
@@ -248,24 +84,46 @@ def generate_pruned(
         record a row.
 
     Raises:
-        ValueError: the decoding cannot be combined with a stop policy, or a prompt is empty.
+        TypeError: the prompt is not a tensor.
+        ValueError: the decoding, the base or the rule cannot be combined, or a prompt is empty.
     """
-    given = kwargs.pop("generation_config", None)
+    given = copy.deepcopy(kwargs.pop("generation_config", None))
     config = GenerationMixin._prepare_generation_config(base, given, **kwargs)[0]
+    refuse_base(base)
     refuse_unsupported(inputs, config, kwargs)
     eos = config.eos_token_id
+    eos_ids = frozenset([eos] if isinstance(eos, int) else torch.as_tensor(eos).tolist())
+    refuse_closing(token_format, eos_ids)
+    rule = settings.chosen_rule()
+    _refuse_asks(rule, policy, tokenizer)
     processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
-    criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-    with Capture(base, policy) as capture:
-        eos_ids = [eos] if isinstance(eos, int) else list(eos)
-        hook = StopHook(settings, token_format, capture, eos_ids)
-        output = base.generate(
+    others = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+    if config.stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings needs the base's tokenizer: pass tokenizer=")
+        others.append(StopStringCriteria(tokenizer, config.stop_strings))
+        kwargs["stop_strings"] = None  # our own criterion takes its place
+    if given is None:
+        kwargs["disable_compile"] = True  # a hook added after compilation is skipped in silence
+    else:
+        given.disable_compile = True
+    with ExitStack() as stack:
+        decode = None if tokenizer is None else _decoder(tokenizer)
+        capture = trials = None
+        if "stop_probability" in rule.asks and policy is not None:
+            capture = stack.enter_context(Capture(base, policy))
+        if "trial_answer" in rule.asks:
+            masked = token_format.reentry_ids if settings.mask_reentry else ()
+            trials = TrialAnswers(base, token_format, eos_ids, masked, decode)
+            stack.enter_context(trials)
+        hook = StopHook(settings, rule, token_format, eos_ids, capture, trials, decode)
+        # The class's own generate: an instance's may be a policy's `custom_generate`.
+        output = type(base).generate(
+            base,
             inputs,
             generation_config=given,
             logits_processor=LogitsProcessorList([*processors, hook]),
-            stopping_criteria=StoppingCriteriaList([*criteria, AnswerEnd(hook)]),
-            # A hook added after compilation would be skipped in silence.
-            disable_compile=True,
+            stopping_criteria=StoppingCriteriaList([AnswerEnd(hook, others)]),
             **kwargs,
         )
     records = hook.records()
@@ -274,47 +132,61 @@ def generate_pruned(
     return output, records
 
 
-def refuse_unsupported(
-    inputs: torch.Tensor | None, config: GenerationConfig, arguments: Mapping[str, Any]
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _refuse_asks(
+    rule: StopRule, policy: StoppingPolicy | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Refuses what the hook would silently do wrong.
+    """Refuses a rule that asks for what is not there."""
+    name = type(rule).__name__
+    if "stop_probability" in rule.asks and policy is None:
+        raise ValueError(
+            f"the rule {name} asks for stop probabilities, but there is no policy: load a model "
+            "with one, or use a rule such as AnswerEntropy()"
+        )
+    if "text" in rule.asks and tokenizer is None:
+        raise ValueError(f"the rule {name} reads texts: pass tokenizer=")
+    if {"stop_probability", "trial_answer"} <= rule.asks:
+        raise ValueError(
+            f"the rule {name} asks for stop probabilities and for trial answers, which cannot be "
+            "had in one generate; use two rules, one after the other"
+        )
+
+
+def generate_with_rule(
+    base: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_policy: StopRule | StopPolicyConfig | dict[str, Any],
+    inputs: torch.Tensor | None = None,
+    token_format: TokenFormat | None = None,
+    **kwargs: Any,
+) -> tuple[Any, list[StopRecord]]:
+    """`base.generate` with a training-free stop rule, on any reasoning model, without a policy.
 
     Args:
-        inputs: generate's first argument.
-        config: the generation config with generate's keyword arguments applied.
-        arguments: all keyword arguments of generate.
+        base: the causal LM.
+        tokenizer: its tokenizer.
+        stop_policy: a rule such as `AnswerEntropy()`, or settings that hold one as `rule`.
+        inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
+        token_format: the base's way of thinking; None guesses it from the tokenizer, anew in each
+            call: compile it once (`TokenFormat.compile`) for many.
+        kwargs: generate's own arguments.
+
+    Returns:
+        What generate returns (an output object holds the records as `stop`, too), and one
+        record a row.
 
     Raises:
-        ValueError: naming the option and what to do.
+        TypeError, ValueError: as `generate_pruned`, or the settings hold no rule.
     """
-    mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+    settings = StopPolicyConfig.of(stop_policy)
+    if settings.rule is None:
         raise ValueError(
-            f"stop_policy works with greedy decoding and sampling, not with {mode.value}: leave "
-            "out num_beams, assistant_model, prompt_lookup_num_tokens and the like, or pass "
-            "stop_policy=False"
+            "stop_policy holds no rule, and without a policy something has to decide: pass a rule, "
+            "such as AnswerEntropy(), or Budget(1000)"
         )
-    if config.use_cache is False:
-        raise ValueError("use_cache is False; stop_policy needs the cache: leave use_cache out")
-    if arguments.get("custom_generate") is not None:
-        raise ValueError("custom_generate and stop_policy exclude each other; leave one out")
-    for name in ("inputs_embeds", "position_ids"):
-        if arguments.get(name) is not None:
-            raise ValueError(f"{name} and stop_policy exclude each other: pass input_ids alone")
-    input_ids = arguments.get("input_ids") if inputs is None else inputs
-    if input_ids is None or input_ids.numel() == 0:
-        raise ValueError("the prompt is empty: stop_policy needs input_ids with a prompt")
-    mask = arguments.get("attention_mask")
-    if mask is not None and (empty := (mask.sum(-1) == 0).nonzero().flatten().tolist()):
-        raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")
-    cache = arguments.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            "past_key_values holds tokens that the stopping policy has not seen; pass the whole "
-            "text as input_ids without them"
-        )
-    if config.eos_token_id is None:
-        raise ValueError(
-            "the generation config has no eos_token_id, so rows cannot end by themselves; set it "
-            "in base.generation_config"
-        )
+    if token_format is None:
+        token_format = TokenFormat.compile(guess(tokenizer), tokenizer)
+    return generate_pruned(base, None, token_format, settings, inputs, tokenizer, **kwargs)

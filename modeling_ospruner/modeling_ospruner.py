@@ -22,7 +22,7 @@ from transformers import (
 from .capture_ospruner import TrunkDone
 from .configuration_ospruner import OSPrunerConfig
 from .custom_generate_ospruner import CUSTOM_GENERATE
-from .generation_ospruner import StopPolicyConfig, StopRecord, generate_pruned
+from .generation_ospruner import LastStop, generate_pruned
 from .loading_ospruner import (
     check_exchange,
     check_hub_arguments,
@@ -33,25 +33,33 @@ from .loading_ospruner import (
 from .outputs_ospruner import OSPrunerOutput
 from .policy_ospruner import DEFAULT_INIT_BIAS, StoppingPolicy
 from .reasoning_format import ReasoningFormat, TokenFormat, guess
+from .settings_ospruner import StopPolicyConfig, StopRecord
 from .shared_base_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
+from .stop_rules import StopRule
 from .trunk_ospruner import entering_tail, positions_of, thinking_span
 
 FLAT_FILES = (
     "capture_ospruner.py",
+    "checks_ospruner.py",
     "configuration_ospruner.py",
     "custom_generate_ospruner.py",
     "draws_ospruner.py",
+    "format_description.py",
     "generation_ospruner.py",
+    "hook_ospruner.py",
     "loading_ospruner.py",
     "model_turn.py",
     "modeling_ospruner.py",
     "outputs_ospruner.py",
     "policy_ospruner.py",
     "reasoning_format.py",
+    "refusals_ospruner.py",
     "settings_ospruner.py",
+    "stop_rules.py",
     "shared_base_ospruner.py",
     "token_states.py",
     "trunk_ospruner.py",
+    "trial_answers.py",
 )
 _AUTO_MAP = {
     "AutoConfig": "configuration_ospruner.OSPrunerConfig",
@@ -79,7 +87,6 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         base: the frozen causal LM.
         policy: the trainable part, and all that is saved.
         token_format: the base's way of thinking, compiled for its tokenizer.
-        last_stop: one `StopRecord` a row of the last generate with a stop policy.
     """
 
     config_class = OSPrunerConfig
@@ -105,7 +112,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         self.generation_config = base.generation_config
         self.token_format = token_format
         self.tokenizer = tokenizer
-        self.last_stop: list[StopRecord] = []
+        self._last_stop = LastStop([[]])
 
     @classmethod
     def untrained(
@@ -433,18 +440,27 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             result[b, : len(row)] = torch.sigmoid(logits[b, row])
         return result[0] if ids.dim() == 1 else result
 
+    @property
+    def last_stop(self) -> list[StopRecord]:
+        """One `StopRecord` a row of the last generate with a stop policy that has ended.
+
+        Of this thread's, if it had any, else of any thread's.
+        """
+        return self._last_stop.get()
+
     @torch.no_grad()
     def generate(  # type: ignore[override]
         self,
         inputs: torch.Tensor | None = None,
-        stop_policy: bool | Mapping[str, Any] | StopPolicyConfig = False,
+        stop_policy: bool | Mapping[str, Any] | StopRule | StopPolicyConfig = False,
         **kwargs: Any,
     ) -> Any:
         """As transformers' generate; with a stop policy, rows stop thinking when it says so.
 
         Args:
             inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
-            stop_policy: True, or `StopPolicyConfig` (also as a dict); False for plain generate.
+            stop_policy: True for the learned policy, `StopPolicyConfig` (also as a dict), or
+                another `StopRule`; False for plain generate.
             kwargs: generate's own arguments.
 
         Returns:
@@ -452,19 +468,36 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             (`return_dict_in_generate=True`) holds them as `stop`, too.
 
         Raises:
+            TypeError: stop_policy, one of its settings, or the prompt is of a wrong type.
             ValueError: a setting is unknown or out of range, a prompt is empty, or the decoding
                 cannot be combined with a stop policy (beams, assisted decoding, no cache).
         """
         if stop_policy is False or stop_policy is None:
             return self.base.generate(inputs, **kwargs)
-        settings = self._settings(stop_policy)
-        output, self.last_stop = generate_pruned(
+        settings = StopPolicyConfig.of(stop_policy).with_defaults(
+            self.config.default_mode, self.config.default_threshold
+        )
+        kwargs.setdefault("tokenizer", self.tokenizer)
+        output, records = generate_pruned(
             self.base, self.policy, self.token_format, settings, inputs, **kwargs
         )
+        self._last_stop.set(records)
         return output
 
-    def _settings(
-        self, stop_policy: bool | Mapping[str, Any] | StopPolicyConfig
-    ) -> StopPolicyConfig:
-        asked = StopPolicyConfig.of(stop_policy)
-        return asked.with_defaults(self.config.default_mode, self.config.default_threshold)
+    def generate_batch(self, *args: Any, stop_policy: bool = False, **kwargs: Any) -> Any:
+        """The base's continuous batching, in which no stop policy can work.
+
+        Args:
+            args: as for transformers' `generate_batch`.
+            stop_policy: must be False.
+            kwargs: as for transformers' `generate_batch`.
+
+        Raises:
+            ValueError: stop_policy is anything else.
+        """
+        if stop_policy is not False:
+            raise ValueError(
+                "generate_batch is continuous batching, in which stop_policy cannot work: use "
+                "generate on a padded batch, or the vLLM or SGLang engine"
+            )
+        return self.base.generate_batch(*args, **kwargs)

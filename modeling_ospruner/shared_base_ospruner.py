@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from collections.abc import Hashable, Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_ospruner import OSPrunerConfig
 from .generation_ospruner import generate_pruned
@@ -28,6 +27,7 @@ class _Loaded:
     config: OSPrunerConfig
     policy: StoppingPolicy
     token_format: TokenFormat
+    tokenizer: PreTrainedTokenizerBase
 
 
 # By base, then by repository. No value refers to its base, which thus can be freed.
@@ -61,13 +61,11 @@ def generate_on(
     """
     if stop_policy is False or stop_policy is None:
         return base.generate(**arguments)
-    if dataclasses.is_dataclass(stop_policy) and not isinstance(stop_policy, type):
-        # A StopPolicyConfig of the installed package is another class than this copy's.
-        stop_policy = dataclasses.asdict(stop_policy)
     asked = StopPolicyConfig.of(stop_policy)
     loaded = _loaded(base, repository, hub)
     settings = asked.with_defaults(loaded.config.default_mode, loaded.config.default_threshold)
     inputs = arguments.pop("inputs", None)
+    arguments.setdefault("tokenizer", loaded.tokenizer)
     output, records = generate_pruned(
         base, loaded.policy, loaded.token_format, settings, inputs, **arguments
     )
@@ -87,7 +85,7 @@ def _loaded(base: PreTrainedModel, repository: str, hub: Mapping[str, Any]) -> _
             _, policy, tokenizer = load_parts(repository, config, base, dict(hub), {})
             chosen = ReasoningFormat.from_dict(config.reasoning_format or {})
             token_format = TokenFormat.compile(chosen, tokenizer)
-            policies[name] = _Loaded(state, config, policy, token_format)
+            policies[name] = _Loaded(state, config, policy, token_format, tokenizer)
         return policies[name]
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from modeling_ospruner.reasoning_format import TokenFormat
+from modeling_ospruner.trial_answers import (
+    ENTROPY_TOKENS as ENTROPY_TOKENS,  # of ForkedAnswer.entropy
+)
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,6 @@ class ForkRequest:
             raise ValueError(
                 f"cuts holds {bad}; each must lie in 0..{len(self.trace_ids)}, the trace's length"
             )
-
-
-ENTROPY_TOKENS = 20
-"""How many of the most likely tokens `ForkedAnswer.entropy` is taken over."""
 
 
 @dataclass(frozen=True)

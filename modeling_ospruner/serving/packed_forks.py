@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from modeling_ospruner.trial_answers import greedy, top_entropy
+
 from .engine import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
 from .rows import Branch
-from .sampling import greedy, top_entropy
 from .slot_cache import SlotCache
 
 _COLUMN_CHUNK = 16

@@ -12,7 +12,7 @@ import torch
 
 from modeling_ospruner.draws_ospruner import mix64
 
-from .engine import ENTROPY_TOKENS, SamplingSettings
+from .engine import SamplingSettings
 
 _U64 = np.uint64
 _FEW = 64
@@ -77,27 +77,6 @@ def choose(logits: torch.Tensor, draws: torch.Tensor, settings: SamplingSettings
     before = values.cumsum(-1) - values
     values = values.masked_fill(before >= settings.top_p, 0.0)
     return ids.gather(-1, _invert(values, draws))[:, 0]
-
-
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens, and their natural log-probabilities at temperature 1.
-
-    Args:
-        logits: (..., V).
-
-    Returns:
-        Token ids and log-probabilities, (...).
-    """
-    tokens = logits.argmax(-1)
-    best = logits.gather(-1, tokens[..., None])[..., 0].float()
-    return tokens, best - logits.float().logsumexp(-1)
-
-
-def top_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats (...) over the ENTROPY_TOKENS most likely tokens of logits (..., V)."""
-    kept = logits.float().topk(min(ENTROPY_TOKENS, logits.shape[-1]), dim=-1).values
-    logs = kept.log_softmax(-1)
-    return -(logs.exp() * logs).sum(-1)
 
 
 def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from modeling_ospruner.reasoning_format import TokenFormat
+from modeling_ospruner.trial_answers import greedy, top_entropy
 
 from .engine import (
     AnswerStop,
@@ -23,7 +24,7 @@ from .engine import (
     TokenCount,
 )
 from .rows import Branch, Row
-from .sampling import choose, greedy, top_entropy, uniforms
+from .sampling import choose, uniforms
 
 
 def sample_batch(
