@@ -21,6 +21,8 @@ toy_app = typer.Typer(help="The embedded reasoner: train it again, check it.", n
 app.add_typer(toy_app, name="toy")
 eval_app = typer.Typer(help="Compare stopping rules.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
+publish_app = typer.Typer(help="Put policies and labels on the Hub.", no_args_is_help=True)
+app.add_typer(publish_app, name="publish")
 
 console = Console()
 
@@ -193,6 +195,61 @@ def _show(evaluation: "Evaluation", out: Path, penalties: str, json_file: Path |
     console.print(f"Numbers: {results}; page: ospruner eval report {out}")
 
 
+@publish_app.command("policy")
+def publish_policy(
+    folder: Annotated[Path, typer.Argument(help="Folder of the policy.")],
+    repo: Annotated[
+        str, typer.Option(help="org/name; org/ alone is named by base, method and lambda.")
+    ],
+    base: Annotated[
+        str | None, typer.Option(help="The base's id on the Hub, where it was a local folder.")
+    ] = None,
+    base_revision: Annotated[
+        str | None, typer.Option(help="Its commit, branch or tag; pinned by commit.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="The base's, where absent.")] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option(help="Id of the labels on the Hub; may be repeated.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+    collection: Annotated[
+        str | None, typer.Option(help="Title or slug; auto for the base's family.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the exact folder and send nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where a dry run writes: runs/publish/NAME where absent.")
+    ] = None,
+) -> None:
+    """Publish a policy in one commit: weights, code, tokenizer, card, provenance."""
+    from ospruner.hub_cards import commands
+    from ospruner.hub_cards.policies import PolicyRelease
+
+    release = PolicyRelease(repo, base, base_revision, license, labels or ())
+    commands.publish_policy(
+        folder,
+        release,
+        private=private,
+        collection=collection,
+        dry_run=dry_run,
+        out=out,
+        console=console,
+    )
+
+
+@app.command()
+def verify(
+    repo: Annotated[str, typer.Argument(help="Id of a policy on the Hub, or its folder.")],
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag.")] = None,
+) -> None:
+    """Check a published policy: code, hashes, base, probabilities; status 1 where one fails."""
+    from ospruner.hub_cards import commands
+
+    if not commands.verify(repo, revision, console):
+        raise typer.Exit(1)
+
+
 def _folder(out: Path, name: str) -> Path:
     return out if out != Path("runs/demo") or name == "standard" else Path(f"runs/demo-{name}")
 
@@ -201,7 +258,7 @@ def main() -> None:
     """Entry point of the console script; what a user can mend is said without a trace."""
     try:
         app()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError) as error:
         Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}")
         raise SystemExit(1) from None
 

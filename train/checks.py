@@ -1,14 +1,15 @@
-"""What a training run refuses before it starts."""
+"""What a training run refuses before it starts, and how it tells that memory ran out."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from .packing import LabelledTraces
 from .settings import TrainSettings
 
-__all__ = ["refuse_shared_problems", "usable_rows"]
+__all__ = ["is_out_of_memory", "refuse_shared_problems", "usable_rows"]
 
 MIN_TRACES = 8
 
@@ -48,3 +49,8 @@ def refuse_shared_problems(train: LabelledTraces, validation: LabelledTraces) ->
             f"{len(shared)} problems are in both the training and the validation traces, such as "
             f"{min(shared)!r}: split by problem (ospruner.eval.schema.split_of)"
         )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not allocate memory; on the CPU that is a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, load_dataset
 from huggingface_hub import hf_hub_download
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat
+from ospruner.eval.benchmarks import Problem, user_message
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.eval.task import prompt_token_ids
 
 from .label_folder import MANIFEST, read_labels, read_manifest
 from .loop import StageResult, train
@@ -151,8 +154,8 @@ def train_from_labels(
         A policy and its validation result for each stage.
 
     Raises:
-        ValueError: the validation labels were made otherwise than the training labels, or any of
-            `train`'s refusals.
+        ValueError: the labels were made by another base, the validation labels otherwise than the
+            training labels, or any of `train`'s refusals.
     """
     ours = load_labels(labels)
     traces = ours.traces if limit is None else ours.traces.take(min(limit, len(ours.traces)))
@@ -169,9 +172,11 @@ def train_from_labels(
     where, revision = base or ours.settings.base_model, ours.settings.base_revision
     if base is not None and Path(base).is_dir():
         revision = None
+    tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+    _refuse_other_base(where, tokenizer, ours)
     return train(
         AutoModelForCausalLM.from_pretrained(where, revision=revision, dtype="auto"),
-        AutoTokenizer.from_pretrained(where, revision=revision),
+        tokenizer,
         train_set,
         LabelledTraces.from_dataset(validating),
         chosen,
@@ -179,6 +184,25 @@ def train_from_labels(
         out_dir,
         progress=progress,
     )
+
+
+def _refuse_other_base(where: str, tokenizer: PreTrainedTokenizerBase, labels: Labels) -> None:
+    """A copy of the base may lie elsewhere; it must ask the first problem in the same tokens."""
+    made_by = labels.settings.base_model
+    if where == made_by:
+        return
+    row = labels.traces[0]
+    problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+    reasoning_format = ReasoningFormat.from_dict(labels.settings.reasoning_format)
+    fmt = TokenFormat.compile(reasoning_format, tokenizer)
+    message = user_message(problem, reasoning_format)
+    asked = prompt_token_ids(problem.id, message, tokenizer, fmt)
+    if not Path(where).is_dir() or asked != row["prompt_ids"]:
+        raise ValueError(
+            f"the labels were made by {made_by!r} at revision {labels.settings.base_revision!r}, "
+            f"not by {where!r}: a policy is trained on the base that wrote its traces. Leave out "
+            "--base, give a local copy of that base, or label with this one"
+        )
 
 
 def _refuse_other_labels(ours: LabelSettings, theirs: LabelSettings) -> None:

@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.eval.replay import replay
+from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.schema import LabelSettings
 
-from .checks import refuse_shared_problems, usable_rows
+from .checks import is_out_of_memory, refuse_shared_problems, usable_rows
 from .fast_tail import step_logits
 from .packing import LabelledTraces, epoch_batches
 from .policies import StageResult, batch_loss, new_policy, predict
@@ -46,7 +46,7 @@ SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(FloatingPointError):
     """The loss is no longer a finite number."""
 
 
@@ -83,7 +83,8 @@ def train(
     Raises:
         ValueError: too few traces, labels that are all equal, a problem in both sets, or a folder
             that holds something else.
-        TrainingDivergedError: the loss became NaN or infinite.
+        TrainingDivergedError: the loss became NaN or infinite; the batch is kept.
+        MemoryError: memory ran out; it says what to lower.
     """
     traces = LabelledTraces.from_dataset(train_set)
     validation = LabelledTraces.from_dataset(validation_set)
@@ -98,12 +99,23 @@ def train(
     with RunFolder(out_dir, identity) as folder:
         model = new_policy(base, tokenizer, settings, label_settings)
         run = _Run(model, traces, rows, validation, settings, folder, progress)
-        return run.go()
+        try:
+            return run.go()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryError(
+                f"out of memory with batch_size {settings.batch_size}, traces of up to "
+                f"{int(traces.token_lengths[rows].max())} tokens and cache_limit_bytes "
+                f"{settings.cache_limit_bytes}: lower batch_size first, then cache_limit_bytes "
+                "(0 computes the trunk anew for each batch) or num_policy_layers. The run goes on "
+                f"from its last checkpoint in {folder.path}"
+            ) from error
 
 
 def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
     """The settings without those that a run may be continued with other values of."""
-    free = {"checkpoint_every", "cache_limit_bytes"}
+    free = {"cache_limit_bytes", "checkpoint_every", "validate_every"}
     return {name: value for name, value in settings.to_dict().items() if name not in free}
 
 
@@ -199,8 +211,12 @@ class _Run:
             self.progress(
                 "train", number * len(batches) + self.batch, total, f"{stage.name} loss {loss:.3f}"
             )
-            every = self.settings.checkpoint_every
-            if every and self.steps % every == 0:
+            if self._due(self.settings.validate_every):
+                outcome = self._validate()[1]
+                place = {"steps": self.steps, "length_penalty": stage.length_penalty}
+                found = {"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens}
+                self.folder.log({"dynamics": place | found})
+            if self._due(self.settings.checkpoint_every):
                 self._checkpoint()
         entry = {"stage": stage.name, "length_penalty": stage.length_penalty, "epoch": self.epoch}
         seconds = round(time.monotonic() - started, 3)
@@ -209,6 +225,9 @@ class _Run:
         self.epoch += 1
         self.batch = 0
         self._checkpoint()
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.steps % every == 0
 
     def _set_learning_rates(self, stage: Stage, epochs_done: float) -> None:
         """Linear fall within the stage; a function of the position alone, so resuming is exact."""
@@ -224,11 +243,12 @@ class _Run:
         loss = batch_loss(self.settings.method, logits, batch, stage.length_penalty)
         value = loss.item()
         if not math.isfinite(value):
+            kept = self.folder.save_batch(rows, batch, logits)
             raise TrainingDivergedError(
                 f"the loss is {value} in stage {stage.name}, epoch {self.epoch}, batch "
-                f"{self.batch} (traces {rows.tolist()}): lower learning_rate "
-                f"({self.settings.learning_rate:g}), or check the base's weights for NaN. "
-                f"The last checkpoint in {self.folder.path} is from before"
+                f"{self.batch} (traces {rows.tolist()}, kept with their logits in {kept}): lower "
+                f"learning_rate ({self.settings.learning_rate:g}), or check the base's weights for "
+                f"NaN. The last checkpoint in {self.folder.path} is from before"
             )
         loss.backward()
         self.optimizer.step()
@@ -240,13 +260,8 @@ class _Run:
         config = self.model.config
         config.length_penalty = stage.length_penalty
         path = self.folder.save_policy(stage.name, self.model.save_pretrained)
-        # What fits in memory was kept before the first step.
-        probabilities = predict(self.model, self.validation, cache_limit_bytes=0)
+        probabilities, outcome = self._validate()
         table = self.validation.table
-        if config.default_mode == "sample":
-            outcome = replay(table, probabilities)
-        else:
-            outcome = replay(table, probabilities, "threshold", config.default_threshold)
         result = StageResult(
             name=stage.name,
             method=self.settings.method,
@@ -262,6 +277,16 @@ class _Run:
         self.folder.log({"validation": result.to_dict()})
         self.epoch = 0
         self._checkpoint()
+
+    def _validate(self) -> tuple[npt.NDArray[np.float32], Outcome]:
+        """Stop probabilities (N, T) on the validation traces, and what they come to."""
+        # What fits in memory was kept before the first step.
+        probabilities = predict(self.model, self.validation, cache_limit_bytes=0)
+        config, table = self.model.config, self.validation.table
+        if config.default_mode == "sample":
+            return probabilities, replay(table, probabilities)
+        threshold = config.default_threshold
+        return probabilities, replay(table, probabilities, "threshold", threshold)
 
     def _header(self, cached_bytes: int) -> dict[str, Any]:
         return {

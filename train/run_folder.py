@@ -18,17 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ospruner.eval.schema import TraceTable
 
 from .durable import lock_folder, replace_file, sync_file, sync_folder
+from .packing import Batch
 
 __all__ = ["RunFolder", "labels_hash"]
 
 _RUN = "run.json"
 _CHECKPOINT = "checkpoint.pt"
 _LOG = "log.jsonl"
+_FAILED_BATCH = "failed_batch.npz"
 
 
 class RunFolder:
@@ -124,6 +128,27 @@ class RunFolder:
         partial.replace(final)
         sync_folder(self.path)
         return final
+
+    def save_batch(self, rows: npt.NDArray[np.int64], batch: Batch, logits: Tensor) -> Path:
+        """Keeps a batch on which training failed, for inspection with `numpy.load`.
+
+        Args:
+            rows: (B,) numbers of the traces.
+            batch: their labels.
+            logits: (B, T) stop logits.
+        """
+        buffer = io.BytesIO()
+        np.savez(
+            buffer,
+            rows=rows,
+            logits=logits.detach().float().cpu().numpy(),
+            lengths=batch.lengths.numpy(),
+            correct=batch.correct.numpy(),
+            mask=batch.mask.numpy(),
+        )
+        file = self.path / _FAILED_BATCH
+        replace_file(file, buffer.getvalue())
+        return file
 
     def save_array(self, name: str, values: np.ndarray[Any, Any]) -> Path:
         """Saves an array, atomically."""

@@ -54,6 +54,8 @@ class TrainSettings:
             have no gradient, so keep it mild.
         seed: of the head's first weights and the order of batches.
         checkpoint_every: optimiser steps between checkpoints; 0 for one an epoch.
+        validate_every: optimiser steps between the validations that the log keeps for a picture
+            of the training's dynamics; 0 for none but those at the stages' ends.
         cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
             again for every batch.
     """
@@ -73,6 +75,7 @@ class TrainSettings:
     init_bias: float = -2.0
     seed: int = 0
     checkpoint_every: int = 0
+    validate_every: int = 0
     cache_limit_bytes: int = 2**31
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class TrainSettings:
             ("num_policy_layers", 0),
             ("seed", 0),
             ("checkpoint_every", 0),
+            ("validate_every", 0),
             ("cache_limit_bytes", 0),
         ):
             value = vars(self)[name]

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from ospruner.eval.schema import LabelSettings
@@ -19,7 +20,7 @@ from ospruner.train.from_labels import (
 )
 from ospruner.train.packing import LabelledTraces
 from ospruner.train.schedules import R1_PENALTIES
-from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 from ospruner_cli import app
 
 
@@ -77,3 +78,24 @@ def test_validation_labels_made_otherwise_are_refused(labels: Path, tmp_path: Pa
     with pytest.raises(ValueError, match=r"made otherwise .*temperature: 0.6 here, 1.0 there\)"):
         train_from_labels(labels, tmp_path / "run", settings_for("auto"), validation=other)
     assert not (tmp_path / "run").exists()
+
+
+def test_another_base_than_the_labels_is_refused(
+    labels: Path,
+    tmp_path: Path,
+    tiny_base: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    other = tmp_path / "other"
+    tiny_base.save_pretrained(other)
+    tiny_tokenizer.save_pretrained(other)
+    with pytest.raises(ValueError, match=r"the labels were made by .*reasoner.*, not by .*other"):
+        train_from_labels(labels, tmp_path / "run", settings_for("auto"), base=str(other))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(SHIPPED, tmp_path / "copy")
+    settings = settings_for("1e-3", tuning="head", batch_size=8)
+    (stage,) = train_from_labels(labels, tmp_path / "run", settings, base=str(copied))
+    assert stage.path.is_dir()

@@ -315,12 +315,34 @@ def test_capped_traces_are_dropped_and_counted(
 
 
 def test_nan_stops_the_run_with_a_clear_error(
-    fit: Callable[..., list[StageResult]], tiny_base: Qwen2ForCausalLM
+    fit: Callable[..., list[StageResult]], tiny_base: Qwen2ForCausalLM, tmp_path: Path
 ) -> None:
     with torch.no_grad():
         tiny_base.get_decoder().layers[0].mlp.down_proj.weight.fill_(float("nan"))
     with pytest.raises(TrainingDivergedError, match=r"the loss is nan in stage lam3e-2, epoch 0"):
         fit()
+    with np.load(tmp_path / "run" / "failed_batch.npz") as kept:
+        assert np.isnan(kept["logits"]).any()
+        assert len(kept["rows"]) == len(kept["correct"]) == SETTINGS.batch_size
+
+
+def test_memory_that_runs_out_says_what_to_lower(
+    fit: Callable[..., list[StageResult]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        torch.empty(1 << 60)  # the allocator's own error
+
+    monkeypatch.setattr("ospruner.train.loop.batch_loss", fail)
+    with pytest.raises(MemoryError, match="out of memory with batch_size 8.* lower batch_size"):
+        fit()
+
+
+def test_the_log_keeps_the_dynamics(fit: Callable[..., list[StageResult]], tmp_path: Path) -> None:
+    stages = fit(dataclasses.replace(SETTINGS, validate_every=3))
+    points = [entry["dynamics"] for entry in log_of(tmp_path / "run") if "dynamics" in entry]
+    assert [point["steps"] for point in points] == list(range(3, points[-1]["steps"] + 1, 3))
+    assert {point["length_penalty"] for point in points} == {s.length_penalty for s in stages}
+    assert all(0 <= point["accuracy"] <= 1 and point["tokens"] > 0 for point in points)
 
 
 def test_what_cannot_be_learnt_from_is_refused(
