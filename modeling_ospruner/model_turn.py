@@ -101,6 +101,9 @@ class ModelTurn:
         end = len(ids)
         while header:
             at = _rfind(ids[:end], header[:1], floor)
+            if at is not None and 0 < len(ids) - at < len(header) and end == len(ids):
+                end = at  # cut off within a header
+                continue
             if at is None or tuple(ids[at : at + len(header)]) != header:
                 break
             body = ids[at + len(header) :]

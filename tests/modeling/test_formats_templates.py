@@ -1,0 +1,394 @@
+"""Formats on real chat templates and tokenizers: where a turn thinks, and what is left to close."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from modeling_ospruner.reasoning_format import (
+    DEEPSEEK_R1,
+    HARMONY,
+    QWEN3,
+    ReasoningFormat,
+    TokenFormat,
+    guess,
+)
+
+Chat = list[dict[str, Any]]
+ASK: Chat = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+@cache
+def load(folder: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
+    if not folder.is_dir():
+        pytest.skip(f"{folder} does not exist")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer, TokenFormat.compile(guess(tokenizer), tokenizer)
+
+
+class Family:
+    """A tokenizer with its chat template, and the format guessed from it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat) -> None:
+        self.tokenizer = tokenizer
+        self.fmt = fmt
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def plain(self, text: str) -> list[int]:
+        """The ids of a text whose markers are read as plain characters."""
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        if self.fmt.added_ids.isdisjoint(ids):
+            return ids
+        # Markers that are not special (R1's `<think>`) are found even so: spell them out.
+        return [i for character in text for i in self.ids(character)]
+
+    def prompt(self, chat: Chat, **template: Any) -> list[int]:
+        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **template}
+        return self.ids(str(self.tokenizer.apply_chat_template(chat, **options)))
+
+
+@pytest.fixture(scope="module")
+def r1(shared_dir: Path) -> Family:
+    return Family(*load(shared_dir / "data" / "tokenizers" / "deepseek-r1-distill-qwen"))
+
+
+@pytest.fixture(scope="module")
+def harmony(shared_dir: Path) -> Family:
+    return Family(*load(shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"))
+
+
+@pytest.fixture(scope="module")
+def chatml(r1: Family, shared_dir: Path) -> Callable[[str], Family]:
+    """Makes a Qwen tokenizer with ChatML's markers and a template of `tokenizers/templates`."""
+
+    def make(name: str) -> Family:
+        tokenizer = copy.deepcopy(r1.tokenizer)
+        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+        tokenizer.eos_token = "<|im_end|>"
+        folder = shared_dir / "data" / "tokenizers" / "templates"
+        tokenizer.chat_template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
+        return Family(tokenizer, TokenFormat.compile(guess(tokenizer), tokenizer))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def qwen3(chatml: Callable[[str], Family]) -> Family:
+    return chatml("qwen3")
+
+
+@pytest.fixture(scope="module")
+def qwq(chatml: Callable[[str], Family]) -> Family:
+    return chatml("qwq-32b")
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest) -> Family:
+    found: Family = request.getfixturevalue(request.param)
+    return found
+
+
+EVERY = pytest.mark.parametrize("family", ["r1", "harmony", "qwen3", "qwq"], indirect=True)
+TAGS = pytest.mark.parametrize("family", ["r1", "qwen3", "qwq"], indirect=True)
+
+
+def test_guess_tells_the_families_apart(
+    r1: Family, harmony: Family, qwen3: Family, qwq: Family
+) -> None:
+    found = [one.fmt.format for one in (r1, harmony, qwen3, qwq)]
+    assert found == [DEEPSEEK_R1, HARMONY, QWEN3, DEEPSEEK_R1]
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        [{"role": "system", "content": "Be brief.\n\nEnd with </think> or <|end|>.\n\n"}],
+        [{"role": "system", "content": "S"}, *ASK, {"role": "assistant", "content": "5.\n\nYes."}],
+        [
+            *ASK,
+            {"role": "assistant", "content": "<think>\nhm\n\n5?\n\n</think>\n\nSo 5.\n\nDone."},
+        ],
+        [
+            {"role": "user", "content": "Hi </think>\n\nSo \\boxed{1} <|end|><|im_end|> <think>"},
+            {"role": "assistant", "content": "What is </think>\n\nfor?"},
+        ],
+    ],
+)
+def test_thinking_begins_at_the_prompts_end(family: Family, before: Chat) -> None:
+    prompt = family.prompt([*before, *ASK])
+    assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+    assert family.fmt.in_thinking(prompt)
+
+
+QUOTES = [
+    "What do <think> and </think>\n\n mean?",
+    "I got </think>\n\n\\boxed{4} back.",
+    "It said <|channel|>final<|message|>4, and <|end|>.",
+    "It said <|end|><|start|>assistant<|channel|>final<|message|>4",
+]
+
+
+@EVERY
+@pytest.mark.parametrize("quote", QUOTES)
+def test_a_users_markers_are_no_thinking(family: Family, quote: str) -> None:
+    """As ids of markers (what encoding the template's text makes of them), and as plain text."""
+    as_markers = family.prompt([{"role": "user", "content": quote}])
+    hole = family.prompt([{"role": "user", "content": "HOLE"}])
+    (at,) = (
+        i for i in range(len(hole)) if hole[i : i + len(family.ids("HOLE"))] == family.ids("HOLE")
+    )
+    as_text = [*hole[:at], *family.plain(quote), *hole[at + len(family.ids("HOLE")) :]]
+    assert family.tokenizer.decode(as_text) == family.tokenizer.decode(as_markers)
+    assert as_text != as_markers or not family.fmt.added_ids.intersection(family.ids(quote))
+    for prompt in (as_markers, as_text):
+        assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+        trace = family.ids("First.\n\nThen")
+        span = family.fmt.thinking_span([*prompt, *trace])
+        assert span == (len(prompt), len(prompt) + len(trace), False)
+
+
+@TAGS
+def test_partial_thinking_in_the_prompt(family: Family) -> None:
+    prompt, fmt = family.prompt(ASK), family.fmt
+    written = family.ids("First 2.\n\nThen 3.\n")
+    span = fmt.thinking_span([*prompt, *written])
+    assert span == (len(prompt), len(prompt) + len(written), False)
+    rest = family.ids("\nSo 5.\n\nYes.")
+    state = fmt.boundary_state(written)
+    together = fmt.boundaries([*written, *rest])
+    assert [state.push(i) for i in rest] == together[len(written) :]
+    assert together[len(written)]  # the second half of a blank line whose first half was prefilled
+
+
+@TAGS
+def test_whole_text(family: Family) -> None:
+    prompt, fmt = family.prompt(ASK), family.fmt
+    trace = family.ids("First 2.\n\nThen 3.")
+    answer = family.ids("So </think> it is \\boxed{5}.")
+    closed = (len(prompt), len(prompt) + len(trace), True)
+    whole = [*prompt, *trace, *fmt.closing_ids, *answer, *fmt.eos_ids]
+    for end in (len(prompt) + len(trace) + 1, len(whole) - 2, len(whole)):
+        assert fmt.thinking_span(whole[:end]) == closed, end
+    assert fmt.thinking_span([*whole, *family.ids("\n")]) == closed
+    # The model gave up without a closing.
+    assert fmt.thinking_span([*prompt, *trace, *fmt.eos_ids]) == closed
+    # The next user's turn, with no turn of the model opened after it.
+    later = [*whole, *family.prompt(ASK, add_generation_prompt=False)]
+    assert fmt.thinking_span(later) == (len(later), len(later), False)
+    # Known prompt length.
+    assert fmt.thinking_span(whole, start=len(prompt)) == closed
+    # Left padding with the end-of-text token, as R1-Distill pads.
+    padded = [fmt.eos_ids[0]] * 3
+    assert fmt.thinking_span([*padded, *whole]) == (closed[0] + 3, closed[1] + 3, True)
+    assert fmt.thinking_span([*padded, *prompt]) == (len(prompt) + 3, len(prompt) + 3, False)
+
+
+def test_prompts_without_the_chat_template(r1: Family) -> None:
+    fmt = r1.fmt
+    trace = r1.ids("First.\n\nThen")
+    for prompt in ("What is 2 + 3?\n<think>\n", "Q: 1\n<think>a</think> 1\nQ: 2\n<think>\n"):
+        ids = r1.ids(prompt)
+        assert fmt.thinking_span([*ids, *trace]) == (len(ids), len(ids) + len(trace), False)
+    closed = r1.ids("What is 2 + 3? <think>\nFive.</think>\n\nIt is")
+    assert fmt.thinking_span(closed)[2]
+    assert not fmt.in_thinking(r1.ids("What is 2 + 3?</think>\n\nIt"))
+    bare = r1.ids("What is 2 + 3?")
+    assert fmt.thinking_span(bare) == (len(bare), len(bare), False)
+    # <think> and a blank line in one token: the template's line break is not there to be skipped.
+    merged = [*r1.prompt(ASK)[:-1], *r1.ids("\n\n"), *trace]
+    begin = len(r1.prompt(ASK)) - 1
+    assert fmt.thinking_span(merged) == (begin, len(merged), False)
+
+
+def test_qwen3_without_thinking(qwen3: Family) -> None:
+    fmt = qwen3.fmt
+    closed = qwen3.prompt(ASK, enable_thinking=False)
+    assert not fmt.in_thinking(closed)
+    assert fmt.thinking_span(closed)[2]
+    assert qwen3.tokenizer.decode(closed[fmt.thinking_span(closed).start :]) == (
+        "<think>\n\n</think>\n\n"
+    )
+    opened = qwen3.prompt(ASK, enable_thinking=True)
+    # The model writes <think> by itself, and it counts as thinking, but is no step.
+    trace = qwen3.ids("<think>\n\nFirst.\n\nThen")
+    span = fmt.thinking_span([*opened, *trace])
+    assert span == (len(opened), len(opened) + len(trace), False)
+    assert [qwen3.tokenizer.decode(trace[:end]) for end in fmt.step_ends(trace)] == [
+        "<think>\n\nFirst.\n\n",
+        "<think>\n\nFirst.\n\nThen",
+    ]
+
+
+def test_qwen3_keeps_the_thinking_of_a_tool_call(qwen3: Family) -> None:
+    """The template writes the last query's thinking again, in an earlier message of the model."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    chat: Chat = [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Use\n\nit.",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "content": "5"},
+    ]
+    prompt = qwen3.prompt(chat)
+    assert "Use\n\nit.\n</think>" in qwen3.tokenizer.decode(prompt)
+    assert qwen3.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+
+
+def test_harmony_trace_and_what_is_left_to_close(harmony: Family) -> None:
+    fmt, prompt = harmony.fmt, harmony.prompt(ASK)
+    trace = harmony.ids(f"{ANALYSIS}First 2.\n\nThen 3.")
+    ends = fmt.step_ends(trace)
+    assert [harmony.tokenizer.decode(trace[:end]) for end in ends] == [
+        f"{ANALYSIS}First 2.\n\n",
+        f"{ANALYSIS}First 2.\n\nThen 3.",
+    ]
+    assert fmt.thinking_span([*prompt, *trace]) == (len(prompt), len(prompt) + len(trace), False)
+    # A natural end: the model has written <|end|>, and the rest is forced.
+    state = fmt.boundary_state([*trace, fmt.think_end_id])
+    assert (state.ended, state.closing_written, state.thinking_tokens) == (True, 1, len(trace))
+    assert harmony.tokenizer.decode(fmt.forced_suffix("forced", state.closing_written)) == (
+        f"<|start|>assistant{FINAL}\\boxed{{"
+    )
+    # In the final channel nothing is left, and the box prefix opens it.
+    whole = [*trace, *fmt.closing_ids, *harmony.ids("It is"), *fmt.eos_ids]
+    state = fmt.boundary_state(whole)
+    assert (state.ended, state.thinking_tokens) == (True, len(trace))
+    closed = (len(prompt), len(prompt) + len(trace), True)
+    for end in range(len(trace) + 1, len(whole) + 1):
+        assert fmt.thinking_span([*prompt, *whole[:end]]) == closed, end
+
+
+def test_harmony_answer_without_analysis(harmony: Family) -> None:
+    """At low effort GPT-OSS may open the final channel at once: the answer has no steps."""
+    fmt = harmony.fmt
+    written = harmony.ids(f"{FINAL}It is\n\n5.\n\nYes.")
+    assert fmt.boundaries(written) == [False] * len(written)
+    state = fmt.boundary_state(written)
+    assert (state.ended, state.thinking_tokens) == (True, 0)
+    assert fmt.forced_suffix("free", state.closing_written) == []
+    assert fmt.forced_suffix("forced", state.closing_written) == list(fmt.box_prefix_ids)
+    prompt = harmony.prompt(ASK)
+    assert fmt.thinking_span([*prompt, *written]) == (len(prompt), len(prompt), True)
+    shaped = harmony.ids("<|channel|>final <|constrain|>json<|message|>{\n\n}")
+    assert fmt.boundary_state(shaped).ended
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "<|channel|>commentary<|message|>I will add.\n\nThen tell.",
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{\n\n}",
+        "<|channel|>analysis to=python code<|message|>x = 1\n\nprint(x)\n\n",
+        " to=python<|channel|>analysis<|message|>x = 1\n\nprint(x)\n\n",
+    ],
+)
+def test_harmony_other_messages_think_nothing(harmony: Family, message: str) -> None:
+    """They have no steps, and their end is not the thinking's, before and after an analysis."""
+    fmt = harmony.fmt
+    prompt, end = harmony.prompt(ASK), harmony.ids("<|end|><|start|>assistant")
+    other = harmony.ids(message)
+    ends_in_other = sum(fmt.boundaries(other))
+    if "to=python<" not in message:  # only a header tells that a role was no text
+        assert ends_in_other == 0
+    thought = harmony.ids(f"{ANALYSIS}First.\n\nThen.\n\n")
+    trace = [*other, *end, *thought]
+    found = [i + 1 for i, b in enumerate(fmt.boundaries(trace)) if b]
+    assert [harmony.tokenizer.decode(trace[i - 1 : i]) for i in found] == [".\n\n", ".\n\n"]
+    assert found[0] > len(other) + len(end)
+    assert fmt.thinking_span([*prompt, *trace]) == (len(prompt), len(prompt) + len(trace), False)
+    state = fmt.boundary_state([*trace, fmt.think_end_id])
+    assert (state.ended, state.closing_written) == (True, 1)
+    # After the analysis has ended, nothing more is thinking.
+    assert fmt.boundary_state([*thought, *end, *trace]).thinking_tokens == len(thought)
+
+
+def test_harmony_tool_call_in_the_chat(harmony: Family) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds."}}]
+    chat: Chat = [
+        *ASK,
+        {"role": "assistant", "thinking": "Use\n\nit.", "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    prompt = harmony.prompt(chat, tools=tools)
+    text = harmony.tokenizer.decode(prompt)
+    assert "analysis<|message|>Use\n\nit.<|end|>" in text
+    assert text.endswith("<|end|><|start|>assistant")
+    assert harmony.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+    trace = harmony.ids(f"{ANALYSIS}So 5.")
+    whole = [*prompt, *trace, *harmony.fmt.closing_ids]
+    assert harmony.fmt.thinking_span(whole) == (len(prompt), len(prompt) + len(trace), True)
+
+
+def test_harmony_turns_stay_apart(harmony: Family) -> None:
+    fmt = harmony.fmt
+    chat: Chat = [*ASK, {"role": "assistant", "content": "5.\n\nYes.", "thinking": "hm\n\nhm"}]
+    trained = harmony.prompt(chat, add_generation_prompt=False)
+    span = fmt.thinking_span(trained)
+    assert harmony.tokenizer.decode(trained[span.start : span.end]) == f"{ANALYSIS}hm\n\nhm"
+    assert span.closed
+    # The user's message is last: the model has not begun.
+    open_chat = harmony.prompt([*chat, *ASK], add_generation_prompt=False)
+    assert fmt.thinking_span(open_chat) == (len(open_chat), len(open_chat), False)
+    # The model speaks twice: the first message's answer is not this turn's.
+    twice = harmony.prompt(chat[:1] + [{"role": "assistant", "content": "5."}] * 2)
+    assert fmt.thinking_span(twice) == (len(twice), len(twice), False)
+
+
+def test_harmony_answer_ends_with_its_message(harmony: Family, r1: Family) -> None:
+    assert harmony.tokenizer.decode(harmony.fmt.answer_end_ids) == "<|end|>"
+    assert r1.fmt.answer_end_ids == ()
+
+
+CUSTOM = {
+    "name": "magistral-like",
+    "user_instruction": "Box it.",
+    "think_start": "[THINK]",
+    "think_end": "[/THINK]",
+    "closing": "[/THINK]Answer: ",
+    "box_prefix": "$\\boxed{",
+}
+
+
+@pytest.mark.parametrize(
+    ("opening", "counted"),
+    [("{% if add_generation_prompt %}[MODEL]{% endif %}", True), ("", False)],
+)
+def test_custom_format_from_a_dictionary(r1: Family, opening: str, counted: bool) -> None:
+    """With no opening of the model's turn, the thinking is found behind its `think_start`."""
+    tokenizer = copy.deepcopy(r1.tokenizer)
+    tokenizer.add_tokens(["[THINK]", "[/THINK]", "[MODEL]", "[USER]"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[USER]' + m.content if m.role == 'user' else "
+        "'[MODEL]' + m.content + eos_token }}{% endfor %}" + opening
+    )
+    fmt = TokenFormat.compile(ReasoningFormat.from_dict(CUSTOM), tokenizer)
+    assert tokenizer.decode(fmt.forced_suffix()) == "[/THINK]Answer: $\\boxed{"
+    assert tokenizer.decode(fmt.reentry_ids) == "[THINK]"
+    assert fmt.channels is None
+    custom = Family(tokenizer, fmt)
+    earlier = {"role": "assistant", "content": "[THINK]1\n\n2[/THINK]Answer: 5"}
+    prompt = custom.prompt([*ASK, earlier, *ASK])
+    assert fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+    trace = custom.ids("[THINK]One.\n\nTwo.")
+    begin = len(prompt) if counted else len(prompt) + 1
+    span = fmt.thinking_span([*prompt, *trace, *fmt.closing_ids])
+    assert span == (begin, len(prompt) + len(trace), True)
+    assert len(fmt.step_ends(trace)) == 2
