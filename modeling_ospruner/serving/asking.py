@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from modeling_ospruner.draws_ospruner import mix64
 from modeling_ospruner.reasoning_format import TokenFormat
-from modeling_ospruner.settings_ospruner import mix64
 
 from .dispatch import Dispatcher, ServerDown, first_error
 from .engine import (
@@ -90,9 +90,19 @@ class Reply:
         cached_tokens: int,
         logprobs: Sequence[float] = (),
         top_logprobs: Sequence[float] = (),
+        server_ended: bool = False,
     ) -> Reply:
-        """The reply in generated ids of which the last may be the one that ended them."""
-        ends = bool(ids) and ids[-1] in ask.end_ids
+        """The reply in generated ids, of which the last may be the one that ended them.
+
+        Args:
+            ask: what was asked.
+            ids: what was generated.
+            cached_tokens: see the class.
+            logprobs: of all of `ids`.
+            top_logprobs: of the most likely first tokens, in any order, or a few more of them.
+            server_ended: the server says that the last one ends a text for it.
+        """
+        ends = bool(ids) and (server_ended or ids[-1] in ask.end_ids)
         kept = len(ids) - ends
         top = sorted(top_logprobs, reverse=True)[:ENTROPY_TOKENS]
         return cls(
@@ -124,14 +134,10 @@ class AskingEngine(ABC):
         concurrency: requests that a server works on at once.
 
     Raises:
-        ValueError: no such ids, or a concurrency below 1.
+        ValueError: a concurrency below 1.
     """
 
     def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
-        if not eos_ids:
-            raise ValueError(
-                "no token is known to end a text; set tokenizer.eos_token, or give eos_ids"
-            )
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
         self.eos_ids = eos_ids
@@ -145,8 +151,8 @@ class AskingEngine(ABC):
         """The servers, for one call."""
 
     @abstractmethod
-    def _check_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Refuses, or prepares for, sampling rows with these keys."""
+    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        """Gets ready to sample rows with these keys, or refuses to."""
 
     def sample(
         self,
@@ -168,7 +174,7 @@ class AskingEngine(ABC):
             raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
         named = row_keys(prompts, keys)
         if settings.temperature > 0:
-            self._check_sampling(settings, named)
+            self._prepare_sampling(settings, named)
         results: dict[int, Sampled] = {}
         trie = TokenTrie()
 
@@ -258,7 +264,9 @@ class AskingEngine(ABC):
     ) -> Sampled:
         """Samples one thinking part and, where the model ended it by its marker, the answer."""
 
-        async def continued(ids: list[int], limit: int, end_ids: frozenset[int], draw: int) -> Reply:
+        async def continued(
+            ids: list[int], limit: int, end_ids: frozenset[int], draw: int
+        ) -> Reply:
             ask = Ask(
                 ids,
                 limit,

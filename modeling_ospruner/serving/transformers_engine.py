@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from modeling_ospruner.reasoning_format import TokenFormat
 
 from .cpu_attention import fast_attention
+from .end_tokens import end_ids
 from .engine import (
     AnswerStop,
     ForkedAnswer,
@@ -59,7 +60,7 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.fork_tokens = fork_tokens
-        self.eos_ids = _eos_ids(model, tokenizer)
+        self.eos_ids = end_ids(model.generation_config, tokenizer)
         self.counts = TokenCount()
         self.sample_counts = TokenCount()
         self.packed = _takes_packed_trees(self.model)
@@ -180,19 +181,6 @@ class TransformersEngine:
             group.append(i)
         if group:
             yield group
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = None if model.generation_config is None else model.generation_config.eos_token_id
-    ids = [configured] if isinstance(configured, int) else list(configured or [])
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    if not ids:
-        raise ValueError(
-            "neither the model's generation config nor the tokenizer names a token that ends a "
-            "text; set tokenizer.eos_token"
-        )
-    return frozenset(ids)
 
 
 @torch.inference_mode()
