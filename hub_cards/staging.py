@@ -1,0 +1,225 @@
+"""The exact folder that is published: copied file by file from a list, and nothing else.
+
+Only files that belong to a policy or a set of labels leave the run's folder; anything beside them
+stays there and is named. Links are refused: what they lead to may lie outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import modeling_ospruner
+from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
+from modeling_ospruner.modeling_ospruner import FLAT_FILES
+
+from .facts import (
+    PROVENANCE_FILE,
+    code_state,
+    file_hash,
+    read_provenance,
+    without_paths,
+    write_provenance,
+)
+
+POLICY_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "pareto.png",
+    "results.json",
+    # whatever tokenizers save
+    "added_tokens.json",
+    "additional_chat_templates/*.jinja",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_CODE_FOLDER = Path(modeling_ospruner.__file__).parent
+_TEXT = (".json", ".jinja", ".md", ".py", ".txt", ".model")
+_ACCESS_TOKEN = re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
+
+__all__ = [
+    "Base",
+    "Staged",
+    "code_files",
+    "copy_files",
+    "file_names",
+    "pin_base",
+    "seal",
+    "write_code",
+    "write_record",
+]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base on the Hub.
+
+    Attributes:
+        id: Its repository.
+        revision: A commit's hash.
+    """
+
+    id: str
+    revision: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[0-9a-f]{40}", self.revision):
+            raise ValueError(
+                f"revision={self.revision!r} must be a commit's hash, 40 hexadecimal digits: a "
+                "branch or a tag may move"
+            )
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A folder that is ready to be published.
+
+    Attributes:
+        path: Where it is.
+        left_out: Files of the run's folder that are not published, in order.
+        remarks: What its publisher should know.
+    """
+
+    path: Path
+    left_out: Sequence[str]
+    remarks: Sequence[str]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file, by its path in the repository, in order."""
+        return {name: (self.path / name).stat().st_size for name in file_names(self.path)}
+
+
+def file_names(folder: Path) -> list[str]:
+    """Every file below a folder, links included, as paths in the repository."""
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    )
+
+
+def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> list[str]:
+    """Copies the files that match, and returns the names of those that do not.
+
+    Args:
+        folder: The run's folder.
+        out: Where to; an empty or missing folder.
+        patterns: Names, or shell patterns of them; a `*` does not reach into folders.
+
+    Raises:
+        ValueError: If `out` is not empty, or a file that matches is a link or lies outside.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"out={str(out)!r} is not empty: delete it, or choose another folder")
+    patterns = list(patterns)
+    left_out = []
+    for name in file_names(folder):
+        if not any(_matches(name, pattern) for pattern in patterns):
+            left_out.append(name)
+            continue
+        source = folder / name
+        if source.is_symlink() or not source.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"{source} is a link, or reached through one: nothing outside the run's folder is "
+                "published; put the file itself there"
+            )
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, out / name)
+    return left_out
+
+
+def code_files() -> dict[str, Path]:
+    """The code of the installed package that a policy's repository holds, by its path there."""
+    flat = {name: _CODE_FOLDER / name for name in FLAT_FILES}
+    return flat | {CUSTOM_GENERATE: _CODE_FOLDER / "custom_generate_ospruner.py"}
+
+
+def write_code(out: Path) -> None:
+    """Puts the installed package's code into a folder to be published."""
+    for name, source in code_files().items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, out / name)
+
+
+def pin_base(out: Path, base: Base) -> None:
+    """Writes the base that a policy's folder pins into its configuration."""
+    path = out / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = base.id
+    config["base_revision"] = base.revision
+    config.pop("_name_or_path", None)
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"].pop("_name_or_path", None)
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_record(folder: Path, out: Path, base: Base | None, code: bool) -> None:
+    """Writes the run's own record into the folder to be published, without its machine's paths.
+
+    Args:
+        folder: The run's folder, with its record.
+        out: The folder to be published.
+        base: The base where it is on the Hub.
+        code: Whether the folder holds OS-Pruner's flat code.
+
+    Raises:
+        ValueError: If there is no record.
+    """
+    record = read_provenance(folder)
+    local = record.base_model and without_paths(record.base_model)
+    published = dataclasses.replace(
+        record,
+        command=without_paths(record.command),
+        base_model=base.id if base else local,
+        base_revision=base.revision if base else record.base_revision,
+        details=_without_paths(record.details),
+        code=code_state(_CODE_FOLDER, FLAT_FILES) if code else {},
+    )
+    write_provenance(out, published)
+
+
+def seal(out: Path) -> None:
+    """Writes every file's hash into the record: the last step, after which no file may change.
+
+    Raises:
+        ValueError: If a file holds what looks like an access token.
+    """
+    names = [name for name in file_names(out) if name != PROVENANCE_FILE]
+    for name in (*names, PROVENANCE_FILE):
+        content = (out / name).read_bytes() if Path(name).suffix in _TEXT else b""
+        if _ACCESS_TOKEN.search(content):
+            raise ValueError(
+                f"{name} holds what looks like an access token: nothing was published; remove it, "
+                "and revoke it if anyone else could read it"
+            )
+    hashes = {name: file_hash(out / name) for name in names}
+    write_provenance(out, dataclasses.replace(read_provenance(out), files=hashes))
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_paths(value)
+    if isinstance(value, Mapping):
+        return {name: _without_paths(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(one) for one in value]
+    return value
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern)
