@@ -8,7 +8,16 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Features, List, Value
 
-__all__ = ["ADDED", "COLUMNS", "FEATURES", "STEP_COLUMNS", "completed", "with_added_columns"]
+__all__ = [
+    "ADDED",
+    "COLUMNS",
+    "FEATURES",
+    "PREFIX_COLUMNS",
+    "PREFIX_FEATURES",
+    "STEP_COLUMNS",
+    "completed",
+    "with_added_columns",
+]
 
 COLUMNS: dict[str, tuple[Any, str]] = {
     "problem_id": (Value("string"), "the problem; splits and intervals go by it"),
@@ -96,6 +105,29 @@ ADDED = (
     "natural_answer_ids",
 )
 """Columns that the first label folders lack; they are null there, entry by entry."""
+
+
+PREFIX_COLUMNS: dict[str, tuple[Any, str]] = {
+    "trace": (Value("int32"), "number of the trace's row in the default configuration, from 0"),
+    "problem_id": (Value("string"), "as there"),
+    "sample_index": (Value("int32"), "as there"),
+    "family": (Value("string"), "as there"),
+    "step": (Value("int32"), "which labelled step of the trace, from 1"),
+    "steps": (Value("int32"), "labelled steps of the trace"),
+    "end": (Value("int32"), "L_i: the prefix is the trace's first so many thinking tokens"),
+    "fraction": (Value("float32"), "the same as a share of the trace's tokens"),
+    "forced_answer": (Value("string"), "what stood in the box of the answer forced here"),
+    "correct": (Value("float32"), "A_i in [0, 1]; null where there is no verdict"),
+    "matches_final": (Value("bool"), "equal to the answer forced at the trace's last step"),
+    "answer_tokens": (Value("int32"), "generated tokens of the forced answer"),
+    "logprob": (Value("float32"), "their mean natural log-probability"),
+    "entropy": (Value("float32"), "in nats, over the 20 likeliest first tokens"),
+    "ungraded_reason": (Value("string"), "why there is no verdict"),
+    "ended": (Value("string"), "how the trace ended: natural or cap"),
+}
+"""Type and meaning of the columns of the derived view with one row a labelled step."""
+
+PREFIX_FEATURES = Features({name: kind for name, (kind, _) in PREFIX_COLUMNS.items()})
 
 
 def completed(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -230,8 +230,16 @@ class LabelSettings:
         return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
 
     def differences(self, other: LabelSettings) -> list[str]:
-        """One line for each setting that differs, naming it and both values; [] where none does."""
+        """One line for each setting that differs, naming it and both values; [] where none does.
+
+        Literals that an earlier version's reasoning format did not have are no difference.
+        """
         mine, theirs = self.to_dict(), other.to_dict()
+        formats = mine["reasoning_format"], theirs["reasoning_format"]
+        if all(formats) and all(
+            formats[0][k] == formats[1][k] for k in formats[0].keys() & formats[1]
+        ):
+            theirs["reasoning_format"] = formats[0]
         return [
             f"{name}: {mine[name]!r} here, {theirs[name]!r} there"
             for name in mine

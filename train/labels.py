@@ -7,7 +7,7 @@ grades (the paper's section on data preprocessing).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner.reasoning_format import TokenFormat
 from modeling_ospruner.serving.engine import Engine, ForkedAnswer, ForkRequest, Sampled
 from ospruner.eval.benchmarks import Problem, user_message
-from ospruner.eval.grading import equal, extract_boxed, grade, read_box
+from ospruner.eval.grading import extract_boxed, read_box
 from ospruner.eval.schema import LabelSettings, validate_row
 from ospruner.eval.task import prompt_token_ids
 from ospruner.hub_cards.facts import provenance
 
-from .label_folder import Chunk, LabelFolder, TokenCosts
+from .grades import grade_rows
+from .label_folder import TokenCosts
+from .label_writer import Chunk, LabelFolder
 from .progress import Progress, silent
 from .traces import TraceKey, sample_traces, wanted_traces
 
@@ -39,13 +41,14 @@ def label(
     *,
     chunk_traces: int = 512,
     shard_traces: int = 2048,
+    source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Dataset:
     """Samples traces of the problems, labels every step, and keeps all in a folder.
 
     A run that was killed continues: finished chunks are kept, and as a trace depends only on the
     seed, the problem and its sample index, the result is that of an undisturbed run. More problems
-    may be added later.
+    may be added later. An interrupt (Ctrl-C) leaves what was committed in shards.
 
     Args:
         problems: what to reason about; ids are unique.
@@ -56,7 +59,9 @@ def label(
         out_dir: an empty folder, or one of an earlier run with the same settings.
         chunk_traces: traces sampled, forked and committed together. A kill loses at most these.
         shard_traces: traces in a Parquet file, at least.
-        progress: called with phases "sample" and "fork", in traces.
+        source: where the problems come from, JSON values; kept in the manifest.
+        progress: called with phases "sample", "fork" and "grade": in traces, and the last in
+            comparisons of answers.
 
     Returns:
         The labelled traces, columns `schema.FEATURES`.
@@ -71,14 +76,18 @@ def label(
         )
     settings = _with_format(settings, fmt)
     wanted = wanted_traces(problems, settings.samples_per_problem)
-    with LabelFolder(out_dir, settings, shard_traces) as folder:
+    with LabelFolder(out_dir, settings, shard_traces, source) as folder:
         _check_problems(folder, problems)
         todo = [k for k in wanted if (k.problem.id, k.sample_index) not in folder.done]
         done = len(wanted) - len(todo)
-        for start in range(0, len(todo), chunk_traces):
-            keys = todo[start : start + chunk_traces]
-            counter = _Counter(progress, done + start, len(wanted))
-            folder.commit(_label_chunk(keys, engine, tokenizer, fmt, settings, counter))
+        try:
+            for start in range(0, len(todo), chunk_traces):
+                keys = todo[start : start + chunk_traces]
+                counter = _Counter(progress, done + start, len(wanted))
+                folder.commit(_label_chunk(keys, engine, tokenizer, fmt, settings, counter))
+        except KeyboardInterrupt:
+            folder.compact()
+            raise
         dataset = folder.finish()
         if todo:
             provenance(
@@ -129,7 +138,7 @@ def label_traces(
         tokenizer: the base's.
         fmt: the base's reasoning format.
         settings: answer mode and cap, and `every`.
-        progress: called with phase "fork", in traces of these.
+        progress: called with phases "fork", in traces of these, and "grade", in comparisons.
     """
     requests = [
         ForkRequest(
@@ -159,6 +168,9 @@ def label_traces(
     for key, request, trace, answers in zip(keys, requests, traces, forks, strict=True):
         contents = [_content(texts.of(answer.ids), forced) for answer in answers]
         rows.append(_row(key, request, trace, answers, contents, texts.of(trace.answer_ids)))
+    grade_rows(rows, lambda done, total: progress("grade", done, total))
+    for row in rows:
+        validate_row(row)
     return rows
 
 
@@ -170,12 +182,9 @@ def _row(
     contents: Sequence[str],
     natural_text: str,
 ) -> dict[str, Any]:
-    problem, final = key.problem, contents[-1]
-    # Most steps of a trace give one of a few answers: each is graded and compared once.
-    correct = {answer: _number(grade(answer or None, problem.answer)) for answer in set(contents)}
-    matches = {answer: equal(final or None, answer or None) for answer in set(contents)}
-    natural = extract_boxed(natural_text) or ""
-    row = {
+    """A row without its grades."""
+    problem = key.problem
+    return {
         "problem_id": problem.id,
         "sample_index": key.sample_index,
         "family": problem.family,
@@ -185,21 +194,15 @@ def _row(
         "trace_ids": list(trace.trace_ids),
         "step_ends": list(request.cuts),
         "forced_answers": list(contents),
-        "forced_correct": [correct[answer] for answer in contents],
-        "matches_final": [matches[answer] for answer in contents],
         "forced_answer_tokens": [len(answer.ids) for answer in answers],
         "forced_answer_ids": [answer.ids for answer in answers],
         "forced_logprob": [_mean(answer.logprobs) for answer in answers],
         "forced_entropy": [answer.entropy for answer in answers],
-        "ungraded_reasons": [None for _ in answers],
-        "natural_answer": natural,
-        "natural_correct": _number(grade(natural or None, problem.answer)),
+        "natural_answer": extract_boxed(natural_text) or "",
         "natural_answer_tokens": len(trace.answer_ids),
         "natural_answer_ids": list(trace.answer_ids),
         "ended": trace.ended,
     }
-    validate_row(row)
-    return row
 
 
 def _label_chunk(
@@ -258,7 +261,10 @@ class _Counter:
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
         """Takes a phase's state within the chunk."""
-        self._progress(phase, self._done + done, self._total, note)
+        if phase == "grade":  # counts comparisons, not traces
+            self._progress(phase, done, total, note)
+        else:
+            self._progress(phase, self._done + done, self._total, note)
 
 
 class _Texts:
@@ -283,10 +289,6 @@ class _Texts:
 def _content(text: str, forced: bool) -> str:
     """What stands in the box; "" where it never closes."""
     return (read_box(text) if forced else extract_boxed(text)) or ""
-
-
-def _number(verdict: bool | None) -> float | None:
-    return None if verdict is None else float(verdict)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -25,7 +25,7 @@ from ospruner.eval.benchmarks import Problem
 from ospruner.eval.columns import ADDED
 from ospruner.eval.grading import equal, grade, read_box
 from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
-from ospruner.train import durable, label_folder
+from ospruner.train import durable, label_writer
 from ospruner.train.durable import lock_folder
 from ospruner.train.label_folder import JOURNAL, read_labels, read_manifest
 from ospruner.train.labels import label, labelled_step_ends
@@ -248,7 +248,7 @@ def test_kill_between_the_shard_and_the_emptied_journal_repeats_nothing(
             raise Killed
         replace(path, content)
 
-    monkeypatch.setattr(label_folder, "replace_file", die_at_journal)
+    monkeypatch.setattr(label_writer, "replace_file", die_at_journal)
     with pytest.raises(Killed):
         label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
     monkeypatch.undo()
