@@ -6,7 +6,7 @@ Importing this package lets `AutoModel` and `AutoModelForCausalLM` load policies
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .configuration_ospruner import OSPrunerConfig
+from .configuration_ospruner import VERSION, OSPrunerConfig
 from .draws_ospruner import uniform
 from .generation_ospruner import generate_pruned, generate_with_rule
 from .modeling_ospruner import OSPrunerForCausalLM
@@ -15,7 +15,7 @@ from .reasoning_format import DEEPSEEK_R1, HARMONY, QWEN3, ReasoningFormat, Toke
 from .settings_ospruner import StopPolicyConfig, StopRecord
 from .stop_rules import Agreement, AnswerEntropy, Budget, LearnedPolicy, StopRule, TrialConfidence
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 AutoConfig.register("ospruner", OSPrunerConfig)
 AutoModel.register(OSPrunerConfig, OSPrunerForCausalLM)

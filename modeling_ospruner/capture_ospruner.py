@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .policy_ospruner import StoppingPolicy, decoder_layers
+from .bases_ospruner import decoder_layers
+from .policy_ospruner import StoppingPolicy
 
 
 class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)

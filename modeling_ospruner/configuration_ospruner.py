@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
+
+VERSION = "0.1.0"
+"""Of this code, also where it was downloaded with a policy; written into each configuration."""
 
 TUNINGS = ("layers", "attention", "head")
 METHODS = ("os-pruner", "probe", "convergence")
@@ -27,6 +31,20 @@ _TRANSFORMERS_KEYS = {
 }
 
 
+def saved_by(version: str | None) -> str:
+    """What to do about a policy that does not load, by the version that saved it."""
+    if version is None or _parts(version) <= _parts(VERSION):
+        return f"It was saved by ospruner {version or '(unknown version)'}, this is {VERSION}"
+    return (
+        f"It was saved by ospruner {version}, this is {VERSION}: upgrade with "
+        f"pip install -U 'ospruner>={version}'"
+    )
+
+
+def _parts(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
 class OSPrunerConfig(PreTrainedConfig):
     """Configuration of `OSPrunerForCausalLM`.
 
@@ -42,6 +60,7 @@ class OSPrunerConfig(PreTrainedConfig):
         default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
         default_threshold: the stop probability at which mode "threshold" stops.
         reasoning_format: the literals of `ReasoningFormat`.
+        ospruner_version: of the package that saved the configuration; None before 0.1.0.
     """
 
     model_type = "ospruner"
@@ -57,6 +76,7 @@ class OSPrunerConfig(PreTrainedConfig):
     default_mode: str = "sample"
     default_threshold: float = 0.5
     reasoning_format: dict[str, str] | None = None
+    ospruner_version: str | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -67,18 +87,20 @@ class OSPrunerConfig(PreTrainedConfig):
         if unknown:
             raise ValueError(
                 f"OSPrunerConfig has no {', '.join(unknown)}. Its fields are "
-                f"{', '.join(name for name in OSPrunerConfig.__annotations__)}. If the policy was "
-                "saved by a newer version, upgrade: pip install -U ospruner"
+                f"{', '.join(name for name in OSPrunerConfig.__annotations__)}. "
+                f"{saved_by(self.ospruner_version)}"
             )
         if isinstance(self.text_config, dict):
             literals = dict(self.text_config)
             base_type = literals.pop("model_type", None)
-            if base_type not in CONFIG_MAPPING:
-                raise ValueError(
-                    f"text_config.model_type is {base_type!r}, which this transformers does not "
-                    "know; upgrade transformers, or choose a base that it has built in"
-                )
-            self.text_config = CONFIG_MAPPING[base_type](**literals)
+            if not base_type:
+                raise ValueError("text_config has no model_type; it must be a base's configuration")
+            if base_type in CONFIG_MAPPING:
+                self.text_config = CONFIG_MAPPING[base_type](**literals)
+            else:
+                # A base with code of its own: whether it may run is decided when it is loaded.
+                foreign = type("ForeignConfig", (PreTrainedConfig,), {"model_type": base_type})
+                self.text_config = foreign(**literals)
         self.validate_fields()
         super().__post_init__(**kwargs)
 

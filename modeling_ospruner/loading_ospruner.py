@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -13,11 +14,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import load_state_dict
+from transformers.models.auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
-from .configuration_ospruner import OSPrunerConfig
-from .policy_ospruner import StoppingPolicy, decoder_dtype
+from .bases_ospruner import tail_device
+from .configuration_ospruner import OSPrunerConfig, saved_by
+from .policy_ospruner import StoppingPolicy
 
 _WEIGHTS = "model.safetensors"
 _BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
@@ -66,14 +68,6 @@ def check_hub_arguments(arguments: dict[str, Any], method: str) -> None:
         )
 
 
-def plain_text_config(base_config: PreTrainedConfig) -> dict[str, Any]:
-    """The text part of a base's configuration, without how this copy of it was loaded."""
-    literals: dict[str, Any] = base_config.get_text_config().to_dict()
-    for name in ("auto_map", "quantization_config"):
-        literals.pop(name, None)
-    return literals
-
-
 def check_exchange(current: OSPrunerConfig, other: OSPrunerConfig, path: str) -> None:
     """Refuses a policy that cannot take another's place on the same base.
 
@@ -107,25 +101,49 @@ def load_parts(
         ValueError: the base does not fit, or the policy's tensors are not those expected.
         OSError: a repository or file is missing.
     """
-    hub = {name: policy_arguments[name] for name in _BOTH if name in policy_arguments}
     if base is None:
-        where = config.base_model_name_or_path
-        pinned = {**hub, "revision": config.base_revision}
-        trust = {"trust_remote_code": base_arguments["trust_remote_code"]}
-        check_base(config, AutoConfig.from_pretrained(where, **pinned, **trust), where)
-        implementation = config._attn_implementation_internal
-        if implementation is not None:
-            base_arguments.setdefault("attn_implementation", implementation)
-        base = AutoModelForCausalLM.from_pretrained(
-            where, revision=config.base_revision, **base_arguments
-        )
+        base = load_base(config, policy_arguments, base_arguments)
     else:
         check_base(config, base.config, str(base.name_or_path))
     config._attn_implementation = base.config._attn_implementation
     policy = load_policy(path, config, base, policy_arguments)
-    # Without the configuration, it would ask on the terminal whether to run the code that runs here.
+    # Without the configuration, it would ask on the terminal whether to run the code running here.
     tokenizer = AutoTokenizer.from_pretrained(path, config=config, **policy_arguments)
     return base, policy, tokenizer
+
+
+def load_base(
+    config: OSPrunerConfig, policy_arguments: dict[str, Any], base_arguments: dict[str, Any]
+) -> PreTrainedModel:
+    """The base that a policy pins, at the pinned revision, from safetensors files.
+
+    Raises:
+        ValueError: it does not fit (before its weights are read), it needs code of its own and
+            `base_trust_remote_code` is not given, or transformers has no such causal LM.
+        OSError: it is not found, or has no safetensors files.
+    """
+    where, revision = config.base_model_name_or_path, config.base_revision
+    arguments = dict(base_arguments)
+    trust = arguments.pop("trust_remote_code")
+    hub = {name: policy_arguments[name] for name in _BOTH if name in policy_arguments}
+    literals, _ = PreTrainedConfig.get_config_dict(where, revision=revision, **hub)
+    if "auto_map" in literals and literals["model_type"] not in CONFIG_MAPPING and not trust:
+        raise ValueError(
+            f"the base {where!r} (model_type {literals['model_type']!r}) runs code of its own, "
+            f"{sorted(set(literals['auto_map'].values()))}. Read it at revision {revision!r}, and "
+            "if you trust it pass base_trust_remote_code=True"
+        )
+    base_config = AutoConfig.from_pretrained(
+        where, revision=revision, trust_remote_code=trust, **hub
+    )
+    check_base(config, base_config, where)
+    implementation = config._attn_implementation_internal
+    if implementation is not None:
+        arguments.setdefault("attn_implementation", implementation)
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        where, revision=revision, use_safetensors=True, trust_remote_code=trust, **arguments
+    )
+    return base
 
 
 def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str) -> None:
@@ -159,30 +177,82 @@ def load_policy(
     """Reads `policy.*` from the repository's safetensors file, and no other file.
 
     Raises:
-        ValueError: tensors are missing, unknown, or of another shape.
+        ValueError: tensors are missing, unknown, or of another shape; the file is damaged; or
+            what the policy did not train differs from the base's.
         OSError: the file is missing.
     """
-    decoder = base.get_decoder()
-    policy = StoppingPolicy.empty(decoder.config, type(decoder), config.num_policy_layers)
-    tensors = load_state_dict(str(cached_file(path, _WEIGHTS, **policy_arguments)))
-    expected = {f"policy.{name}": tensor.shape for name, tensor in policy.state_dict().items()}
-    missing = sorted(set(expected) - set(tensors))
-    unknown = sorted(set(tensors) - set(expected))
-    misshapen = [
-        f"{name} {tuple(tensors[name].shape)} instead of {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if missing or unknown or misshapen:
-        raise ValueError(
-            f"{path}/{_WEIGHTS} does not hold this policy's tensors; missing: "
-            f"{missing or 'none'}, unknown: {unknown or 'none'}, of another shape: "
-            f"{misshapen or 'none'}. Was it saved by a newer version? pip install -U ospruner"
-        )
-    policy.to_empty(device=base.device)
-    if policy.tail is not None:
-        torch.nn.Module.to(policy.tail, dtype=decoder_dtype(base))
-    policy.load_state_dict({name.removeprefix("policy."): t for name, t in tensors.items()})
-    policy.adopt_buffers(base)
+    policy = StoppingPolicy.empty(base, config.num_policy_layers)
+    shapes = {f"policy.{name}": tuple(t.shape) for name, t in policy.state_dict().items()}
+    tensors = _read_tensors(path, config, shapes, policy_arguments)
+    policy.head.to_empty(device=tail_device(base))
+    policy.head.load_state_dict(
+        {name: tensors.pop(f"policy.head.{name}") for name in ("weight", "bias")}
+    )
+    policy.load_tail(
+        base, {name.removeprefix("policy.tail."): tensor for name, tensor in tensors.items()}
+    )
+    check_norms(policy, base, config)
     policy.set_trainable(config.tuning)
     return policy.eval()
+
+
+def _read_tensors(
+    path: str,
+    config: OSPrunerConfig,
+    shapes: dict[str, tuple[int, ...]],
+    policy_arguments: dict[str, Any],
+) -> dict[str, torch.Tensor]:
+    """The tensors of the policy's file, once its header shows that they are those expected."""
+    try:
+        file = str(cached_file(path, _WEIGHTS, **policy_arguments))
+    except OSError as error:
+        raise OSError(
+            f"{path} has no {_WEIGHTS}: a policy is read from that file only, and pickled weights "
+            f"(pytorch_model.bin and the like) never are ({error})"
+        ) from error
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            missing, unknown = sorted(set(shapes) - set(found)), sorted(set(found) - set(shapes))
+            misshapen = [
+                f"{name} {found[name]} instead of {shape}"
+                for name, shape in shapes.items()
+                if name in found and found[name] != shape
+            ]
+            if missing or unknown or misshapen:
+                raise ValueError(
+                    f"{path}/{_WEIGHTS} does not hold this policy's tensors; missing: "
+                    f"{missing or 'none'}, unknown: {unknown or 'none'}, of another shape: "
+                    f"{misshapen or 'none'}. {saved_by(config.ospruner_version)}"
+                )
+            return {name: opened.get_tensor(name) for name in shapes}
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}/{_WEIGHTS} is damaged or no safetensors file ({error}); copy it again, or "
+            "load with force_download=True"
+        ) from error
+
+
+def check_norms(policy: StoppingPolicy, base: PreTrainedModel, config: OSPrunerConfig) -> None:
+    """Refuses a base of the right sizes but other weights, such as another fine-tune.
+
+    The final norm is copied from the base and never trained: it shows which base it was.
+
+    Raises:
+        ValueError: it differs from the base's.
+    """
+    if policy.tail is None:
+        return
+    own = base.get_decoder().state_dict()
+    for name, tensor in policy.tail.state_dict().items():
+        theirs = own[name] if not name.startswith("layers.") else tensor
+        if theirs.is_meta or theirs is tensor:
+            continue
+        # Either may have been rounded to another dtype: a step of bfloat16 is let pass.
+        if not torch.allclose(tensor.float(), theirs.to(tensor.device).float(), rtol=2**-7):
+            raise ValueError(
+                f"the base {str(base.name_or_path)!r} has the sizes that the policy needs, but "
+                f"other weights: {name} differs. Load the base that the policy was trained for: "
+                f"{config.base_model_name_or_path!r} at revision {config.base_revision!r}"
+            )

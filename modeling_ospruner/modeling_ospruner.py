@@ -19,15 +19,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .bases_ospruner import plain_text_config
 from .capture_ospruner import TrunkDone
-from .configuration_ospruner import OSPrunerConfig
+from .configuration_ospruner import VERSION, OSPrunerConfig
 from .custom_generate_ospruner import CUSTOM_GENERATE
 from .generation_ospruner import LastStop, generate_pruned
 from .loading_ospruner import (
     check_exchange,
     check_hub_arguments,
     load_parts,
-    plain_text_config,
     split_arguments,
 )
 from .outputs_ospruner import OSPrunerOutput
@@ -39,6 +39,7 @@ from .stop_rules import StopRule
 from .trunk_ospruner import entering_tail, positions_of, thinking_span
 
 FLAT_FILES = (
+    "bases_ospruner.py",
     "capture_ospruner.py",
     "checks_ospruner.py",
     "configuration_ospruner.py",
@@ -151,8 +152,11 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             num_policy_layers=num_policy_layers,
             tuning=tuning,
             reasoning_format=chosen.to_dict(),
+            ospruner_version=VERSION,
         )
-        policy = StoppingPolicy.from_base(base, num_policy_layers, tuning, init_bias)
+        policy = StoppingPolicy.from_base(
+            base.eval(), num_policy_layers, tuning, init_bias, base_revision
+        )
         config._attn_implementation = base.config._attn_implementation
         return cls(config, base, policy, token_format, tokenizer)
 
@@ -268,9 +272,19 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         """
         given = self.state_dict() if state_dict is None else state_dict
         tensors = {name: value for name, value in given.items() if name.startswith("policy.")}
+        if "max_shard_size" in kwargs:
+            raise ValueError(
+                f"max_shard_size is {kwargs['max_shard_size']!r}, but a policy is saved as one "
+                "file: leave it out"
+            )
         self.config.auto_map = dict(_AUTO_MAP)
+        self.config.ospruner_version = VERSION
         super().save_pretrained(
-            save_directory, state_dict=tensors, save_original_format=False, **kwargs
+            save_directory,
+            state_dict=tensors,
+            save_original_format=False,
+            max_shard_size=sum(t.nbytes for t in tensors.values()) + 1,
+            **kwargs,
         )
         here, target = Path(__file__).parent, Path(save_directory)
         for name in FLAT_FILES:
@@ -429,9 +443,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         for row, kept, length in zip(rows.tolist(), mask.tolist(), lengths, strict=True):
             columns = [i for i, real in enumerate(kept) if real]
             text = [row[i] for i in columns]
-            start, end = thinking_span(text, self.token_format, length)
-            ends = self.token_format.step_ends(text[start:end])
-            places.append([columns[start + e - 1] for e in ends])
+            span = thinking_span(text, self.token_format, length)
+            ends = self.token_format.step_ends(text[span.start : span.end])
+            places.append([columns[span.start + e - 1] for e in ends])
         asked = None if attention_mask is None else mask.to(rows.device)
         logits = self.stop_logits(rows, asked)  # (B, S)
         steps = max(len(row) for row in places)

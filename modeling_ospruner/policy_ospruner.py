@@ -9,6 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from .bases_ospruner import (
+    check_decoder,
+    decoder_dtype,
+    decoder_layers,
+    is_packed,
+    last_layers_of_checkpoint,
+    module_layers,
+    tail_device,
+)
 
 DEFAULT_INIT_BIAS = -2.0
 
@@ -46,61 +57,103 @@ class StoppingPolicy(nn.Module):
         num_layers: int,
         tuning: str = "layers",
         init_bias: float = DEFAULT_INIT_BIAS,
+        revision: str | None = None,
     ) -> StoppingPolicy:
         """A fresh policy: copies of the base's last layers, and a head that says sigmoid(bias).
 
+        Of a base that is quantised or offloaded, the copies are read unquantised from the
+        checkpoint that it came from.
+
         Args:
-            base: a causal LM.
+            base: a causal LM in eval mode.
             num_layers: n.
             tuning: see `OSPrunerConfig`.
             init_bias: the head's bias; mild, for saturated logits have no gradient.
+            revision: the commit of the base's checkpoint.
 
         Raises:
-            ValueError: the base has fewer layers, or the tuning finds nothing to train.
+            ValueError: the base has fewer layers, its layers cannot be run on their own, or the
+                tuning finds nothing to train.
         """
-        decoder = base.get_decoder()
-        policy = cls.empty(decoder.config, type(decoder), num_layers)
-        policy.to_empty(device=base.device)
+        policy = cls.empty(base, num_layers)
         if policy.tail is not None:
-            nn.Module.to(policy.tail, dtype=decoder_dtype(base))
-            own = policy.tail.state_dict()
-            source = decoder.state_dict()
-            offset = len(decoder_layers(base)) - num_layers
-            with torch.no_grad():
-                for name, tensor in own.items():
-                    tensor.copy_(source[_name_in_base(name, offset)])
+            packed = is_packed(base)
+            source = (
+                last_layers_of_checkpoint(base, num_layers, revision)
+                if packed
+                else base.get_decoder().state_dict()
+            )
+            policy.load_tail(
+                base,
+                {
+                    name: source[policy.name_in_base(base, name)]
+                    for name in policy.tail.state_dict()
+                },
+            )
+        policy.head = policy.head.to_empty(device=tail_device(base))
         nn.init.zeros_(policy.head.weight)
         nn.init.constant_(policy.head.bias, init_bias)
-        policy.adopt_buffers(base)
         policy.set_trainable(tuning)
-        return policy.eval()
+        policy.eval()
+        if policy.tail is not None and not packed:
+            check_tail(base, policy)
+        return policy
 
     @classmethod
-    def empty(
-        cls, config: PreTrainedConfig, decoder_class: type[PreTrainedModel], num_layers: int
-    ) -> StoppingPolicy:
-        """A policy without weights (on the meta device) for a base of this configuration."""
-        total = config.num_hidden_layers
+    def empty(cls, base: PreTrainedModel, num_layers: int) -> StoppingPolicy:
+        """A policy without weights (on the meta device) for a base.
+
+        Raises:
+            ValueError: the base has fewer layers, or its layers cannot be run on their own.
+        """
+        check_decoder(base)
+        decoder = base.get_decoder()
+        total = decoder.config.num_hidden_layers
         if not 0 <= num_layers <= total:
             raise ValueError(
                 f"num_policy_layers is {num_layers}; it must lie in 0..{total}, the base's layers"
             )
         with torch.device("meta"):
-            tail = _empty_tail(config, decoder_class, num_layers) if num_layers else None
-            return cls(tail, config.hidden_size)
+            tail = _empty_tail(decoder.config, type(decoder), num_layers) if num_layers else None
+            return cls(tail, decoder.config.hidden_size)
 
-    def adopt_buffers(self, base: PreTrainedModel) -> None:
-        """Copies from the base the buffers that no checkpoint holds, such as rotary frequencies."""
+    def name_in_base(self, base: PreTrainedModel, name: str) -> str:
+        """What a tensor of the tail is called in the base's decoder."""
+        parts = name.split(".")
+        if parts[0] == "layers":
+            offset = len(decoder_layers(base)) - len(self.layers)
+            parts[1] = str(int(parts[1]) + offset)
+        return ".".join(parts)
+
+    def load_tail(self, base: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+        """Fills the tail with copies of tensors, each in the dtype that it has in the base.
+
+        What no checkpoint holds, such as rotary frequencies, is copied from the base.
+
+        Args:
+            base: the causal LM that the tail follows.
+            tensors: by name in the tail.
+        """
         if self.tail is None:
             return
+        device, usual = tail_device(base), decoder_dtype(base)
         decoder = base.get_decoder()
-        source = dict(decoder.named_buffers())
-        offset = len(decoder_layers(base)) - len(self.layers)
-        for name, buffer in list(self.tail.named_buffers()):
-            module = self.tail.get_submodule(name.rpartition(".")[0])
-            value = source[_name_in_base(name, offset)].detach().clone().to(self.head.weight.device)
-            module.register_buffer(name.rpartition(".")[2], value, persistent=False)
-            del buffer
+        own, buffers = decoder.state_dict(), dict(decoder.named_buffers())
+        placed = {}
+        for name, tensor in tensors.items():
+            same = own.get(self.name_in_base(base, name))
+            dtype = tensor.dtype
+            if same is not None and same.shape == tensor.shape:
+                dtype = same.dtype
+            elif tensor.is_floating_point():
+                dtype = usual  # the base holds it packed
+            placed[name] = tensor.detach().to(device, dtype, copy=True)
+        self.tail.load_state_dict(placed, assign=True)
+        for name, _ in list(self.tail.named_buffers()):
+            if name not in placed:
+                value = buffers[self.name_in_base(base, name)].detach().to(device, copy=True)
+                module = self.tail.get_submodule(name.rpartition(".")[0])
+                module.register_buffer(name.rpartition(".")[2], value, persistent=False)
 
     def set_trainable(self, tuning: str) -> None:
         """Lets gradients reach the head and what `tuning` names of the copied layers.
@@ -127,7 +180,12 @@ class StoppingPolicy(nn.Module):
 
     def new_cache(self) -> DynamicCache | None:
         """An empty cache for `forward` in pieces; None without a tail."""
-        return None if self.tail is None else DynamicCache(config=self.tail.config)
+        if self.tail is None:
+            return None
+        cache = DynamicCache(config=self.tail.config)
+        if cache.layers and not any(isinstance(one, CacheLayerMixin) for one in cache.layers):
+            cache = _CountingCache(config=self.tail.config)
+        return cache
 
     def forward(
         self,
@@ -148,7 +206,12 @@ class StoppingPolicy(nn.Module):
         Returns:
             (B, S), float32.
         """
+        device = self.head.weight.device
+        hidden = hidden.to(device)
         if self.tail is not None:
+            hidden = hidden.to(self.tail.dtype)
+            position_ids = None if position_ids is None else position_ids.to(device)
+            attention_mask = None if attention_mask is None else attention_mask.to(device)
             me = threading.get_ident()
             self._entering[me] = hidden
             try:
@@ -161,6 +224,8 @@ class StoppingPolicy(nn.Module):
                 ).last_hidden_state  # (B, S, H)
             finally:
                 del self._entering[me]
+            if isinstance(past_key_values, _CountingCache):
+                past_key_values.tokens += hidden.shape[1]
         logits: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
         return logits[..., 0].float()
 
@@ -173,29 +238,79 @@ class StoppingPolicy(nn.Module):
         return (entering, *args[1:]), kwargs
 
 
-def module_layers(decoder: nn.Module) -> nn.ModuleList:
-    """The layers of a decoder.
+class _CountingCache(DynamicCache):
+    """The cache of a tail without attention, which transformers' own does not count tokens in."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.tokens = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+
+@torch.no_grad()
+def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
+    """Runs a few tokens through the base, and from layer L-n on through the fresh copies.
+
+    Args:
+        base: a causal LM in eval mode.
+        policy: fresh copies of its last layers.
 
     Raises:
-        TypeError: it keeps them otherwise than transformers' decoders do.
+        ValueError: the two differ, or the copies cannot be run at once, in pieces and padded.
     """
-    layers = decoder.layers
-    if not isinstance(layers, nn.ModuleList):
-        raise TypeError(f"{type(decoder).__name__}.layers is no ModuleList; it cannot be a base")
-    return layers
+    assert policy.tail is not None
+    decoder, tail, n = base.get_decoder(), policy.tail, len(policy.layers)
+    device = decoder.get_input_embeddings().weight.device
+    ids = torch.arange(2 * _PROBE, device=device).view(2, -1) % tail.config.vocab_size
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    entering: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entering.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    handles = [
+        decoder_layers(base)[-n].register_forward_pre_hook(keep, with_kwargs=True),
+        tail.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state)),
+    ]
+    try:
+        wanted = decoder(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        policy(entering[0], positions, mask)
+        cache = policy.new_cache()
+        for i, j in ((0, 5), (5, 6), (6, _PROBE)):
+            policy(entering[0][:, i:j], positions[:, i:j], mask[:, :j], cache)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{type(base).__name__} cannot be a base: its last {n} layers do not run on their own "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    real = mask.bool()
+    wanted = wanted.to(outputs[0].device)[real]
+    for how, found in (("at once", outputs[0]), ("in pieces", torch.cat(outputs[1:], dim=1))):
+        share = float((found[real] - wanted).abs().mean() / wanted.abs().mean())
+        if not share < _TOLERATED_SHARE:
+            raise ValueError(
+                f"{type(base).__name__} cannot be a base: its last {n} layers, run on their own "
+                f"{how}, give other hidden states than within it (they differ by {share:.0%} on "
+                "average). Its layers need more than the hidden states that enter them"
+            )
 
 
-def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal LM."""
-    return module_layers(base.get_decoder())
-
-
-def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
-    """The floating dtype of the base's last layer."""
-    for parameter in decoder_layers(base)[-1].parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype
-    return torch.get_default_dtype()
+_PROBE = 12  # tokens a row
+# Rounding of bfloat16 in another order stays below; what a missing input does lies far above.
+_TOLERATED_SHARE = 0.05
 
 
 def _empty_tail(
@@ -224,10 +339,3 @@ def _empty_tail(
             delattr(tail, name)
             break
     return tail
-
-
-def _name_in_base(name: str, offset: int) -> str:
-    parts = name.split(".")
-    if parts[0] == "layers":
-        parts[1] = str(int(parts[1]) + offset)
-    return ".".join(parts)

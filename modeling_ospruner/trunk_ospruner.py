@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .bases_ospruner import decoder_layers
 from .capture_ospruner import TrunkDone, hidden_entering
-from .policy_ospruner import decoder_layers
-from .reasoning_format import TokenFormat
+from .reasoning_format import ThinkingSpan, TokenFormat
 
 
 @contextmanager
@@ -64,39 +64,28 @@ def positions_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
 
 def thinking_span(
     ids: Sequence[int], token_format: TokenFormat, prompt_length: int | None = None
-) -> tuple[int, int]:
-    """Where the thinking of a whole text begins, and where it ends.
+) -> ThinkingSpan:
+    """Where the thinking of a whole text lies.
 
     Args:
         ids: prompt, thinking and what may follow; no padding.
         token_format: the base's way of thinking.
-        prompt_length: the number of tokens before the thinking; None looks for what opens it and
-            takes the last one, for earlier turns may have thought, too.
-
-    Returns:
-        Two indices: of the first thinking token, and of the end marker (or the text's end).
+        prompt_length: the number of tokens before the thinking; None looks for the model's last
+            turn and what opens its thinking.
 
     Raises:
-        ValueError: prompt_length is out of range, or nothing opens the thinking.
+        ValueError: prompt_length is out of range, or no thinking is found.
     """
-    start = prompt_length
-    if start is None:
-        opening = token_format.think_start_ids
-        n = len(opening)
-        places = [i + n for i in range(len(ids) - n + 1) if n and tuple(ids[i : i + n]) == opening]
-        if not places:
-            raise ValueError(
-                f"nothing in input_ids opens the thinking (format {token_format.format.name!r}: "
-                f"{token_format.format.think_start!r}); pass prompt_length, the number of tokens "
-                "before it"
-            )
-        start = places[-1]
-    elif not 1 <= start <= len(ids):
+    if prompt_length is not None and not 1 <= prompt_length <= len(ids):
         raise ValueError(
-            f"prompt_length is {start}; it must lie in 1..{len(ids)}, the tokens of the text "
-            "without padding (a policy needs a prompt)"
+            f"prompt_length is {prompt_length}; it must lie in 1..{len(ids)}, the tokens of the "
+            "text without padding (a policy needs a prompt)"
         )
-    for i in range(start, len(ids)):
-        if ids[i] == token_format.think_end_id:
-            return start, i
-    return start, len(ids)
+    span = token_format.thinking_span(ids, prompt_length)
+    if prompt_length is None and span.end == span.start:
+        raise ValueError(
+            f"no thinking was found in input_ids (format {token_format.format.name!r}, opened by "
+            f"{token_format.format.think_start!r} in the model's last turn); pass prompt_length, "
+            "the number of tokens before it"
+        )
+    return span

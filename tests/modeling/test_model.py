@@ -38,7 +38,7 @@ def saved(
     model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, num_policy_layers=request.param)
     model.config.length_penalty = 5e-4
     with torch.no_grad():
-        for parameter in model.policy.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.policy.parameters()):
             parameter.add_(torch.randn_like(parameter) * 0.1)
     folder = tmp_path / "policy"
     model.save_pretrained(folder)
@@ -58,14 +58,14 @@ def test_flat_files_are_what_the_entry_files_import() -> None:
             reached.add(name)
             waiting += get_relative_imports(str(package / f"{name}.py"))
     assert reached == {name.removesuffix(".py") for name in FLAT_FILES}
-    assert list(FLAT_FILES) == sorted(FLAT_FILES)
+    assert len(FLAT_FILES) == len(set(FLAT_FILES))
 
 
 def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
     model, folder = saved
     tensors = load_file(folder / "model.safetensors")
     assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
-    assert EXPECTED_FILES <= {path.name for path in folder.iterdir()}
+    assert {path.name for path in folder.iterdir()} >= EXPECTED_FILES
     config = json.loads((folder / "config.json").read_text())
     assert config["length_penalty"] == 5e-4
     assert config["text_config"]["hidden_size"] == 32
@@ -187,7 +187,7 @@ def test_loads_in_a_process_without_the_package(saved: tuple[OSPrunerForCausalLM
         assert result["ids"] == ids
         assert result["probabilities"] == pytest.approx(probabilities, abs=1e-6)
     again = folder.with_name(folder.name + "-again")
-    assert EXPECTED_FILES <= {path.name for path in again.iterdir()}
+    assert {path.name for path in again.iterdir()} >= EXPECTED_FILES
     assert type(AutoModel.from_pretrained(again)) is OSPrunerForCausalLM
 
 
@@ -250,8 +250,12 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
         ({"tuning": "all"}, "tuning is 'all'; it must be one of"),
         ({"method": "magic"}, "method is 'magic'; it must be one of"),
         ({"default_mode": "never"}, "default_mode is 'never'; it must be one of"),
-        ({"colour": "red"}, "OSPrunerConfig has no colour.*newer version"),
-        ({"text_config": {"model_type": "martian"}}, "text_config.model_type is 'martian'"),
+        ({"colour": "red"}, r"OSPrunerConfig has no colour.*saved by ospruner \(unknown version\)"),
+        (
+            {"colour": "red", "ospruner_version": "99.1.0"},
+            r"no colour.*saved by ospruner 99.1.0, this is \S+: upgrade with pip install -U 'osp",
+        ),
+        ({"text_config": {"hidden_size": 32}}, "text_config has no model_type"),
         ({"model_type": "qwen2"}, "model_type is 'qwen2'; it must be 'ospruner'"),
     ],
 )

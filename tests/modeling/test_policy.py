@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
+from modeling_ospruner.bases_ospruner import decoder_layers
 from modeling_ospruner.capture_ospruner import Capture
-from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97,

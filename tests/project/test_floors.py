@@ -26,7 +26,7 @@ FLOORS = {
     "ospruner_cli": 5,
 }
 MAPPED = ("train", "eval", "hub_cards")  # folders installed as ospruner.<folder>
-FLAT_THIRD_PARTY = {"torch", "transformers"}
+FLAT_THIRD_PARTY = {"torch", "transformers", "safetensors"}
 NOT_PACKAGES = {"tests", "benchmarks", "docs", "typings"}
 
 
