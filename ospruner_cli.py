@@ -19,6 +19,10 @@ app = typer.Typer(
 )
 toy_app = typer.Typer(help="The embedded reasoner: train it again, check it.", no_args_is_help=True)
 app.add_typer(toy_app, name="toy")
+labels_app = typer.Typer(
+    help="Labelled traces: import, grade again, look at.", no_args_is_help=True
+)
+app.add_typer(labels_app, name="labels")
 eval_app = typer.Typer(help="Compare stopping rules.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
 publish_app = typer.Typer(help="Put policies and labels on the Hub.", no_args_is_help=True)
@@ -110,6 +114,213 @@ def train_command(
             progress=bars,
         )
     print_stages(stages, console, json_file)
+
+
+@app.command("label")
+def label_command(
+    base: Annotated[str, typer.Option(help="The reasoning model: a folder or a Hub id.")],
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="gsm8k, math500, aime, deepscaler, a .jsonl[.gz] or .parquet file, or a Hub id."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
+    engine: Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")] = (
+        "transformers"
+    ),
+    limit: Annotated[int | None, typer.Option(help="Only the first so many problems.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Of the dataset; deepscaler has train and holdout.")
+    ] = None,
+    file: Annotated[
+        list[str] | None, typer.Option(help="A benchmark's rows from a file, not the Hub.")
+    ] = None,
+    columns: Annotated[
+        str, typer.Option(help="Where fields stand: problem=question,answer=final.")
+    ] = "",
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Drop the problems that are also in this benchmark or file."),
+    ] = None,
+    answer_mode: Annotated[
+        str, typer.Option(help="forced: closing and box prefix; free: closing only.")
+    ] = "forced",
+    samples: Annotated[int, typer.Option(help="Traces sampled for each problem.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Of the traces; 0 is greedy.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the traces.")] = 0.95,
+    top_k: Annotated[int, typer.Option(help="Of the traces; 0 for none.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")] = 15_000,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="Cap on an answer: 32 where forced, 512 where free.")
+    ] = None,
+    every: Annotated[int, typer.Option(help="Label each so-many-th step, and the last.")] = 1,
+    max_forks: Annotated[
+        int, typer.Option(help="At most so many labels a trace, evenly spread; 0 for all.")
+    ] = 0,
+    reasoning_format: Annotated[
+        str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the base on the Hub.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows or requests at once; the engine's where absent.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Of the transformers engine.")] = None,
+    url: Annotated[list[str] | None, typer.Option(help="An endpoint; may be repeated.")] = None,
+    chunk: Annotated[
+        int, typer.Option(help="Traces committed together; a kill loses at most these.")
+    ] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the run's counts to this file too.")
+    ] = None,
+) -> None:
+    """Sample traces of problems, force and grade the answer after every step."""
+    from modeling_ospruner.serving.open_engine import EngineOptions
+    from ospruner.train.label_run import ProblemOptions, parse_columns, run_label
+    from ospruner.train.label_stats import print_run
+    from ospruner.train.toy.bars import PhaseBars
+
+    problems = ProblemOptions(
+        dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
+    )
+    options = EngineOptions(base, revision, batch_size, dtype, device, tuple(url or ()))
+    settings = {
+        "answer": answer_mode,
+        "samples_per_problem": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": max_tokens,
+        "max_answer_tokens": answer_tokens or (32 if answer_mode == "forced" else 512),
+        "every": every,
+        "max_forks": max_forks,
+        "seed": seed,
+    }
+    with PhaseBars(console) as bars:
+        run_label(
+            problems,
+            engine,
+            options,
+            settings,
+            out,
+            format_name=reasoning_format,
+            chunk_traces=chunk,
+            progress=bars,
+        )
+    print_run(out, console, json_file)
+
+
+@labels_app.command("stats")
+def labels_stats(
+    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
+    picture: Annotated[
+        Path | None, typer.Option(help="Where to draw the picture; DIR-stats.png where absent.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every number to this file too.")
+    ] = None,
+) -> None:
+    """Print and draw what the labels say: accuracy along the trace, first right answer, steps."""
+    from ospruner.train.label_stats import print_stats
+
+    print_stats(folder, picture, console, json_file)
+
+
+@labels_app.command("show")
+def labels_show(
+    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
+    row: Annotated[int, typer.Option(help="Number of the trace, from 0.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or Hub id; the base's where absent.")
+    ] = None,
+) -> None:
+    """Print a trace with its steps coloured by the grade of the answer forced there."""
+    from ospruner.train.label_show import show_trace
+
+    show_trace(folder, row, tokenizer, console)
+
+
+@labels_app.command("import")
+def labels_import(
+    file: Annotated[str, typer.Argument(help="Traces: .jsonl, .jsonl.gz or .parquet.")],
+    base: Annotated[str, typer.Option(help="The model that answers: a folder or a Hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
+    engine: Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")] = (
+        "transformers"
+    ),
+    limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
+    columns: Annotated[
+        str, typer.Option(help="Where fields stand: reasoning=cot,answer=gold.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")] = 15_000,
+    answer_tokens: Annotated[int, typer.Option(help="Cap on a forced answer.")] = 32,
+    every: Annotated[int, typer.Option(help="Label each so-many-th step, and the last.")] = 1,
+    max_forks: Annotated[
+        int, typer.Option(help="At most so many labels a trace, evenly spread; 0 for all.")
+    ] = 0,
+    reasoning_format: Annotated[
+        str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the base on the Hub.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Traces or requests at once; the engine's where absent.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Of the transformers engine.")] = None,
+    url: Annotated[list[str] | None, typer.Option(help="An endpoint; may be repeated.")] = None,
+    chunk: Annotated[
+        int, typer.Option(help="Traces committed together; a kill loses at most these.")
+    ] = 128,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the run's counts to this file too.")
+    ] = None,
+) -> None:
+    """Label traces that others made: force and grade the answer after every step."""
+    from modeling_ospruner.serving.open_engine import EngineOptions
+    from ospruner.train.label_run import parse_columns, run_import
+    from ospruner.train.label_stats import print_run
+    from ospruner.train.toy.bars import PhaseBars
+
+    options = EngineOptions(base, revision, batch_size, dtype, device, tuple(url or ()))
+    settings = {
+        "max_new_tokens": max_tokens,
+        "max_answer_tokens": answer_tokens,
+        "every": every,
+        "max_forks": max_forks,
+    }
+    with PhaseBars(console) as bars:
+        run_import(
+            file,
+            engine,
+            options,
+            settings,
+            out,
+            columns=parse_columns(columns),
+            limit=limit,
+            format_name=reasoning_format,
+            chunk_traces=chunk,
+            progress=bars,
+        )
+    print_run(out, console, json_file)
+
+
+@labels_app.command("regrade")
+def labels_regrade(
+    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the counts to this file too.")
+    ] = None,
+) -> None:
+    """Grade the stored answers again; nothing is generated."""
+    from ospruner.train.label_stats import print_regrade
+    from ospruner.train.regrade import regrade
+    from ospruner.train.toy.bars import PhaseBars
+
+    with PhaseBars(console) as bars:
+        changes = regrade(folder, bars)
+    print_regrade(changes, console, json_file)
 
 
 @toy_app.command("train")
@@ -227,15 +438,49 @@ def publish_policy(
     from ospruner.hub_cards.policies import PolicyRelease
 
     release = PolicyRelease(repo, base, base_revision, license, labels or ())
-    commands.publish_policy(
-        folder,
-        release,
-        private=private,
-        collection=collection,
-        dry_run=dry_run,
-        out=out,
-        console=console,
-    )
+    sending = commands.Sending(private, collection, dry_run, out)
+    commands.publish_policy(folder, release, sending, console)
+
+
+@publish_app.command("labels")
+def publish_labels(
+    folder: Annotated[
+        Path, typer.Argument(help="Label folder, or one that holds train/, validation/, test/.")
+    ],
+    repo: Annotated[str, typer.Option(help="org/name; org/ alone is named by the base.")],
+    base: Annotated[
+        str | None, typer.Option(help="The base's id on the Hub, where it was a local folder.")
+    ] = None,
+    base_revision: Annotated[
+        str | None, typer.Option(help="Its commit, branch or tag; pinned by commit.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
+    problems: Annotated[
+        str | None, typer.Option(help="Where the problems come from, and their licence.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+    collection: Annotated[
+        str | None, typer.Option(help="Title or slug; auto for the base's family.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the exact folder and send nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where a dry run writes: runs/publish/NAME where absent.")
+    ] = None,
+) -> None:
+    """Publish labels in one commit: traces, prefixes, card, provenance."""
+    from ospruner.eval.columns import COLUMNS, PREFIX_COLUMNS
+    from ospruner.hub_cards import commands
+    from ospruner.hub_cards.labels import LabelsRelease
+
+    release = LabelsRelease(repo, base, base_revision, license, problems)
+    sending = commands.Sending(private, collection, dry_run, out)
+    meanings = {
+        config: {name: what for name, (_, what) in columns.items()}
+        for config, columns in (("default", COLUMNS), ("prefixes", PREFIX_COLUMNS))
+    }
+    commands.publish_labels(folder, release, meanings, sending, console)
 
 
 @app.command()
