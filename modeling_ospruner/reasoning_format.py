@@ -126,12 +126,16 @@ def guess(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat:
     Raises:
         ValueError: the vocabulary has no known thinking end marker.
     """
-    vocabulary = tokenizer.get_vocab()
-    if "<|channel|>" in vocabulary and HARMONY.think_end in vocabulary:
+
+    def has(token: str) -> bool:
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        return isinstance(token_id, int) and tokenizer.convert_ids_to_tokens(token_id) == token
+
+    if has("<|channel|>") and has(HARMONY.think_end):
         return HARMONY
-    if QWEN3.think_end in vocabulary:
+    if has(QWEN3.think_end):
         switchable = "enable_thinking" in str(tokenizer.chat_template or "")
-        return QWEN3 if "<|im_start|>" in vocabulary and switchable else DEEPSEEK_R1
+        return QWEN3 if has("<|im_start|>") and switchable else DEEPSEEK_R1
     raise ValueError(
         "the tokenizer has no thinking end marker: neither '</think>' nor '<|channel|>' with "
         "'<|end|>' is a token of it. Use a reasoning model, or pass a ReasoningFormat whose "

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.reasoning_format import (
     DEEPSEEK_R1,
@@ -21,15 +20,8 @@ from modeling_ospruner.reasoning_format import (
 )
 
 Chat = list[dict[str, Any]]
+Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 ASK: Chat = [{"role": "user", "content": "What is 2 + 3?"}]
-
-
-@cache
-def load(folder: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
-    if not folder.is_dir():
-        pytest.skip(f"{folder} does not exist")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return tokenizer, TokenFormat.compile(guess(tokenizer), tokenizer)
 
 
 class Family:
@@ -56,21 +48,21 @@ class Family:
 
 
 @pytest.fixture(scope="module")
-def r1(shared_dir: Path) -> Family:
-    return Family(*load(shared_dir / "data" / "tokenizers" / "deepseek-r1-distill-qwen"))
+def r1(real_r1: Compiled) -> Family:
+    return Family(*real_r1)
 
 
 @pytest.fixture(scope="module")
-def harmony(shared_dir: Path) -> Family:
-    return Family(*load(shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"))
+def harmony(real_harmony: Compiled) -> Family:
+    return Family(*real_harmony)
 
 
 @pytest.fixture(scope="module")
-def chatml(r1: Family, shared_dir: Path) -> Callable[[str], Family]:
-    """Makes a Qwen tokenizer with ChatML's markers and a template of `tokenizers/templates`."""
+def chatml(tiny_tokenizer: PreTrainedTokenizerBase, shared_dir: Path) -> Callable[[str], Family]:
+    """Makes a small tokenizer with ChatML's markers and a template of `tokenizers/templates`."""
 
     def make(name: str) -> Family:
-        tokenizer = copy.deepcopy(r1.tokenizer)
+        tokenizer = copy.deepcopy(tiny_tokenizer)
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
         tokenizer.eos_token = "<|im_end|>"
         folder = shared_dir / "data" / "tokenizers" / "templates"
@@ -328,7 +320,7 @@ def test_harmony_tool_call_in_the_chat(harmony: Family) -> None:
         {"role": "tool", "content": "5"},
     ]
     prompt = harmony.prompt(chat, tools=tools)
-    text = harmony.tokenizer.decode(prompt)
+    text = str(harmony.tokenizer.decode(prompt))
     assert "analysis<|message|>Use\n\nit.<|end|>" in text
     assert text.endswith("<|end|><|start|>assistant")
     assert harmony.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
@@ -353,7 +345,7 @@ def test_harmony_turns_stay_apart(harmony: Family) -> None:
 
 
 def test_harmony_answer_ends_with_its_message(harmony: Family, r1: Family) -> None:
-    assert harmony.tokenizer.decode(harmony.fmt.answer_end_ids) == "<|end|>"
+    assert harmony.tokenizer.decode(list(harmony.fmt.answer_end_ids)) == "<|end|>"
     assert r1.fmt.answer_end_ids == ()
 
 
@@ -371,9 +363,11 @@ CUSTOM = {
     ("opening", "counted"),
     [("{% if add_generation_prompt %}[MODEL]{% endif %}", True), ("", False)],
 )
-def test_custom_format_from_a_dictionary(r1: Family, opening: str, counted: bool) -> None:
+def test_custom_format_from_a_dictionary(
+    tiny_tokenizer: PreTrainedTokenizerBase, opening: str, counted: bool
+) -> None:
     """With no opening of the model's turn, the thinking is found behind its `think_start`."""
-    tokenizer = copy.deepcopy(r1.tokenizer)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens(["[THINK]", "[/THINK]", "[MODEL]", "[USER]"])
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '[USER]' + m.content if m.role == 'user' else "
@@ -381,7 +375,7 @@ def test_custom_format_from_a_dictionary(r1: Family, opening: str, counted: bool
     )
     fmt = TokenFormat.compile(ReasoningFormat.from_dict(CUSTOM), tokenizer)
     assert tokenizer.decode(fmt.forced_suffix()) == "[/THINK]Answer: $\\boxed{"
-    assert tokenizer.decode(fmt.reentry_ids) == "[THINK]"
+    assert tokenizer.decode(list(fmt.reentry_ids)) == "[THINK]"
     assert fmt.channels is None
     custom = Family(tokenizer, fmt)
     earlier = {"role": "assistant", "content": "[THINK]1\n\n2[/THINK]Answer: 5"}

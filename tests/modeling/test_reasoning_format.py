@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from modeling_ospruner.reasoning_format import (
     DEEPSEEK_R1,
@@ -26,6 +26,7 @@ from modeling_ospruner.reasoning_format import (
 )
 from modeling_ospruner.token_states import kind_of
 
+Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 PIECES = ["a", " ", "\n", "\n\n", ".\n", ".\n\n", "\n\n\n", "}\n\n//", "\n\n//", " \n", "<think>"]
 MARKER = PIECES.index("<think>")
 
@@ -162,20 +163,26 @@ def test_tiny_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 REAL = [
-    ("deepseek-r1-distill-qwen", DEEPSEEK_R1, ["<think>"]),
-    ("gpt-oss-o200k-harmony", HARMONY, ["<|channel|>", "<|start|>", "<|message|>"]),
+    ("deepseek-r1-distill-qwen", "real_r1", DEEPSEEK_R1, ["<think>"]),
+    (
+        "gpt-oss-o200k-harmony",
+        "real_harmony",
+        HARMONY,
+        ["<|channel|>", "<|start|>", "<|message|>"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("folder", "expected", "reentry"), REAL)
+@pytest.mark.parametrize(("folder", "fixture", "expected", "reentry"), REAL)
 def test_real_tokenizers(
-    shared_dir: Path, folder: str, expected: ReasoningFormat, reentry: list[str]
+    request: pytest.FixtureRequest,
+    shared_dir: Path,
+    folder: str,
+    fixture: str,
+    expected: ReasoningFormat,
+    reentry: list[str],
 ) -> None:
-    path = shared_dir / "data" / "tokenizers" / folder
-    if not path.is_dir():
-        pytest.skip(f"{path} does not exist")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    fmt = TokenFormat.compile(guess(tokenizer), tokenizer)
+    tokenizer, fmt = request.getfixturevalue(fixture)
     assert fmt.format == expected
     assert set(fmt.reentry_ids) == set(tokenizer.convert_tokens_to_ids(reentry))
     forced = fmt.forced_suffix("forced")
@@ -191,21 +198,20 @@ def test_real_tokenizers(
     prompt = tokenizer.encode(text, add_special_tokens=False)
     assert fmt.in_thinking(prompt)
     assert not fmt.in_thinking([*prompt, *fmt.closing_ids])
-    listed = json.loads((path / "newline_tokens.json").read_text())["ends_with_double_newline"]
+    path = shared_dir / "data" / "tokenizers" / folder / "newline_tokens.json"
+    listed = json.loads(path.read_text())["ends_with_double_newline"]
+    assert len(listed) > 500
     after_text = tokenizer.encode("x", add_special_tokens=False)
     for token_id in listed:
         assert fmt.boundaries([*after_text, token_id])[-1], tokenizer.decode([token_id])
 
 
-def test_real_traces(shared_dir: Path) -> None:
+def test_real_traces(shared_dir: Path, real_r1: Compiled) -> None:
     """Boundaries of token ids are the blank lines of the text, found there by a regex."""
     path = shared_dir / "data" / "traces" / "traces_mit.jsonl.gz"
     if not path.is_file():
         pytest.skip(f"{path} does not exist")
-    tokenizer = AutoTokenizer.from_pretrained(
-        shared_dir / "data" / "tokenizers" / "deepseek-r1-distill-qwen"
-    )
-    fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+    tokenizer, fmt = real_r1
     total = 0
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in islice(lines, 0, None, 20)]
@@ -220,4 +226,12 @@ def test_real_traces(shared_dir: Path) -> None:
         ends = fmt.step_ends(ids)
         assert ends == sorted(set(ends))
         assert ends[-1] == len(ids)
+        # The span of the thinking, in a prompt of the chat template with all that was written.
+        chat = [{"role": "user", "content": row["problem"]}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.encode(str(asked), add_special_tokens=False)
+        answer = tokenizer.encode(row["response"], add_special_tokens=False)
+        whole = [*prompt, *ids, *((fmt.think_end_id, *answer) if row["closed"] else ())]
+        span = fmt.thinking_span(whole)
+        assert span == (len(prompt), len(prompt) + len(ids), row["closed"]), row["id"]
     assert total > 500
