@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+import torch
+from huggingface_hub import HfApi, constants
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.hub_cards.facts import provenance
+from ospruner.hub_cards.render import write_policy_card
+from ospruner.hub_cards.results import Measurement, ResultsTable
+from ospruner.train.toy.shipped import SHIPPED, Reasoner
 
 from .local_hub import TOKEN, LocalHub
+from .repositories import Repo
 
 WITHOUT_PACKAGE = """
 import importlib.util, sys
@@ -26,6 +35,58 @@ def hub() -> Iterator[LocalHub]:
     """A Hub on 127.0.0.1, empty at the module's start."""
     with LocalHub() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def base_repo(hub: LocalHub) -> Repo:
+    """The embedded reasoner as `org/base` on the Hub."""
+    return hub.add("model", "org/base", SHIPPED)
+
+
+@pytest.fixture
+def api(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HfApi:
+    """The real client, in this process; what it retries, it retries without waiting."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    return HfApi(hub.url, TOKEN)
+
+
+@pytest.fixture(scope="session")
+def reasoner() -> Reasoner:
+    """The embedded reasoner, loaded."""
+    return Reasoner()
+
+
+@pytest.fixture(scope="session")
+def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy as training leaves it, on a local base: weights, record, card, picture, and more."""
+    folder = tmp_path_factory.mktemp("run") / "policy"
+    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, init_bias=-1.0)
+    model.config.length_penalty = 5e-5
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model.policy.head.weight.copy_(torch.randn(128, generator=generator)[None] * 0.1)
+    model.save_pretrained(folder)
+    provenance(
+        folder,
+        seed=0,
+        base_model=str(SHIPPED),
+        data_hash="00ff",
+        details={"labels": str(folder.parent / "labels"), "settings": {"learning_rate": 1e-5}},
+    )
+    write_policy_card(folder, name="policy", license=None, results=RESULTS)
+    (folder / "pareto.png").write_bytes(b"\x89PNG\r\n\x1a\n picture")
+    return folder
+
+
+RESULTS = ResultsTable(
+    "40 test problems of the embedded reasoner, replay, one seed; no intervals.",
+    ["method", "accuracy %", "thinking tokens"],
+    [["full trace", "72.0", "205"], ["OS-Pruner, λ=5e-5", "71.2", "107"]],
+    [Measurement("embedded reasoner, test", "toy", "accuracy", 71.2)],
+)
 
 
 class Stranger(Protocol):

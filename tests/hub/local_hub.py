@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 import uvicorn
@@ -41,12 +41,16 @@ class HubError(Exception):
 
 @dataclass
 class Cut:
-    """A connection to break: the first `times` requests that match, after so many body bytes."""
+    """A connection to break: the first `times` requests that match, after so many body bytes.
+
+    `when`: "either" counts the bytes of request and answer, "answering" those of the answer.
+    """
 
     method: str
     path: str
     after_bytes: int
     times: int
+    when: str
 
 
 class LocalHub:
@@ -102,9 +106,19 @@ class LocalHub:
         repo.commit("add files", {**repo.head.files, **files})
         return repo
 
-    def cut(self, method: str, path: str, after_bytes: int = 0, times: int = 1) -> None:
+    def cut(
+        self,
+        method: str,
+        path: str,
+        after_bytes: int = 0,
+        times: int = 1,
+        when: Literal["either", "answering"] = "either",
+    ) -> None:
         """Breaks the next `times` connections of a method to a path (a regular expression)."""
-        self._cuts.append(Cut(method, path, after_bytes, times))
+        self._cuts.append(Cut(method, path, after_bytes, times, when))
+
+    def stop_cutting(self) -> None:
+        self._cuts.clear()
 
     def take_cut(self, method: str, path: str) -> Cut | None:
         for cut in self._cuts:
@@ -164,11 +178,13 @@ def _application(hub: LocalHub) -> Any:
 
         async def counted_receive() -> Any:
             message = await receive()
-            count(message.get("body", b""))
+            if cut.when == "either":
+                count(message.get("body", b""))
             return message
 
         async def counted_send(message: Any) -> None:
-            await send(message)
+            if cut.after_bytes >= 0:
+                await send(message)
             count(message.get("body", b""))
 
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -14,14 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from .local_hub import TOKEN, LocalHub
-
-
-@pytest.fixture
-def api(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> HfApi:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    return HfApi(hub.url, TOKEN)
+from .local_hub import LocalHub
 
 
 def test_a_folder_goes_up_and_comes_back(api: HfApi, hub: LocalHub, tmp_path: Path) -> None:

@@ -1,0 +1,329 @@
+"""Publishing a policy: exactly its files, in one commit, or nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file, save_file
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.hub_cards.facts import read_provenance
+from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
+from ospruner.hub_cards.publish import Published
+from ospruner.hub_cards.staging import Staged, code_files
+from ospruner.hub_cards.verify import verify_folder
+from ospruner.train.toy.shipped import SHIPPED, Reasoner
+
+from .local_hub import TOKEN, LocalHub
+from .repositories import Repo
+
+
+@pytest.fixture
+def run_dir(policy_dir: Path, tmp_path: Path) -> Path:
+    """A run's folder of one's own."""
+    return Path(shutil.copytree(policy_dir, tmp_path / "run" / "policy"))
+
+
+class Publisher:
+    """Stages and sends in this process, with the base that is loaded already."""
+
+    def __init__(self, api: HfApi, reasoner: Reasoner, base: Repo, tmp_path: Path) -> None:
+        self.api, self.reasoner, self.base, self.tmp_path = api, reasoner, base, tmp_path
+        self.count = 0
+
+    def load(self, folder: Path) -> OSPrunerForCausalLM:
+        return OSPrunerForCausalLM.from_base(self.reasoner.model, folder)
+
+    def stage(self, folder: Path, repo: str, **release: Any) -> Staged:
+        self.count += 1
+        release = {"base": "org/base", "base_revision": self.base.head.oid, **release}
+        out = self.tmp_path / f"staged-{self.count}"
+        repo_id, staged = stage_policy(
+            folder, out, PolicyRelease(repo, **release), self.api, self.load
+        )
+        self.repo_id = repo_id
+        return staged
+
+    def publish(self, folder: Path, repo: str, **settings: Any) -> Published:
+        sending = {"private": settings.pop("private", False)}
+        sending["collection"] = settings.pop("collection", None)
+        staged = self.stage(folder, repo, **settings)
+        done, self.collection = send_policy(staged, self.repo_id, api=self.api, **sending)
+        return done
+
+
+@pytest.fixture
+def publisher(api: HfApi, reasoner: Reasoner, base_repo: Repo, tmp_path: Path) -> Publisher:
+    return Publisher(api, reasoner, base_repo, tmp_path)
+
+
+def test_one_commit_holds_exactly_the_policy(
+    publisher: Publisher, hub: LocalHub, run_dir: Path
+) -> None:
+    """A secret beside the policy, within it, and behind a link stays where it is."""
+    secret = run_dir.parent / "secret.env"
+    secret.write_text("PASSWORD=swordfish")
+    (run_dir / "notes.txt").write_text("swordfish, too")
+    (run_dir / "link.json").symlink_to(secret)
+    (run_dir / "optimizer.pt").write_bytes(b"swordfish")
+    staged = publisher.stage(run_dir, "org/")
+    done, _ = send_policy(
+        staged, publisher.repo_id, private=False, collection=None, api=publisher.api
+    )
+    assert publisher.repo_id == "org/ospruner-base-lam5e-5"
+    assert list(staged.left_out) == ["link.json", "notes.txt", "optimizer.pt"]
+    repo = hub.repos["model", publisher.repo_id]
+    assert len(repo.commits) == 2, "the repository's first, and ours"
+    assert done.commit == repo.head.oid
+    tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    assert set(repo.head.files) == {
+        *(".gitattributes", "README.md", "config.json", "generation_config.json"),
+        *("model.safetensors", "pareto.png", "probes.json", "provenance.json", "results.json"),
+        *(tokenizer | set(code_files())),
+    }
+    for name, file in repo.head.files.items():
+        assert b"swordfish" not in file.content, name
+        assert str(run_dir.parent).encode() not in file.content, name
+        assert str(SHIPPED).encode() not in file.content, name
+        assert TOKEN.encode() not in file.content, name
+        if name != ".gitattributes":
+            assert file.content == (staged.path / name).read_bytes(), name
+    config = json.loads(repo.head.files["config.json"].content)
+    assert config["base_model_name_or_path"] == "org/base"
+    assert config["base_revision"] == publisher.base.head.oid
+    assert all(check.ok for check in verify_folder(staged.path, publisher.load))
+
+
+def test_record_names_every_hash_and_the_code(publisher: Publisher, run_dir: Path) -> None:
+    staged = publisher.stage(run_dir, "org/record")
+    record = read_provenance(staged.path)
+    assert set(record.files) == set(staged.sizes()) - {"provenance.json"}
+    assert record.code["version"] == "0.1.0"
+    assert record.code["commit"] is None or len(record.code["commit"]) == 40
+    assert (record.base_model, record.base_revision) == ("org/base", publisher.base.head.oid)
+    assert record.details["labels"] == "labels", "no folder of this machine"
+    assert record.created_utc == read_provenance(run_dir).created_utc, "made when it was trained"
+
+
+def test_card_is_that_of_the_repository(publisher: Publisher, run_dir: Path) -> None:
+    staged = publisher.stage(run_dir, "org/carded", datasets=["org/labels"])
+    card = ModelCard.load(staged.path / "README.md")
+    data = card.data.to_dict()
+    assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
+    assert data["license"] == "apache-2.0", "the base's own"
+    assert data["datasets"] == ["org/labels"]
+    (entry,) = data["model-index"]
+    assert entry["name"] == "carded"
+    assert entry["results"][0]["metrics"] == [
+        {"type": "accuracy", "value": 71.2, "name": "accuracy"}
+    ]
+    assert '"org/carded"' in card.text
+    assert "| OS-Pruner, λ=5e-5 | 71.2 | 107 |" in card.text
+    assert "](pareto.png)" in card.text
+    assert "| settings: learning rate | 1e-05 |" in card.text
+
+
+def test_the_same_again_makes_no_commit(publisher: Publisher, hub: LocalHub, run_dir: Path) -> None:
+    first = publisher.publish(run_dir, "org/again")
+    second = publisher.publish(run_dir, "org/again")
+    assert (first.changed, second.changed) == (True, False)
+    assert second.commit == first.commit
+    assert len(hub.repos["model", "org/again"].commits) == 2
+
+
+def test_a_new_version_replaces_ours_and_leaves_theirs(
+    publisher: Publisher, hub: LocalHub, run_dir: Path
+) -> None:
+    publisher.publish(run_dir, "org/newer")
+    publisher.api.upload_file(
+        path_or_fileobj=b"seen", path_in_repo="reviews.txt", repo_id="org/newer"
+    )
+    (run_dir / "pareto.png").unlink()
+    weights = load_file(run_dir / "model.safetensors")
+    weights["policy.head.bias"] += 1
+    save_file(weights, run_dir / "model.safetensors")
+    before = len(hub.repos["model", "org/newer"].commits)
+    assert publisher.publish(run_dir, "org/newer").changed
+    repo = hub.repos["model", "org/newer"]
+    assert len(repo.commits) == before + 1
+    assert "pareto.png" not in repo.head.files
+    assert repo.head.files["reviews.txt"].content == b"seen"
+    assert (
+        repo.head.files["model.safetensors"].content == (run_dir / "model.safetensors").read_bytes()
+    )
+
+
+def test_a_broken_upload_is_retried_or_leaves_no_trace(
+    publisher: Publisher, hub: LocalHub, run_dir: Path
+) -> None:
+    hub.cut("PUT", "org/torn/lfs", after_bytes=200_000, times=99)
+    with pytest.raises(ConnectionError, match="org/torn failed .*: nothing was committed, it is"):
+        publisher.publish(run_dir, "org/torn")
+    repo = hub.repos["model", "org/torn"]
+    assert list(repo.head.files) == [".gitattributes"]
+    assert len(repo.commits) == 1
+    hub.stop_cutting()
+    hub.cut("PUT", "org/torn/lfs", after_bytes=200_000, times=1)
+    assert publisher.publish(run_dir, "org/torn").changed
+    assert len(repo.commits) == 2
+
+
+def test_a_lost_commit_answer_is_told_from_a_lost_commit(
+    publisher: Publisher, hub: LocalHub, run_dir: Path
+) -> None:
+    hub.cut("POST", "org/lost/commit", after_bytes=1000)
+    with pytest.raises(ConnectionError, match="nothing was committed"):
+        publisher.publish(run_dir, "org/lost")
+    assert len(hub.repos["model", "org/lost"].commits) == 1
+    hub.cut("POST", "org/lost/commit", after_bytes=-1, when="answering")
+    with pytest.raises(ConnectionError, match=r"but commit [0-9a-f]{40} is there"):
+        publisher.publish(run_dir, "org/lost")
+    assert len(hub.repos["model", "org/lost"].commits) == 2
+    assert not publisher.publish(run_dir, "org/lost").changed
+
+
+def test_private_stays_private(publisher: Publisher, hub: LocalHub, run_dir: Path) -> None:
+    publisher.publish(run_dir, "org/hidden", private=True)
+    assert hub.repos["model", "org/hidden"].private
+    publisher.publish(run_dir, "org/open")
+    with pytest.raises(ValueError, match="repo='org/open' exists and is public"):
+        publisher.publish(run_dir, "org/open", private=True)
+
+
+def test_a_strangers_repository_is_not_overwritten(
+    publisher: Publisher, hub: LocalHub, run_dir: Path
+) -> None:
+    before = len(hub.repos["model", "org/base"].commits)
+    with pytest.raises(ValueError, match="org/base' holds files that ospruner did not publish"):
+        publisher.publish(run_dir, "org/base")
+    assert len(hub.repos["model", "org/base"].commits) == before
+
+
+def test_a_family_is_one_collection(publisher: Publisher, hub: LocalHub, run_dir: Path) -> None:
+    for repo in ("org/one", "org/two", "org/one"):
+        publisher.publish(run_dir, repo, collection="auto")
+    (collection,) = [c for c in hub.collections.values() if c.title == "OS-Pruner base"]
+    assert collection.items == [("model", "org/one"), ("model", "org/two")]
+    assert publisher.collection == f"{hub.url}/collections/{collection.slug}"
+    publisher.publish(run_dir, "org/three", collection=collection.slug)
+    assert len(collection.items) == 3
+
+
+@pytest.mark.parametrize(
+    ("release", "message"),
+    [
+        ({"base": None}, "base is a local folder .reasoner., which nobody else could load"),
+        ({"base": "org/missing"}, "base 'org/missing' is not on the Hub"),
+        ({"base_revision": "v9"}, "base 'org/base' has no revision 'v9'"),
+        ({"base": "org/other", "base_revision": None}, "model.safetensors of org/other at .* is"),
+        ({"base": "org/empty", "base_revision": None}, "lacks model.safetensors of the local"),
+    ],
+)
+def test_a_base_that_is_not_pinned_is_refused(
+    publisher: Publisher,
+    hub: LocalHub,
+    run_dir: Path,
+    tmp_path: Path,
+    release: dict[str, Any],
+    message: str,
+) -> None:
+    other = Path(shutil.copytree(SHIPPED, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, other / "model.safetensors")
+    hub.add("model", "org/other", other)
+    (other / "model.safetensors").unlink()
+    hub.add("model", "org/empty", other)
+    with pytest.raises(ValueError, match=message):
+        publisher.stage(run_dir, "org/unpinned", **release)
+    assert ("model", "org/unpinned") not in hub.repos
+
+
+def test_a_branch_is_resolved_to_its_commit(
+    publisher: Publisher, hub: LocalHub, run_dir: Path
+) -> None:
+    staged = publisher.stage(run_dir, "org/x", base_revision="main")
+    config = json.loads((staged.path / "config.json").read_text())
+    assert config["base_revision"] == publisher.base.head.oid
+    staged = publisher.stage(run_dir, "org/x", base_revision=None)
+    assert any("pinned at its present commit" in remark for remark in staged.remarks)
+    with pytest.raises(ValueError, match="made for 'org/base': leave --base out"):
+        publisher.stage(staged.path, "org/x", base="org/else")
+
+
+def test_an_unknown_licence_is_said_aloud(
+    publisher: Publisher, hub: LocalHub, run_dir: Path, tmp_path: Path
+) -> None:
+    nameless = Path(shutil.copytree(SHIPPED, tmp_path / "nameless"))
+    (nameless / "README.md").unlink()
+    hub.add("model", "org/nameless", nameless)
+    settings = {"base": "org/nameless", "base_revision": None}
+    staged = publisher.stage(run_dir, "org/x", **settings)
+    assert any("licence of org/nameless is not known" in remark for remark in staged.remarks)
+    card = ModelCard.load(staged.path / "README.md")
+    assert "license" not in card.data.to_dict()
+    assert "was not known when this was published" in card.text
+    staged = publisher.stage(run_dir, "org/x", license="mit", **settings)
+    assert ModelCard.load(staged.path / "README.md").data.to_dict()["license"] == "mit"
+    assert not any("licence" in remark for remark in staged.remarks)
+
+
+def test_a_link_in_the_place_of_a_file_is_refused(publisher: Publisher, run_dir: Path) -> None:
+    secret = run_dir.parent / "secret.json"
+    secret.write_text("{}")
+    (run_dir / "vocab.json").symlink_to(secret)
+    with pytest.raises(ValueError, match="vocab.json is a link.*nothing outside the run's folder"):
+        publisher.stage(run_dir, "org/linked")
+
+
+def test_a_linked_folder_is_not_entered(publisher: Publisher, run_dir: Path) -> None:
+    outside = run_dir.parent / "outside"
+    outside.mkdir()
+    (outside / "secret.jinja").write_text("secret")
+    (run_dir / "additional_chat_templates").symlink_to(outside)
+    staged = publisher.stage(run_dir, "org/linked")
+    assert "additional_chat_templates/secret.jinja" not in staged.sizes()
+
+
+def test_an_access_token_is_never_told(
+    publisher: Publisher,
+    run_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = json.loads((run_dir / "tokenizer_config.json").read_text())
+    config["note"] = f"made with {TOKEN}"
+    (run_dir / "tokenizer_config.json").write_text(json.dumps(config))
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(ValueError, match="tokenizer_config.json holds what looks like an access"),
+    ):
+        publisher.stage(run_dir, "org/told")
+    del config["note"]
+    (run_dir / "tokenizer_config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.DEBUG):
+        publisher.publish(run_dir, "org/told")
+    printed = capfd.readouterr()
+    for text in (caplog.text, printed.out, printed.err):
+        assert TOKEN not in text
+
+
+@pytest.mark.parametrize("repo", ["name-alone", "a/b/c", "org/bad name", "org/..bad"])
+def test_bad_names_are_refused(publisher: Publisher, run_dir: Path, repo: str) -> None:
+    with pytest.raises(ValueError, match=f"repo='{repo}' (cannot be|must name)"):
+        publisher.stage(run_dir, repo)
+
+
+def test_staging_writes_into_empty_folders_alone(
+    publisher: Publisher, run_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "staged-1").mkdir()
+    (tmp_path / "staged-1" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="staged-1' is not empty"):
+        publisher.stage(run_dir, "org/x")
