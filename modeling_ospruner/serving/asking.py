@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from modeling_ospruner.draws_ospruner import mix64
 from modeling_ospruner.reasoning_format import TokenFormat
+from modeling_ospruner.trial_answers import top_entropy
 
-from .dispatch import Dispatcher, ServerDown, first_error
+from .dispatch import Dispatcher, ServerDownError, first_error
 from .engine import (
     ENTROPY_TOKENS,
     AnswerStop,
@@ -117,7 +119,7 @@ class Server(Protocol):
         """Answers one request.
 
         Raises:
-            ServerDown: it cannot be used any more.
+            ServerDownError: it cannot be used any more.
             ValueError: it refuses this request.
         """
 
@@ -246,7 +248,7 @@ class AskingEngine(ABC):
             )
             try:
                 await dispatcher.run(sizes, homes)
-            except ServerDown as error:
+            except ServerDownError as error:
                 reasons = "; ".join(map(str, dispatcher.down))
                 raise EnginesDownError(
                     f"no server is left ({reasons}): see to them and run again; what was "
@@ -312,7 +314,7 @@ class AskingEngine(ABC):
             reply = await server.ask(ask)
             _count(self.counts, ask, reply)
             if entropy is None:
-                entropy = _entropy(reply.top_logprobs)
+                entropy = float(top_entropy(torch.tensor(reply.top_logprobs)))
             for token, logprob in zip(reply.ids, reply.logprobs, strict=True):
                 ids.append(token)
                 logprobs.append(logprob)
@@ -346,12 +348,6 @@ def _check_length(reply: Reply, limit: int) -> None:
             f"a server stopped after {len(reply.ids)} of {limit} tokens without saying why: is "
             "its context (max_model_len, context-length) long enough for prompt and trace cap?"
         )
-
-
-def _entropy(top_logprobs: Sequence[float]) -> float:
-    """In nats, of the given log-probabilities, renormalised."""
-    total = math.log(sum(math.exp(value) for value in top_logprobs))
-    return -sum(math.exp(value - total) * (value - total) for value in top_logprobs)
 
 
 def _trace_hash(prompt_ids: Sequence[int], trace_ids: Sequence[int]) -> int:

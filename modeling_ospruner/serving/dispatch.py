@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["Dispatcher", "ServerDown", "first_error"]
+__all__ = ["Dispatcher", "ServerDownError", "first_error"]
 
 _T = TypeVar("_T")
 
 
-class ServerDown(Exception):
+class ServerDownError(Exception):
     """A server cannot be used any more; another one may do its work.
 
     Args:
@@ -43,7 +43,7 @@ class Dispatcher(Generic[_T]):
         servers: how many there are.
         concurrency: requests a server works on at once.
         work: does request `part` of job `index` on a server: `work(server, index, part)`. It
-            raises `ServerDown` where the server is to blame.
+            raises `ServerDownError` where the server is to blame.
         done: called with a job's index, its results and its server, as soon as all are there.
     """
 
@@ -58,7 +58,7 @@ class Dispatcher(Generic[_T]):
         self._concurrency = concurrency
         self._work = work
         self._done = done
-        self.down: list[ServerDown] = []
+        self.down: list[ServerDownError] = []
 
     async def run(self, sizes: Sequence[int], homes: Sequence[int | None]) -> None:
         """Does every job.
@@ -68,7 +68,7 @@ class Dispatcher(Generic[_T]):
             homes: for each job the server that knows it already, or None.
 
         Raises:
-            ServerDown: every server went down; the first one's reason.
+            ServerDownError: every server went down; the first one's reason.
         """
         self._jobs: list[_Job[_T]] = [
             _Job(home, [None] * size, set(range(size)))
@@ -100,9 +100,9 @@ class Dispatcher(Generic[_T]):
                     for part in sorted(self._jobs[index].missing):
                         await slots.acquire()
                         group.create_task(self._part(server, index, part, slots))
-        except* ServerDown as downs:
+        except* ServerDownError as downs:
             error = first_error(downs)
-            assert isinstance(error, ServerDown)
+            assert isinstance(error, ServerDownError)
             self.down.append(error)
             async with self._changed:
                 back = sorted(index for index in taken if self._jobs[index].missing)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from .asking import Ask, AskingEngine, Reply, Server
-from .dispatch import ServerDown
+from .dispatch import ServerDownError
 from .engine import SamplingSettings
 from .optional import needed
 
@@ -122,9 +122,9 @@ class _Endpoint:
             answer = await self._client.post(path, cast_to=object, body=body)
         except APIConnectionError as error:  # time-outs too
             reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-            raise ServerDown(self._url, reason) from error
+            raise ServerDownError(self._url, reason) from error
         except (InternalServerError, RateLimitError) as error:
-            raise ServerDown(self._url, str(error)) from error
+            raise ServerDownError(self._url, str(error)) from error
         except APIStatusError as error:
             raise ValueError(
                 f"{self._url} refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
