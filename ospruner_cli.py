@@ -323,6 +323,26 @@ def labels_regrade(
     print_regrade(changes, console, json_file)
 
 
+@app.command()
+def doctor(
+    subject: Annotated[
+        str | None, typer.Argument(help="A base or a policy, as a folder or Hub id; may be absent.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the base or policy on the Hub.")] = None,
+    reasoning_format: Annotated[
+        str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything found to this file too.")
+    ] = None,
+) -> None:
+    """Print versions, what was understood of a base or a policy, and what is wrong (status 1)."""
+    from modeling_ospruner.doctor import run_doctor
+
+    if not run_doctor(subject, revision, reasoning_format, console, json_file):
+        raise typer.Exit(1)
+
+
 @toy_app.command("train")
 def toy_train(
     out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")] = Path(
@@ -392,6 +412,109 @@ def eval_replay(
             benchmark=name, limit=limit, progress=bars,
         )  # fmt: skip
     _show(evaluation, out, penalties, json_file)
+
+
+@eval_app.command("online")
+def eval_online(
+    dataset: Annotated[str, typer.Option(help="gsm8k, math500, aime, ..., a file, or a Hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")],
+    policies: Annotated[
+        list[str] | None, typer.Option(help="As for replay. The base is what they pin. Repeatable.")
+    ] = None,
+    rules: Annotated[list[str] | None, typer.Option(help="As for replay. Repeatable.")] = None,
+    base: Annotated[str | None, typer.Option(help="The base, without policies or moved.")] = None,
+    engine: Annotated[
+        str, typer.Option(help="transformers (its wall-clock is measured), vllm, ...")
+    ] = "transformers",
+    url: Annotated[list[str] | None, typer.Option(help="Endpoints of the engine.")] = None,
+    preset: Annotated[
+        str, typer.Option(help="The paper's sampling settings: deepseek-r1, drpo, gpt-oss.")
+    ] = "deepseek-r1",
+    samples: Annotated[int | None, typer.Option(help="k: traces a problem.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the thinking.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of the thinking.")] = None,
+    max_thinking_tokens: Annotated[int | None, typer.Option(help="Cap of a trace.")] = None,
+    max_answer_tokens: Annotated[int | None, typer.Option(help="Cap of an answer.")] = None,
+    answer: Annotated[str, typer.Option(help="forced, or free (its ablation).")] = "forced",
+    batch_problems: Annotated[int, typer.Option(help="Problems in one batch of generate.")] = 1,
+    prompt: Annotated[str, typer.Option(help="default, concise or chain-of-draft.")] = "default",
+    task: Annotated[Path | None, typer.Option(help="A .py file with another domain.")] = None,
+    files: Annotated[list[str] | None, typer.Option(help="The benchmark's rows, local.")] = None,
+    model: Annotated[str | None, typer.Option(help="What tables call the base.")] = None,
+    name: Annotated[str | None, typer.Option(help="What tables call the problems.")] = None,
+    penalties: Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")] = "",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many problems.")] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the policy's draws.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every number to this file too.")
+    ] = None,
+) -> None:
+    """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
+    from ospruner.eval.online_run import OnlineRequest, run_online
+    from ospruner.eval.online_settings import preset as preset_settings
+    from ospruner.train.toy.bars import PhaseBars
+
+    settings = preset_settings(
+        preset, samples=samples, temperature=temperature, top_p=top_p, answer=answer, seed=seed,
+        max_thinking_tokens=max_thinking_tokens, max_answer_tokens=max_answer_tokens,
+        batch_problems=batch_problems,
+    )  # fmt: skip
+    request = OnlineRequest(
+        dataset=dataset, policies=policies or (), rules=rules or (), base=base, engine=engine,
+        engine_arguments={"urls": tuple(url)} if url else {}, task=task, prompt=prompt, model=model,
+        benchmark=name, files=files or (), limit=limit, settings=settings,
+    )  # fmt: skip
+    with PhaseBars(console, "online") as bars:
+        evaluation = run_online(request, out, bars)
+    _show(evaluation, out, penalties, json_file)
+
+
+@eval_app.command("report")
+def eval_report(
+    folder: Annotated[Path, typer.Argument(help="Evaluations, in it and below.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; the folder itself.")] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="Evaluations on which to choose each method's parameter.")
+    ] = None,
+    dynamics: Annotated[
+        list[Path] | None, typer.Option(help="Training runs to draw the dynamics of. Repeatable.")
+    ] = None,
+    penalties: Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")] = "",
+    relative_aes: Annotated[
+        bool, typer.Option("--printed-aes", help="The AES that the paper prints, not its tables'.")
+    ] = False,
+    title: Annotated[str, typer.Option(help="Of the page.")] = "Stopping rules compared",
+) -> None:
+    """Write one HTML page, the paper's tables (markdown, CSV, LaTeX) and its pictures."""
+    from ospruner.eval.html_report import write_report
+    from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
+    from ospruner.eval.summary import parse_lambdas
+
+    written = write_report(
+        folder, out=out, validation=validation, dynamics=dynamics or (), title=title,
+        variant=AES_RELATIVE if relative_aes else AES_ABSOLUTE,
+        length_penalties=parse_lambdas(penalties),
+    )  # fmt: skip
+    for path in written:
+        console.print(f"Wrote {path}", soft_wrap=True)
+
+
+@eval_app.command("compare")
+def eval_compare(
+    folder: Annotated[Path | None, typer.Argument(help="Evaluations, in it and below.")] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Beside the paper's numbers; alone: its Table 1.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="The paper's name of the model.")] = None,
+    name: Annotated[str | None, typer.Option(help="The paper's name of the benchmark.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every number to this file too.")
+    ] = None,
+) -> None:
+    """Print results of a folder side by side, or beside the paper's published ones."""
+    from ospruner.eval.compare import print_comparison
+
+    print_comparison(folder, console, paper=paper, model=model, benchmark=name, json_file=json_file)
 
 
 def _show(evaluation: "Evaluation", out: Path, penalties: str, json_file: Path | None) -> None:

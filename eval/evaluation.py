@@ -10,7 +10,7 @@ variant, lambdas and the choice of operating points can change without evaluatin
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -230,20 +230,11 @@ def find_evaluations(folder: str | Path) -> list[Evaluation]:
 
 def trace_hash(table: TraceTable) -> str:
     """A short hash of the labels: which traces, which steps, which grades."""
-    import hashlib
-
     digest = hashlib.blake2b(digest_size=8)
     digest.update("\x00".join(table.problem_ids).encode())
     for array in (table.problem_index, table.lengths, table.correct):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """The numbers of the (tokens, accuracy) points that no other one beats, by rising tokens."""
-    order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1]))
-    highest = itertools.accumulate((points[i][1] for i in order), max, initial=-np.inf)
-    return [i for i, before in zip(order, highest, strict=False) if points[i][1] > before]
 
 
 def _named(rule: Rule) -> dict[str, Any]:

@@ -17,16 +17,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.transforms import Bbox
 
-__all__ = ["FRONTIER", "FULL", "ORACLE", "draw_pareto", "save_pareto"]
+__all__ = [
+    "FAINT",
+    "FRONTIER",
+    "FRONTIER_COLOUR",
+    "FULL",
+    "INK",
+    "MUTED",
+    "ORACLE",
+    "STYLES",
+    "draw_pareto",
+    "furnish",
+    "label_points",
+    "save_pareto",
+]
 
 FULL = "full trace"
 ORACLE = "hindsight oracle"
 FRONTIER = "OS-Pruner"
 
-_INK, _MUTED, _FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
+INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
 # Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
-_FRONTIER_COLOUR = "#0072B2"
-_STYLES = (
+FRONTIER_COLOUR = "#0072B2"
+STYLES = (
     ("#D55E00", "s"),
     ("#009E73", "^"),
     ("#CC79A7", "D"),
@@ -71,7 +84,7 @@ def save_pareto(
     axes = figure.add_subplot()
     draw_pareto(axes, results, chosen=chosen)
     if title:
-        axes.set_title(title, loc="left", fontsize=11, color=_INK, pad=10)
+        axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,
@@ -80,15 +93,15 @@ def save_pareto(
         ncols=min(4, len(labels)),
         frameon=False,
         fontsize=8.5,
-        labelcolor=_INK,
+        labelcolor=INK,
         handletextpad=0.5,
         columnspacing=1.6,
     )
-    label_points(axes, [r for r in results if r.method == FRONTIER], _FRONTIER_COLOUR)
+    space = label_points(axes, [r for r in results if r.method == FRONTIER], FRONTIER_COLOUR)
     for method in dict.fromkeys(result.method for result in results):
         rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
         if method != FRONTIER:
-            label_points(axes, rows[:1] + rows[1:][-1:], _MUTED, size=7)
+            label_points(axes, rows[:1] + rows[1:][-1:], MUTED, 7, space)
     figure.savefig(path)
 
 
@@ -110,24 +123,24 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
     if not results:
         raise ValueError("results is empty: there is nothing to draw")
     methods = dict.fromkeys(result.method for result in results)
-    styles = iter(_STYLES * (1 + len(methods) // len(_STYLES)))
+    styles = iter(STYLES * (1 + len(methods) // len(STYLES)))
     for method in methods:
         rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
         x = [r.tokens.value for r in rows]
         y = [100 * r.accuracy.value for r in rows]
         if method == FRONTIER:
             low, high = [100 * r.accuracy.low for r in rows], [100 * r.accuracy.high for r in rows]
-            axes.fill_between(x, low, high, color=_FRONTIER_COLOUR, alpha=0.10, lw=0, zorder=0)
+            axes.fill_between(x, low, high, color=FRONTIER_COLOUR, alpha=0.10, lw=0, zorder=0)
             axes.plot(
-                x, y, "-o", color=_FRONTIER_COLOUR, lw=1.8, ms=5.5, label=method, zorder=4,
+                x, y, "-o", color=FRONTIER_COLOUR, lw=1.8, ms=5.5, label=method, zorder=4,
                 mec="white", mew=0.8,
             )  # fmt: skip
         elif method == FULL:
-            axes.axhline(y[0], color=_MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
-            axes.plot(x, y, "o", color=_INK, ms=7, label=method, zorder=3)
+            axes.axhline(y[0], color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
+            axes.plot(x, y, "o", color=INK, ms=7, label=method, zorder=3)
         elif method.startswith(ORACLE):
-            filled = _MUTED if method == ORACLE else "white"  # hollow: its variants
-            axes.plot(x, y, "*", color=_MUTED, ms=11, label=method, zorder=3, mfc=filled, mew=0.9)
+            filled = MUTED if method == ORACLE else "white"  # hollow: its variants
+            axes.plot(x, y, "*", color=MUTED, ms=11, label=method, zorder=3, mfc=filled, mew=0.9)
         else:
             colour, marker = next(styles)
             axes.plot(
@@ -136,27 +149,34 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
             )  # fmt: skip
     if chosen is not None:
         axes.plot(
-            [chosen.tokens.value], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=_INK,
+            [chosen.tokens.value], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=INK,
             mew=1.2, ls="none", label="chosen on validation", zorder=5,
         )  # fmt: skip
-    _furnish(axes)
-
-
-def _furnish(axes: Axes) -> None:
-    axes.set_xlabel("thinking tokens per trace", fontsize=9.5, color=_INK)
-    axes.set_ylabel("accuracy, %", fontsize=9.5, color=_INK)
+    furnish(axes, "thinking tokens per trace", "accuracy, %")
     axes.margins(x=0.1, y=0.12)
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
-    axes.grid(axis="y", color=_FAINT, lw=0.6)
+
+
+def furnish(axes: Axes, x_name: str, y_name: str) -> None:
+    """Names the axes, and takes away what is not needed to read them."""
+    axes.set_xlabel(x_name, fontsize=9.5, color=INK)
+    axes.set_ylabel(y_name, fontsize=9.5, color=INK)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
-        axes.spines[side].set_color(_MUTED)
-    axes.tick_params(colors=_MUTED, labelsize=8.5)
+        axes.spines[side].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=8.5)
 
 
-def label_points(axes: Axes, results: Sequence[Result], colour: str, size: float = 8) -> None:
+def label_points(
+    axes: Axes,
+    results: Sequence[Result],
+    colour: str,
+    size: float = 8,
+    space: FreeSpace | None = None,
+) -> FreeSpace:
     """Writes each result's parameter beside its point, where nothing else stands.
 
     Places are tried from near to far, eight directions each, the far ones with a leader; a label
@@ -167,13 +187,18 @@ def label_points(axes: Axes, results: Sequence[Result], colour: str, size: float
         results: the results to label, all drawn on `axes`.
         colour: of the text.
         size: of the text, in points.
+        space: what earlier labels on `axes` left free; None lays the figure out anew.
+
+    Returns:
+        What is free now.
     """
     from matplotlib.patheffects import Normal, Stroke
 
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()
-    space = _FreeSpace(axes, figure.dpi / 72.0)
+    if space is None:
+        figure.draw_without_rendering()
+        space = FreeSpace(axes, figure.dpi / 72.0)
     for result in sorted(results, key=lambda r: r.tokens.value):
         point = (result.tokens.value, 100 * result.accuracy.value)
         text = parameter_text(result)
@@ -198,9 +223,10 @@ def label_points(axes: Axes, results: Sequence[Result], colour: str, size: float
                     axes.annotate(text, point, arrowprops={**_LEADER, "color": colour}, **place)
                 break
             label.remove()
+    return space
 
 
-class _FreeSpace:
+class FreeSpace:
     """Where labels may stand on drawn axes, in pixels; `take` reserves a place."""
 
     def __init__(self, axes: Axes, scale: float) -> None:

@@ -12,9 +12,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from .stopping import stop_distribution_from_probabilities, threshold_stop
 from .table import FloatArray, TraceTable
 
 __all__ = [
@@ -90,6 +88,10 @@ def replay(
         ValueError: shapes differ, a probability or the threshold is outside [0, 1], an unknown
             mode, or a threshold missing or given needlessly.
     """
+    import torch  # here: it takes seconds to import, and reports need none of it
+
+    from .stopping import stop_distribution_from_probabilities, threshold_stop
+
     pi = np.asarray(probabilities)
     if pi.shape != table.mask.shape:
         raise ValueError(

@@ -127,12 +127,19 @@ class _LabelledEnd:
 
     may_stop = True
 
-    def __init__(self, answers: dict[str, list[Any]], row: int, lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        answers: dict[str, list[Any]],
+        row: int,
+        lengths: Sequence[int],
+        suffix_tokens: int,
+    ) -> None:
         self.sample_index = row
         self.step = 0
         self.probe_tokens = 0
         self._answers = answers
         self._lengths = lengths
+        self._suffix_tokens = suffix_tokens
 
     @property
     def thinking_tokens(self) -> int:
@@ -154,7 +161,7 @@ class _LabelledEnd:
         """The answer that was forced here when labelling, cut to so many tokens."""
         at = {name: values[self.sample_index][self.step] for name, values in self._answers.items()}
         tokens = min(at["forced_answer_tokens"], max_tokens)
-        self.probe_tokens += tokens
+        self.probe_tokens += self._suffix_tokens + tokens
         if at["forced_entropy"] is None:
             raise ValueError(
                 "forced_entropy is null: these labels are of a version that did not keep it; "
@@ -173,16 +180,17 @@ class _LabelledEnd:
 _ANSWER_COLUMNS = ("forced_answers", "forced_answer_tokens", "forced_logprob", "forced_entropy")
 
 
-def replay_rule(dataset: Any, table: TraceTable, rule: StopRule) -> Outcome:
+def replay_rule(dataset: Any, table: TraceTable, rule: StopRule, suffix_tokens: int) -> Outcome:
     """Replays any rule that decides by lengths and trial answers.
 
-    Every trial answer is charged in full (`Outcome.probe_tokens`), also the one at which the rule
-    stops: generate decodes the forced answer anew.
+    Every trial answer is charged in full (`Outcome.probe_tokens`), the tokens forced before it
+    included, and also the one at which the rule stops: generate decodes the forced answer anew.
 
     Args:
         dataset: the labelled traces.
         table: the same as arrays.
         rule: what generate would be given.
+        suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
 
     Raises:
         ValueError: the rule asks for what labels do not tell.
@@ -195,7 +203,7 @@ def replay_rule(dataset: Any, table: TraceTable, rule: StopRule) -> Outcome:
     answers = {name: columns[name] for name in _ANSWER_COLUMNS}
     stops, probes = table.last.copy(), np.zeros(len(table))
     for row in range(len(table)):
-        end = _LabelledEnd(answers, row, table.lengths[row].tolist())
+        end = _LabelledEnd(answers, row, table.lengths[row].tolist(), suffix_tokens)
         judge = rule.for_row()
         for step in range(int(table.last[row])):  # the natural end needs no decision
             end.step = step

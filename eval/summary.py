@@ -147,7 +147,10 @@ def save_evaluation(
     variant: AesVariant = AES_ABSOLUTE,
     length_penalties: Sequence[float] = (),
 ) -> Path:
-    """Saves the evaluation, and beside it `results.json`: every number with its interval.
+    """Saves the evaluation, and beside it every number with its interval.
+
+    `results.json` holds them all, `eval_results.yaml` those of OS-Pruner's policies as the Hub's
+    model cards take them.
 
     Returns:
         The results file.
@@ -167,6 +170,15 @@ def save_evaluation(
     }
     path = Path(folder) / "results.json"
     save_results(path, results, about)
+    from .hub_results import eval_results, eval_results_yaml  # the Hub's client is slow to import
+
+    entries = {
+        _name(r): eval_results(evaluation, r.method, r.parameter, variant=variant)
+        for r in results
+        if r.method == FRONTIER
+    }
+    if entries:
+        eval_results_yaml(entries, Path(folder) / "eval_results.yaml")
     return path
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat
 from ospruner.eval.evaluation import Evaluation, trace_hash
 from ospruner.eval.limits import (
     best_fixed_budget,
@@ -89,8 +90,14 @@ def replay_labels(
     for use, pi in zip(uses, probabilities, strict=True):
         outcome = replay(table, pi, use.mode, use.threshold)
         found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
+    tokenizer = AutoTokenizer.from_pretrained(
+        base or ours.settings.base_model,
+        revision=None if base else ours.settings.base_revision,
+    )
+    fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
+    suffix_tokens = len(fmt.forced_suffix(ours.settings.answer))
     for rule in named:
-        outcome = replay_rule(traces, table, rule.rule)
+        outcome = replay_rule(traces, table, rule.rule, suffix_tokens)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))
     settings: dict[str, Any] = {
         "model": model or Path(ours.settings.base_model).name,
@@ -100,10 +107,6 @@ def replay_labels(
         "labels": trace_hash(table),
         "label_settings": ours.settings.to_dict(),
     }
-    tokenizer = AutoTokenizer.from_pretrained(
-        base or ours.settings.base_model,
-        revision=None if base else ours.settings.base_revision,
-    )
     return Evaluation.of_table(
         table,
         settings,

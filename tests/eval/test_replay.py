@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ospruner.eval.metrics import AES_RELATIVE, aes
 from ospruner.eval.replay import (
-    Outcome,
     pool,
     replay,
     replay_at,

@@ -1,0 +1,111 @@
+"""Small evaluations for tests: no model, no text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.picture import FRONTIER, FULL, ORACLE
+from ospruner.eval.replay import Outcome
+from ospruner.eval.results import Rule
+
+
+def outcome(
+    rng: np.random.Generator, accuracy: float, tokens: float, full: np.ndarray[Any, Any]
+) -> Outcome:
+    n = len(full)
+    correct = (rng.random(n) < accuracy).astype(np.float64)
+    return Outcome(
+        correct=correct,
+        tokens=rng.integers(int(tokens * 0.7), int(tokens * 1.3) + 2, n).astype(np.float64),
+        answer_tokens=np.full(n, 5.0),
+        helped=correct * (1 - full),
+        harmed=(1 - correct) * full,
+        truncated=np.zeros(n),
+        probe_tokens=np.zeros(n),
+        seconds=np.full(n, np.nan),
+    )
+
+
+def views() -> list[dict[str, Any]]:
+    """Two traces as the viewer takes them; on the first OS-Pruner stops after step 2 of 3."""
+
+    def step(text: str, tokens: int, answer: str, correct: float | None) -> dict[str, Any]:
+        return {"text": text, "tokens": tokens, "answer": answer, "correct": correct}
+
+    def method(name: str, stop: int, tokens: float, pi: list[float] | None) -> dict[str, Any]:
+        return {"name": name, "stop": stop, "tokens": tokens, "correct": 1.0, "pi": pi}
+
+    first = [
+        step("3x = 48, </script><b>x</b> is 16.", 10, "16", 1.0),
+        step("Check: 3*16 = 48.", 20, "16", 1.0),
+        step("Wait, 3*17 = 51.", 40, "17", 0.0),
+    ]
+    return [
+        {
+            "id": "p0/0",
+            "problem": "Solve 3x+54=102 for x.",
+            "reference": "16",
+            "family": "equation",
+            "ended": "natural",
+            "steps": first,
+            "methods": [
+                method("full trace", 2, 40, None),
+                method("OS-Pruner λ=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
+            ],
+        },
+        {
+            "id": "p1/0",
+            "problem": "What is 6*7?",
+            "reference": "42",
+            "family": "product",
+            "ended": "cap",
+            "steps": [step("6*7 = 42.", 8, "42", 1.0), step("So it is.", 12, "", None)],
+            "methods": [
+                method("full trace", 1, 12, None),
+                method("OS-Pruner λ=1e-4", 0, 8, [0.95, 0.5]),
+            ],
+        },
+    ]
+
+
+def make_evaluation(
+    model: str = "DeepSeek-R1-Distill-Qwen-7B",
+    benchmark: str = "GSM8K",
+    answer: str = "forced",
+    mode: str = "replay",
+    seed: int = 0,
+    problems: int = 60,
+    with_views: bool = False,
+) -> Evaluation:
+    rng = np.random.default_rng(seed)
+    n = 2 * problems
+    full_correct = (rng.random(n) < 0.8).astype(np.float64)
+    full = outcome(rng, 0.8, 400, full_correct)
+    full = Outcome(*[full_correct, *full.columns().T[1:3], np.zeros(n), np.zeros(n)],
+                   *full.columns().T[5:])  # fmt: skip
+    rules = [Rule(FULL, full)]
+    for penalty, accuracy, tokens in (
+        (1e-4, 0.7, 120),
+        (5e-5, 0.76, 180),
+        (1e-5, 0.79, 240),
+        (0.0, 0.8, 300),
+    ):
+        rules.append(Rule(FRONTIER, outcome(rng, accuracy, tokens, full_correct), penalty, "λ"))
+    for threshold, accuracy, tokens in ((0.7, 0.7, 220), (0.9, 0.79, 350)):
+        rules.append(
+            Rule("probe", outcome(rng, accuracy, tokens, full_correct), threshold, "threshold")
+        )
+    rules.append(Rule("fixed budget", outcome(rng, 0.7, 200, full_correct), 200.0, "tokens"))
+    return Evaluation(
+        settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
+        rules=rules,
+        limits=[Rule(ORACLE, outcome(rng, 0.9, 80, full_correct))],
+        problem_ids=[f"p{i}" for i in range(problems)],
+        problem_index=np.repeat(np.arange(problems), 2),
+        families=["equation"] * n,
+        natural_correct=full_correct,
+        traces=views() if with_views else [],
+    )

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+
+from ospruner.eval.panels import (
+    difficulty_groups,
+    front,
+    save_difficulty,
+    save_dynamics,
+    save_panels,
+)
+
+from .evaluations import make_evaluation
+
+
+def test_the_front_is_what_no_other_beats() -> None:
+    results = make_evaluation().results()[0]
+    on_front = front(results)
+    assert on_front
+    for one in on_front:
+        assert not any(
+            other.tokens.value < one.tokens.value and other.accuracy.value >= one.accuracy.value
+            for other in results
+        )
+    tokens = [r.tokens.value for r in on_front]
+    accuracy = [r.accuracy.value for r in on_front]
+    assert tokens == sorted(tokens)
+    assert accuracy == sorted(accuracy)
+    for other in results:
+        if other not in on_front:
+            assert any(
+                one.tokens.value <= other.tokens.value
+                and one.accuracy.value >= other.accuracy.value
+                for one in on_front
+            )
+
+
+@given(st.integers(1, 12), st.integers(1, 30))
+def test_groups_of_difficulty_are_even_and_in_order(bins: int, problems: int) -> None:
+    evaluation = make_evaluation(problems=problems)
+    groups = difficulty_groups(evaluation, bins)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(2 * problems))
+    counts = [len(np.unique(evaluation.problem_index[rows])) for rows in groups]
+    assert max(counts) - min(counts) <= 1
+    means = [evaluation.full.tokens[rows].mean() for rows in groups]
+    assert means == sorted(means)
+
+
+def test_no_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="bins is 0; it must be at least 1"):
+        difficulty_groups(make_evaluation(), 0)
+
+
+def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
+    panels = {}
+    for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other")):
+        results, limits = make_evaluation(benchmark=name, seed=i).results()
+        panels[name] = [*results, *limits]
+    save_panels(panels, [tmp_path / "a.png", tmp_path / "a.svg"], title="four")
+    height, width, _ = imread(tmp_path / "a.png").shape
+    assert width > height
+    text = (tmp_path / "a.svg").read_text()
+    assert text.count('id="axes_') == 4
+    with pytest.raises(ValueError, match="panels is empty"):
+        save_panels({}, [tmp_path / "b.png"])
+
+
+def test_difficulty_is_drawn(tmp_path: Path) -> None:
+    save_difficulty(make_evaluation(), [1, 5], [tmp_path / "d.png"], bins=4)
+    assert imread(tmp_path / "d.png").std() > 0
+
+
+def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no log.jsonl"):
+        save_dynamics(tmp_path, [tmp_path / "x.png"])
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"stage": "s", "epoch": 0}) + "\n")
+    with pytest.raises(ValueError, match="has no finished stage in log.jsonl"):
+        save_dynamics(tmp_path, [tmp_path / "x.png"])
