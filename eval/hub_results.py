@@ -4,46 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from .evaluation import Evaluation
-from .metrics import AES_ABSOLUTE, AesVariant, Estimate
+from .metrics import Estimate
 from .results import Result
 
 __all__ = ["eval_results", "eval_results_yaml"]
 
 
 def eval_results(
-    evaluation: Evaluation,
-    method: str,
-    parameter: float | None,
-    *,
-    dataset: str | None = None,
-    variant: AesVariant = AES_ABSOLUTE,
+    result: Result, settings: Mapping[str, Any], *, dataset: str | None = None
 ) -> list[EvalResult]:
     """What the card of one policy says about one evaluation: accuracy, tokens, reduction, AES.
 
     Args:
-        evaluation: the evaluation.
-        method: the rule's method, such as "OS-Pruner".
-        parameter: its parameter, such as lambda.
+        result: the policy's numbers.
+        settings: of the evaluation they are from (`Evaluation.settings`).
         dataset: the benchmark's id on the Hub; its name where None.
-        variant: which AES.
 
     Returns:
         One entry a metric, each with its interval in its arguments.
-
-    Raises:
-        ValueError: the evaluation has no such rule.
     """
-    results, _ = evaluation.results(variant=variant)
-    result = next((r for r in results if (r.method, r.parameter) == (method, parameter)), None)
-    if result is None:
-        known = ", ".join(f"{r.method} {r.parameter}" for r in results)
-        raise ValueError(f"the evaluation has no {method} {parameter}; it has {known}")
-    settings = evaluation.settings
     name = str(settings["benchmark"])
     return [
         EvalResult(

@@ -87,7 +87,8 @@ def run_online(
     chosen = guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals)
     fmt = TokenFormat.compile(chosen, tokenizer)
     options = EngineOptions(base, revision, **request.engine_arguments)
-    local = open_engine("transformers", tokenizer, EngineOptions(base, revision)).engine
+    here = options if request.engine == "transformers" else EngineOptions(base, revision)
+    local = open_engine("transformers", tokenizer, here).engine
     assert isinstance(local, TransformersEngine)  # the policy runs in it, whatever samples
     setup = Setup(local.model, tokenizer, fmt, task, request.settings)
     runner: Runner

@@ -26,7 +26,7 @@ from .online_settings import OnlineSettings
 from .policies import PolicyUse
 from .task import Task, prompt_token_ids
 
-__all__ = ["EngineRunner", "HookRunner"]
+__all__ = ["EngineRunner", "HookRunner", "Setup"]
 
 NATURAL_ANSWER_TOKENS = 512
 """Cap of the answer that the model writes after its own end."""

@@ -173,9 +173,7 @@ def save_evaluation(
     from .hub_results import eval_results, eval_results_yaml  # the Hub's client is slow to import
 
     entries = {
-        _name(r): eval_results(evaluation, r.method, r.parameter, variant=variant)
-        for r in results
-        if r.method == FRONTIER
+        _name(r): eval_results(r, evaluation.settings) for r in results if r.method == FRONTIER
     }
     if entries:
         eval_results_yaml(entries, Path(folder) / "eval_results.yaml")

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset
+from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.stop_rules import Budget
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.metrics import paired_difference
 from ospruner.eval.online import Batch, Journal, Method, SampleRow, evaluate_online
+from ospruner.eval.online_run import OnlineRequest, run_online
 from ospruner.eval.online_runners import EngineRunner, HookRunner, Setup
 from ospruner.eval.online_settings import OnlineSettings, preset
 from ospruner.eval.policies import parse_policies
@@ -23,9 +25,12 @@ from ospruner.eval.replay import replay, replay_budget, replay_full
 from ospruner.eval.rules import parse_rule
 from ospruner.eval.table import TraceTable
 from ospruner.eval.task import Task
+from ospruner.train.from_labels import load_labels
 from ospruner.train.policies import new_policy, predict
+from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import TrainSettings
 from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from ospruner_cli import app
 
 SAMPLES = 2
 SETTINGS = OnlineSettings(
@@ -293,3 +298,82 @@ def test_labels_and_engine_share_their_traces(
     budget = replay_budget(table, 100)
     ours = [row.tokens for row in rows[methods[1].key]]
     assert ours == budget.tokens.tolist()
+
+
+def test_the_commands_replay_report_and_compare(
+    reasoner: Reasoner, policy: Path, tmp_path: Path
+) -> None:
+    reasoner.label(draw_split("test", 6, 0), tmp_path / "labels", seed=11)
+    command = CliRunner()
+
+    def run(*arguments: str) -> str:
+        result = command.invoke(app, ["eval", *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.output
+
+    labels, out = str(tmp_path / "labels"), str(tmp_path / "out" / "toy")
+    common = ["replay", "--labels", labels, "--policies", str(policy), "--name", "toy"]
+    rules = ["--rules", "budget:100", "--rules", "entropy:0.4", "--lambdas", "1e-3"]
+    numbers = str(tmp_path / "numbers.json")
+    text = run(*common, *rules, "--out", out, "--json", numbers)
+    assert "OS-Pruner" in text
+    content = json.loads(Path(numbers).read_text())
+    assert [r["method"] for r in content["results"]] == [
+        "full trace", "OS-Pruner", "fixed budget", "answer entropy",
+    ]  # fmt: skip
+    assert content["results"][3]["probe_tokens"]["value"] > 0
+    assert content["about"]["natural_accuracy"]["value"] >= 0
+    assert "report.html" in run("report", str(tmp_path / "out"))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "stop probability" in page
+    assert "toy, forced, replay" in run("compare", out, "--json", numbers) + str(
+        json.loads(Path(numbers).read_text())
+    )
+    with pytest.raises(ValueError, match="other settings.*'benchmark': 'toy'|benchmark: 'toy'"):
+        run(*common[:-1], "other", "--out", out)
+    with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):
+        run(*common, "--limit", "0", "--out", str(tmp_path / "x"))
+
+
+def test_ungraded_labels_and_shared_problems_are_refused(
+    reasoner: Reasoner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = tmp_path / "labels"
+    rows = reasoner.label(draw_split("test", 4, 0), labels, seed=11)
+    with pytest.raises(ValueError, match="4 problems, such as .* what is chosen on a problem must"):
+        replay_labels(labels, validation=labels)
+    ungraded = rows.map(
+        lambda row: {"forced_correct": [None] * len(row["step_ends"])}, features=rows.features
+    )
+    stored = load_labels(labels)
+    monkeypatch.setattr(
+        "ospruner.train.replay_labels.load_labels",
+        lambda source: dataclasses.replace(stored, traces=ungraded),
+    )
+    with pytest.raises(ValueError, match="the labels are not graded"):
+        replay_labels(labels)
+
+
+def test_an_online_request_that_cannot_work_is_refused_at_once(
+    policy: Path, tmp_path: Path
+) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"id": "a", "problem": "1+1?", "answer": "2"}\n')
+    request = OnlineRequest(dataset=str(problems))
+    with pytest.raises(ValueError, match="no base: give --base, or policies that pin one"):
+        run_online(request, tmp_path / "out")
+    config = json.loads((policy / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    changed = config | {"base_model_name_or_path": "org/other", "length_penalty": 5e-4}
+    (other / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="is a policy for org/other at revision None, the traces"):
+        run_online(
+            dataclasses.replace(request, policies=[str(policy), str(other)]), tmp_path / "out"
+        )
+    with pytest.raises(ValueError, match="prompt is 'shout'"):
+        run_online(
+            dataclasses.replace(request, policies=[str(policy)], prompt="shout"), tmp_path / "out"
+        )
+    assert not (tmp_path / "out").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
@@ -43,6 +43,7 @@ def test_the_front_is_what_no_other_beats() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 30))
+@settings(deadline=None, max_examples=30)
 def test_groups_of_difficulty_are_even_and_in_order(bins: int, problems: int) -> None:
     evaluation = make_evaluation(problems=problems)
     groups = difficulty_groups(evaluation, bins)

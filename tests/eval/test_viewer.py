@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -9,6 +9,7 @@ from ospruner.eval.viewer import median_stop
 
 
 @given(arrays(np.float64, st.integers(1, 30), elements=st.floats(0, 1)))
+@settings(deadline=None)
 def test_the_median_stop_halves_the_stopping_distribution(pi: np.ndarray) -> None:  # type: ignore[type-arg]
     stop = median_stop(pi)
     survival = np.cumprod(np.concatenate([1 - pi[:-1], [0.0]]))  # after each step
