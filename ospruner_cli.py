@@ -1,6 +1,8 @@
 """The one command, `ospruner`. Only wiring: a sub-command calls one function."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -171,6 +173,11 @@ def label_command(
     chunk: Annotated[
         int, typer.Option(help="Traces committed together; a kill loses at most these.")
     ] = 128,
+    scale: Annotated[
+        str | None, typer.Option(help="ray: spread over a Ray cluster; see docs/scale.md.")
+    ] = None,
+    actors: Annotated[int, typer.Option(help="With --scale ray: how many engines.")] = 1,
+    gpus_per_actor: Annotated[float, typer.Option(help="With --scale ray: of each engine.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the run's counts to this file too.")
@@ -180,8 +187,12 @@ def label_command(
     from modeling_ospruner.serving.open_engine import EngineOptions
     from ospruner.train.label_run import ProblemOptions, parse_columns, run_label
     from ospruner.train.label_stats import print_run
+    from ospruner.train.scale_ray import RayOptions
     from ospruner.train.toy.bars import PhaseBars
 
+    if scale not in (None, "ray"):
+        raise typer.BadParameter(f"--scale is {scale!r}; it can only be ray.")
+    ray = RayOptions(actors, gpus_per_actor, unit_traces=chunk) if scale else None
     problems = ProblemOptions(
         dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
     )
@@ -198,7 +209,7 @@ def label_command(
         "max_forks": max_forks,
         "seed": seed,
     }
-    with PhaseBars(console) as bars:
+    with _stoppable(out), PhaseBars(console) as bars:
         run_label(
             problems,
             engine,
@@ -207,6 +218,7 @@ def label_command(
             out,
             format_name=reasoning_format,
             chunk_traces=chunk,
+            ray=ray,
             progress=bars,
         )
     print_run(out, console, json_file)
@@ -290,7 +302,7 @@ def labels_import(
         "every": every,
         "max_forks": max_forks,
     }
-    with PhaseBars(console) as bars:
+    with _stoppable(out), PhaseBars(console) as bars:
         run_import(
             file,
             engine,
@@ -620,6 +632,18 @@ def verify(
 
 def _folder(out: Path, name: str) -> Path:
     return out if out != Path("runs/demo") or name == "standard" else Path(f"runs/demo-{name}")
+
+
+@contextmanager
+def _stoppable(out: Path) -> Iterator[None]:
+    """Ends a label run at Ctrl-C with a word on what is done."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from ospruner.train.label_stats import print_stopped
+
+        print_stopped(out, console)
+        raise typer.Exit(130) from None
 
 
 def main() -> None:

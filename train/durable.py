@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["LOCK", "lock_folder", "replace_file", "sync_file", "sync_folder"]
+__all__ = [
+    "LOCK",
+    "append_durably",
+    "lock_folder",
+    "replace_file",
+    "room_needed",
+    "sync_file",
+    "sync_folder",
+]
 
 LOCK = ".lock"
 
@@ -29,6 +40,38 @@ def lock_folder(path: Path) -> IO[bytes]:
             f"{path} is being written by another run: wait for it, or use another folder"
         ) from error
     return lock
+
+
+@contextmanager
+def room_needed(path: Path) -> Iterator[None]:
+    """Says in words that a folder's disk is full.
+
+    Raises:
+        ValueError: writing failed for want of space.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(
+            f"no room left to write in {path} ({error.strerror}): make some and run again; what "
+            "was finished before is kept"
+        ) from error
+
+
+def append_durably(path: Path, content: bytes) -> None:
+    """Appends to a file; a failure leaves the file as it was."""
+    with path.open("ab", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(before)
+            raise
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -141,7 +141,9 @@ def check_folder(path: str | Path, settings: LabelSettings) -> None:
                 " use the same settings to continue them, or another folder"
             )
         return
-    strangers = [name for name in found if name not in _OWN]
+    # A kill while the first files were written may have left a hidden partial one.
+    partial = {f".{name}.partial" for name in (MANIFEST, README)}
+    strangers = [name for name in found if name not in _OWN | partial]
     if strangers or data_shards(path):
         raise ValueError(
             f"{path} holds another run's files ({', '.join(found[:5])}): use an empty folder"

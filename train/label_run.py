@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.reasoning_format import PRESETS, ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.serving.open_engine import (
     ENGINES,
     EngineOptions,
@@ -24,11 +23,20 @@ from ospruner.eval.overlaps import drop_overlaps
 from ospruner.eval.problem_sources import Loaded, load_source
 from ospruner.eval.schema import LabelSettings
 
-from .label_folder import check_folder, read_manifest
+from .label_folder import check_folder
+from .label_import import ImportedTraces, read_traces
 from .labels import label
 from .progress import Progress, silent
+from .scale_ray import EngineWorker, RayOptions, label_with_ray
 
-__all__ = ["ProblemOptions", "load_run_problems", "read_format", "run_label"]
+__all__ = [
+    "ProblemOptions",
+    "load_run_problems",
+    "parse_columns",
+    "read_format",
+    "run_import",
+    "run_label",
+]
 
 
 @dataclass(frozen=True)
@@ -95,17 +103,8 @@ def read_format(name: str | None, tokenizer: PreTrainedTokenizerBase) -> TokenFo
     Raises:
         ValueError: no such preset, or a format that does not fit the tokenizer.
     """
-    if name is None:
-        return TokenFormat.compile(guess(tokenizer), tokenizer)
-    if name in PRESETS:
-        return TokenFormat.compile(PRESETS[name], tokenizer)
-    if not name.endswith(".json"):
-        raise ValueError(
-            f"format is {name!r}; it must be one of {', '.join(PRESETS)}, or a .json file with "
-            "the literals of a ReasoningFormat"
-        )
-    literals = json.loads(Path(name).read_text("utf-8"))
-    return TokenFormat.compile(ReasoningFormat.from_dict(literals), tokenizer)
+    chosen = guess(tokenizer) if name is None else ReasoningFormat.named(name)
+    return TokenFormat.compile(chosen, tokenizer)
 
 
 def run_label(
@@ -117,8 +116,9 @@ def run_label(
     *,
     format_name: str | None = None,
     chunk_traces: int = 128,
+    ray: RayOptions | None = None,
     progress: Progress = silent,
-) -> tuple[Dataset, dict[str, Any]]:
+) -> Dataset:
     """Labels problems with a base. Whatever can be refused is refused before the engine starts.
 
     Args:
@@ -129,30 +129,34 @@ def run_label(
         out_dir: the label folder.
         format_name: see `read_format`.
         chunk_traces: traces committed together; a kill loses at most these.
+        ray: spreads the run over a Ray cluster; its `unit_traces` take the place of chunks.
         progress: called with phases "sample", "fork" and "grade", in traces.
 
     Returns:
-        The labelled traces, and the folder's manifest.
+        The labelled traces.
 
     Raises:
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    if engine_name not in ENGINES:
-        raise ValueError(f"engine is {engine_name!r}; it must be one of {', '.join(ENGINES)}")
+    _check_engine(engine_name)
     loaded = load_run_problems(problems)
     tokenizer = load_tokenizer(engine_options.base, engine_options.revision)
     fmt = read_format(format_name, tokenizer)
-    wanted = LabelSettings(
-        base_model=engine_options.base,
-        base_revision=known_revision(engine_options.base, engine_options.revision),
-        reasoning_format=fmt.format.to_dict(),
-        **settings,
-    )
+    wanted = _settings(engine_options, fmt, settings)
     check_folder(out_dir, wanted)
-    engine = open_engine(engine_name, tokenizer, engine_options)
-    dataset = label(
+    if ray is not None:
+        return label_with_ray(
+            loaded.problems,
+            EngineWorker(engine_name, engine_options, wanted),
+            wanted,
+            out_dir,
+            ray,
+            source=loaded.source | {"engine": engine_name, "scale": "ray"},
+            progress=progress,
+        )
+    return label(
         loaded.problems,
-        engine,
+        open_engine(engine_name, tokenizer, engine_options),
         tokenizer,
         fmt,
         wanted,
@@ -161,4 +165,85 @@ def run_label(
         source=loaded.source | {"engine": engine_name},
         progress=progress,
     )
-    return dataset, read_manifest(out_dir)
+
+
+def run_import(
+    file: str,
+    engine_name: str,
+    engine_options: EngineOptions,
+    settings: Mapping[str, Any],
+    out_dir: str | Path,
+    *,
+    columns: Columns | None = None,
+    limit: int | None = None,
+    format_name: str | None = None,
+    chunk_traces: int = 128,
+    progress: Progress = silent,
+) -> Dataset:
+    """Labels traces that others made: their answers are forced by a base of yours.
+
+    Args:
+        file: the traces; see `label_import.read_traces`.
+        engine_name: one of `modeling_ospruner.serving.open_engine.ENGINES`.
+        engine_options: which base, and how it is run.
+        settings: fields of `LabelSettings`, but for the base, its format and the file.
+        out_dir: the label folder.
+        columns: where the fields of a trace stand.
+        limit: only the first so many traces.
+        format_name: see `read_format`.
+        chunk_traces: traces committed together.
+        progress: called with phases "fork" and "grade".
+
+    Raises:
+        FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
+    """
+    _check_engine(engine_name)
+    traces = read_traces(file, columns=columns, limit=limit)
+    tokenizer = load_tokenizer(engine_options.base, engine_options.revision)
+    fmt = read_format(format_name, tokenizer)
+    samples = 1 + max(trace.key.sample_index for trace in traces)
+    given = {**settings, "samples_per_problem": samples, "imported_from": Path(file).name}
+    wanted = _settings(engine_options, fmt, given)
+    check_folder(out_dir, wanted)
+    engine = open_engine(engine_name, tokenizer, engine_options)
+    problems = {trace.key.problem.id: trace.key.problem for trace in traces}
+    return label(
+        list(problems.values()),
+        ImportedTraces(traces, engine, tokenizer),
+        tokenizer,
+        fmt,
+        wanted,
+        out_dir,
+        chunk_traces=chunk_traces,
+        traces=[trace.key for trace in traces],
+        source={"traces": Path(file).name, "engine": engine_name},
+        progress=progress,
+    )
+
+
+def parse_columns(text: str) -> Columns:
+    """Reads `problem=question,answer=final` as the command line gives it.
+
+    Raises:
+        ValueError: a part without "=".
+    """
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    if bad := [name for name, sign, column in parts if not sign or not column.strip()]:
+        raise ValueError(f"columns holds {bad}; write field=column, such as problem=question")
+    return {name.strip(): (column.strip(),) for name, _, column in parts}
+
+
+def _check_engine(name: str) -> None:
+    if name not in ENGINES:
+        raise ValueError(f"engine is {name!r}; it must be one of {', '.join(ENGINES)}")
+
+
+def _settings(
+    options: EngineOptions, fmt: TokenFormat, settings: Mapping[str, Any]
+) -> LabelSettings:
+    return LabelSettings(
+        base_model=options.base,
+        base_revision=known_revision(options.base, options.revision),
+        reasoning_format=fmt.format.to_dict(),
+        **settings,
+    )

@@ -7,6 +7,7 @@ repeats nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from datasets import Dataset
 from ospruner.eval.columns import FEATURES, completed
 from ospruner.eval.schema import LabelSettings
 
-from .durable import lock_folder, replace_file, sync_file, sync_folder
+from .durable import append_durably, lock_folder, replace_file, sync_file, sync_folder
 from .label_folder import (
     FORMAT_VERSION,
     JOURNAL,
@@ -85,8 +86,7 @@ class LabelFolder:
         self.costs = TokenCosts()
         self.traces = 0
         self._pending: list[dict[str, Any]] = []  # the journal's lines
-        self._compacted: set[int] = set()
-        self._next_chunk = 0
+        self._compacted: set[str] = set()
         check_folder(self.path, settings)
         (self.path / "data").mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.path)
@@ -105,14 +105,13 @@ class LabelFolder:
     def commit(self, chunk: Chunk) -> None:
         """Makes a chunk durable: when this returns, no kill loses it."""
         record = {
-            "chunk": self._next_chunk,
+            "chunk": _name(chunk),
             "rows": chunk.rows,
             "dropped": chunk.dropped,
             "costs": asdict(chunk.costs),
         }
-        with (self.path / JOURNAL).open("ab") as journal:
-            journal.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-            sync_file(journal)
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        append_durably(self.path / JOURNAL, line)
         self._take(record)
         if sum(len(line["rows"]) for line in self._pending) >= self.shard_traces:
             self.compact()
@@ -160,9 +159,6 @@ class LabelFolder:
         for record in self._read_journal():
             if record["chunk"] not in self._compacted:
                 self._take(record)
-        self._next_chunk = (
-            max([*self._compacted, *(line["chunk"] for line in self._pending)], default=-1) + 1
-        )
 
     def _read_journal(self) -> list[dict[str, Any]]:
         """The journal's chunks; a last line torn by a kill is cut off."""
@@ -188,7 +184,6 @@ class LabelFolder:
 
     def _take(self, record: dict[str, Any]) -> None:
         self._pending.append(record)
-        self._next_chunk = record["chunk"] + 1
         self._account(record["rows"], record["dropped"], record["costs"])
 
     def _account(
@@ -242,3 +237,10 @@ class LabelFolder:
         if dataset is not None:
             manifest |= counts_of(dataset)
         replace_file(self.path / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+
+
+def _name(chunk: Chunk) -> str:
+    """A chunk's name, by its traces: the same in whichever folder it stands."""
+    traces = [[row["problem_id"], row["sample_index"]] for row in chunk.rows]
+    traces += [list(entry[:2]) for entry in chunk.dropped]
+    return hashlib.blake2b(json.dumps(traces).encode(), digest_size=8).hexdigest()

@@ -15,20 +15,21 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.reasoning_format import TokenFormat
-from modeling_ospruner.serving.engine import Engine, ForkedAnswer, ForkRequest, Sampled
+from modeling_ospruner.serving.asking import EnginesDownError
+from modeling_ospruner.serving.engine import Engine, Sampled
 from ospruner.eval.benchmarks import Problem, user_message
-from ospruner.eval.grading import extract_boxed, read_box
-from ospruner.eval.schema import LabelSettings, validate_row
+from ospruner.eval.schema import LabelSettings
 from ospruner.eval.task import prompt_token_ids
 from ospruner.hub_cards.facts import provenance
 
-from .grades import grade_rows
+from .durable import room_needed
 from .label_folder import TokenCosts
+from .label_rows import label_traces
 from .label_writer import Chunk, LabelFolder
 from .progress import Progress, silent
 from .traces import TraceKey, sample_traces, wanted_traces
 
-__all__ = ["label", "label_traces", "labelled_step_ends"]
+__all__ = ["label"]
 
 
 def label(
@@ -41,6 +42,7 @@ def label(
     *,
     chunk_traces: int = 512,
     shard_traces: int = 2048,
+    traces: Sequence[TraceKey] | None = None,
     source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Dataset:
@@ -59,6 +61,7 @@ def label(
         out_dir: an empty folder, or one of an earlier run with the same settings.
         chunk_traces: traces sampled, forked and committed together. A kill loses at most these.
         shard_traces: traces in a Parquet file, at least.
+        traces: which traces of the problems; by default `samples_per_problem` of each.
         source: where the problems come from, JSON values; kept in the manifest.
         progress: called with phases "sample", "fork" and "grade": in traces, and the last in
             comparisons of answers.
@@ -67,142 +70,49 @@ def label(
         The labelled traces, columns `schema.FEATURES`.
 
     Raises:
-        ValueError: bad problems, a folder that holds something else or other settings, or
-            settings whose reasoning format is not `fmt`.
+        ValueError: bad problems, a folder that holds something else or other settings, settings
+            whose reasoning format is not `fmt`, or a full disk.
+        EnginesDownError: no server is left; what was committed stands in shards.
     """
     if chunk_traces < 1 or shard_traces < 1:
         raise ValueError(
             f"chunk_traces is {chunk_traces} and shard_traces {shard_traces}; both must be >= 1"
         )
     settings = _with_format(settings, fmt)
-    wanted = wanted_traces(problems, settings.samples_per_problem)
-    with LabelFolder(out_dir, settings, shard_traces, source) as folder:
-        _check_problems(folder, problems)
-        todo = [k for k in wanted if (k.problem.id, k.sample_index) not in folder.done]
-        done = len(wanted) - len(todo)
+    if traces is None:
+        traces = wanted_traces(problems, settings.samples_per_problem)
+
+    def opened() -> LabelFolder:
+        return LabelFolder(out_dir, settings, shard_traces, source)
+
+    with room_needed(Path(out_dir)):
         try:
-            for start in range(0, len(todo), chunk_traces):
-                keys = todo[start : start + chunk_traces]
-                counter = _Counter(progress, done + start, len(wanted))
-                folder.commit(_label_chunk(keys, engine, tokenizer, fmt, settings, counter))
-        except KeyboardInterrupt:
-            folder.compact()
+            with opened() as folder:
+                _check_problems(folder, problems)
+                todo = [k for k in traces if (k.problem.id, k.sample_index) not in folder.done]
+                done = len(traces) - len(todo)
+                for start in range(0, len(todo), chunk_traces):
+                    keys = todo[start : start + chunk_traces]
+                    counter = _Counter(progress, done + start, len(traces))
+                    folder.commit(_label_chunk(keys, engine, tokenizer, fmt, settings, counter))
+                return _finished(folder, settings, new=bool(todo))
+        except (KeyboardInterrupt, EnginesDownError):
+            with opened() as folder:  # as the disk has it: memory may be half a step further
+                folder.compact()
             raise
-        dataset = folder.finish()
-        if todo:
-            provenance(
-                folder.path,
-                seed=settings.seed,
-                base_model=settings.base_model,
-                base_revision=settings.base_revision,
-                details={"settings": settings.to_dict()},
-            )
-    return dataset
 
 
-def labelled_step_ends(
-    fmt: TokenFormat, trace_ids: Sequence[int], every: int = 1, max_forks: int = 0
-) -> list[int]:
-    """L_i of the steps that get a label.
-
-    Args:
-        fmt: where steps end.
-        trace_ids: the thinking tokens.
-        every: each so-many-th step, and always the last.
-        max_forks: at most so many of these, evenly spread, and always the last; 0 for all.
-    """
-    ends = fmt.step_ends(trace_ids)
-    ends = [end for i, end in enumerate(ends, start=1) if i % every == 0 or i == len(ends)]
-    if max_forks and len(ends) > max_forks:
-        ends = [ends[len(ends) * (k + 1) // max_forks - 1] for k in range(max_forks)]
-    return ends
-
-
-def label_traces(
-    keys: Sequence[TraceKey],
-    prompts: Sequence[Sequence[int]],
-    traces: Sequence[Sampled],
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    fmt: TokenFormat,
-    settings: LabelSettings,
-    progress: Progress = silent,
-) -> list[dict[str, Any]]:
-    """Forces and grades the answer at each step of given traces; one row a trace.
-
-    Args:
-        keys: whose traces these are.
-        prompts: the prompts' ids.
-        traces: the traces, each with at least one thinking token.
-        engine: runs the base.
-        tokenizer: the base's.
-        fmt: the base's reasoning format.
-        settings: answer mode and cap, and `every`.
-        progress: called with phases "fork", in traces of these, and "grade", in comparisons.
-    """
-    requests = [
-        ForkRequest(
-            prompt,
-            trace.trace_ids,
-            labelled_step_ends(fmt, trace.trace_ids, settings.every, settings.max_forks),
+def _finished(folder: LabelFolder, settings: LabelSettings, new: bool) -> Dataset:
+    dataset = folder.finish()
+    if new:
+        provenance(
+            folder.path,
+            seed=settings.seed,
+            base_model=settings.base_model,
+            base_revision=settings.base_revision,
+            details={"settings": settings.to_dict()},
         )
-        for prompt, trace in zip(prompts, traces, strict=True)
-    ]
-    forced = settings.answer == "forced"
-    finished = 0
-
-    def on_done(index: int, answers: list[ForkedAnswer]) -> None:
-        nonlocal finished
-        finished += 1
-        progress("fork", finished, len(requests))
-
-    forks = engine.fork(
-        requests,
-        fmt.forced_suffix(settings.answer),
-        settings.max_answer_tokens,
-        fmt.box_state if forced else None,
-        on_done,
-    )
-    texts = _Texts(tokenizer)
-    rows = []
-    for key, request, trace, answers in zip(keys, requests, traces, forks, strict=True):
-        contents = [_content(texts.of(answer.ids), forced) for answer in answers]
-        rows.append(_row(key, request, trace, answers, contents, texts.of(trace.answer_ids)))
-    grade_rows(rows, lambda done, total: progress("grade", done, total))
-    for row in rows:
-        validate_row(row)
-    return rows
-
-
-def _row(
-    key: TraceKey,
-    request: ForkRequest,
-    trace: Sampled,
-    answers: Sequence[ForkedAnswer],
-    contents: Sequence[str],
-    natural_text: str,
-) -> dict[str, Any]:
-    """A row without its grades."""
-    problem = key.problem
-    return {
-        "problem_id": problem.id,
-        "sample_index": key.sample_index,
-        "family": problem.family,
-        "problem": problem.problem,
-        "answer": problem.answer,
-        "prompt_ids": list(request.prompt_ids),
-        "trace_ids": list(trace.trace_ids),
-        "step_ends": list(request.cuts),
-        "forced_answers": list(contents),
-        "forced_answer_tokens": [len(answer.ids) for answer in answers],
-        "forced_answer_ids": [answer.ids for answer in answers],
-        "forced_logprob": [_mean(answer.logprobs) for answer in answers],
-        "forced_entropy": [answer.entropy for answer in answers],
-        "natural_answer": extract_boxed(natural_text) or "",
-        "natural_answer_tokens": len(trace.answer_ids),
-        "natural_answer_ids": list(trace.answer_ids),
-        "ended": trace.ended,
-    }
+    return dataset
 
 
 def _label_chunk(
@@ -265,34 +175,6 @@ class _Counter:
             self._progress(phase, done, total, note)
         else:
             self._progress(phase, self._done + done, self._total, note)
-
-
-class _Texts:
-    """Decodes token ids, equal ones once."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[tuple[int, ...], str] = {}
-
-    def of(self, ids: Sequence[int]) -> str:
-        """The text of an answer's ids."""
-        key = tuple(ids)
-        if key not in self._known:
-            self._known[key] = str(
-                self._tokenizer.decode(
-                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
-            )
-        return self._known[key]
-
-
-def _content(text: str, forced: bool) -> str:
-    """What stands in the box; "" where it never closes."""
-    return (read_box(text) if forced else extract_boxed(text)) or ""
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _costs(engine: Engine) -> TokenCosts:

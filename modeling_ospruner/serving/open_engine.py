@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from .engine import Engine
 
@@ -59,14 +60,13 @@ def known_revision(base: str, revision: str | None = None) -> str | None:
         ValueError: there is no such base.
     """
     try:
-        config = AutoConfig.from_pretrained(base, revision=revision)
+        file = cached_file(base, "config.json", revision=revision)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"base is {base!r}, which cannot be loaded ({_first_line(error)}); give the folder or "
             "Hub id of a reasoning model"
         ) from error
-    commit: str | None = config._commit_hash
-    return commit
+    return extract_commit_hash(file, None)
 
 
 def open_engine(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
@@ -121,9 +121,39 @@ def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> En
     )
 
 
+def _open_openai(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    from .openai_engine import OpenAIEngine
+
+    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    return OpenAIEngine(
+        options.base,
+        tokenizer,
+        options.urls,
+        revision=options.revision,
+        **size,
+        **options.arguments,
+    )
+
+
+def _open_sglang(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    from .sglang_engine import SGLangEngine
+
+    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    return SGLangEngine(
+        options.base,
+        tokenizer,
+        options.urls,
+        revision=options.revision,
+        **size,
+        **options.arguments,
+    )
+
+
 ENGINES: dict[str, Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]] = {
     "transformers": _open_transformers,
     "vllm": _open_vllm,
+    "sglang": _open_sglang,
+    "openai": _open_openai,
 }
 """What opens each engine."""
 

@@ -16,7 +16,7 @@ from modeling_ospruner.trial_answers import greedy, top_entropy
 
 from .engine import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
 from .rows import Branch
-from .slot_cache import SlotCache
+from .shared_prefill import prefill_shared
 
 _COLUMN_CHUNK = 16
 
@@ -69,25 +69,12 @@ class PackedForks:
         return [[branch.finished() for branch in row] for row in branches]
 
     def _trunk(self, requests: Sequence[ForkRequest]) -> None:
-        """Runs prompts and thinking, right-padded; the padding is never visible to a fork."""
+        """Runs prompts and thinking; what lies beyond a row's own is never visible to a fork."""
         texts = [
             [*request.prompt_ids, *request.trace_ids[: max(request.cuts, default=0)]]
             for request in requests
         ]
-        R, S = len(texts), max(map(len, texts))
-        ids = torch.zeros(R, S, dtype=torch.long)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = torch.tensor(text)
-        self.cache = SlotCache(self.num_layers)
-        self.model(
-            input_ids=ids.to(self.device),
-            position_ids=torch.arange(S, device=self.device)[None].expand(R, S),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        real = sum(map(len, texts))
-        self._count(real, R * S)
+        self.cache = prefill_shared(self.model, self.num_layers, texts, self.count)
 
     def _suffixes(self) -> None:
         """Runs the suffix of every fork, and takes each one's first token."""

@@ -14,6 +14,7 @@ from modeling_ospruner.reasoning_format import TokenFormat
 from .engine import Sampled, SamplingSettings, TokenCount
 from .rows import Row
 from .sampling import choose, uniforms
+from .shared_prefill import prefill_shared
 from .slot_cache import SlotCache
 
 _REFILL_SHARE = 8  # replace finished rows once they are one in so many
@@ -157,30 +158,28 @@ class PackedSampler:
         self._take(index, logits)
 
     def _prefill(self, rows: Sequence[Row]) -> tuple[SlotCache, torch.Tensor, torch.Tensor]:
-        """Runs prompts, left-padded: their cache, lengths (B,) and next-token logits (B, V)."""
+        """Runs prompts: their cache, aligned at its last column, lengths (B,) and logits (B, V).
+
+        All but the last tokens run first, shared beginnings once; then one pass gives the logits.
+        """
         lengths = torch.tensor([len(row.prompt) for row in rows])
         B, P = len(rows), int(lengths.max())
-        ids = torch.zeros(B, P, dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, P - len(row.prompt) :] = torch.as_tensor(row.prompt)
-        offsets = (P - lengths)[:, None]
-        positions = (torch.arange(P) - offsets).clamp(min=0)  # (B, P)
-        seen = (torch.arange(P) >= offsets)[:, None, None]  # (B, 1, 1, P)
-        causal = torch.ones(P, P, dtype=torch.bool).tril()
-        mask = torch.zeros(B, 1, P, P, dtype=self.model.dtype)
-        mask.masked_fill_(~(seen & causal), self.hidden)
         cache = SlotCache(self.num_layers)
+        if P > 1:
+            texts = [row.prompt[:-1] for row in rows]
+            cache = prefill_shared(self.model, self.num_layers, texts, self.count)
+            cache.shift((P - lengths).to(self.device))
+        hidden = torch.arange(P) < (P - lengths)[:, None]  # (B, P)
+        mask = torch.zeros(B, 1, 1, P, dtype=self.model.dtype)
+        mask.masked_fill_(hidden[:, None, None], self.hidden)
         logits = self.model(
-            input_ids=ids.to(self.device),
+            input_ids=torch.tensor([[row.prompt[-1]] for row in rows], device=self.device),
             attention_mask=mask.to(self.device),
-            position_ids=positions.to(self.device),
+            position_ids=(lengths - 1)[:, None].to(self.device),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
         ).logits[:, -1]
-        real = int(lengths.sum())
-        self.count.computed += real
-        self.count.padding += B * P - real
+        self.count.computed += B
         return cache, lengths, logits
 
     def _empty_mask(self, rows: int, columns: int) -> torch.Tensor:

@@ -42,6 +42,15 @@ class SlotLayer(DynamicLayer):
         self.value_buffer = self.value_buffer.index_select(0, rows)
         self._show(self.columns)
 
+    def shift(self, by: torch.Tensor) -> None:
+        """Moves each row's columns to the right by its entry of (B,); what leaves is lost."""
+        source = (torch.arange(self.columns, device=by.device) - by[:, None]).clamp(min=0)
+        for name in ("key_buffer", "value_buffer"):
+            old = vars(self)[name][:, :, : self.columns]  # (B, H, L, D)
+            index = source[:, None, :, None].expand_as(old)
+            setattr(self, name, old.gather(2, index))
+        self._show(self.columns)
+
     def realign(self, first: int, columns: int) -> None:
         """Drops the columns before `first` and moves the rest to end at column `columns`."""
         moved = self.columns - first
@@ -81,6 +90,11 @@ class SlotCache(Cache):
         """Keeps the given rows only, in this order."""
         for layer in self.slots:
             layer.select(rows)
+
+    def shift(self, by: torch.Tensor) -> None:
+        """Moves each row's columns to the right by its entry of (B,); what leaves is lost."""
+        for layer in self.slots:
+            layer.shift(by)
 
     def realign(self, first: int, columns: int) -> None:
         """Drops the columns before `first` and moves the rest to end at column `columns`."""

@@ -170,14 +170,26 @@ class TransformersEngine:
         return [results[i] for i in range(len(requests))]
 
     def _groups(self, requests: Sequence[ForkRequest]) -> Iterator[list[int]]:
-        """Traces of similar length, to be forked together."""
+        """Traces to be forked together: those of one prompt, then those of similar length."""
         lengths = [len(request.prompt_ids) + len(request.trace_ids) for request in requests]
+        prompts = [tuple(request.prompt_ids) for request in requests]
+        longest: dict[tuple[int, ...], int] = {}
+        for prompt, length in zip(prompts, lengths, strict=True):
+            longest[prompt] = max(length, longest.get(prompt, 0))
+        order = sorted(
+            range(len(requests)),
+            key=lambda i: (longest[prompts[i]], prompts[i], lengths[i]),
+            reverse=True,
+        )
         group: list[int] = []
-        for i in sorted(range(len(requests)), key=lambda i: lengths[i], reverse=True):
-            full = group and (len(group) + 1) * lengths[group[0]] > self.fork_tokens
-            if full or len(group) == self.batch_size:
+        widest = 0
+        for i in order:
+            widest = max(widest, lengths[i])
+            if group and (
+                (len(group) + 1) * widest > self.fork_tokens or len(group) == self.batch_size
+            ):
                 yield group
-                group = []
+                group, widest = [], lengths[i]
             group.append(i)
         if group:
             yield group

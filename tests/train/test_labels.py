@@ -28,7 +28,8 @@ from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
 from ospruner.train import durable, label_writer
 from ospruner.train.durable import lock_folder
 from ospruner.train.label_folder import JOURNAL, read_labels, read_manifest
-from ospruner.train.labels import label, labelled_step_ends
+from ospruner.train.label_rows import labelled_step_ends
+from ospruner.train.labels import label
 
 SETTINGS = LabelSettings(
     base_model="tiny", temperature=1.0, top_p=1.0, max_new_tokens=48, max_answer_tokens=6

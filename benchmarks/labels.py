@@ -1,0 +1,253 @@
+"""Cost of labels: tokens computed over unique tokens, and time against encoding each prefix anew.
+
+    OMP_NUM_THREADS=1 python benchmarks/labels.py [--quick] [--json FILE] [--limit N] [--seed N]
+
+The embedded reasoner samples traces; the answer is forced at each of their steps, once by the
+engine, which computes shared tokens once, and once from batches of whole prefixes, left-padded,
+each encoded anew. Both arms use the same stop rule, and their answers are compared. `unique` are
+the nodes of the trie over all requests. Where vLLM is installed it labels the same traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timing import Timed, environment, timed
+from transformers import DynamicCache, PreTrainedModel
+
+from modeling_ospruner import TokenFormat
+from modeling_ospruner.serving import (
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+)
+from ospruner.eval.grading import read_box
+from ospruner.eval.task import prompt_token_ids
+from ospruner.train.grades import grade_rows
+from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
+from ospruner.train.traces import TraceKey, wanted_traces
+
+Keys = list[TraceKey]
+
+
+class Anew:
+    """The naive arm: every prefix is a request of its own.
+
+    Args:
+        model: the base.
+        fmt: its format.
+        eos_ids: ids that end a text.
+        batch_size: prefixes encoded together.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, fmt: TokenFormat, eos_ids: frozenset[int], batch_size: int
+    ) -> None:
+        self.model = model
+        self.fmt = fmt
+        self.eos_ids = eos_ids
+        self.batch_size = batch_size
+        self.computed_tokens = 0
+
+    @torch.inference_mode()
+    def run(self, requests: Sequence[ForkRequest]) -> list[list[list[int]]]:
+        """The answers' ids of each request, in the order of its cuts."""
+        suffix = self.fmt.forced_suffix()
+        prefixes = [
+            ((r, k), [*request.prompt_ids, *request.trace_ids[:cut], *suffix])
+            for r, request in enumerate(requests)
+            for k, cut in enumerate(request.cuts)
+        ]
+        prefixes.sort(key=lambda entry: len(entry[1]))
+        answers: list[list[list[int]]] = [[[] for _ in request.cuts] for request in requests]
+        for start in range(0, len(prefixes), self.batch_size):
+            batch = prefixes[start : start + self.batch_size]
+            for ((r, k), _), answer in zip(batch, self._batch([p for _, p in batch]), strict=True):
+                answers[r][k] = answer
+        return answers
+
+    def _batch(self, prefixes: list[list[int]]) -> list[list[int]]:
+        """Greedy answers after prefixes that are left-padded and run together."""
+        B, P = len(prefixes), max(map(len, prefixes))
+        ids = torch.zeros(B, P, dtype=torch.long)
+        mask = torch.zeros(B, P, dtype=torch.long)
+        for row, prefix in enumerate(prefixes):
+            ids[row, P - len(prefix) :] = torch.tensor(prefix)
+            mask[row, P - len(prefix) :] = 1
+        cache = DynamicCache(config=self.model.config)
+        answers: list[list[int]] = [[] for _ in prefixes]
+        rules = [self.fmt.box_state() for _ in prefixes]
+        going = set(range(B))
+        self.computed_tokens += int(mask.sum())
+        while True:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            tokens = logits.argmax(-1)
+            for row in list(going):
+                token = int(tokens[row])
+                if token in self.eos_ids:
+                    going.discard(row)
+                    continue
+                answers[row].append(token)
+                if rules[row].push(token) or len(answers[row]) == MAX_ANSWER_TOKENS:
+                    going.discard(row)
+            if not going:
+                return answers
+            ids = tokens[:, None]
+            mask = torch.cat([mask, torch.ones(B, 1, dtype=torch.long)], dim=1)
+            self.computed_tokens += len(going)
+
+
+def sampled_traces(
+    reasoner: Reasoner, args: argparse.Namespace
+) -> tuple[Keys, list[list[int]], list[Sampled], Timed]:
+    """Traces of the reasoner, and how long sampling them took."""
+    keys = wanted_traces(draw_split("test", args.limit, args.seed), args.samples)
+    fmt = reasoner.token_format
+    prompts = [prompt_token_ids(key.problem, reasoner.tokenizer, fmt) for key in keys]
+    settings = SamplingSettings(max_new_tokens=args.max_tokens, seed=args.seed)
+    names = [key.name for key in keys]
+    kept: list[list[Sampled]] = []
+    time = timed(lambda: kept.append(reasoner.engine.sample(prompts, settings, fmt, names)))
+    return keys, prompts, kept[0], time
+
+
+def grading_time(
+    reasoner: Reasoner, keys: Keys, answers: Sequence[Sequence[ForkedAnswer]]
+) -> Timed:
+    """How long grading the forced answers takes."""
+    rows = []
+    for key, forks in zip(keys, answers, strict=True):
+        texts = [str(reasoner.tokenizer.decode(fork.ids)) for fork in forks]
+        contents = [read_box(text) or "" for text in texts]
+        rows.append(
+            {"answer": key.problem.answer, "forced_answers": contents, "natural_answer": ""}
+        )
+    return timed(lambda: grade_rows(rows))
+
+
+def ratio(count: TokenCount) -> float:
+    """Computed over unique tokens."""
+    return count.computed / count.unique
+
+
+def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | None:
+    """Computed over unique tokens of vLLM on the same forks; None where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from modeling_ospruner.serving.vllm_engine import VLLMEngine
+
+    fmt = reasoner.token_format
+    engine: Engine = VLLMEngine(
+        str(reasoner.folder), reasoner.tokenizer, enforce_eager=True, dtype="float32"
+    )
+    engine.fork(requests, fmt.forced_suffix(), MAX_ANSWER_TOKENS, fmt.box_state)
+    return ratio(engine.counts)
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    args = _arguments()
+    reasoner = Reasoner()
+    fmt, engine = reasoner.token_format, reasoner.engine
+    keys, prompts, traces, sampling = sampled_traces(reasoner, args)
+    requests = [
+        ForkRequest(prompt, trace.trace_ids, fmt.step_ends(trace.trace_ids))
+        for prompt, trace in zip(prompts, traces, strict=True)
+    ]
+    suffix = fmt.forced_suffix()
+    answers: list[Any] = []
+    forking = timed(
+        lambda: answers.append(engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
+    )
+    shared = TokenCount(engine.counts.computed, engine.counts.padding, engine.counts.unique)
+    naive = Anew(reasoner.model, fmt, engine.eos_ids, args.batch_size)
+    anew: list[list[list[list[int]]]] = []
+    encoding = timed(lambda: anew.append(naive.run(requests)))
+    pairs = [
+        (fork.ids, other)
+        for forks, others in zip(answers[0], anew[0], strict=True)
+        for fork, other in zip(forks, others, strict=True)
+    ]
+    same = sum(ids == other for ids, other in pairs) / len(pairs)
+    grading = grading_time(reasoner, keys, answers[0])
+    total = sampling.wall_seconds + forking.wall_seconds + grading.wall_seconds
+    result: dict[str, Any] = {
+        "traces": len(traces),
+        "forks": len(pairs),
+        "computed_tokens": shared.computed,
+        "unique_tokens": shared.unique,
+        "reencoded_tokens": naive.computed_tokens,
+        "computed_over_unique_transformers": ratio(shared),
+        "sampling_computed_over_unique": ratio(engine.sample_counts),
+        "computed_over_unique_vllm": vllm_ratio(reasoner, requests),
+        "speedup_over_reencode": encoding.wall_seconds / forking.wall_seconds,
+        "speedup_over_reencode_cpu": encoding.cpu_seconds / forking.cpu_seconds,
+        "same_answers": same,
+        "share_of_time": {
+            "sample": sampling.wall_seconds / total,
+            "fork": forking.wall_seconds / total,
+            "grade": grading.wall_seconds / total,
+        },
+        "seed": args.seed,
+    }
+    _print(result, forking, encoding)
+    line = json.dumps(result)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print("\n" + line)
+
+
+def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
+    vllm = result["computed_over_unique_vllm"]
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in result["share_of_time"].items())
+    print(f"{result['traces']} traces, {result['forks']} forced answers\n{environment()}\n")
+    for name, value in (
+        ("computed / unique tokens, transformers", result["computed_over_unique_transformers"]),
+        ("  of sampling", result["sampling_computed_over_unique"]),
+        ("computed / unique tokens, vLLM", "not installed" if vllm is None else vllm),
+        ("tokens of encoding anew / unique", result["reencoded_tokens"] / result["unique_tokens"]),
+        ("forks, seconds", forking.wall_seconds),
+        ("encoding each prefix anew, seconds", encoding.wall_seconds),
+        ("speed-up", result["speedup_over_reencode"]),
+        ("  by CPU time", result["speedup_over_reencode_cpu"]),
+        ("answers that are the same", result["same_answers"]),
+    ):
+        print(f"{name:42}{value if isinstance(value, str) else f'{value:.3f}'}")
+    print(f"{'time of a label run':42}{shares}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter: a minute")
+    parser.add_argument("--limit", type=int, help="problems (default: 64)")
+    parser.add_argument("--samples", type=int, default=2, help="traces of each problem")
+    parser.add_argument("--max-tokens", type=int, help="cap on a trace (default: 800)")
+    parser.add_argument("--batch-size", type=int, default=16, help="prefixes encoded together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    limit, tokens = (8, 400) if args.quick else (64, 800)
+    args.limit = args.limit or limit
+    args.max_tokens = args.max_tokens or tokens
+    return args
+
+
+if __name__ == "__main__":
+    main()
