@@ -9,13 +9,14 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SGLANG := .venv-sglang
 
 # Absolute addresses of package indexes stay out of this repository: pip uses those it is
 # configured with (see constraints.txt on choosing a build of torch).
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format clean distclean
+.PHONY: help demo test test-slow test-sglang lint format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
@@ -29,6 +30,10 @@ test: $(READY) ## every test but the minutes-long ones
 test-slow: $(READY) ## the minutes-long tests
 	$(BIN)/pytest -m slow $(ARGS)
 
+test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environment of its own
+	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
+		$(BIN)/pytest -rs tests/serving/test_sglang.py $(ARGS)
+
 lint: $(READY) ## ruff, mypy and the import floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,10 +46,10 @@ format: $(READY) ## let ruff rewrite what it can
 
 clean: ## remove caches and build products (not .venv, not runs/)
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SGLANG)
 
 # The stamp is older than pyproject.toml or constraints.txt when either changed: install again.
 # An environment whose creation broke off has no stamp and is completed by the next run.
@@ -55,4 +60,9 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt setuptools
 	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(SGLANG)/.ready: constraints-sglang.txt
+	test -x $(SGLANG)/bin/pip || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --no-deps -r constraints-sglang.txt
 	@touch $@

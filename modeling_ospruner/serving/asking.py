@@ -34,7 +34,7 @@ __all__ = ["Ask", "AskingEngine", "EnginesDownError", "Reply", "Server"]
 _T = TypeVar("_T")
 
 
-class EnginesDownError(RuntimeError):
+class EnginesDownError(ConnectionError):
     """No server is left to do the work. What was finished before has been handed on."""
 
 

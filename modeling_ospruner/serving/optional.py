@@ -8,8 +8,8 @@ from types import ModuleType
 __all__ = ["MissingPackageError", "needed"]
 
 
-class MissingPackageError(ImportError):
-    """An optional package is not installed."""
+class MissingPackageError(ImportError, ValueError):
+    """An optional package is not installed; whoever asked for it gave a value that cannot be."""
 
 
 def needed(module: str, feature: str, pip_line: str) -> ModuleType:

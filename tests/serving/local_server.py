@@ -1,0 +1,158 @@
+"""A real HTTP server on 127.0.0.1 that runs the embedded reasoner, in the dialects of two engines.
+
+`/v1/completions` speaks as vLLM's server does, `/generate` as SGLang's; both were written by what
+the real ones answered, which test_vllm.py and test_sglang.py check. Faults can be ordered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from transformers import DynamicCache
+
+from ospruner.train.toy.shipped import Reasoner
+
+
+@dataclass
+class Generated:
+    """What the model wrote after one prompt; the last id may be the one that ended it."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[float, int]]] = field(default_factory=list)
+    reason: str = "length"
+    matched: int | str | None = None
+
+
+class LocalServer:
+    """The server; a context manager.
+
+    Attributes:
+        prompts: of all requests so far.
+        faults: what to do with the next requests instead of answering them: a status, "hang", or
+            "hang up".
+        most_at_once: how many requests were inside together at most.
+        gives_ids: whether answers hold token ids.
+    """
+
+    def __init__(self, reasoner: Reasoner) -> None:
+        self.reasoner = reasoner
+        self.prompts: list[list[int]] = []
+        self.seeds: list[int | None] = []
+        self.faults: deque[int | str] = deque()
+        self.most_at_once = 0
+        self.gives_ids = True
+        self._inside = 0
+        self._lock = threading.Lock()
+        app = FastAPI()
+        app.post("/v1/completions")(self._completions)
+        app.post("/generate")(self._generate)
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
+        )
+
+    def __enter__(self) -> LocalServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the server; its address then refuses connections."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    async def _completions(self, request: Request) -> Response:
+        body = await request.json()
+        if (fault := await self._fault(body["prompt"])) is not None:
+            return fault
+        made = await self._run(body["prompt"], body["max_tokens"], body)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": made.reason}
+        if self.gives_ids and body.get("return_token_ids"):
+            choice["token_ids"] = made.ids
+        if "logprobs" in body:
+            name = "token_id:{}" if self.gives_ids else "t{}"
+            choice["logprobs"] = {
+                "tokens": [name.format(i) for i in made.ids],
+                "token_logprobs": made.logprobs,
+                "top_logprobs": [{name.format(i): v for v, i in row} for row in made.top],
+            }
+        return JSONResponse({"choices": [choice], "usage": {"prompt_tokens_details": None}})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        if (fault := await self._fault(body["input_ids"])) is not None:
+            return fault
+        sampling = body["sampling_params"]
+        made = await self._run(body["input_ids"], sampling["max_new_tokens"], sampling)
+        about: dict[str, Any] = {
+            "cached_tokens": 0,
+            "finish_reason": {"type": made.reason, "matched": made.matched},
+        }
+        if body.get("return_logprob"):
+            about["output_token_logprobs"] = [
+                [v, i, None] for v, i in zip(made.logprobs, made.ids, strict=True)
+            ]
+            about["output_top_logprobs"] = [[[v, i, None] for v, i in row] for row in made.top]
+        return JSONResponse({"output_ids": made.ids, "meta_info": about})
+
+    async def _fault(self, prompt: list[int]) -> Response | None:
+        self.prompts.append(prompt)
+        fault = self.faults.popleft() if self.faults else None
+        if isinstance(fault, int):
+            return JSONResponse({"error": {"message": f"fault {fault}"}}, fault)
+        if fault == "hang":
+            await asyncio.sleep(30)
+        return None
+
+    async def _run(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:
+        self.seeds.append(sampling.get("seed", sampling.get("sampling_seed")))
+        self._inside += 1
+        self.most_at_once = max(self.most_at_once, self._inside)
+        try:
+            return await asyncio.to_thread(self._decode, prompt, limit, sampling)
+        finally:
+            self._inside -= 1
+
+    @torch.inference_mode()
+    def _decode(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:
+        model, tokenizer = self.reasoner.model, self.reasoner.tokenizer
+        ends = set(sampling["stop_token_ids"])
+        stops = sampling.get("stop") or []
+        made, cache, feed = Generated(), DynamicCache(config=model.config), prompt
+        with self._lock:
+            while len(made.ids) < limit:
+                ids = torch.tensor([feed])
+                logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+                scores = logits.log_softmax(-1)
+                if sampling["temperature"] > 0:
+                    heat = (logits / sampling["temperature"]).softmax(-1)
+                    token = int(torch.multinomial(heat, 1))
+                else:
+                    token = int(scores.argmax())
+                values, places = scores.topk(20)
+                made.ids.append(token)
+                made.logprobs.append(float(scores[token]))
+                made.top.append(list(zip(values.tolist(), places.tolist(), strict=True)))
+                text = tokenizer.decode([token])
+                if token in ends or any(stop in text for stop in stops):
+                    made.reason, made.matched = "stop", token if token in ends else stops[0]
+                    break
+                feed = [token]
+        return made
