@@ -24,6 +24,7 @@ from typing import Any
 PROVENANCE_FILE = "provenance.json"
 
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.~/:-])/(?:[^\s/'\",:;=]+/)*([^\s/'\",:;=]+)/?")
+_QUOTED_PATH = re.compile(r"""(['"])/(?:[^/'"]+/)*([^/'"]+)/?\1""")
 
 # Distributions whose version can change a result. Those not installed are left out.
 RECORDED_PACKAGES = (
@@ -178,7 +179,7 @@ def without_paths(text: str) -> str:
 
     Addresses such as https://example.org/a/b are left as they are.
     """
-    return _ABSOLUTE_PATH.sub(r"\1", text)
+    return _ABSOLUTE_PATH.sub(r"\1", _QUOTED_PATH.sub(r"\1\2\1", text))
 
 
 def hash_files(paths: Iterable[Path | str]) -> str:

@@ -23,7 +23,7 @@ from .publish import (
 )
 from .render import CARD_FILE
 from .results import markdown_table
-from .staging import Base, Staged, copy_files, seal, write_record
+from .staging import Base, Staged, copy_files, scrubbed, seal, write_record
 
 TEMPLATE = Path(__file__).with_name("labels_card.md")
 MANIFEST = "manifest.json"
@@ -166,7 +166,7 @@ def _copy_split(
             shard.replace(out / kind / f"{split}-{number:05d}.parquet")
     pinned = {**manifest["settings"], "base_model": base.id, "base_revision": base.revision}
     name = MANIFEST if not (out / MANIFEST).exists() else f"manifest-{split}.json"
-    text = json.dumps({**manifest, "settings": pinned}, indent=2) + "\n"
+    text = json.dumps({**scrubbed(manifest), "settings": pinned}, indent=2) + "\n"
     (out / name).write_text(text, encoding="utf-8")
     if (copied / PICTURE).exists():
         (copied / PICTURE).replace(out / (f"{split}-{PICTURE}" if nested else PICTURE))
@@ -209,7 +209,10 @@ def _card(
             for config, folder in (("default", "data"), ("prefixes", "prefixes"))
         ],
     )
-    shown = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+    source = scrubbed(next(iter(manifests.values())).get("source", {}))
+    shown = {
+        key: value for key, value in (settings | source).items() if not isinstance(value, dict)
+    }
     first = next(iter(manifests))
     picture = next((p.name for p in sorted(out.glob(f"*{PICTURE}"))), None)
     return DatasetCard.from_template(

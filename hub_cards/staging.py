@@ -59,6 +59,7 @@ __all__ = [
     "copy_files",
     "file_names",
     "pin_base",
+    "scrubbed",
     "seal",
     "write_code",
     "write_record",
@@ -187,7 +188,7 @@ def write_record(folder: Path, out: Path, base: Base | None, code: bool) -> None
         command=without_paths(record.command),
         base_model=base.id if base else local,
         base_revision=base.revision if base else record.base_revision,
-        details=_without_paths(record.details),
+        details=scrubbed(record.details),
         code=code_state(_CODE_FOLDER, FLAT_FILES) if code else {},
     )
     write_provenance(out, published)
@@ -211,13 +212,14 @@ def seal(out: Path) -> None:
     write_provenance(out, dataclasses.replace(read_provenance(out), files=hashes))
 
 
-def _without_paths(value: Any) -> Any:
+def scrubbed(value: Any) -> Any:
+    """JSON values with every absolute path in them cut to its last part."""
     if isinstance(value, str):
         return without_paths(value)
     if isinstance(value, Mapping):
-        return {name: _without_paths(one) for name, one in value.items()}
+        return {name: scrubbed(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without_paths(one) for one in value]
+        return [scrubbed(one) for one in value]
     return value
 
 

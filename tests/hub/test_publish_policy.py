@@ -327,3 +327,34 @@ def test_staging_writes_into_empty_folders_alone(
     (tmp_path / "staged-1" / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="staged-1' is not empty"):
         publisher.stage(run_dir, "org/x")
+
+
+def test_verification_finds_each_change(publisher: Publisher, run_dir: Path) -> None:
+    folder = publisher.stage(run_dir, "org/verified").path
+
+    def failing() -> dict[str, str]:
+        checks = verify_folder(folder, publisher.load)
+        return {check.question.split()[0]: check.detail for check in checks if not check.ok}
+
+    assert failing() == {}
+    (folder / "extra.py").write_text("print('extra')")
+    assert set(failing()) == {"code", "files"}
+    (folder / "extra.py").unlink()
+
+    whole = (folder / "model.safetensors").read_bytes()
+    weights = load_file(folder / "model.safetensors")
+    weights["policy.head.bias"] += 1
+    save_file(weights, folder / "model.safetensors")
+    found = failing()
+    assert set(found) == {"files", "weights"}
+    assert found["files"] == "model.safetensors was changed"
+    assert "log-odds within 1 (tolerated: 0.01)" in found["weights"]
+    (folder / "model.safetensors").write_bytes(whole[:-1000])
+    assert "Safetensor" in failing()["weights"]
+    (folder / "model.safetensors").write_bytes(whole)
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"base_revision": "main"}))
+    assert set(failing()) == {"files", "base"}
+    with pytest.raises(ValueError, match="provenance.json names no files: the policy was saved"):
+        verify_folder(run_dir, publisher.load)

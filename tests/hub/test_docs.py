@@ -1,0 +1,178 @@
+"""The pages of docs/ that end at the Hub: every command and every Python block is run.
+
+Names of real models and problems are replaced by the embedded reasoner's; each replacement must
+be needed, so that a page cannot drift from what is run here.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, constants
+from typer.testing import CliRunner
+
+from ospruner.train.toy import demo
+from ospruner.train.toy.problems import Split, iterate_problems
+from ospruner_cli import app
+
+from .conftest import Stranger
+from .local_hub import TOKEN, LocalHub
+from .repositories import Repo
+
+BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+LABELLING = {  # of the paper's model and problems: of the embedded reasoner, on 40 of its own
+    "--engine vllm": "--max-tokens 300",
+    "--dataset deepscaler": "--dataset train.jsonl",
+    "--dataset math500": "--dataset test.jsonl",
+    "--limit 1000": "--limit 4",
+}
+TRAINING = {"--lambdas r1": "--lambdas 5e-4,5e-5"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page, a line each."""
+    return [line for block in blocks(page, "bash") for line in block.strip().splitlines()]
+
+
+Run = Callable[[str], str]
+
+
+@pytest.fixture
+def run(
+    api: HfApi, hub: LocalHub, base_repo: Repo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
+    """Runs a command line in this process, in an empty folder, with the local Hub for the Hub."""
+    hub.repos["model", BASE] = base_repo
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(line: str) -> str:
+        program, *arguments = shlex.split(line)
+        assert program == "ospruner"
+        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert done.exit_code == 0, f"{line}\n{done.output}"
+        return done.output
+
+    return invoke
+
+
+def adapted(lines: list[str], changes: dict[str, str]) -> Iterator[str]:
+    """The lines with every replacement made; each must be needed somewhere."""
+    for old in changes:
+        assert any(old in line for line in lines), f"{old!r} is not in the page any more"
+    for line in lines:
+        for old, new in changes.items():
+            line = line.replace(old, new)
+        yield line
+
+
+def write_problems(name: str, split: Split, count: int) -> None:
+    problems = [problem.as_problem() for problem in islice(iterate_problems(split, 3), count)]
+    Path(name).write_text("\n".join(json.dumps(vars(problem)) for problem in problems))
+
+
+LABELLING_ALL = {old: new for old, new in LABELLING.items() if not old.startswith("--limit")}
+
+
+def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) -> None:
+    """From problems to the Hub, and from there into a fresh process."""
+    page = repo_dir / "docs" / "own-model.md"
+    write_problems("train.jsonl", "train", 40)
+    write_problems("test.jsonl", "test", 8)
+    hub.requests.clear()
+    said = [run(line) for line in adapted(commands(page), LABELLING_ALL | TRAINING)]
+    assert len(said) == 9
+    policy = hub.repos["model", "your-org/ospruner-r1-7b-lam5e-5"]
+    labels = hub.repos["dataset", "your-org/ospruner-labels-r1-7b"]
+    assert len(policy.commits) == len(labels.commits) == 2
+    assert "statistics.png" in labels.head.files
+    (family,) = [c for c in hub.collections.values() if c.owner == "your-org"]
+    assert [kind for kind, _ in family.items] == ["model", "dataset"]
+    (use,) = blocks(page, "python")
+    done = stranger(use)
+    assert done.returncode == 0, done.stderr
+    card = labels.head.files["README.md"].content.decode()
+    (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    done = stranger(snippet)
+    assert done.returncode == 0, done.stderr
+
+
+def test_costs(run: Run, repo_dir: Path) -> None:
+    lines = commands(repo_dir / "docs" / "costs.md")
+    write_problems("train.jsonl", "train", 30)
+    costs = {old: new for old, new in LABELLING.items() if "math500" not in old} | TRAINING
+    costs["--limit 1000"] = "--limit 30"
+    said = [run(line) for line in adapted(lines, costs)]
+    assert "unique" in said[1]
+
+
+def test_quickstart(
+    run: Run,
+    policy_dir: Path,
+    repo_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = repo_dir / "docs" / "quickstart.md"
+    small = demo.DemoSize("quick", 24, 12, 12, 1, (5e-4,), 1, 1)
+    monkeypatch.setattr(demo, "QUICK", small)
+    show, check = commands(page)
+    assert "Policy: runs/demo-quick/policy" in run(show)
+    names: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(block, names)
+    assert "</think>" in capsys.readouterr().out
+    policy = "org/ospruner-r1-7b-lam5e-5"
+    run(f"ospruner publish policy {policy_dir} --repo {policy} --base {BASE}")
+    assert check == f"ospruner verify {policy}"
+    assert "NO" not in run(check)
+
+
+def test_method(repo_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = repo_dir / "docs" / "method.md"
+    assert commands(page) == []
+    (block,) = blocks(page, "python")
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("expected reward 0.6")
+
+
+def messages_of(package: Path) -> Iterator[str]:
+    """Every text in the package's code, `…` for what is formatted into it."""
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
+                yield "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_in_troubleshooting_are_real(repo_dir: Path) -> None:
+    page = (repo_dir / "docs" / "troubleshooting.md").read_text("utf-8")
+    quoted = re.findall(r"^### `(.*?)`", page, re.MULTILINE)
+    assert len(quoted) >= 15
+    folders = ("modeling_ospruner", "train", "eval", "hub_cards")
+    real = [text for folder in folders for text in messages_of(repo_dir / folder)]
+    missing = [text for text in quoted if not any(_fits(text, one) for one in real)]
+    assert missing == []
+
+
+def _fits(quoted: str, real: str) -> bool:
+    """Whether a message begins or goes on as quoted; `…` may stand for more than one part."""
+    pattern = ".*?".join(re.escape(part) for part in quoted.split("…"))
+    return re.search(pattern, real, re.DOTALL) is not None
