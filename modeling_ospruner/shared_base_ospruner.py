@@ -60,7 +60,7 @@ def generate_on(
         ValueError: the policy was made for another base, or see `generate_pruned`.
     """
     if stop_policy is False or stop_policy is None:
-        return base.generate(**arguments)
+        return type(base).generate(base, **arguments)
     asked = StopPolicyConfig.of(stop_policy)
     loaded = _loaded(base, repository, hub)
     settings = asked.with_defaults(loaded.config.default_mode, loaded.config.default_threshold)

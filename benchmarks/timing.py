@@ -1,0 +1,103 @@
+"""What the benchmarks share: pairs timed in turn, and medians with an interval."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import transformers
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long one call took."""
+
+    wall_seconds: float
+    cpu_seconds: float
+
+
+def timed(call: Callable[[], object]) -> Timed:
+    """Times a call, whatever it leaves running on a GPU included."""
+    _synchronize()
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    _synchronize()
+    return Timed(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def interleaved(
+    first: Callable[[int], object], second: Callable[[int], object], pairs: int
+) -> list[tuple[Timed, Timed]]:
+    """Times two arms in turn, so that a busy machine slows both; who begins alternates.
+
+    Args:
+        first: one run of the first arm, given the pair's index.
+        second: the same of the second.
+        pairs: how many of each; one more, untimed, comes before.
+    """
+    first(0)
+    second(0)
+    results = []
+    for pair in range(pairs):
+        order = (first, second) if pair % 2 == 0 else (second, first)
+        times = [timed(partial(arm, pair)) for arm in order]
+        results.append((times[0], times[1]) if pair % 2 == 0 else (times[1], times[0]))
+    return results
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median with the order statistics that enclose the true one (sign test).
+
+    Attributes:
+        median: of the pairs' ratios.
+        low: its lower bound.
+        high: its upper bound.
+        confidence: how surely they enclose it; at most 0.95 is asked for.
+    """
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def median_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Ratio:
+    """The median of ratios and the narrowest order-statistic interval of that confidence.
+
+    With fewer than 6 ratios none is: then it is their range, and what that is worth.
+    """
+    values = sorted(ratios)
+    n = len(values)
+    median = (values[(n - 1) // 2] + values[n // 2]) / 2
+
+    def coverage(k: int) -> float:
+        """Of the interval from the k-th smallest to the k-th largest, k from 0."""
+        return 1 - 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n
+
+    k = max((k for k in range(n // 2) if coverage(k) >= confidence), default=0)
+    return Ratio(median, values[k], values[n - 1 - k], max(0.0, coverage(k)))
+
+
+def environment() -> dict[str, str | int]:
+    """The machine and versions beside which numbers are to be read."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

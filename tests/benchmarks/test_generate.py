@@ -1,0 +1,72 @@
+"""The benchmark of generate does what it says, on a tiny base; its numbers are not looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def timing(repo_dir: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("timing", repo_dir / "benchmarks" / "timing.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["timing"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_prints_its_keys_on_the_last_line(repo_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "generate.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(repo_dir / "benchmarks" / "generate.py"), "--shape", "tiny"),
+            *("--prompt-tokens", "8", "--trace-tokens", "64", "--pairs", "1", "--batches", "1"),
+            *("8", "--seed", "3", "--json", str(file)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads(file.read_text())
+    for key in ("never_stop_ratio_batch1", "never_stop_ratio_batch8", "half_stop_time_ratio"):
+        assert math.isfinite(found[key])
+        assert found[key] > 0
+        low, high = found[f"{key}_interval"]
+        assert low <= found[key] <= high
+    memory = found["memory_batch8"]
+    assert memory["cache_over_base"] <= 2 / 4  # n/L; the policy has not seen the last paragraph
+    assert "extra memory, batch 8" in done.stdout
+
+
+def test_the_interval_holds_the_median_at_its_confidence(timing: ModuleType) -> None:
+    nine = timing.median_ratio([9, 1, 8, 2, 7, 3, 6, 4, 5])
+    assert (nine.median, nine.low, nine.high) == (5, 2, 8)
+    assert nine.confidence == pytest.approx(1 - 2 * (1 + 9) / 2**9)
+    three = timing.median_ratio([1.0, 2.0, 4.0])
+    assert (three.median, three.low, three.high) == (2, 1, 4)
+    assert three.confidence == pytest.approx(0.75)
+    assert timing.median_ratio([1.0, 2.0]).median == 1.5
+
+
+def test_arms_are_timed_in_turn(timing: ModuleType) -> None:
+    order: list[tuple[str, int]] = []
+    pairs = timing.interleaved(
+        lambda pair: order.append(("first", pair)), lambda pair: order.append(("second", pair)), 2
+    )
+    assert order[2:] == [("first", 0), ("second", 0), ("second", 1), ("first", 1)]
+    assert len(pairs) == 2
+    assert all(one.wall_seconds >= 0 for pair in pairs for one in pair)

@@ -1,0 +1,231 @@
+"""A policy's repository on a base that is loaded already: `base.generate(custom_generate=...)`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from modeling_ospruner import AnswerEntropy, OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE, generate
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10], [343, 343, 11, 12, 13, 14]])
+MASK = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+ARGUMENTS: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def saved(
+    tiny_base_dir: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[OSPrunerForCausalLM, str]:
+    """A policy that stops here and there, and the folder in which it is saved."""
+    base = load_base(tiny_base_dir)
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
+    folder = tmp_path_factory.mktemp("policies") / "policy-1.0"
+    model.save_pretrained(folder)
+    return model, str(folder)
+
+
+def load_base(folder: Path) -> Qwen2ForCausalLM:
+    """The tiny base, greedy; its paragraphs end often, so that there is something to decide."""
+    base = Qwen2ForCausalLM.from_pretrained(folder)
+    base.generation_config.sequence_bias = sequence_bias(folder)
+    return base
+
+
+def sequence_bias(folder: Path) -> list[Any]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))]))
+    return [[[i], 6.0] for i, text in texts if "\n\n" in text and text.strip()]
+
+
+def on_base(base: Any, folder: str, **arguments: Any) -> Any:
+    return base.generate(
+        PROMPT, custom_generate=folder, trust_remote_code=True, **{**ARGUMENTS, **arguments}
+    )
+
+
+@pytest.mark.parametrize(
+    "stop_policy",
+    [
+        None,
+        {"seed": 4, "answer": "free"},
+        StopPolicyConfig(mode="threshold", threshold=0.3, max_thinking_tokens=20),
+        AnswerEntropy(threshold=2.9),
+        False,
+    ],
+    ids=["default", "dict", "config", "rule", "off"],
+)
+def test_same_tokens_and_records_as_the_class(
+    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path, stop_policy: Any
+) -> None:
+    model, folder = saved
+    base = load_base(tiny_base_dir)
+    given = {} if stop_policy is None else {"stop_policy": stop_policy}
+    found = on_base(base, folder, **given)
+    wanted = model.generate(
+        PROMPT, **ARGUMENTS, stop_policy=True if stop_policy is None else stop_policy
+    )
+    assert torch.equal(found, wanted)
+    if stop_policy is False:
+        assert "last_stop" not in vars(base)
+        return
+    records = [vars(record) for record in base.last_stop]
+    assert records == [vars(record) for record in model.last_stop]
+    if not isinstance(stop_policy, AnswerEntropy):
+        assert any(record["step_ends"] for record in records), "nothing was decided"
+    output = on_base(base, folder, **given, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, wanted)
+    assert [vars(record) for record in output.stop] == records
+
+
+def test_the_base_stays_as_it_was(
+    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path
+) -> None:
+    _, folder = saved
+    base = load_base(tiny_base_dir).train()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    on_base(base, folder)
+    assert base.training
+    assert all(parameter.requires_grad for parameter in base.parameters())
+    assert base.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+    assert "generate" not in vars(base)
+
+
+def loaded_policies() -> Any:
+    """What the copy of the code that transformers runs has loaded, by base and repository."""
+    (module,) = {
+        id(module): module
+        for name, module in sys.modules.items()
+        if name.startswith("transformers_modules.") and name.endswith(".shared_base_ospruner")
+    }.values()
+    return module._POLICIES
+
+
+def test_a_policy_is_loaded_once_a_base_and_anew_when_its_files_change(
+    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path
+) -> None:
+    model, folder = saved
+    base = load_base(tiny_base_dir)
+    on_base(base, folder)
+    first = loaded_policies()[base][os.path.abspath(folder)]
+    on_base(base, folder)
+    assert loaded_policies()[base][os.path.abspath(folder)] is first
+    with torch.no_grad():
+        model.policy.head.bias.add_(50.0)  # stops at once, everywhere
+    try:
+        model.save_pretrained(folder)
+        on_base(base, folder)
+        assert all(len(record.step_ends) <= 1 for record in base.last_stop)
+        assert loaded_policies()[base][os.path.abspath(folder)] is not first
+    finally:
+        with torch.no_grad():
+            model.policy.head.bias.sub_(50.0)
+        model.save_pretrained(folder)
+    gone = weakref.ref(base)
+    del base
+    gc.collect()
+    assert gone() is None, "the loaded policies keep their base alive"
+
+
+def test_what_cannot_work_is_refused(
+    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path
+) -> None:
+    model, folder = saved
+    base = load_base(tiny_base_dir)
+    with pytest.raises(ValueError, match="is a folder, which has none: leave revision out"):
+        on_base(base, folder, revision="main")
+    with pytest.raises(ValueError, match="not with beam_search"):
+        on_base(base, folder, num_beams=2)
+    with pytest.raises(RuntimeError, match="was not called by transformers; write base.generate"):
+        generate(model=base, inputs=PROMPT)
+    with pytest.raises(ValueError, match="custom_generate and stop_policy exclude each other"):
+        model.generate(PROMPT, custom_generate=folder, stop_policy=True, **ARGUMENTS)
+    config = Qwen2Config(**{**base.config.to_dict(), "hidden_size": 64})
+    other = Qwen2ForCausalLM(config)
+    with pytest.raises(ValueError, match="hidden_size 64 where the policy needs 32"):
+        on_base(other, folder)
+
+
+def test_the_class_keeps_its_own_generate(saved: tuple[OSPrunerForCausalLM, str]) -> None:
+    """The repository's file replaces nothing there; asked for by name, it runs on the base."""
+    model, folder = saved
+    assert Path(folder, CUSTOM_GENERATE).is_file()
+    loaded = OSPrunerForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert "generate" not in vars(loaded)
+    assert "generate" not in vars(loaded.base)
+    loaded.base.generation_config = model.base.generation_config
+    wanted = model.generate(PROMPT, stop_policy=True, **ARGUMENTS)
+    assert torch.equal(loaded.generate(PROMPT, stop_policy=True, **ARGUMENTS), wanted)
+    assert torch.equal(on_base(loaded, folder), wanted)
+
+
+WITHOUT_PACKAGE = """
+import importlib.util, json, sys
+base_folder, folder, packages, result, bias = sys.argv[1:]
+sys.path.append(packages)
+for name in ("modeling_ospruner", "ospruner", "ospruner_cli"):
+    assert importlib.util.find_spec(name) is None, name
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained(base_folder)
+prompt = torch.tensor([[5, 6, 7, 8, 9, 10]])
+arguments = {"max_new_tokens": 40, "sequence_bias": json.loads(bias)}
+custom = {"custom_generate": folder, "trust_remote_code": True}
+out = {"custom": base.generate(prompt, **custom, **arguments).tolist()}
+out["steps"] = len(base.last_stop[0].step_ends)
+for auto in (AutoModel, AutoModelForCausalLM):
+    model = auto.from_pretrained(folder, trust_remote_code=True)
+    assert "generate" not in vars(model)
+    assert "generate" not in vars(model.base)
+    out[auto.__name__] = model.generate(prompt, stop_policy=True, **arguments).tolist()
+assert "modeling_ospruner" not in sys.modules
+open(result, "w").write(json.dumps(out))
+"""
+
+
+def test_in_a_process_without_the_package(
+    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    """-S skips the .pth files that make the editable install importable, -I the current folder."""
+    model, folder = saved
+    packages, result = sysconfig.get_paths()["purelib"], tmp_path / "result.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE),
+            *(str(tiny_base_dir), folder, packages, str(result)),
+            json.dumps(sequence_bias(tiny_base_dir)),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Do you wish to run the custom code?" not in done.stdout
+    found = json.loads(result.read_text())
+    wanted = model.generate(PROMPT[:1], stop_policy=True, max_new_tokens=40).tolist()
+    assert found["custom"] == found["AutoModel"] == found["AutoModelForCausalLM"] == wanted
+    assert found["steps"] > 0

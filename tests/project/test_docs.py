@@ -1,0 +1,88 @@
+"""The Python blocks of docs/generate.md, run in order as they stand, on the embedded reasoner."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.train.toy.shipped import SHIPPED, Reasoner
+
+POLICIES = ("org/ospruner-r1-7b-lam5e-5", "org/ospruner-r1-7b-lam2e-5")
+BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two policies of the reasoner that stop at about every third paragraph, by name."""
+    reasoner = Reasoner()
+    folders = {}
+    for name, bias in zip(POLICIES, (-1.0, -0.5), strict=True):
+        model = OSPrunerForCausalLM.untrained(
+            reasoner.model, reasoner.tokenizer, init_bias=bias, base_model_name_or_path=str(SHIPPED)
+        )
+        folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
+        model.save_pretrained(folder)
+        folders[name] = str(folder)
+    return folders
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """Each Python block with the heading above it."""
+    found, heading, inside = [], "", None
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if inside is None and line.startswith("## "):
+            heading = line.removeprefix("## ")
+        elif line == "```python":
+            inside = []
+        elif line == "```" and inside is not None:
+            found.append((heading, "\n".join(inside)))
+            inside = None
+        elif inside is not None:
+            inside.append(line)
+    return found
+
+
+def test_the_examples_of_generate_run_as_written(
+    repo_dir: Path, policies: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = blocks_of(repo_dir / "docs" / "generate.md")
+    assert len(blocks) >= 14
+    names: dict[str, Any] = {}
+    printed: dict[str, str] = {}
+    torch.manual_seed(0)
+    for heading, block in blocks:
+        for name, folder in {**policies, BASE: str(SHIPPED)}.items():
+            block = block.replace(f'"{name}"', repr(folder))
+        # The reasoner is short of breath; 2,000 tokens of rambling would take minutes.
+        block = block.replace("max_new_tokens=2000", "max_new_tokens=300")
+        assert "org/ospruner" not in block
+        exec(compile(block, f"docs/generate.md, {heading}", "exec"), names)
+        printed[heading] = printed.get(heading, "") + capsys.readouterr().out
+    assert "</think>\n\n\\boxed{" in printed["Stop"]
+    assert re.match(r"(policy|natural) \d+ \[\d+", printed["What happened"])
+    assert int(printed["Budgets"].split()[0]) >= 20
+    assert "</think>" in printed["Streaming"]
+    assert "tensor([[" in printed["Score a given text"]
+    assert printed["A base that is loaded already"].strip() in {"policy", "natural"}
+    assert printed["Pipeline"].count("\\boxed{") == 2
+
+
+def test_links_of_the_page_lead_somewhere(repo_dir: Path) -> None:
+    text = (repo_dir / "docs" / "generate.md").read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w -]", "", line[3:].lower()).replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("## ")
+    }
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert targets
+    for target in targets:
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        else:
+            assert (repo_dir / "docs" / target).is_file(), target
