@@ -129,12 +129,8 @@ class ImportedTraces:
         self.traces = {trace.key.name: trace for trace in traces}
         self.engine = engine
         self.tokenizer = tokenizer
+        self.counts = engine.counts
         self.sample_counts = TokenCount()
-
-    @property
-    def counts(self) -> TokenCount:
-        """Of all forks so far."""
-        return self.engine.counts
 
     def sample(
         self,

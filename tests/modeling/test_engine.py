@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.draws_ospruner import mix64
 from modeling_ospruner.serving import (
     ForkedAnswer,
     ForkRequest,
@@ -26,7 +27,6 @@ from modeling_ospruner.serving import (
     TransformersEngine,
 )
 from modeling_ospruner.serving.sampling import choose, row_state, uniforms
-from modeling_ospruner.draws_ospruner import mix64
 
 SETTINGS = SamplingSettings(
     temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3
@@ -184,10 +184,11 @@ def test_shared_tokens_are_computed_once(
     forked = sum(len(fmt.forced_suffix()) + n for n in fed)
     tree = len(request.prompt_ids) + len(request.trace_ids) + forked
     assert engine.counts.computed == engine.counts.unique == tree
-    # The same trace once more shares everything with nothing: computed again, unique once.
+    # Two equal traces run once; their forks are equal too, but each decodes by itself.
     engine.fork([request, request], fmt.forced_suffix(), 8, fmt.box_state)
-    assert engine.counts.computed == 3 * tree
+    assert engine.counts.computed == 2 * tree + forked
     assert engine.counts.unique == 2 * tree
+    assert entered == engine.counts.computed + engine.counts.padding
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12))
