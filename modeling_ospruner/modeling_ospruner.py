@@ -466,7 +466,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(  # type: ignore[override]
         self,
         inputs: torch.Tensor | None = None,
-        stop_policy: bool | Mapping[str, Any] | StopRule | StopPolicyConfig = False,
+        stop_policy: bool | Mapping[str, Any] | StopRule | StopPolicyConfig | None = None,
         **kwargs: Any,
     ) -> Any:
         """As transformers' generate; with a stop policy, rows stop thinking when it says so.
@@ -474,7 +474,8 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
             stop_policy: True for the learned policy, `StopPolicyConfig` (also as a dict), or
-                another `StopRule`; False for plain generate.
+                another `StopRule`; False for plain generate. None takes what the generation
+                config (the one given, else the model's) holds as `stop_policy`; False without.
             kwargs: generate's own arguments.
 
         Returns:
@@ -486,7 +487,10 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: a setting is unknown or out of range, a prompt is empty, or the decoding
                 cannot be combined with a stop policy (beams, assisted decoding, no cache).
         """
-        if stop_policy is False or stop_policy is None:
+        if stop_policy is None:
+            config = kwargs.get("generation_config") or self.generation_config
+            stop_policy = vars(config).get("stop_policy")
+        if stop_policy is None or stop_policy is False:
             return self.base.generate(inputs, **kwargs)
         settings = StopPolicyConfig.of(stop_policy).with_defaults(
             self.config.default_mode, self.config.default_threshold
