@@ -63,7 +63,7 @@ def start(work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         code = 130
     except ValueError as error:
-        print(error)
+        print(error, flush=True)
         code = 3
     except BaseException:  # noqa: BLE001 - the child must never return into pytest
         traceback.print_exc()
