@@ -35,9 +35,10 @@ class _Job(Generic[_T]):
 class Dispatcher(Generic[_T]):
     """Runs jobs on servers. A job is one or more requests that one server should do together.
 
-    Each server takes a job when it has room for another request, first those that have it as
-    their home, then those without a home, then those of others. It gets the requests of a job in
-    order. The jobs of a server that goes down are done by the others; finished requests are kept.
+    Servers take jobs in turn, each when it has room for another request: first those that have it
+    as their home, then those without a home, then those of servers that have no room. A server
+    gets the requests of a job in order. The jobs of a server that goes down are done by the
+    others; finished requests are kept.
 
     Args:
         servers: how many there are.
@@ -77,6 +78,7 @@ class Dispatcher(Generic[_T]):
         self._changed = asyncio.Condition()
         self._waiting: dict[int | None, deque[int]] = {None: deque()}
         self._waiting |= {server: deque() for server in range(self._servers)}
+        self._full: set[int] = set()  # servers without room
         self._open = 0
         for index, job in enumerate(self._jobs):
             if job.missing:
@@ -98,27 +100,44 @@ class Dispatcher(Generic[_T]):
                 while (index := await self._take(server)) is not None:
                     taken.add(index)
                     for part in sorted(self._jobs[index].missing):
-                        await slots.acquire()
+                        await self._room(server, slots)
                         group.create_task(self._part(server, index, part, slots))
+                    await asyncio.sleep(0)  # the next server's turn
         except* ServerDownError as downs:
             error = first_error(downs)
             assert isinstance(error, ServerDownError)
             self.down.append(error)
+            self._full.discard(server)
             async with self._changed:
                 back = sorted(index for index in taken if self._jobs[index].missing)
                 own = self._waiting.pop(server)
                 self._waiting[None].extendleft(reversed([*back, *own]))
                 self._changed.notify_all()
 
+    async def _room(self, server: int, slots: asyncio.Semaphore) -> None:
+        if not slots.locked():
+            await slots.acquire()
+            return
+        self._full.add(server)
+        async with self._changed:
+            self._changed.notify_all()
+        await slots.acquire()
+        self._full.discard(server)
+
     async def _take(self, server: int) -> int | None:
         """The next job for a server; None once all are finished."""
         async with self._changed:
-            await self._changed.wait_for(lambda: any(self._waiting.values()) or not self._open)
-            others = max(self._waiting.values(), key=len)
-            for queue in (self._waiting[server], self._waiting[None], others):
-                if queue:
-                    return queue.popleft()
-        return None
+            await self._changed.wait_for(lambda: self._queue(server) or not self._open)
+            queue = self._queue(server)
+            return queue.popleft() if queue else None
+
+    def _queue(self, server: int) -> deque[int]:
+        """Where the next job of a server waits; empty where there is none."""
+        for queue in (self._waiting[server], self._waiting[None]):
+            if queue:
+                return queue
+        others = [self._waiting[full] for full in self._full if full in self._waiting]
+        return max(others, key=len, default=deque())
 
     async def _part(self, server: int, index: int, part: int, slots: asyncio.Semaphore) -> None:
         try:
