@@ -30,6 +30,7 @@ from .checks import is_out_of_memory, refuse_shared_problems, usable_rows
 from .fast_tail import step_logits
 from .packing import LabelledTraces, epoch_batches
 from .policies import StageResult, batch_loss, new_policy, predict
+from .policy_folder import save_policy_folder
 from .progress import Progress, silent
 from .run_folder import RunFolder, labels_hash
 from .settings import Stage, TrainSettings
@@ -168,6 +169,7 @@ class _Run:
         self.settings = settings
         self.folder = folder
         self.progress = progress
+        self.facts = {"labels": labels_hash(traces.table), "training_traces": len(rows)}
         self.parameters = [p for p in model.policy.parameters() if p.requires_grad]
         self.optimizer = _optimizer(model, settings)
         self.results: list[StageResult] = []
@@ -259,9 +261,14 @@ class _Run:
     def _finish_stage(self, stage: Stage) -> None:
         config = self.model.config
         config.length_penalty = stage.length_penalty
-        path = self.folder.save_policy(stage.name, self.model.save_pretrained)
         probabilities, outcome = self._validate()
         table = self.validation.table
+        path = self.folder.save_policy(
+            stage.name,
+            lambda to: save_policy_folder(
+                to, self.model, self.settings, stage, self.facts, table, outcome
+            ),
+        )
         result = StageResult(
             name=stage.name,
             method=self.settings.method,

@@ -32,12 +32,14 @@ class Predictions:
         length_penalty: Lambda; 0 for the baselines.
         validation: For each seed, (N, T) on the validation traces.
         test: For each seed, (N, T) on the test traces.
+        warm_up: Whether the lambda only starts the annealing: it is shown, but never chosen.
     """
 
     method: str
     length_penalty: float
     validation: list[npt.NDArray[np.float32]]
     test: list[npt.NDArray[np.float32]]
+    warm_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,10 @@ def compare_methods(
         predictions: Every policy's stop probabilities on both.
     """
     base = replay_full(validation)
-    frontier = [_candidate(p, validation, test) for p in predictions if p.method == "os-pruner"]
-    on_validation = [c.validation for c in frontier]
+    ours = [p for p in predictions if p.method == "os-pruner"]
+    frontier = [_candidate(p, validation, test) for p in ours]
+    eligible = [i for i, p in enumerate(ours) if not p.warm_up]
+    on_validation = [frontier[i].validation for i in eligible]
     accurate = choose(on_validation, base, "reduction", max_loss=MAX_LOSS)
     if accurate is None:
         number = best_aes(
@@ -145,6 +149,7 @@ def compare_methods(
         )
     else:
         number = accurate
+    number = eligible[number]
     baselines, rivals = [], []
     for p in (p for p in predictions if p.method != "os-pruner"):
         paper = [_candidate(p, validation, test, threshold) for threshold in PAPER_THRESHOLDS]
@@ -162,7 +167,7 @@ def compare_methods(
     ]
     summaries = summarise([*rules, *limits], rules[0].outcome, test.problem_index)
     results, bounds = summaries[: len(rules)], summaries[len(rules) :]
-    ours = frontier[number].rule.outcome
+    taken = frontier[number].rule.outcome
     against = [rules[0], *rivals]
     return Comparison(
         results=results,
@@ -172,7 +177,7 @@ def compare_methods(
         rivals=results[-len(rivals) :],
         differences={
             f"{FRONTIER} - {rule.method}": compare(
-                ours, rule.outcome, rules[0].outcome, test.problem_index
+                taken, rule.outcome, rules[0].outcome, test.problem_index
             )
             for rule in against
         },

@@ -26,7 +26,7 @@ from ospruner.eval.report import (
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import hash_files, provenance
 from ospruner.hub_cards.render import write_policy_card
-from ospruner.hub_cards.results import ResultsTable
+from ospruner.hub_cards.results import Measurement, ResultsTable
 
 from ..loop import StageResult, predict, train
 from ..packing import LabelledTraces
@@ -51,6 +51,8 @@ class DemoSize:
         test: Problems that are looked at once, at the end.
         seeds: Training runs of each method; their outcomes are pooled.
         length_penalties: The annealed lambdas, in reward a thinking token.
+        warm_up: How many of them, the highest, only start the annealing: the policies are shown,
+            but none of them is chosen.
         epochs_per_stage: Passes over the training traces for each lambda.
         baseline_epochs: Passes for each baseline, which would overfit with as many in all.
     """
@@ -61,14 +63,15 @@ class DemoSize:
     test: int
     seeds: int
     length_penalties: tuple[float, ...]
+    warm_up: int
     epochs_per_stage: int
     baseline_epochs: int
 
 
 LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
-QUICK = DemoSize("quick", 96, 48, 64, 1, (2e-3, 1e-3, 5e-4), 2, 4)
-STANDARD = DemoSize("standard", 1200, 400, 500, 1, LENGTH_PENALTIES, 2, 4)
-FULL = DemoSize("full", 4000, 1500, 1500, 3, LENGTH_PENALTIES, 2, 4)
+QUICK = DemoSize("quick", 96, 48, 64, 1, (2e-3, 1e-3, 5e-4), 1, 2, 4)
+STANDARD = DemoSize("standard", 1200, 400, 500, 1, LENGTH_PENALTIES, 2, 2, 4)
+FULL = DemoSize("full", 4000, 1500, 1500, 3, LENGTH_PENALTIES, 2, 2, 4)
 
 
 def train_settings(size: DemoSize, seed: int) -> TrainSettings:
@@ -113,7 +116,7 @@ def run_demo(
     comparison = compare_methods(
         traces["validation"].table,
         traces["test"].table,
-        _predict_all(reasoner, runs, traces["test"], console),
+        _predict_all(reasoner, runs, traces["test"], size.warm_up, console),
     )
     picture = out_dir / "pareto.png"
     save_pareto(
@@ -122,7 +125,7 @@ def run_demo(
         title="Embedded reasoner, test problems",
         chosen=comparison.chosen,
     )
-    _print(comparison, picture, console)
+    _print(comparison, size, picture, console)
     policy = _save_policy(reasoner, runs, comparison, out_dir, seed)
     generate_side_by_side(policy, out_dir, seed, console)
     save_results(out_dir / "results.json", comparison.results, comparison.about())
@@ -215,6 +218,7 @@ def _predict_all(
     reasoner: Reasoner,
     runs: Sequence[dict[str, list[StageResult]]],
     test: LabelledTraces,
+    warm_up: int,
     console: Console,
 ) -> list[Predictions]:
     """Stop probabilities of every saved policy, loaded from its folder, on the test traces."""
@@ -231,13 +235,14 @@ def _predict_all(
                         stage.length_penalty,
                         [s.validation_probabilities() for s in stages],
                         [predict(policy, test) for policy in policies],
+                        warm_up=method == "os-pruner" and position < warm_up,
                     )
                 )
                 bars("policies", len(predictions) * len(runs), total)
     return predictions
 
 
-def _print(comparison: Comparison, picture: Path, console: Console) -> None:
+def _print(comparison: Comparison, size: DemoSize, picture: Path, console: Console) -> None:
     narrow = console.width < 105
     console.print()
     console.print(
@@ -245,6 +250,8 @@ def _print(comparison: Comparison, picture: Path, console: Console) -> None:
             comparison.results, comparison.limits, title="On the test problems", stacked=narrow
         )
     )
+    first = ", ".join(f"{penalty:g}" for penalty in size.length_penalties[: size.warm_up])
+    console.print(f"λ = {first} only start the annealing: shown, not chosen from.")
     why = "fewest tokens within 1 point of the full trace" if comparison.accurate else "best AES"
     if not comparison.accurate:
         console.print("No λ kept the accuracy within 1 point on validation.")
@@ -288,7 +295,15 @@ def _save_policy(
         "Replay on test problems of the embedded reasoner; 95 % intervals by problem.",
         ["method", "parameter", "accuracy %", "thinking tokens", "reduction %", "AES"],
         rows,
+        [
+            Measurement("embedded reasoner, test", "ospruner-toy", name, value)
+            for name, value in (
+                ("accuracy", 100 * comparison.chosen.accuracy.value),
+                ("thinking tokens", comparison.chosen.tokens.value),
+            )
+        ],
     )
+    shutil.copyfile(out_dir / "pareto.png", folder / "pareto.png")
     write_policy_card(folder, name="OS-Pruner demo policy", license="apache-2.0", results=table)
     return folder
 
