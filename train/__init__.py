@@ -6,6 +6,7 @@ One concept, one module; nothing is imported here:
     labels        the answer forced and graded at every step: a `datasets` dataset
     label_folder  where labels lie: journal, Parquet shards, manifest; survives kills
     packing       labelled traces as batches; cached hidden states of the trunk
+    packed_trunk  the frozen trunk on several traces in a line
     objective     the expected reward as a loss (OS-Pruner)
     baselines     the losses of the classification probe and of answer convergence
     fast_tail     the policy's last layer computed at step ends only (Qwen2, Llama)
@@ -16,7 +17,8 @@ One concept, one module; nothing is imported here:
     run_folder    the folder of a training run: checkpoint, log, policies
     policies      a fresh policy, its loss, its predictions; a stage's result
     checks        what a training run refuses before it starts
-    loop          annealing through the length penalties
+    run           one run: a policy, its optimiser, its place in the schedule
+    loop          annealing through the length penalties, of one target or several
     progress      the callback by which long work tells what is done
     durable       fsync, atomic replacement, the lock on a folder
 """

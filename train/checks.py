@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,7 +11,12 @@ import torch
 from .packing import LabelledTraces
 from .settings import TrainSettings
 
-__all__ = ["is_out_of_memory", "refuse_shared_problems", "usable_rows"]
+__all__ = [
+    "is_out_of_memory",
+    "refuse_shared_problems",
+    "refuse_unlike_targets",
+    "usable_rows",
+]
 
 MIN_TRACES = 8
 
@@ -54,3 +61,18 @@ def refuse_shared_problems(train: LabelledTraces, validation: LabelledTraces) ->
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch could not allocate memory; on the CPU that is a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def refuse_unlike_targets(targets: Sequence[TrainSettings], out_dirs: Sequence[object]) -> None:
+    """Raises a ValueError where targets cannot be trained on the same batches and states."""
+    if not targets or len(targets) != len(out_dirs) or len(set(out_dirs)) < len(out_dirs):
+        raise ValueError(
+            f"{len(targets)} targets for the folders {[str(f) for f in out_dirs]}: give at least "
+            "one target, and each a folder of its own"
+        )
+    for name in ("batch_size", "seed", "num_policy_layers", "cache_limit_bytes"):
+        values = {vars(settings)[name] for settings in targets}
+        if len(values) > 1:
+            raise ValueError(
+                f"targets trained together must share {name}; they have {sorted(values)}"
+            )

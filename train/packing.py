@@ -1,4 +1,4 @@
-"""Labelled traces in memory, as batches: one trace a row, rows of similar length together.
+"""Labelled traces in memory, as batches: one trace a row for the tail, packed for the trunk.
 
 The trunk (the frozen layers below the tail) is the same in every epoch, so its output is kept in
 memory where it fits. Padding stands at the right end of a row, where no causal layer sees it.
@@ -19,6 +19,7 @@ from torch import Tensor
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
+from .packed_trunk import pack, takes_packing
 from .progress import Progress, silent
 
 __all__ = ["Batch", "LabelledTraces", "epoch_batches", "length_batches"]
@@ -33,7 +34,12 @@ class HasTrunk(Protocol):
     base: Any
     config: Any
 
-    def trunk(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def trunk(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """The states (B, S, H) that enter the tail."""
 
 
@@ -130,10 +136,12 @@ class LabelledTraces:
         return ids
 
     def states(self, model: HasTrunk, rows: IntArray) -> Tensor:
-        """The states (B, S, H) that enter the tail, from memory or from the trunk."""
+        """The states (B, S, H) that enter the tail, from memory or from the trunk.
+
+        The trunk runs on packed traces where its layers allow that.
+        """
         if self._states is None or self._states_of != _trunk_of(model):
-            with torch.no_grad():
-                return model.trunk(self.input_ids(rows).to(model.base.device))
+            return self._run_trunk(model, rows)
         out = self._states.new_zeros(
             len(rows), int(self.token_lengths[rows].max()), self._states.shape[1]
         )
@@ -141,6 +149,17 @@ class LabelledTraces:
             start, end = self._starts[row], self._starts[row + 1]
             out[b, : end - start] = self._states[start:end]
         return out
+
+    @torch.no_grad()
+    def _run_trunk(self, model: HasTrunk, rows: IntArray) -> Tensor:
+        device = model.base.device
+        if not takes_packing(model.base):
+            return model.trunk(self.input_ids(rows).to(device))
+        packed = pack([self._tokens[self._starts[row] : self._starts[row + 1]] for row in rows])
+        hidden = model.trunk(
+            packed.input_ids.to(device), position_ids=packed.position_ids.to(device)
+        )  # (P, C, H)
+        return packed.unpack(hidden)
 
     def states_bytes(self, model: HasTrunk) -> int:
         """The memory that the trunk's states of all traces take."""

@@ -40,6 +40,7 @@ class TrainSettings:
             "convergence" (is it the trace's final answer?).
         length_penalties: lambdas in falling order, one stage each; () for the baselines.
         epochs_per_stage: passes over the training traces in each stage.
+        last_stage_epochs: passes in the last stage; None for as many as in the others.
         batch_size: traces an optimiser step.
         learning_rate: AdamW's, of the tail's layers.
         head_learning_rate: that of the linear head; None for the same.
@@ -63,6 +64,7 @@ class TrainSettings:
     method: Method = "os-pruner"
     length_penalties: Sequence[float] = ()
     epochs_per_stage: int = 1
+    last_stage_epochs: int | None = None
     batch_size: int = 32
     learning_rate: float = 1e-5
     head_learning_rate: float | None = None
@@ -86,6 +88,7 @@ class TrainSettings:
         _check_penalties(self.method, self.length_penalties)
         for name, least in (
             ("epochs_per_stage", 1),
+            ("last_stage_epochs", 1),
             ("batch_size", 1),
             ("num_policy_layers", 0),
             ("seed", 0),
@@ -94,6 +97,8 @@ class TrainSettings:
             ("cache_limit_bytes", 0),
         ):
             value = vars(self)[name]
+            if name == "last_stage_epochs" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is {value!r}; it must be an integer")
             if value < least:
@@ -113,12 +118,12 @@ class TrainSettings:
     @property
     def stages(self) -> list[Stage]:
         """What the run goes through; a baseline has one stage."""
+        names = [(f"lam{penalty_name(penalty)}", penalty) for penalty in self.length_penalties]
         if self.method != "os-pruner":
-            return [Stage(self.method, 0.0, self.epochs_per_stage)]
-        return [
-            Stage(f"lam{penalty_name(penalty)}", penalty, self.epochs_per_stage)
-            for penalty in self.length_penalties
-        ]
+            names = [(self.method, 0.0)]
+        epochs = [self.epochs_per_stage] * len(names)
+        epochs[-1] = self.last_stage_epochs or self.epochs_per_stage
+        return [Stage(name, penalty, n) for (name, penalty), n in zip(names, epochs, strict=True)]
 
     @property
     def total_epochs(self) -> int:
@@ -128,8 +133,36 @@ class TrainSettings:
     def baseline(self, method: Literal["probe", "convergence"]) -> TrainSettings:
         """The same run for a baseline: same architecture and optimiser, as many epochs in all."""
         return dataclasses.replace(
-            self, method=method, length_penalties=(), epochs_per_stage=self.total_epochs
+            self,
+            method=method,
+            length_penalties=(),
+            epochs_per_stage=self.total_epochs,
+            last_stage_epochs=None,
         )
+
+    def targets(self) -> dict[str, TrainSettings]:
+        """Each lambda, probe and convergence as a target of its own, for `train_together`.
+
+        A lambda's target owns the whole descending schedule that ends at it, and spends there the
+        epochs that the lower lambdas would have taken: all targets have as many.
+
+        Raises:
+            ValueError: the method is a baseline, which is one target already.
+        """
+        if self.method != "os-pruner":
+            raise ValueError(
+                f"method is {self.method!r}, one target by itself: several are made of 'os-pruner'"
+            )
+        found = {}
+        for k, penalty in enumerate(self.length_penalties):
+            left = self.total_epochs - k * self.epochs_per_stage
+            found[f"lam{penalty_name(penalty)}"] = dataclasses.replace(
+                self, length_penalties=self.length_penalties[: k + 1], last_stage_epochs=left
+            )
+        return found | {
+            "probe": self.baseline("probe"),
+            "convergence": self.baseline("convergence"),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-ready values."""

@@ -23,8 +23,9 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.reasoning_format import DEEPSEEK_R1
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import LabelSettings, TraceTable
-from ospruner.train.loop import StageResult, TrainingDivergedError, predict, train
+from ospruner.train.loop import StageResult, TrainingDivergedError, train
 from ospruner.train.packing import LabelledTraces
+from ospruner.train.policies import predict
 from ospruner.train.settings import TrainSettings
 
 MakeLabels = Callable[..., Dataset]
@@ -332,7 +333,7 @@ def test_memory_that_runs_out_says_what_to_lower(
     def fail(*_: object) -> None:
         torch.empty(1 << 60)  # the allocator's own error
 
-    monkeypatch.setattr("ospruner.train.loop.batch_loss", fail)
+    monkeypatch.setattr("ospruner.train.run.batch_loss", fail)
     with pytest.raises(MemoryError, match="out of memory with batch_size 8.* lower batch_size"):
         fit()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ospruner.train.baselines import classification_loss
-from ospruner.train.loop import batch_loss
 from ospruner.train.packing import Batch
+from ospruner.train.policies import batch_loss
 
 NUM_STEPS = (5, 1, 3)
 

@@ -21,8 +21,8 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train.fast_tail import step_logits, takes_fast_tail
-from ospruner.train.loop import predict
 from ospruner.train.packing import LabelledTraces, epoch_batches, length_batches
+from ospruner.train.policies import predict
 
 MakeLabels = Callable[..., Dataset]
 TINY: dict[str, Any] = {

@@ -28,8 +28,9 @@ from ospruner.hub_cards.facts import hash_files, provenance
 from ospruner.hub_cards.render import write_policy_card
 from ospruner.hub_cards.results import Measurement, ResultsTable
 
-from ..loop import StageResult, predict, train
+from ..loop import StageResult, train
 from ..packing import LabelledTraces
+from ..policies import predict
 from ..settings import TrainSettings
 from .bars import PhaseBars
 from .comparison import Comparison, Predictions, compare_methods

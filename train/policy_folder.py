@@ -1,0 +1,64 @@
+"""A trained policy's folder: what publishing needs is written when the policy is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.eval.replay import Outcome
+from ospruner.eval.table import TraceTable
+from ospruner.hub_cards.facts import provenance
+from ospruner.hub_cards.render import write_policy_card
+from ospruner.hub_cards.results import Measurement, ResultsTable
+
+from .settings import Stage, TrainSettings
+
+__all__ = ["save_policy_folder"]
+
+
+def save_policy_folder(
+    folder: Path,
+    model: OSPrunerForCausalLM,
+    settings: TrainSettings,
+    stage: Stage,
+    facts: Mapping[str, Any],
+    validation: TraceTable,
+    outcome: Outcome,
+) -> None:
+    """Saves a policy with its record, its results on the validation traces, and a card.
+
+    Args:
+        folder: where to.
+        model: the policy.
+        settings: of the run.
+        stage: that ends here.
+        facts: what else the record shall hold, JSON values.
+        validation: the validation traces.
+        outcome: of the policy on them.
+    """
+    model.save_pretrained(folder)
+    provenance(
+        folder,
+        seed=settings.seed,
+        base_model=model.config.base_model_name_or_path,
+        base_revision=model.config.base_revision,
+        details={**facts, "settings": settings.to_dict()},
+    )
+    rows = [
+        ["full trace", validation.full_correct.mean(), validation.full_tokens.mean()],
+        [stage.name, outcome.accuracy, outcome.mean_tokens],
+    ]
+    results = ResultsTable(
+        f"Replay on {len(validation)} validation traces of {len(validation.problem_ids)} problems "
+        "of the kind it was trained on; one training seed, no intervals. Printed by `ospruner "
+        "train`.",
+        ["method", "accuracy %", "thinking tokens"],
+        [[name, f"{100 * accuracy:.1f}", f"{tokens:.0f}"] for name, accuracy, tokens in rows],
+        [
+            Measurement("validation traces", "validation", "accuracy", 100 * outcome.accuracy),
+            Measurement("validation traces", "validation", "thinking tokens", outcome.mean_tokens),
+        ],
+    )
+    write_policy_card(folder, name=stage.name, license=None, results=results)

@@ -1,0 +1,268 @@
+"""One training run: a policy, its optimiser, and how far it is through its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.eval.replay import Outcome, replay
+from ospruner.eval.table import IntArray
+
+from .fast_tail import step_logits
+from .packing import LabelledTraces, epoch_batches
+from .policies import StageResult, batch_loss, predict
+from .policy_folder import save_policy_folder
+from .progress import Progress
+from .run_folder import RunFolder, labels_hash
+from .settings import Stage, TrainSettings
+
+__all__ = ["Run", "TrainingDivergedError"]
+
+SATURATED = 0.05
+"""A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
+
+
+class TrainingDivergedError(FloatingPointError):
+    """The loss is no longer a finite number."""
+
+
+@dataclass
+class Tally:
+    """Sums over an epoch's batches, for the log."""
+
+    traces: int = 0
+    loss: float = 0.0
+    choices: int = 0
+    logit: float = 0.0
+    saturated: int = 0
+
+    def add(self, loss: float, logits: Tensor, mask: Tensor) -> None:
+        """Takes one batch; the last step of a trace is no choice and not counted."""
+        x = logits[:, :-1][mask[:, 1:]]
+        pi = torch.sigmoid(x)
+        self.traces += len(mask)
+        self.loss += loss * len(mask)
+        self.choices += x.numel()
+        self.logit += float(x.sum())
+        self.saturated += int(((pi < SATURATED) | (pi > 1 - SATURATED)).sum())
+
+    def entry(self) -> dict[str, float]:
+        """Means over the epoch."""
+        return {
+            "loss": self.loss / self.traces,
+            "mean_stop_logit": self.logit / max(self.choices, 1),
+            "saturated_share": self.saturated / max(self.choices, 1),
+        }
+
+
+class Run:
+    """One run: what is trained, and how far it is."""
+
+    def __init__(
+        self,
+        model: OSPrunerForCausalLM,
+        traces: LabelledTraces,
+        rows: IntArray,
+        validation: LabelledTraces,
+        settings: TrainSettings,
+        folder: RunFolder,
+        progress: Progress,
+    ) -> None:
+        self.model = model
+        self.traces = traces
+        self.rows = rows
+        self.validation = validation
+        self.settings = settings
+        self.folder = folder
+        self.progress = progress
+        self.facts = {"labels": labels_hash(traces.table), "training_traces": len(rows)}
+        self.parameters = [p for p in model.policy.parameters() if p.requires_grad]
+        self.optimizer = _optimizer(model, settings)
+        self.results: list[StageResult] = []
+        self.epoch = 0  # of the stage
+        self.batch = 0  # of the epoch
+        self.steps = 0  # of the run
+        self.tally = Tally()
+
+    def work(self) -> Generator[IntArray, Tensor, None]:
+        """Trains what is left of the run: yields a batch's traces, wants the trunk's states."""
+        self._restore()
+        stages = self.settings.stages
+        if len(self.results) < len(stages):
+            limit = self.settings.cache_limit_bytes
+            held = self.traces.cache_states(self.model, limit, self.progress)
+            held += self.validation.cache_states(self.model, limit - held, self.progress)
+            if self.steps == 0:
+                self.folder.log(self._header(held))
+        for stage in stages[len(self.results) :]:
+            while self.epoch < stage.epochs:
+                yield from self._run_epoch(stage)
+            self._finish_stage(stage)
+
+    def _run_epoch(self, stage: Stage) -> Generator[IntArray, Tensor, None]:
+        started = time.monotonic()
+        number = sum(s.epochs for s in self.settings.stages[: len(self.results)]) + self.epoch
+        batches = epoch_batches(
+            self.traces.token_lengths,
+            self.rows,
+            self.settings.batch_size,
+            self.settings.seed,
+            number,
+        )
+        total = self.settings.total_epochs * len(batches)
+        while self.batch < len(batches):
+            self._set_learning_rates(stage, self.epoch + self.batch / len(batches))
+            rows = batches[self.batch]
+            hidden = yield rows  # (B, S, H)
+            loss = self._step(stage, rows, hidden)
+            self.batch += 1
+            self.steps += 1
+            self.progress(
+                "train", number * len(batches) + self.batch, total, f"{stage.name} loss {loss:.3f}"
+            )
+            if self._due(self.settings.validate_every):
+                outcome = self._validate()[1]
+                place = {"steps": self.steps, "length_penalty": stage.length_penalty}
+                found = {"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens}
+                self.folder.log({"dynamics": place | found})
+            if self._due(self.settings.checkpoint_every):
+                self._checkpoint()
+        entry = {"stage": stage.name, "length_penalty": stage.length_penalty, "epoch": self.epoch}
+        seconds = round(time.monotonic() - started, 3)
+        self.folder.log(entry | self.tally.entry() | {"steps": self.steps, "seconds": seconds})
+        self.tally = Tally()
+        self.epoch += 1
+        self.batch = 0
+        self._checkpoint()
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.steps % every == 0
+
+    def _set_learning_rates(self, stage: Stage, epochs_done: float) -> None:
+        """Linear fall within the stage; a function of the position alone, so resuming is exact."""
+        left = 1.0 - epochs_done / stage.epochs
+        end = self.settings.final_learning_rate_share
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (end + (1.0 - end) * left)
+
+    def _step(self, stage: Stage, rows: IntArray, hidden: Tensor) -> float:
+        batch = self.traces.batch(rows)
+        logits = step_logits(self.model.policy, hidden, batch.positions.to(hidden.device))  # (B, T)
+        loss = batch_loss(self.settings.method, logits, batch, stage.length_penalty)
+        value = loss.item()
+        if not math.isfinite(value):
+            kept = self.folder.save_batch(rows, batch, logits)
+            raise TrainingDivergedError(
+                f"the loss is {value} in stage {stage.name}, epoch {self.epoch}, batch "
+                f"{self.batch} (traces {rows.tolist()}, kept with their logits in {kept}): lower "
+                f"learning_rate ({self.settings.learning_rate:g}), or check the base's weights for "
+                f"NaN. The last checkpoint in {self.folder.path} is from before"
+            )
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.tally.add(value, logits.detach().cpu(), batch.mask)
+        return value
+
+    def _finish_stage(self, stage: Stage) -> None:
+        config = self.model.config
+        config.length_penalty = stage.length_penalty
+        probabilities, outcome = self._validate()
+        table = self.validation.table
+        path = self.folder.save_policy(
+            stage.name,
+            lambda to: save_policy_folder(
+                to, self.model, self.settings, stage, self.facts, table, outcome
+            ),
+        )
+        result = StageResult(
+            name=stage.name,
+            method=self.settings.method,
+            length_penalty=stage.length_penalty,
+            path=path,
+            probabilities_path=self.folder.save_array(f"{stage.name}.validation", probabilities),
+            accuracy=outcome.accuracy,
+            tokens=outcome.mean_tokens,
+            full_accuracy=float(table.full_correct.mean()),
+            full_tokens=float(table.full_tokens.mean()),
+        )
+        self.results.append(result)
+        self.folder.log({"validation": result.to_dict()})
+        self.epoch = 0
+        self._checkpoint()
+
+    def _validate(self) -> tuple[npt.NDArray[np.float32], Outcome]:
+        """Stop probabilities (N, T) on the validation traces, and what they come to."""
+        # What fits in memory was kept before the first step.
+        probabilities = predict(self.model, self.validation, cache_limit_bytes=0)
+        config, table = self.model.config, self.validation.table
+        if config.default_mode == "sample":
+            return probabilities, replay(table, probabilities)
+        threshold = config.default_threshold
+        return probabilities, replay(table, probabilities, "threshold", threshold)
+
+    def _header(self, cached_bytes: int) -> dict[str, Any]:
+        return {
+            "traces": len(self.rows),
+            "capped_traces_dropped": len(self.traces) - len(self.rows),
+            "ungraded_steps": int(self.traces.table.ungraded[self.rows].sum()),
+            "trunk_states_bytes": cached_bytes,
+            "trainable_parameters": sum(p.numel() for p in self.parameters),
+        }
+
+    def _checkpoint(self) -> None:
+        # No draw is made while training: batches follow from seed and epoch, dropout is off.
+        self.folder.save_checkpoint(
+            {
+                "policy": self.model.policy.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "results": [result.to_dict() for result in self.results],
+                "epoch": self.epoch,
+                "batch": self.batch,
+                "steps": self.steps,
+                "tally": dataclasses.asdict(self.tally),
+            }
+        )
+
+    def _restore(self) -> None:
+        state = self.folder.load_checkpoint()
+        if state is None:
+            return
+        self.model.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.results = [
+            StageResult.from_dict(result, self.folder.path) for result in state["results"]
+        ]
+        self.epoch, self.batch, self.steps = state["epoch"], state["batch"], state["steps"]
+        self.tally = Tally(**state["tally"])
+
+
+def _optimizer(model: OSPrunerForCausalLM, settings: TrainSettings) -> torch.optim.AdamW:
+    head = {id(p) for p in model.policy.head.parameters()}
+    trained = [p for p in model.policy.parameters() if p.requires_grad]
+    layers = [p for p in trained if id(p) not in head]
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in trained if id(p) in head],
+            "initial_lr": settings.head_learning_rate or settings.learning_rate,
+        }
+    ]
+    if layers:
+        groups.append({"params": layers, "initial_lr": settings.learning_rate})
+    return torch.optim.AdamW(
+        [group | {"lr": group["initial_lr"]} for group in groups],
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
