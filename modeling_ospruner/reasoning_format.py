@@ -8,9 +8,11 @@ in generate and in every engine. Text is never tokenised again.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -92,6 +94,23 @@ class ReasoningFormat:
                 f"missing: {missing or 'none'}"
             )
         return cls(**literals)
+
+    @classmethod
+    def named(cls, name: str) -> ReasoningFormat:
+        """A preset by its name, or the format of a .json file with the literals of `to_dict`.
+
+        Raises:
+            ValueError: there is no such preset, or a literal is unknown or missing.
+            OSError: there is no such file.
+        """
+        if name in PRESETS:
+            return PRESETS[name]
+        if not name.endswith(".json"):
+            raise ValueError(
+                f"format is {name!r}; it must be one of {', '.join(PRESETS)}, or a .json file "
+                "with the literals of a ReasoningFormat"
+            )
+        return cls.from_dict(json.loads(Path(name).read_text(encoding="utf-8")))
 
     def describe(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """What the format means for a tokenizer, in words: print it before a long run.

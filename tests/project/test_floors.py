@@ -27,6 +27,7 @@ FLOORS = {
 }
 MAPPED = ("train", "eval", "hub_cards")  # folders installed as ospruner.<folder>
 FLAT_THIRD_PARTY = {"torch", "transformers", "safetensors"}
+PIP_ONLY = ("__init__", "doctor")  # how files beside the flat ones begin: they are not uploaded
 NOT_PACKAGES = {"tests", "benchmarks", "docs", "typings"}
 
 
@@ -48,7 +49,7 @@ def package_of(module: str) -> str | None:
 
 def is_flat(path: PurePosixPath) -> bool:
     """Whether the file is uploaded to the Hub beside the weights."""
-    return path.parent == PurePosixPath("modeling_ospruner") and path.name != "__init__.py"
+    return path.parent == PurePosixPath("modeling_ospruner") and not path.name.startswith(PIP_ONLY)
 
 
 def imports_of(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
