@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from ospruner.eval.table import FloatArray, TraceTable
 from .label_folder import MANIFEST, read_labels, read_manifest
 from .regrade import Regraded
 
-__all__ = ["FRACTIONS", "print_regrade", "print_run", "print_stats", "print_stopped", "stats_of"]
+__all__ = [
+    "FRACTIONS",
+    "print_regrade",
+    "print_run",
+    "print_stats",
+    "print_stopped",
+    "stats_of",
+    "summary_of",
+]
 
 FRACTIONS = np.arange(1, 21) / 20
 """Shares of a trace's tokens at which the forced answers' accuracy is taken."""
@@ -36,25 +45,12 @@ def stats_of(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: there are no labels.
     """
-    dataset, manifest = read_labels(path), read_manifest(path)
-    table = TraceTable.from_dataset(dataset)
-    reasons: dict[str, int] = {}
-    for row in dataset["ungraded_reasons"]:
-        for why in row:
-            if why is not None:
-                reasons[why] = reasons.get(why, 0) + 1
+    table = TraceTable.from_dataset(read_labels(path))
     first = first_right_fractions(table)
     natural = table.natural_correct[~np.isnan(table.natural_correct)]
     found = first[~np.isnan(first)]
     return {
-        "traces": len(table),
-        "problems": len(table.problem_ids),
-        "steps": int(table.num_steps.sum()),
-        "dropped_traces": len(manifest["dropped"]),
-        "capped_traces": int(table.capped.sum()),
-        "ungraded_steps": int(table.ungraded.sum()),
-        "ungraded_reasons": reasons,
-        "full_accuracy": float(table.full_correct.mean()),
+        **summary_of(path),
         "natural_accuracy": float(natural.mean()) if len(natural) else None,
         "ever_right": float((~np.isnan(first)).mean()),
         "right_then_wrong": float(((table.full_correct < 0.5) & ~np.isnan(first)).mean()),
@@ -64,8 +60,29 @@ def stats_of(path: str | Path) -> dict[str, Any]:
         "steps_per_trace": _quantiles(table.num_steps),
         "tokens_per_trace": _quantiles(table.full_tokens),
         "answer_tokens_per_step": float(table.answer_tokens[table.mask].mean()),
-        "computed_tokens": manifest["computed_tokens"],
-        "unique_tokens": manifest["unique_tokens"],
+    }
+
+
+def summary_of(path: str | Path) -> dict[str, Any]:
+    """Counts, accuracy at the end and token costs, also of labels without a single verdict.
+
+    Raises:
+        ValueError: there are no labels.
+    """
+    dataset, manifest = read_labels(path), read_manifest(path)
+    reasons = Counter(why for row in dataset["ungraded_reasons"] for why in row if why is not None)
+    grades = dataset["forced_correct"]
+    costs = ("computed_tokens", "unique_tokens", "padding_tokens")
+    return {
+        "traces": len(dataset),
+        "problems": len(set(dataset["problem_id"])),
+        "steps": sum(map(len, grades)),
+        "dropped_traces": len(manifest["dropped"]),
+        "capped_traces": list(dataset["ended"]).count("cap"),
+        "ungraded_steps": sum(row.count(None) for row in grades),
+        "ungraded_reasons": dict(reasons),
+        "full_accuracy": sum(row[-1] or 0.0 for row in grades) / len(dataset),
+        **{name: manifest[name] for name in costs},
         "sampling_computed_tokens": manifest["sampling_computed_tokens"],
         "sampling_unique_tokens": manifest["sampling_unique_tokens"],
     }
@@ -119,7 +136,7 @@ def print_stats(
 
 def print_run(path: Path, console: Console, json_file: Path | None) -> None:
     """Prints what a label run made, in a few lines."""
-    stats = stats_of(path)
+    stats = summary_of(path)
     console.print(
         f"{stats['traces']} traces of {stats['problems']} problems, {stats['steps']} labelled "
         f"steps; right at the end {100 * stats['full_accuracy']:.1f} %, ungraded "

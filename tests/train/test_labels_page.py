@@ -1,0 +1,67 @@
+"""docs/labels.md: commands on the embedded reasoner run as written, the others are understood."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ospruner.train.toy.shipped import SHIPPED, draw_split
+from ospruner_cli import app
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    parts = page.read_text(encoding="utf-8").split(f"```{language}\n")[1:]
+    return [part.split("\n```")[0] for part in parts]
+
+
+def commands(page: Path) -> list[list[str]]:
+    return [
+        shlex.split(line)
+        for block in blocks(page, "bash")
+        for line in block.splitlines()
+        if line.startswith("ospruner ")
+    ]
+
+
+def test_every_command_is_understood(repo_dir: Path) -> None:
+    found = commands(repo_dir / "docs" / "labels.md")
+    assert len(found) >= 7
+    for _, *arguments in found:
+        command: Any = typer.main.get_command(app)
+        while arguments and arguments[0] in vars(command).get("commands", {}):
+            command = command.commands[arguments[0]]
+            arguments = arguments[1:]
+        assert command.make_context(command.name, arguments).params
+
+
+def test_commands_on_the_reasoner_and_the_python_lines(
+    repo_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = repo_dir / "docs" / "labels.md"
+    rows = [vars(problem) for problem in draw_split("test", 4, 0)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for _, *arguments in commands(page):
+        if "labels/toy" not in arguments:
+            continue
+        arguments = [str(SHIPPED) if a == "train/toy/reasoner" else a for a in arguments]
+        if arguments[0] == "label":  # the page's 60 traces would take a minute
+            arguments[arguments.index("--limit") + 1] = "4"
+            arguments[arguments.index("--max-tokens") + 1] = "300"
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        ran += 1
+    assert ran == 4
+    assert (tmp_path / "labels" / "toy-stats.png").is_file()
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+    assert len(names["traces"]) == 4
+    assert len(names["prefixes"]) == sum(map(len, names["traces"]["step_ends"]))
