@@ -88,7 +88,7 @@ class ResultsTable:
                 dataset_name=one.dataset,
                 metric_type=one.metric.replace(" ", "_"),
                 metric_name=one.metric,
-                metric_value=one.value,
+                metric_value=float(one.value),  # YAML knows no numpy
             )
             for one in self.measurements
         ]

@@ -7,6 +7,7 @@ be needed, so that a page cannot drift from what is run here.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import shlex
@@ -129,7 +130,15 @@ def test_quickstart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = repo_dir / "docs" / "quickstart.md"
-    small = demo.DemoSize("quick", 24, 12, 12, 1, (5e-4,), 1, 1)
+    small = dataclasses.replace(
+        demo.QUICK,
+        train=24,
+        validation=12,
+        test=12,
+        length_penalties=(1e-3, 5e-4),
+        epochs_per_stage=1,
+        baseline_epochs=1,
+    )
     monkeypatch.setattr(demo, "QUICK", small)
     show, check = commands(page)
     assert "Policy: runs/demo-quick/policy" in run(show)
