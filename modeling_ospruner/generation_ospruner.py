@@ -114,7 +114,8 @@ def generate_pruned(
             capture = stack.enter_context(Capture(base, policy))
         if "trial_answer" in rule.asks:
             masked = token_format.reentry_ids if settings.mask_reentry else ()
-            trials = TrialAnswers(base, token_format, eos_ids, masked, decode)
+            ends = eos_ids.union(token_format.answer_end_ids)
+            trials = TrialAnswers(base, token_format, ends, masked, decode)
             stack.enter_context(trials)
         hook = StopHook(settings, rule, token_format, eos_ids, capture, trials, decode)
         # The class's own generate: an instance's may be a policy's `custom_generate`.

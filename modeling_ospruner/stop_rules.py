@@ -43,19 +43,23 @@ class TrialAnswer:
 
 
 class StepEnd(Protocol):
-    """A row at the end of a step: what a rule is told, and may ask for.
+    """A row at the end of a step: what a rule is told, and may ask for."""
 
-    Attributes:
-        sample_index: the row's index among all rows of the run.
-        step: the step's index, from 0.
-        thinking_tokens: L_i, the tokens generated through the step's end.
-        may_stop: whether `min_thinking_tokens` is reached; if not, a stop is ignored.
-    """
+    @property
+    def sample_index(self) -> int:
+        """The row's index among all rows of the run."""
 
-    sample_index: int
-    step: int
-    thinking_tokens: int
-    may_stop: bool
+    @property
+    def step(self) -> int:
+        """The step's index, from 0."""
+
+    @property
+    def thinking_tokens(self) -> int:
+        """L_i, the tokens generated through the step's end."""
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether `min_thinking_tokens` is reached; if not, a stop is ignored."""
 
     def stop_probability(self) -> float:
         """The learned policy's pi_i."""

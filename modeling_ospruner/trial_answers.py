@@ -150,6 +150,7 @@ class TrialAnswers:
         self._cache: Cache | None = None
         self._columns = 0
         self._positions: torch.Tensor | None = None  # of the last column, (B or 1,)
+        self._axes = 2  # of the position ids: (B, S)
         self._looking = True
         self._extra = {"logits_to_keep": 1} if base._supports_logits_to_keep() else {}
 
@@ -177,6 +178,7 @@ class TrialAnswers:
         self._cache = kwargs.get("past_key_values")
         self._columns += kwargs["input_ids"].shape[1]
         positions = kwargs.get("position_ids")
+        self._axes = 2 if positions is None else positions.dim()
         self._positions = None if positions is None else positions[..., -1].reshape(-1)
 
     def check(self) -> None:
@@ -192,6 +194,11 @@ class TrialAnswers:
             raise ValueError(
                 f"trial answers need past_key_values, which {type(self._base).__name__} does not "
                 "use: use a stop rule without trial answers"
+            )
+        if self._axes != 2:
+            raise ValueError(
+                f"trial answers need position_ids (B, S), and {type(self._base).__name__} has "
+                f"{self._axes} axes: use a stop rule without trial answers"
             )
         return fork_row(self._cache, row, self._base.config)
 

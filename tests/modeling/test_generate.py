@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2ForCausalLM,
-    StaticCache,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig, uniform
+from modeling_ospruner import OSPrunerForCausalLM, uniform
 
 NEW_TOKENS = 90
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
@@ -327,62 +323,6 @@ def test_concurrent_calls_do_not_mix(model: OSPrunerForCausalLM) -> None:
     for i, one in enumerate(alone):
         assert torch.equal(one.sequences, together[i].sequences)
         assert [r.step_ends for r in one.stop] == [r.step_ends for r in together[i].stop]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"treshold": 0.5}, r"stop_policy has no \['treshold'\]; its keys are .*threshold"),
-        ({"threshold": 1.5}, r"threshold is 1.5; it must lie in \[0, 1\]"),
-        ({"threshold": float("nan")}, r"threshold is nan; it must lie in \[0, 1\]"),
-        ({"mode": "always"}, "mode is 'always'; it must be 'sample' or 'threshold'"),
-        ({"answer": "loud"}, "answer is 'loud'; it must be 'forced' or 'free'"),
-        ({"max_thinking_tokens": 0}, "max_thinking_tokens is 0; it must be 1 or more"),
-        ({"min_thinking_tokens": -1}, "min_thinking_tokens is -1; it must be 0 or more"),
-    ],
-)
-def test_bad_settings_are_refused(
-    model: OSPrunerForCausalLM, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(model, prompts(model, 1), stop_policy=settings)
-
-
-def test_settings_of_another_type_are_refused(model: OSPrunerForCausalLM) -> None:
-    with pytest.raises(TypeError, match="stop_policy is 'yes'; it must be True, False, a dict"):
-        StopPolicyConfig.of("yes")  # type: ignore[arg-type]
-
-
-def test_unsupported_decoding_is_refused(model: OSPrunerForCausalLM) -> None:
-    inputs = prompts(model, 1)
-    filled = StaticCache(config=model.base.config, max_cache_len=200)
-    model.base(input_ids=inputs["input_ids"], past_key_values=filled, use_cache=True)
-    refusals: list[tuple[dict[str, Any], str]] = [
-        ({"num_beams": 2}, "greedy decoding and sampling, not with beam_search"),
-        ({"assistant_model": model.base}, "not with assisted_generation"),
-        ({"prompt_lookup_num_tokens": 3}, "not with assisted_generation"),
-        ({"use_cache": False}, "use_cache is False; stop_policy needs the cache"),
-        ({"past_key_values": filled}, "past_key_values holds tokens"),
-        ({"custom_generate": "x/y"}, "custom_generate and stop_policy exclude each other"),
-        ({"position_ids": torch.arange(3)[None]}, "position_ids and stop_policy exclude"),
-    ]
-    for arguments, message in refusals:
-        with pytest.raises(ValueError, match=message):
-            run(model, inputs, stop_policy=True, **arguments)
-
-
-def test_empty_prompts_are_refused(model: OSPrunerForCausalLM) -> None:
-    empty = torch.zeros(1, 0, dtype=torch.long)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        run(model, {"input_ids": empty}, stop_policy=True)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        run(model, {}, stop_policy=True)
-    inputs = prompts(model, 2)
-    inputs["attention_mask"][1] = 0
-    with pytest.raises(ValueError, match=r"prompts of rows \[1\] are empty"):
-        run(model, inputs, stop_policy=True)
-    with pytest.raises(ValueError, match=r"prompt_length is 0; it must lie in 1..2"):
-        model.stop_probabilities([5, 6], prompt_length=0)
 
 
 def test_draws_are_pinned() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat, generate_with_rule
-from modeling_ospruner.stop_rules import RowRule, StepEnd, TrialAnswer, Verdict
+from modeling_ospruner.stop_rules import Ask, RowRule, StepEnd, TrialAnswer, Verdict
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
 NEW_TOKENS = 24
@@ -51,9 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_base(family: str, tokenizer: PreTrainedTokenizerFast, **extra: Any) -> PreTrainedModel:
+def make_base(family: str, tokenizer: PreTrainedTokenizerFast, **extra: Any) -> Any:
     """A tiny random model of a family, which likes to end paragraphs and never ends its text."""
-    config = CONFIG_MAPPING[family](
+    make_config: Any = CONFIG_MAPPING[family]
+    config = make_config(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
@@ -70,7 +71,7 @@ def make_base(family: str, tokenizer: PreTrainedTokenizerFast, **extra: Any) -> 
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        base: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+        base: Any = AutoModelForCausalLM.from_config(config).eval()
     fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
     breaks = [i for i, kind in enumerate(fmt.kinds) if kind & 1 and kind & 8]
     base.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -102,12 +103,12 @@ class Asking:
 
     max_tokens: int = 6
     stop_at: int | None = None
-    reason = "policy"
-    asks = frozenset({"trial_answer", "text"})
+    reason: ClassVar[Literal["policy"]] = "policy"
+    asks: ClassVar[frozenset[Ask]] = frozenset({"trial_answer", "text"})
     seen: list[tuple[int, int, TrialAnswer]] = field(default_factory=list)
 
     def for_row(self) -> RowRule:
-        return self  # type: ignore[return-value]
+        return self
 
     def at_step_end(self, end: StepEnd) -> Verdict:
         answer = end.trial_answer(self.max_tokens)
@@ -128,7 +129,9 @@ def answer_by_whole_passes(
     base: PreTrainedModel, fmt: TokenFormat, text: list[int], most: int
 ) -> tuple[list[int], list[float], float]:
     """Greedy answer, log-probabilities and first entropy, without any cache."""
-    box, ids, logprobs, entropy = fmt.box_state(), [], [], 0.0
+    box, entropy = fmt.box_state(), 0.0
+    ids: list[int] = []
+    logprobs: list[float] = []
     text = [*text, *fmt.forced_suffix("forced")]
     while len(ids) < most:
         logits = base(input_ids=torch.tensor([text + ids]), use_cache=False).logits[0, -1].double()
@@ -250,3 +253,17 @@ class MoreBreaks:
         scores[:, self.breaks] += 6.0 * thinking[:, None]
         scores[:, self.think_end] -= 60.0
         return scores
+
+
+def test_a_base_without_a_cache_of_keys_is_refused(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    base = make_base("mamba", tiny_tokenizer)
+    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
+    inputs = padded_prompts(tiny_tokenizer)
+    with pytest.raises(
+        ValueError, match="trial answers need past_key_values, which MambaFor"
+    ):
+        generate_with_rule(
+            base, tiny_tokenizer, Asking(), token_format=fmt, **inputs, max_new_tokens=3
+        )

@@ -1,0 +1,243 @@
+"""What generate refuses with a stop policy, and in which words."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, StaticCache
+
+from modeling_ospruner import (
+    Agreement,
+    AnswerEntropy,
+    Budget,
+    OSPrunerForCausalLM,
+    StopPolicyConfig,
+    generate_pruned,
+    generate_with_rule,
+)
+from modeling_ospruner.stop_rules import Ask, RowRule
+from ospruner.train.toy.shipped import Reasoner
+
+
+@pytest.fixture(scope="module")
+def reasoner() -> Reasoner:
+    return Reasoner()
+
+
+@pytest.fixture(scope="module")
+def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
+    return OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, num_policy_layers=1)
+
+
+PROMPT = torch.arange(20, 30)[None]
+
+
+def refused(model: Any, error: type[Exception], message: str, *inputs: Any, **kwargs: Any) -> None:
+    """Refused before the base runs at all."""
+    ran: list[int] = []
+    handle = model.base.register_forward_pre_hook(lambda module, args: ran.append(1))
+    try:
+        with pytest.raises(error, match=message):
+            model.generate(*inputs, **{"stop_policy": True, "max_new_tokens": 5, **kwargs})
+    finally:
+        handle.remove()
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"treshold": 0.5}, ValueError, r"stop_policy has no \['treshold'\]; its keys are .*rule"),
+        ({"threshold": 1.5}, ValueError, r"threshold is 1.5; it must lie in \[0, 1\]"),
+        ({"threshold": float("nan")}, ValueError, r"threshold is nan; it must lie in \[0, 1\]"),
+        ({"threshold": True}, TypeError, "threshold is True; it must be a number"),
+        ({"threshold": "0.5"}, TypeError, "threshold is '0.5'; it must be a number"),
+        ({"mode": "always"}, ValueError, "mode is 'always'; it must be 'sample' or 'threshold'"),
+        ({"answer": "loud"}, ValueError, "answer is 'loud'; it must be 'forced' or 'free'"),
+        ({"seed": 1.0}, TypeError, "seed is 1.0; it must be an integer"),
+        ({"seed": True}, TypeError, "seed is True; it must be an integer"),
+        ({"first_sample_index": -1}, ValueError, "first_sample_index is -1; it must be 0 or more"),
+        ({"max_thinking_tokens": 0}, ValueError, "max_thinking_tokens is 0; it must be 1 or more"),
+        ({"max_thinking_tokens": True}, TypeError, "max_thinking_tokens is True; it must be an in"),
+        ({"min_thinking_tokens": -1}, ValueError, "min_thinking_tokens is -1; it must be 0 or mo"),
+        ({"max_answer_tokens": 2.5}, TypeError, "max_answer_tokens is 2.5; it must be an integer"),
+        ({"mask_reentry": 1}, TypeError, "mask_reentry is 1; it must be True or False"),
+        ({"answer_do_sample": "no"}, TypeError, "answer_do_sample is 'no'; it must be True or"),
+        (
+            {"min_thinking_tokens": 9, "max_thinking_tokens": 5},
+            ValueError,
+            "max_thinking_tokens is 5, below min_thinking_tokens 9",
+        ),
+        ("yes", TypeError, "stop_policy is 'yes'; it must be True, False, a dict, a StopRule"),
+        (1, TypeError, "stop_policy is 1; it must be True, False"),
+        (Agreement, TypeError, "it must be True, False, a dict, a StopRule or a StopPolicyConfig"),
+    ],
+)
+def test_settings(
+    model: OSPrunerForCausalLM, settings: Any, error: type[Exception], message: str
+) -> None:
+    refused(model, error, message, PROMPT, stop_policy=settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beams": 2}, "greedy decoding and sampling, not with beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "not with beam_sample"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "not with group_beam_search"),
+        ({"num_beams": 2, "force_words_ids": [[5]]}, "not with constrained_beam_search"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "not with contrastive_search"),
+        ({"dola_layers": "low", "do_sample": False}, "not with dola_generation"),
+        ({"prompt_lookup_num_tokens": 3}, "not with assisted_generation"),
+        ({"use_cache": False}, "use_cache is False; stop_policy needs the cache"),
+        ({"cache_implementation": "paged"}, "'paged', that is, continuous batching"),
+        ({"guidance_scale": 2.0}, "guidance_scale is 2.0; its second pass of the base"),
+        ({"token_healing": True}, "token_healing rewrites the prompt"),
+        ({"custom_generate": "x/y"}, "custom_generate and stop_policy exclude each other; it repl"),
+        ({"custom_generate": print}, "custom_generate and stop_policy exclude each other"),
+        ({"inputs_embeds": torch.zeros(1, 3, 8)}, "inputs_embeds and stop_policy exclude"),
+        ({"position_ids": torch.arange(3)[None]}, "position_ids and stop_policy exclude"),
+        ({"negative_prompt_ids": PROMPT}, "negative_prompt_ids and stop_policy exclude"),
+        ({"stop_strings": ["7"], "tokenizer": None}, "stop_strings needs the base's tokenizer"),
+    ],
+)
+def test_decoding(model: OSPrunerForCausalLM, arguments: dict[str, Any], message: str) -> None:
+    refused(model, ValueError, message, PROMPT, **arguments)
+
+
+def test_assisted_decoding(model: OSPrunerForCausalLM) -> None:
+    refused(model, ValueError, "not with assisted_generation", PROMPT, assistant_model=model.base)
+
+
+def test_a_filled_cache(model: OSPrunerForCausalLM) -> None:
+    filled = StaticCache(config=model.base.config, max_cache_len=200)
+    model.base(input_ids=PROMPT, past_key_values=filled, use_cache=True)
+    refused(model, ValueError, "past_key_values holds tokens", PROMPT, past_key_values=filled)
+
+
+def test_options_in_a_generation_config(model: OSPrunerForCausalLM) -> None:
+    config = GenerationConfig(num_beams=3, max_new_tokens=5)
+    with pytest.raises(ValueError, match="not with beam_search"):
+        model.generate(PROMPT, stop_policy=True, generation_config=config)
+    assert config.num_beams == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mask", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), None, "the prompt is empty"),
+        (None, None, "the prompt is empty"),
+        (torch.arange(5), None, r"input_ids has the shape \(5,\); it must be \(B, S\)"),
+        (PROMPT, torch.ones(1, 9), r"attention_mask has the shape \(1, 9\), input_ids \(1, 10\)"),
+        (
+            PROMPT.expand(2, 10),
+            torch.tensor([[1], [0]]).expand(2, 10),
+            r"the prompts of rows \[1\] are empty",
+        ),
+        (
+            PROMPT.expand(3, 10),
+            torch.tensor([[1] * 10, [0] * 2 + [1] * 8, [1] * 8 + [0] * 2]),
+            r"attention_mask of rows \[2\] has zeros after tokens; padding must stand on the left",
+        ),
+    ],
+)
+def test_prompts(
+    model: OSPrunerForCausalLM,
+    inputs: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    message: str,
+) -> None:
+    refused(model, ValueError, message, inputs, attention_mask=mask)
+
+
+def test_prompts_of_another_type(model: OSPrunerForCausalLM, reasoner: Reasoner) -> None:
+    encoded = reasoner.tokenizer("Find 7.", return_tensors="pt")
+    refused(model, TypeError, "the prompt is a BatchEncoding; .* pass what a tokenizer.*", encoded)
+    refused(model, TypeError, "the prompt is a list; it must be a tensor", [[5, 6]])
+
+
+def test_compiled_bases(reasoner: Reasoner) -> None:
+    """Nothing is compiled here: torch compiles at the first forward, which is not reached."""
+
+    def fails(base: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            generate_with_rule(
+                base,
+                reasoner.tokenizer,
+                Budget(5),
+                PROMPT,
+                token_format=reasoner.token_format,
+                max_new_tokens=5,
+            )
+
+    fails(torch.compile(copy.deepcopy(reasoner.model)), "what torch.compile.base. returned")
+    in_place = copy.deepcopy(reasoner.model)
+    in_place.compile()
+    fails(in_place, r"compiled by torch.compile, .* \(it is\)")
+    inner = copy.deepcopy(reasoner.model)
+    inner.model.layers[1].compile()
+    fails(inner, r"\(its module 'model.layers.1' is\)")
+    forward = copy.deepcopy(reasoner.model)
+    forward.forward = torch.compile(forward.forward)
+    fails(forward, r"compiled by torch.compile, .* \(it is\)")
+
+
+def test_a_closing_that_ends_the_text(model: OSPrunerForCausalLM) -> None:
+    end = model.token_format.think_end_id
+    message = rf"the tokens \[{end}\] close the thinking .* and are eos_token_id, too"
+    refused(model, ValueError, message, PROMPT, eos_token_id=[0, end])
+
+
+def test_a_text_that_cannot_end(reasoner: Reasoner) -> None:
+    base = copy.deepcopy(reasoner.model)
+    base.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="the generation config has no eos_token_id"):
+        generate_with_rule(
+            base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
+        )
+
+
+def test_continuous_batching(model: OSPrunerForCausalLM) -> None:
+    with pytest.raises(ValueError, match="generate_batch is continuous batching, in which stop_"):
+        model.generate_batch([[5, 6]], stop_policy=True)
+
+
+def test_rules_that_ask_for_what_is_not_there(reasoner: Reasoner) -> None:
+    @dataclass(frozen=True)
+    class Greedy:
+        """A rule that wants it all."""
+
+        reason = "policy"
+        asks: frozenset[Ask] = frozenset({"stop_probability", "trial_answer"})
+
+        def for_row(self) -> RowRule:
+            raise AssertionError("refused before")
+
+    def fails(rule: Any, message: str, policy: Any = None) -> None:
+        settings = StopPolicyConfig(rule=rule)
+        with pytest.raises(ValueError, match=message):
+            generate_pruned(reasoner.model, policy, reasoner.token_format, settings, PROMPT)
+
+    fails(Agreement(2), "the rule Agreement reads texts: pass tokenizer=")
+    fails(Greedy(), "the rule Greedy asks for stop probabilities, but there is no policy")
+    policy = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer).policy
+    fails(Greedy(), "asks for stop probabilities and for trial answers, which cannot", policy)
+    with pytest.raises(ValueError, match="without a rule both must be given here"):
+        generate_pruned(reasoner.model, policy, reasoner.token_format, StopPolicyConfig(), PROMPT)
+
+
+def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:
+    with pytest.raises(ValueError, match="trial answers cannot copy a row of a DynamicCache with"):
+        generate_with_rule(
+            reasoner.model,
+            reasoner.tokenizer,
+            AnswerEntropy(),
+            PROMPT,
+            token_format=reasoner.token_format,
+            max_new_tokens=5,
+            cache_implementation="offloaded",
+        )
