@@ -170,11 +170,10 @@ class _Stepper:
                 for output in self._llm.step():
                     self._take(output)
                 await asyncio.sleep(0)  # those who waited hand in their next requests
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised in all who wait
             for live in self._live.values():
                 if not live.reply.done():
                     live.reply.set_exception(error)
-            raise
 
     def _take(self, output: RequestOutput) -> None:
         live = self._live.get(output.request_id)

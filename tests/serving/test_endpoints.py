@@ -73,28 +73,22 @@ def test_agrees_with_the_transformers_engine(
     assert engine.counts.computed > engine.counts.unique > 0
 
 
-def test_the_forks_of_a_trace_stay_together_on_the_server_that_sampled_it(
+def test_the_forks_of_a_trace_go_to_the_server_that_sampled_it(
     servers: list[LocalServer], reasoner: Reasoner, traces: Traces
 ) -> None:
-    engine = open_over(servers, reasoner, concurrency=1)
-    sampled = engine.sample(traces.prompts, GREEDY, reasoner.token_format)
-    assert sampled == traces.sampled
+    engine = open_over(servers, reasoner, concurrency=100)
+    assert engine.sample(traces.prompts, GREEDY, reasoner.token_format) == traces.sampled
     starts = [tuple(prompt) for prompt in traces.prompts]
-    assert all(server.prompts for server in servers)  # both had work
 
     def seen(server: LocalServer) -> set[int]:
         return {i for p in server.prompts for i, s in enumerate(starts) if tuple(p[: len(s)]) == s}
 
     sampled_by = [seen(server) for server in servers]
+    assert sorted(map(len, sampled_by)) == [2, 2]
     for server in servers:
         server.prompts.clear()
-    one_cut = [replace(request, cuts=request.cuts[-2:]) for request in traces.requests]
-    fork_all(engine, reasoner, one_cut)
+    fork_all(engine, reasoner, [replace(r, cuts=r.cuts[-2:]) for r in traces.requests])
     assert [seen(server) for server in servers] == sampled_by
-    for server in servers:  # a trace's forks follow each other, in order
-        order = [starts.index(s) for p in server.prompts for s in starts if tuple(p[: len(s)]) == s]
-        assert order == sorted(order, key=order.index)
-        assert server.most_at_once == 1
 
 
 def test_concurrency_is_bounded_and_used(
@@ -117,7 +111,7 @@ def test_what_fails_is_sent_again(
     few: tuple[list[ForkRequest], list[list[ForkedAnswer]]],
 ) -> None:
     servers[0].faults.extend(faults)
-    timeout = 3 if faults == ["hang"] else 300
+    timeout = 5 if faults == ["hang"] else 300
     engine = open_over(servers[:1], reasoner, timeout_seconds=timeout, retries=4)
     answers = fork_all(engine, reasoner, few[0][:1])
     check_agreement(reasoner, few[0][:1], few[1][:1], answers)
