@@ -43,10 +43,12 @@ class _Row:
         self.phase = _Phase.THINKING if thinking else _Phase.DONE
         self.record = StopRecord(reason="length" if thinking else "natural")
         self.boundary = boundary
+        self.prefilled_tokens = boundary.thinking_tokens
         self.rule = rule
         self.at_boundary = False
         self.forced: deque[int] = deque()
         self.masked = False
+        self.end_ids: frozenset[int] = frozenset()  # of its answer
         self.box: BoxState | None = None
         self.answer_tokens = 0
 
@@ -114,11 +116,10 @@ class StopHook(LogitsProcessor):
 
     def _start(self, input_ids: torch.Tensor) -> None:
         for ids in input_ids.tolist():
-            thinking = self.token_format.in_thinking(ids)
-            boundary = self.token_format.boundary_state()
-            for token in _thinking_in_prompt(ids, self.token_format):
-                boundary.push(token)
-            self.rows.append(_Row(boundary, self.rule.for_row(), thinking))
+            # Steps go on from an assistant prefill, the thinking that a prompt already holds.
+            span = self.token_format.thinking_span(ids)
+            boundary = self.token_format.boundary_state(ids[span.start :])
+            self.rows.append(_Row(boundary, self.rule.for_row(), not span.closed))
         if self._trials is not None:
             self._trials.check()
 
@@ -177,14 +178,17 @@ class StopHook(LogitsProcessor):
         self._warned = True
 
     def _close(self, row: _Row, natural: bool) -> None:
-        """Turns a row to its answer; after a natural end, the model has written the marker."""
+        """Turns a row to its answer; after a natural end, the model has written some closing."""
         forced = self.settings.answer == "forced"
-        suffix = self.token_format.forced_suffix(self.settings.answer)
-        if natural:
-            suffix = suffix[1:] if forced else []
+        written = row.boundary.closing_written if natural else 0
+        suffix = self.token_format.forced_suffix(self.settings.answer, written)
+        if natural and not forced:
+            suffix = []
         row.forced.extend(suffix)
         row.phase = _Phase.FORCING if suffix else _Phase.ANSWER
-        row.masked = self.settings.mask_reentry and (forced or not natural)
+        closed = forced or not natural  # by us, so that the answer's message is known to be open
+        row.masked = self.settings.mask_reentry and closed
+        row.end_ids = self.eos_ids.union(self.token_format.answer_end_ids if closed else ())
         if forced:
             row.box = self.token_format.box_state()
 
@@ -239,7 +243,7 @@ class StopHook(LogitsProcessor):
                 row.answer_tokens += 1
                 closed = row.box is not None and row.box.push(token)
                 full = row.answer_tokens == self.settings.max_answer_tokens
-                if closed or full or token in self.eos_ids:
+                if closed or full or token in row.end_ids:
                     row.phase = _Phase.DONE
                     done.append(i)
             if others[i]:
@@ -248,15 +252,15 @@ class StopHook(LogitsProcessor):
         return done
 
     def _think(self, row: _Row, token: int) -> None:
-        if token == self.token_format.think_end_id:
-            row.record.reason = "natural"
-            self._close(row, natural=True)
-        elif token in self.eos_ids:
+        if token in self.eos_ids and token != self.token_format.think_end_id:
             row.record.reason = "natural"
             row.phase = _Phase.DONE
-        else:
-            row.record.thinking_tokens = self._length
-            row.at_boundary = row.boundary.push(token)
+            return
+        row.at_boundary = row.boundary.push(token)
+        row.record.thinking_tokens = max(0, row.boundary.thinking_tokens - row.prefilled_tokens)
+        if row.boundary.ended:
+            row.record.reason = "natural"
+            self._close(row, natural=True)
 
     def records(self) -> list[StopRecord]:
         """One record a row, after generate has ended."""
@@ -273,22 +277,6 @@ class StopHook(LogitsProcessor):
             for source in (self._capture, self._trials):
                 if source is not None:
                     source.close()
-
-
-def _thinking_in_prompt(ids: Sequence[int], token_format: TokenFormat) -> Sequence[int]:
-    """What a prompt already holds of the thinking that it leaves open (an assistant prefill).
-
-    Steps go on from there. Where the prompt does not open the thinking there is none: what stands
-    before is the user's, or a role's name.
-    """
-    opening = token_format.think_start_ids
-    n = len(opening)
-    for i in range(len(ids), n - 1 if n else len(ids), -1):
-        if tuple(ids[i - n : i]) == opening:
-            return ids[i:]
-        if ids[i - 1] in token_format.added_ids and ids[i - 1] not in opening:
-            break
-    return ()
 
 
 class AnswerEnd(StoppingCriteria):
