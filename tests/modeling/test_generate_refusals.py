@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, StaticCache
+from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from modeling_ospruner import (
     Agreement,
-    AnswerEntropy,
     Budget,
     OSPrunerForCausalLM,
     StopPolicyConfig,
@@ -20,6 +20,7 @@ from modeling_ospruner import (
     generate_with_rule,
 )
 from modeling_ospruner.stop_rules import Ask, RowRule
+from modeling_ospruner.trial_answers import fork_row
 from ospruner.train.toy.shipped import Reasoner
 
 
@@ -86,7 +87,10 @@ def test_settings(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_beams": 2}, "greedy decoding and sampling, not with beam_search"),
+        (
+            {"num_beams": 2, "do_sample": False},
+            "greedy decoding and sampling, not with beam_se",
+        ),
         ({"num_beams": 2, "do_sample": True}, "not with beam_sample"),
         ({"num_beams": 4, "num_beam_groups": 2}, "not with group_beam_search"),
         ({"num_beams": 2, "force_words_ids": [[5]]}, "not with constrained_beam_search"),
@@ -120,7 +124,7 @@ def test_a_filled_cache(model: OSPrunerForCausalLM) -> None:
 
 
 def test_options_in_a_generation_config(model: OSPrunerForCausalLM) -> None:
-    config = GenerationConfig(num_beams=3, max_new_tokens=5)
+    config = GenerationConfig(num_beams=3, do_sample=False, max_new_tokens=5)
     with pytest.raises(ValueError, match="not with beam_search"):
         model.generate(PROMPT, stop_policy=True, generation_config=config)
     assert config.num_beams == 3
@@ -231,13 +235,11 @@ def test_rules_that_ask_for_what_is_not_there(reasoner: Reasoner) -> None:
 
 
 def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:
-    with pytest.raises(ValueError, match="trial answers cannot copy a row of a DynamicCache with"):
-        generate_with_rule(
-            reasoner.model,
-            reasoner.tokenizer,
-            AnswerEntropy(),
-            PROMPT,
-            token_format=reasoner.token_format,
-            max_new_tokens=5,
-            cache_implementation="offloaded",
-        )
+    layers = len(reasoner.model.model.layers)
+    with pytest.raises(ValueError, match="cannot copy a row of a Cache: leave cache_implementatio"):
+        fork_row(Cache(layers=[DynamicLayer()] * layers), 0, reasoner.model.config)
+    indexed = DynamicCache(config=reasoner.model.config)
+    indexed.layers[1] = DynamicIndexedLayer()
+    message = r"cannot copy a row of a cache layer DynamicIndexedLayer \(layer 1\)"
+    with pytest.raises(ValueError, match=message):
+        fork_row(indexed, 0, reasoner.model.config)
