@@ -15,6 +15,10 @@ SGLANG := .venv-sglang
 # configured with (see constraints.txt on choosing a build of torch).
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Large pages where the kernel gives them on request (Linux, glibc 2.35 or newer): tensors come and
+# go with every step, and with small pages faulting them in can take longer than computing on them.
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-sglang lint format clean distclean
 
