@@ -34,32 +34,34 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
 
 
 def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
-    """The floating dtype of the base's last layer."""
+    """The dtype in which the base's last layer computes."""
+    if is_quantised(base):
+        return base.dtype
     for parameter in decoder_layers(base)[-1].parameters():
-        if parameter.is_floating_point() and parameter.element_size() > 1:
+        if parameter.is_floating_point():
             return parameter.dtype
     return torch.get_default_dtype()
 
 
-def tail_device(base: PreTrainedModel) -> torch.device:
-    """Where the base computes its last layer, and the policy all of its own.
+def execution_device(base: PreTrainedModel, module: nn.Module) -> torch.device:
+    """Where a module of the base computes.
 
-    accelerate computes layers offloaded to the CPU or to disk on the first device of its map.
+    accelerate computes what is offloaded to the CPU or to disk on the first device of its map.
     """
-    layer = decoder_layers(base)[-1]
     placed: dict[str, Any] = vars(base).get("hf_device_map", {})
     if not placed:
-        return next(layer.parameters()).device
-    name = next(name for name, module in base.named_modules() if module is layer)
-    own = max(
-        (key for key in placed if name == key or f"{name}.".startswith(f"{key}.")),
-        key=len,
-        default="",
-    )
-    device = placed[own]
+        return next(module.parameters()).device
+    name = next(name for name, one in base.named_modules() if one is module)
+    keys = [key for key in placed if not key or name == key or name.startswith(f"{key}.")]
+    device = placed[max(keys, key=len)]
     if device in ("cpu", "disk"):
         device = next((one for one in placed.values() if one not in ("cpu", "disk")), "cpu")
     return torch.device(device)
+
+
+def tail_device(base: PreTrainedModel) -> torch.device:
+    """Where the base computes its last layer, and the policy all of its own."""
+    return execution_device(base, decoder_layers(base)[-1])
 
 
 def check_decoder(base: PreTrainedModel) -> None:
@@ -84,17 +86,17 @@ def check_decoder(base: PreTrainedModel) -> None:
             f"{name} cannot be a base: it has {len(layers)} layers where its configuration says "
             f"num_hidden_layers={total}. {_INSTEAD}"
         )
-    tokens = [
+    own = decoder.get_input_embeddings()
+    tables = [
         child_name
         for child_name, child in decoder.named_modules()
-        if isinstance(child, nn.Embedding)
-        and child is not decoder.get_input_embeddings()
-        and child.num_embeddings == decoder.get_input_embeddings().num_embeddings
+        if isinstance(child, nn.Embedding) and child is not own
     ]
-    if tokens:
+    if tables:
         raise ValueError(
-            f"{name} cannot be a base: its layers read token embeddings of their own "
-            f"({', '.join(tokens)}), which hidden states do not carry. {_INSTEAD}"
+            f"{name} cannot be a base: beside the token embeddings its decoder looks up "
+            f"{', '.join(tables)}, which the hidden states of its last layers do not carry. "
+            f"{_INSTEAD}"
         )
     text = config.get_text_config()
     rope = text.rope_parameters if "rope_parameters" in vars(text) else None
@@ -105,11 +107,9 @@ def check_decoder(base: PreTrainedModel) -> None:
         )
 
 
-def is_packed(base: PreTrainedModel) -> bool:
-    """Whether the base's last layers are quantised, or not in memory (offloaded)."""
-    if vars(base).get("hf_quantizer") is not None:
-        return True
-    return any(parameter.is_meta for parameter in base.get_decoder().parameters())
+def is_quantised(base: PreTrainedModel) -> bool:
+    """Whether the base's layers hold packed weights."""
+    return vars(base).get("hf_quantizer") is not None
 
 
 def last_layers_of_checkpoint(
@@ -128,20 +128,6 @@ def last_layers_of_checkpoint(
         ValueError: the checkpoint itself is quantised in a way that cannot be undone.
     """
     where = str(base.name_or_path)
-    decoder = base.get_decoder()
-    prefix = next(name for name, module in base.named_modules() if module is decoder)
-    first_copied = len(decoder_layers(base)) - num_layers
-    wanted = [f"{prefix}.layers.{i}" for i in range(first_copied, first_copied + num_layers)]
-    device_map: dict[str, str] = {}
-    for name, module in base.named_modules():
-        if any(name == one for one in wanted):
-            device_map[name] = "cpu"
-        elif not list(module.children()):
-            inside = any(name.startswith(f"{one}.") for one in wanted)
-            beside = name.startswith(f"{prefix}.") and not isinstance(module, nn.Embedding)
-            if not inside:
-                in_layers = name.startswith(f"{prefix}.layers.")
-                device_map[name] = "cpu" if beside and not in_layers else "disk"
     config = AutoConfig.from_pretrained(where, revision=revision)
     arguments: dict[str, Any] = {}
     stored = vars(config).get("quantization_config")
@@ -152,7 +138,7 @@ def last_layers_of_checkpoint(
             where,
             revision=revision,
             dtype=decoder_dtype(base),
-            device_map=device_map,
+            device_map=_only_last_layers(base, num_layers),
             offload_folder=folder,
             use_safetensors=True,
             **arguments,
@@ -163,6 +149,20 @@ def last_layers_of_checkpoint(
             if not tensor.is_meta
         }
     return tensors
+
+
+def _only_last_layers(base: PreTrainedModel, num_layers: int) -> dict[str, str]:
+    """A device map with the last layers and the final norm in memory, and all else on disk."""
+    decoder, layers = base.get_decoder(), decoder_layers(base)
+    last, beside = set(layers[-num_layers:]), set(decoder.children()) - {layers}
+    device_map: dict[str, str] = {}
+    for name, module in base.named_modules():
+        covered = any(name.startswith(f"{key}.") for key in device_map)
+        if covered or module is layers or decoder in module.modules():
+            continue
+        small = module in beside and not isinstance(module, nn.Embedding)
+        device_map[name] = "cpu" if small or module in last else "disk"
+    return device_map
 
 
 def _undoing(stored: Any, name: str) -> Any:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    Cache,
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
@@ -20,7 +17,6 @@ from transformers import (
 )
 
 from .bases_ospruner import plain_text_config
-from .capture_ospruner import TrunkDone
 from .configuration_ospruner import VERSION, OSPrunerConfig
 from .custom_generate_ospruner import CUSTOM_GENERATE
 from .generation_ospruner import LastStop, generate_pruned
@@ -30,13 +26,12 @@ from .loading_ospruner import (
     load_parts,
     split_arguments,
 )
-from .outputs_ospruner import OSPrunerOutput
 from .policy_ospruner import DEFAULT_INIT_BIAS, StoppingPolicy
 from .reasoning_format import ReasoningFormat, TokenFormat, guess
+from .scoring_ospruner import PolicyScores
 from .settings_ospruner import StopPolicyConfig, StopRecord
 from .shared_base_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
 from .stop_rules import StopRule
-from .trunk_ospruner import entering_tail, positions_of, thinking_span
 
 FLAT_FILES = (
     "bases_ospruner.py",
@@ -55,11 +50,11 @@ FLAT_FILES = (
     "policy_ospruner.py",
     "reasoning_format.py",
     "refusals_ospruner.py",
+    "scoring_ospruner.py",
     "settings_ospruner.py",
     "stop_rules.py",
     "shared_base_ospruner.py",
     "token_states.py",
-    "trunk_ospruner.py",
     "trial_answers.py",
 )
 _AUTO_MAP = {
@@ -81,7 +76,7 @@ class _NoGenerationConfig(GenerationConfig):
         return GenerationConfig()
 
 
-class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
+class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
     """A base that stops thinking when its policy says so: `generate(..., stop_policy=True)`.
 
     Attributes:
@@ -312,147 +307,6 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> torch.nn.Module:
         """The base's language modelling head."""
         return self.base.get_output_embeddings()
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        output_stop_probabilities: bool = False,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> OSPrunerOutput | tuple[Any, ...]:
-        """One pass of the base and, where asked, of the policy's layers on what enters them.
-
-        Args:
-            input_ids: (B, S).
-            attention_mask: (B, cached + S), 1 for tokens.
-            position_ids: (B, S).
-            past_key_values: the base's cache.
-            output_stop_probabilities: also score every position with the policy.
-            return_dict: False for a tuple; None for what the base's configuration says.
-            kwargs: the base's own (`inputs_embeds`, `labels`, `use_cache`, `logits_to_keep`,
-                `output_hidden_states`, `output_attentions`...).
-
-        Returns:
-            `OSPrunerOutput`.
-
-        Raises:
-            ValueError: stop probabilities are asked for with a cache that already holds tokens.
-        """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            **kwargs,
-            "return_dict": True,
-        }
-        probabilities = None
-        if output_stop_probabilities:
-            if past_key_values is not None and past_key_values.get_seq_length() > 0:
-                raise ValueError(
-                    "past_key_values holds tokens that the policy has not seen, so "
-                    "output_stop_probabilities=True needs the whole text: pass it without them"
-                )
-            with entering_tail(self.base, self.config.num_policy_layers) as caught:
-                output = self.base(**inputs)
-            hidden = caught[0]
-            probabilities = torch.sigmoid(self.policy(hidden, position_ids, attention_mask))
-        else:
-            output = self.base(**inputs)
-        names = {field.name for field in fields(OSPrunerOutput)}
-        found = {name: value for name, value in output.items() if name in names}
-        typed = OSPrunerOutput(**found, stop_probabilities=probabilities)
-        as_dict = self.base.config.return_dict if return_dict is None else return_dict
-        return typed if as_dict else typed.to_tuple()
-
-    @torch.no_grad()
-    def trunk(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What the policy reads, without gradient: the trunk's layers run once, and no more.
-
-        Args:
-            input_ids: (B, S).
-            attention_mask: (B, S), 1 for tokens.
-
-        Returns:
-            (B, S, H): the hidden states that enter layer L-n; for n = 0 the last hidden states
-            after the final norm.
-        """
-        with (
-            entering_tail(self.base, self.config.num_policy_layers, stop_there=True) as caught,
-            suppress(TrunkDone),
-        ):
-            self.base.get_decoder()(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=positions_of(input_ids, attention_mask),
-                use_cache=False,
-            )
-        return caught[0]
-
-    def stop_logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The policy's logits (B, S) at every position, with gradient to the policy alone."""
-        hidden = self.trunk(input_ids, attention_mask)
-        logits: torch.Tensor = self.policy(
-            hidden, positions_of(input_ids, attention_mask), attention_mask
-        )
-        return logits
-
-    @torch.no_grad()
-    def stop_probabilities(
-        self,
-        input_ids: torch.Tensor | Sequence[int],
-        *,
-        attention_mask: torch.Tensor | None = None,
-        prompt_length: int | Sequence[int] | None = None,
-    ) -> torch.Tensor:
-        """The stop probability pi_i at each step end of given traces, in one pass.
-
-        Args:
-            input_ids: prompt and trace, (S,) or (B, S); what follows the thinking is not looked
-                at.
-            attention_mask: of the same shape, 1 for tokens; padding may stand on either side.
-            prompt_length: the tokens before the thinking, padding not counted: one number, or
-                one a row. None finds the last `ReasoningFormat.think_start` of each row.
-
-        Returns:
-            (T,) or (B, T) float32, in the order of `token_format.step_ends(trace)`; rows with
-            fewer steps are filled with NaN. The last step of a row is its natural end (or the
-            text's), where stopping is certain anyway.
-
-        Raises:
-            ValueError: a text is empty, or its thinking is not found.
-        """
-        ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.base.device)
-        rows = ids[None] if ids.dim() == 1 else ids  # (B, S)
-        if rows.dim() != 2 or not rows.numel():
-            raise ValueError(
-                f"input_ids has the shape {tuple(ids.shape)}; it must be (S,) or (B, S), not empty"
-            )
-        mask = torch.ones_like(rows) if attention_mask is None else attention_mask.view_as(rows)
-        lengths = prompt_length
-        if lengths is None or isinstance(lengths, int):
-            lengths = [lengths] * len(rows)  # type: ignore[list-item]
-        places = []  # for each row, the columns of its step ends
-        for row, kept, length in zip(rows.tolist(), mask.tolist(), lengths, strict=True):
-            columns = [i for i, real in enumerate(kept) if real]
-            text = [row[i] for i in columns]
-            span = thinking_span(text, self.token_format, length)
-            ends = self.token_format.step_ends(text[span.start : span.end])
-            places.append([columns[span.start + e - 1] for e in ends])
-        asked = None if attention_mask is None else mask.to(rows.device)
-        logits = self.stop_logits(rows, asked)  # (B, S)
-        steps = max(len(row) for row in places)
-        result = torch.full((len(rows), steps), torch.nan, device=logits.device)
-        for b, row in enumerate(places):
-            result[b, : len(row)] = torch.sigmoid(logits[b, row])
-        return result[0] if ids.dim() == 1 else result
 
     @property
     def last_stop(self) -> list[StopRecord]:

@@ -15,7 +15,8 @@ from .bases_ospruner import (
     check_decoder,
     decoder_dtype,
     decoder_layers,
-    is_packed,
+    execution_device,
+    is_quantised,
     last_layers_of_checkpoint,
     module_layers,
     tail_device,
@@ -77,25 +78,17 @@ class StoppingPolicy(nn.Module):
         """
         policy = cls.empty(base, num_layers)
         if policy.tail is not None:
-            packed = is_packed(base)
-            source = (
-                last_layers_of_checkpoint(base, num_layers, revision)
-                if packed
-                else base.get_decoder().state_dict()
-            )
-            policy.load_tail(
-                base,
-                {
-                    name: source[policy.name_in_base(base, name)]
-                    for name in policy.tail.state_dict()
-                },
-            )
-        policy.head = policy.head.to_empty(device=tail_device(base))
+            source = base.get_decoder().state_dict()
+            names = {name: policy.name_in_base(base, name) for name in policy.tail.state_dict()}
+            if is_quantised(base) or any(source[name].is_meta for name in names.values()):
+                source = last_layers_of_checkpoint(base, num_layers, revision)
+            policy.load_tail(base, {name: source[names[name]] for name in names})
+        policy.head.to_empty(device=tail_device(base))
         nn.init.zeros_(policy.head.weight)
         nn.init.constant_(policy.head.bias, init_bias)
         policy.set_trainable(tuning)
         policy.eval()
-        if policy.tail is not None and not packed:
+        if policy.tail is not None and not is_quantised(base):
             check_tail(base, policy)
         return policy
 
@@ -143,10 +136,10 @@ class StoppingPolicy(nn.Module):
         for name, tensor in tensors.items():
             same = own.get(self.name_in_base(base, name))
             dtype = tensor.dtype
-            if same is not None and same.shape == tensor.shape:
-                dtype = same.dtype
-            elif tensor.is_floating_point():
-                dtype = usual  # the base holds it packed
+            if tensor.is_floating_point():
+                dtype = usual
+                if same is not None and same.is_floating_point() and same.shape == tensor.shape:
+                    dtype = same.dtype if same.itemsize > 1 else usual
             placed[name] = tensor.detach().to(device, dtype, copy=True)
         self.tail.load_state_dict(placed, assign=True)
         for name, _ in list(self.tail.named_buffers()):
@@ -265,7 +258,7 @@ def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
     """
     assert policy.tail is not None
     decoder, tail, n = base.get_decoder(), policy.tail, len(policy.layers)
-    device = decoder.get_input_embeddings().weight.device
+    device = execution_device(base, decoder.get_input_embeddings())
     ids = torch.arange(2 * _PROBE, device=device).view(2, -1) % tail.config.vocab_size
     mask = torch.ones_like(ids)
     mask[1, :2] = 0

@@ -21,6 +21,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, ReasoningFormat
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
+from modeling_ospruner.outputs_ospruner import OSPrunerOutput
 
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]
@@ -300,7 +301,103 @@ def test_trunk_and_stop_logits(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
         assert calls == [0, 1]
 
 
-def test_forward_is_the_bases(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_forward_scores_in_one_pass(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
+    """What the base gives, typed; stop probabilities on request, from the same pass."""
     model, _ = saved
-    ids = torch.tensor([PROMPT])
-    assert torch.equal(model(input_ids=ids).logits, model.base(input_ids=ids).logits)
+    ids = torch.tensor([TEXT, TEXT[::-1]])
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    base = model.base(input_ids=ids, attention_mask=mask, labels=ids, output_hidden_states=True)
+    calls: list[int] = []
+    for i, layer in enumerate(model.base.get_decoder().layers):
+        layer.register_forward_hook(lambda module, args, out, i=i: calls.append(i))
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        labels=ids,
+        output_hidden_states=True,
+        output_stop_probabilities=True,
+    )
+    assert calls == [0, 1, 2, 3]
+    assert type(output) is OSPrunerOutput
+    assert torch.equal(output.logits, base.logits)
+    assert torch.equal(output.loss, base.loss)
+    assert len(output.hidden_states) == 5
+    assert torch.equal(output.hidden_states[-1], base.hidden_states[-1])
+    assert output.past_key_values.get_seq_length() == len(TEXT)
+    assert output.stop_probabilities.shape == ids.shape
+    expected = torch.sigmoid(model.stop_logits(ids, mask))
+    real = mask.bool()
+    torch.testing.assert_close(output.stop_probabilities[real], expected[real], rtol=0, atol=1e-5)
+    output.stop_probabilities[real].sum().backward()
+    assert model.policy.head.weight.grad is not None
+    assert all(parameter.grad is None for parameter in model.base.parameters())
+    assert model(input_ids=ids).stop_probabilities is None
+    assert torch.equal(model(input_ids=ids, return_dict=False)[0], model.base(ids).logits)
+    with pytest.raises(ValueError, match="past_key_values holds tokens that the policy has not"):
+        model(
+            input_ids=ids[:, :1],
+            past_key_values=output.past_key_values,
+            output_stop_probabilities=True,
+        )
+
+
+def test_given_texts_are_scored_at_their_step_ends(
+    saved: tuple[OSPrunerForCausalLM, Path], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Rows of a batch, padded on either side, and whole chats whose thinking is found."""
+    model, _ = saved
+    template = {"add_generation_prompt": True, "return_dict": False}
+    prompt = tiny_tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], **template)
+    traces = [
+        tiny_tokenizer.encode(text, add_special_tokens=False)
+        for text in ("So 3 + 4 = 7.\n\nWait, 7 - 4 = 3.\n\nThe answer", "Ann has 3.\n\n")
+    ]
+    alone = []
+    for trace in traces:
+        ends = model.token_format.step_ends(trace)
+        logits = model.stop_logits(torch.tensor([[*prompt, *trace]]))[0]
+        wanted = torch.sigmoid(logits[[len(prompt) + end - 1 for end in ends]])
+        given = model.stop_probabilities([*prompt, *trace], prompt_length=len(prompt))
+        torch.testing.assert_close(given, wanted)
+        answered = torch.tensor([*prompt, *trace, model.token_format.think_end_id, 9, 9])
+        torch.testing.assert_close(model.stop_probabilities(answered), wanted, rtol=0, atol=1e-5)
+        alone.append(wanted)
+    assert [len(one) for one in alone] == [3, 1]
+    texts = [[*prompt, *trace] for trace in traces]
+    width = max(map(len, texts))
+    for left in (True, False):
+        pads = [[0] * (width - len(text)) for text in texts]
+        rows = [pad + text if left else text + pad for pad, text in zip(pads, texts, strict=True)]
+        real = [
+            [0] * len(pad) + [1] * len(text) if left else [1] * len(text) + [0] * len(pad)
+            for pad, text in zip(pads, texts, strict=True)
+        ]
+        found = model.stop_probabilities(torch.tensor(rows), attention_mask=torch.tensor(real))
+        torch.testing.assert_close(found[0], alone[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[1, :1], alone[1], rtol=0, atol=1e-5)
+        assert found[1, 1:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "length", "message"),
+    [
+        (TEXT, None, "no thinking was found in input_ids .* pass prompt_length, the number of tok"),
+        (TEXT, 0, r"prompt_length is 0; it must lie in 1..55"),
+        (TEXT, 56, r"prompt_length is 56; it must lie in 1..55"),
+        ([TEXT, TEXT], [4], "prompt_length has 1 entries for 2 rows; pass one a row"),
+        ([[[5]]], 1, r"input_ids has the shape \(1, 1, 1\); it must be \(S,\) or \(B, S\), not em"),
+        ([], 1, r"input_ids has the shape \(0,\)"),
+    ],
+)
+def test_texts_that_cannot_be_scored_are_refused(
+    tiny_base_dir: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    ids: Any,
+    length: Any,
+    message: str,
+) -> None:
+    base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+    with pytest.raises(ValueError, match=message):
+        model.stop_probabilities(torch.tensor(ids), prompt_length=length)

@@ -1,0 +1,319 @@
+"""Every family people reason with: tiny random bases, one of each, from their configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto import CONFIG_MAPPING
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.bases_ospruner import decoder_layers
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": None,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED_EXPERTS = {**EXPERTS, "shared_expert_intermediate_size": 24}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_d_ssm": 64,
+}
+WINDOW = {"sliding_window": 8}
+
+# In every test run: what is said to be served most, and one of each kind of layer.
+ORDINARY: dict[str, dict[str, Any]] = {
+    "qwen2": {},  # DeepSeek-R1-Distill-Qwen, DRPO-7B
+    "llama": {},  # DeepSeek-R1-Distill-Llama
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**LOCAL_EXPERTS, **WINDOW},
+    "gemma3_text": WINDOW,
+    "glm4_moe": ROUTED_EXPERTS,
+    "smollm3": {},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "afmoe": EXPERTS,
+    "apertus": {},
+    "arcee": {},
+    "bamba": MAMBA,
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": WINDOW,
+    "cwm": WINDOW,
+    "deepseek_v2": {**ROUTED_EXPERTS, **LATENT},
+    "deepseek_v3": {**ROUTED_EXPERTS, **LATENT},
+    "deepseek_v32": {**ROUTED_EXPERTS, **LATENT, "index_n_heads": 2, "index_head_dim": 16},
+    "dots1": ROUTED_EXPERTS,
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "exaone4": WINDOW,
+    "exaone_moe": EXPERTS,
+    "falcon_h1": MAMBA,
+    "flex_olmo": EXPERTS,
+    "gemma": {},
+    "gemma2": WINDOW,
+    "glm": {},
+    "glm4": {},
+    "glm4_moe_lite": {**ROUTED_EXPERTS, **LATENT},
+    "glm_moe_dsa": {**ROUTED_EXPERTS, **LATENT},
+    "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0},
+    "granitemoehybrid": {
+        **LOCAL_EXPERTS,
+        **MAMBA,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+    },
+    "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hyperclovax": {},
+    "jamba": EXPERTS,
+    "lfm2": {},
+    "minimax_m2": LOCAL_EXPERTS,
+    "ministral": WINDOW,
+    "ministral3": {},
+    "mistral": WINDOW,
+    "mixtral": LOCAL_EXPERTS,
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": WINDOW,
+    "olmo_hybrid": {},
+    "olmoe": EXPERTS,
+    "phi": {},
+    "phi3": {},
+    "phimoe": LOCAL_EXPERTS,
+    "qwen2_moe": SHARED_EXPERTS,
+    "qwen3_5_moe_text": {**SHARED_EXPERTS, **LINEAR},
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": {**SHARED_EXPERTS, **LINEAR},
+    "seed_oss": {},
+    "solar_open": ROUTED_EXPERTS,
+    "stablelm": {},
+    "starcoder2": {},
+    "vaultgemma": WINDOW,
+}
+FAMILIES = [
+    *ORDINARY,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
+]
+PROMPT_WIDTH, NEW_TOKENS = 9, 20
+
+
+def make_base(
+    name: str, tokenizer: PreTrainedTokenizerFast, auto: Any = AutoModelForCausalLM, **extra: Any
+) -> PreTrainedModel:
+    """A random base in which no parameter has a neutral value: a tail without it would show."""
+    fields = {
+        **COMMON,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **ORDINARY.get(name, {}),
+        **OTHERS.get(name, {}),
+        **extra,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        base: PreTrainedModel = auto.from_config(CONFIG_MAPPING[name](**fields)).eval()
+        for parameter in base.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+            else:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return base
+
+
+@pytest.fixture(params=FAMILIES)
+def base(
+    request: pytest.FixtureRequest, tiny_tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedModel:
+    return make_base(request.param, tiny_tokenizer)
+
+
+def padded_prompts(width: int) -> dict[str, torch.Tensor]:
+    """Two rows, the second of which begins with padding."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 250, (2, width), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, : width // 4] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(ORDINARY) == 10
+    assert len(ORDINARY) + len(OTHERS) >= 60
+    assert not ORDINARY.keys() & OTHERS.keys()
+
+
+@torch.no_grad()
+def test_tail_equals_the_base(base: PreTrainedModel) -> None:
+    """Fed with what enters layer L-n, the tail gives the base's last hidden states."""
+    inputs = padded_prompts(20)
+    mask = inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    entering: dict[int, torch.Tensor] = {}
+    handles = [
+        decoder_layers(base)[-n].register_forward_pre_hook(
+            lambda module, args, kwargs, n=n: entering.update(
+                {n: kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]}
+            ),
+            with_kwargs=True,
+        )
+        for n in (1, 2)
+    ]
+    last = base.get_decoder()(**inputs, position_ids=positions).last_hidden_state
+    for handle in handles:
+        handle.remove()
+    real = mask.bool()
+    for n, hidden in entering.items():
+        policy = StoppingPolicy.from_base(base, n)
+        torch.nn.init.normal_(policy.head.weight)
+        expected = policy.head(last.float())[..., 0]
+        whole = policy(hidden, positions, mask)
+        assert whole.dtype == torch.float32
+        torch.testing.assert_close(whole[real], expected[real], rtol=0, atol=0)
+        cache = policy.new_cache()
+        parts = [
+            policy(hidden[:, i:j], positions[:, i:j], mask[:, :j], cache)
+            for i, j in ((0, 7), (7, 12), (12, 13), (13, 20))
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=2e-5)
+
+
+def test_saved_loaded_and_generating(
+    base: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """A policy with weights of its own, in a fresh model: same probabilities, on and offline."""
+    base.save_pretrained(tmp_path / "base")
+    model = OSPrunerForCausalLM.untrained(
+        base, tiny_tokenizer, base_model_name_or_path=str(tmp_path / "base")
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
+        for parameter in model.policy.layers.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(tmp_path / "policy")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    for name, tensor in loaded.policy.state_dict().items():
+        assert torch.equal(tensor, model.policy.state_dict()[name]), name
+
+    texts = [tiny_tokenizer.decode([i]) for i in range(len(tiny_tokenizer))]
+    breaks = [i for i, text in enumerate(texts) if text.strip() and "\n\n" in text]
+    ends = [loaded.token_format.think_end_id, tiny_tokenizer.eos_token_id]
+    bias = {**{(i,): 12.0 for i in breaks}, **{(i,): -100.0 for i in ends}}
+    loaded.base.generation_config.sequence_bias = bias
+    inputs = padded_prompts(PROMPT_WIDTH)
+    length = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    never = {"mode": "threshold", "threshold": 1.0}
+    plain = loaded.generate(**inputs, **length)
+    watched = loaded.generate(**inputs, **length, stop_policy=never)
+    assert torch.equal(plain, watched)
+    online = [record.probabilities for record in loaded.last_stop]
+    assert sum(map(len, online)) >= 6
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, NEW_TOKENS, dtype=torch.long)], 1)
+    starts = inputs["attention_mask"].sum(1).tolist()
+    offline = loaded.stop_probabilities(watched, attention_mask=mask, prompt_length=starts)
+    for found, expected in zip(online, offline, strict=True):
+        torch.testing.assert_close(torch.tensor(found), expected[: len(found)], rtol=0, atol=1e-4)
+    always = {"mode": "threshold", "threshold": 0.0}
+    stopped = loaded.generate(**inputs, **length, stop_policy=always)
+    for row, record in enumerate(loaded.last_stop):
+        assert record.reason == "policy"
+        cut = PROMPT_WIDTH + record.step_ends[0]
+        forced = loaded.token_format.forced_suffix()
+        assert stopped[row, :cut].tolist() == plain[row, :cut].tolist()
+        assert stopped[row, cut : cut + len(forced)].tolist() == forced
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("gpt2", {}, r"GPT2LMHeadModel cannot be a base: its decoder \(GPT2Model\) keeps its la"),
+        ("llama4_text", LOCAL_EXPERTS, r"Llama4ForCausalLM cannot be a base: its decoder \("),
+        (
+            "longcat_flash",
+            {"n_routed_experts": 4, "num_layers": 2, "expert_ffn_hidden_size": 24},
+            "LongcatFlashForCausalLM cannot be a base: it has 2 layers where its configur",
+        ),
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
+            "Gemma4ForCausalLM cannot be a base: beside .* looks up embed_tokens_per_layer",
+        ),
+        ("minimax", LOCAL_EXPERTS, r"MiniMaxForCausalLM cannot be a base: its .* on their own \("),
+        ("zaya", {}, "ZayaForCausalLM cannot be a base: its last 2 layers, run on their own at on"),
+        ("deepseek_v4", {}, r"DeepseekV4ForCausalLM cannot be a base: .* on their own \(RuntimeE"),
+        ("mamba", {}, r"MambaForCausalLM cannot be a base: its .* on their own \(RuntimeError"),
+    ],
+)
+def test_bases_that_cannot_work_are_refused_by_name(
+    tiny_tokenizer: PreTrainedTokenizerFast, name: str, fields: dict[str, Any], message: str
+) -> None:
+    base = make_base(name, tiny_tokenizer, **fields)
+    with pytest.raises(ValueError, match=message):
+        OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+
+
+def test_encoder_decoders_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    base = make_base("t5", tiny_tokenizer, AutoModelForSeq2SeqLM, **sizes)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration cannot be a base: it is an e"):
+        OSPrunerForCausalLM.untrained(base, tiny_tokenizer)

@@ -1,0 +1,299 @@
+"""Loading: one base for several policies, only safe files, and a clear word where it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
+
+from modeling_ospruner import OSPrunerForCausalLM, ReasoningFormat
+from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+
+TEXT = [5, 6, 7, 8, *range(9, 60)]
+
+
+def save_policy(
+    base: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    seed: int = 0,
+    **fields: Any,
+) -> Path:
+    """A policy with weights of its own."""
+    model = OSPrunerForCausalLM.untrained(base, tokenizer, **fields)
+    model.config.length_penalty = seed * 1e-5
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in model.policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(tiny_base_dir: Path) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
+
+
+@pytest.fixture
+def policy(base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+    return save_policy(base, tiny_tokenizer, tmp_path / "policy")
+
+
+def scores(model: OSPrunerForCausalLM) -> torch.Tensor:
+    return model.stop_probabilities(TEXT, prompt_length=4)
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_policies_share_a_base_and_are_exchanged(
+    base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    folders = [save_policy(base, tiny_tokenizer, tmp_path / f"{i}", seed=i) for i in (1, 2)]
+    one, two = (OSPrunerForCausalLM.from_base(base, folder) for folder in folders)
+    wanted = [scores(one), scores(two)]
+    assert (wanted[0] - wanted[1]).abs().max() > 1e-3
+    ids = torch.tensor([TEXT[:4]])
+    generated = two.generate(ids, max_new_tokens=30, stop_policy=True)
+    one.set_policy(folders[1])
+    assert one.base is two.base is base
+    assert one.config.length_penalty == 2e-5
+    assert torch.equal(scores(one), wanted[1])
+    assert torch.equal(one.generate(ids, max_new_tokens=30, stop_policy=True), generated)
+    one.set_policy(str(folders[0]))
+    assert torch.equal(scores(one), wanted[0])
+    assert all(torch.equal(before[name], value) for name, value in base.state_dict().items())
+
+
+def test_a_policy_of_another_base_or_format_takes_no_others_place(
+    base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, policy: Path
+) -> None:
+    model = OSPrunerForCausalLM.from_base(base, policy)
+    before = scores(model)
+    mine = ReasoningFormat("mine", "Box it.", "</think>", "</think>\n", "So \\boxed{")
+    others: dict[str, dict[str, Any]] = {
+        r"base_model_name_or_path 'org/other' instead of": {"base_model_name_or_path": "org/other"},
+        r"base_revision 'abc' instead of None": {"base_revision": "abc"},
+        r"reasoning_format {'name': 'mine'": {"reasoning_format": mine},
+    }
+    for i, (message, fields) in enumerate(others.items()):
+        folder = save_policy(base, tiny_tokenizer, tmp_path / f"other{i}", **fields)
+        with pytest.raises(ValueError, match="made for another base or format: it has " + message):
+            model.set_policy(folder)
+    assert torch.equal(scores(model), before)
+    with pytest.raises(TypeError, match="set_policy has no dtype; besides the policy it takes"):
+        model.set_policy(policy, dtype=torch.float16)
+
+
+def test_a_loaded_base_goes_through_from_base_only(
+    base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, policy: Path
+) -> None:
+    for loader in (AutoModel, AutoModelForCausalLM, OSPrunerForCausalLM):
+        with pytest.raises(ValueError, match=r"write OSPrunerForCausalLM.from_base\(base, policy"):
+            loader.from_pretrained(policy, base=base)
+    with pytest.raises(TypeError, match=r"given a PreTrainedTokenizerFast.*untrained\(base, tok"):
+        OSPrunerForCausalLM.from_base(base, tiny_tokenizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="from_base has no device_map; besides the policy it"):
+        OSPrunerForCausalLM.from_base(base, policy, device_map="auto")
+
+
+def test_another_fine_tune_of_the_same_sizes_is_refused(
+    base: Qwen2ForCausalLM, policy: Path
+) -> None:
+    with torch.no_grad():
+        base.model.norm.weight.mul_(1.05)
+    with pytest.raises(ValueError, match=r"the sizes that the policy needs, but other weights: no"):
+        OSPrunerForCausalLM.from_base(base, policy)
+
+
+def test_a_rounded_base_is_the_same_base(base: Qwen2ForCausalLM, policy: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        torch.nn.Module.to(base, dtype)
+        model = OSPrunerForCausalLM.from_base(base, policy)
+        assert model.policy.tail is not None
+        assert model.policy.tail.dtype == dtype
+        assert scores(model).isfinite().all()
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
+def test_a_damaged_file_is_named(policy: Path, damage: str) -> None:
+    file = policy / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(
+        {"cut": whole[: len(whole) // 2], "garbage": b"\xff" * 64, "empty": b""}[damage]
+    )
+    with pytest.raises(ValueError, match="model.safetensors is damaged or no safetensors file"):
+        AutoModelForCausalLM.from_pretrained(policy)
+
+
+class Exploit:
+    """Unpickling an instance creates a folder."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.mark.parametrize("of", ["policy", "base"])
+def test_pickles_are_never_opened(
+    tiny_base_dir: Path, policy: Path, tmp_path: Path, of: str
+) -> None:
+    target = tmp_path / "opened"
+    folder = policy
+    if of == "base":
+        folder = shutil.copytree(tiny_base_dir, tmp_path / "base")
+        change_config(policy, base_model_name_or_path=str(folder))
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Exploit(target)))
+    with pytest.raises(OSError, match="model.safetensors"):
+        AutoModelForCausalLM.from_pretrained(policy)
+    assert not target.exists()
+    with pytest.raises(ValueError, match="use_safetensors is False, but only safetensors files"):
+        AutoModelForCausalLM.from_pretrained(policy, use_safetensors=False)
+    pickle.loads((folder / "pytorch_model.bin").read_bytes())
+    assert target.exists()
+
+
+def test_what_cannot_be_honoured_is_refused(policy: Path, base: Qwen2ForCausalLM) -> None:
+    with pytest.raises(ValueError, match="output_loading_info=True is not supported"):
+        OSPrunerForCausalLM.from_pretrained(policy, output_loading_info=True)
+    with pytest.raises(ValueError, match="max_shard_size is '1MB', but a policy is saved as one"):
+        OSPrunerForCausalLM.from_base(base, policy).save_pretrained(policy, max_shard_size="1MB")
+
+
+def test_newer_policies_say_so(policy: Path) -> None:
+    assert json.loads((policy / "config.json").read_text())["ospruner_version"] == VERSION
+    tensors = load_file(policy / "model.safetensors")
+    save_file({**tensors, "policy.more": torch.zeros(1)}, policy / "model.safetensors")
+    change_config(policy, ospruner_version="99.0.1")
+    upgrade = rf"saved by ospruner 99.0.1, this is {VERSION}: upgrade with pip install -U"
+    with pytest.raises(ValueError, match=rf"unknown: \['policy.more'\].*{upgrade}"):
+        AutoModelForCausalLM.from_pretrained(policy)
+    change_config(policy, colour="red")
+    with pytest.raises(ValueError, match=f"OSPrunerConfig has no colour.*{upgrade}"):
+        AutoModelForCausalLM.from_pretrained(policy)
+
+
+MARTIAN_CONFIG = """
+from transformers import Qwen2Config
+class MartianConfig(Qwen2Config):
+    model_type = "martian"
+"""
+MARTIAN_MODEL = """
+from transformers import Qwen2ForCausalLM
+from .configuration_martian import MartianConfig
+class MartianForCausalLM(Qwen2ForCausalLM):
+    config_class = MartianConfig
+"""
+
+
+def test_a_bases_own_code_runs_only_where_asked(
+    tiny_base_dir: Path, policy: Path, base: Qwen2ForCausalLM, tmp_path: Path
+) -> None:
+    expected = scores(OSPrunerForCausalLM.from_base(base, policy))
+    folder = shutil.copytree(tiny_base_dir, tmp_path / "martian")
+    (folder / "configuration_martian.py").write_text(MARTIAN_CONFIG)
+    (folder / "modeling_martian.py").write_text(MARTIAN_MODEL)
+    auto_map = {
+        "AutoConfig": "configuration_martian.MartianConfig",
+        "AutoModelForCausalLM": "modeling_martian.MartianForCausalLM",
+    }
+    change_config(folder, model_type="martian", auto_map=auto_map)
+    text_config = json.loads((policy / "config.json").read_text())["text_config"]
+    change_config(
+        policy,
+        base_model_name_or_path=str(folder),
+        text_config={**text_config, "model_type": "martian"},
+    )
+    for trust in (None, True):
+        with pytest.raises(
+            ValueError, match=r"runs code of its own.*pass base_trust_remote_code=T"
+        ):
+            AutoModelForCausalLM.from_pretrained(policy, trust_remote_code=trust)
+    model = AutoModelForCausalLM.from_pretrained(policy, base_trust_remote_code=True)
+    assert type(model.base).__name__ == "MartianForCausalLM"
+    assert torch.equal(scores(model), expected)
+    ids = torch.tensor([TEXT[:4]])
+    assert model.generate(ids, max_new_tokens=10, stop_policy=True).shape[1] > 4
+
+
+def test_the_pinned_revision_is_loaded_not_the_newest(
+    tiny_base_dir: Path, base: Qwen2ForCausalLM, policy: Path, tmp_path: Path
+) -> None:
+    """A Hub cache with two commits; `main` is the second, whose weights differ."""
+    expected = scores(OSPrunerForCausalLM.from_base(base, policy))
+    repository = tmp_path / "cache" / "models--org--base"
+    pinned, newest = "a" * 40, "b" * 40
+    for commit in (pinned, newest):
+        shutil.copytree(tiny_base_dir, repository / "snapshots" / commit)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.neg_()
+    base.save_pretrained(repository / "snapshots" / newest)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(newest)
+    change_config(policy, base_model_name_or_path="org/base", base_revision=pinned)
+    model = AutoModelForCausalLM.from_pretrained(policy, cache_dir=tmp_path / "cache")
+    assert torch.equal(scores(model), expected)
+    change_config(policy, base_revision=None)
+    with pytest.raises(ValueError, match="other weights: norm.weight differs"):
+        AutoModelForCausalLM.from_pretrained(policy, cache_dir=tmp_path / "cache")
+
+
+def spread(last: str, others: str) -> dict[str, str]:
+    """A device map that puts the last two layers and the final norm elsewhere than the rest."""
+    tail = {f"model.layers.{i}": last for i in (2, 3)}
+    rest = {f"model.layers.{i}": others for i in (0, 1)}
+    beside = {"model.embed_tokens": others, "model.rotary_emb": "cpu", "lm_head": others}
+    return {**rest, **tail, **beside, "model.norm": last}
+
+
+@pytest.mark.parametrize("last", ["cpu", "disk"])
+def test_an_offloaded_base_gives_the_same(
+    base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    policy: Path,
+    tmp_path: Path,
+    last: str,
+) -> None:
+    plain = OSPrunerForCausalLM.from_base(base, policy)
+    offloaded = OSPrunerForCausalLM.from_pretrained(
+        policy, device_map=spread(last, "disk"), offload_folder=tmp_path / "offload"
+    )
+    held = {parameter.device.type for parameter in offloaded.base.parameters()}
+    assert held == ({"meta"} if last == "disk" else {"meta", "cpu"})
+    assert offloaded.hf_device_map == offloaded.base.hf_device_map
+    assert torch.equal(scores(offloaded), scores(plain))
+    ids = torch.tensor([TEXT[:4], TEXT[4:8]])
+    wanted = plain.generate(ids, max_new_tokens=30, stop_policy=True)
+    assert torch.equal(offloaded.generate(ids, max_new_tokens=30, stop_policy=True), wanted)
+    offloaded.save_pretrained(tmp_path / "again")
+    saved = (load_file(folder / "model.safetensors") for folder in (policy, tmp_path / "again"))
+    first, again = saved
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    fresh = StoppingPolicy.from_base(offloaded.base, 2)
+    copies = StoppingPolicy.from_base(base, 2)
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, copies.state_dict()[name]), name
