@@ -24,7 +24,7 @@ from transformers import (
 from modeling_ospruner import AnswerEntropy, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE, generate
 
-PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10], [343, 343, 11, 12, 13, 14]])
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14]])
 MASK = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
 ARGUMENTS: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 40}
 
