@@ -149,9 +149,10 @@ def test_where_no_policy_is_accurate_enough_the_best_aes_is_shown(
         Predictions(
             "os-pruner",
             penalty,
-            *([np.full(t.mask.shape, p, np.float32)] for t in (validation, test)),
+            [np.full(validation.mask.shape, chance, np.float32)],
+            [np.full(test.mask.shape, chance, np.float32)],
         )
-        for penalty, p in chances.items()
+        for penalty, chance in chances.items()
     ]
     comparison = compare_methods(validation, test, careless)
     assert not comparison.accurate

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
@@ -20,6 +20,7 @@ from ospruner.train.settings import TrainSettings
 
 from .conftest import MakeLabels
 
+Ingredients = tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast, Dataset, Dataset]
 SETTINGS = TrainSettings(
     length_penalties=(3e-2, 1e-2, 0.0), batch_size=8, learning_rate=1e-3, epochs_per_stage=2
 )
@@ -31,7 +32,7 @@ def ingredients(
     tiny_tokenizer: PreTrainedTokenizerFast,
     tiny_base_dir: Path,
     make_labels: MakeLabels,
-) -> tuple[Any, ...]:
+) -> Ingredients:
     return tiny_base, tiny_tokenizer, make_labels(40), make_labels(20, seed=1, prefix="v")
 
 
@@ -66,7 +67,7 @@ def test_targets_own_whole_schedules_of_the_same_length() -> None:
 
 @pytest.mark.parametrize("cache_limit_bytes", [0, 2**31])
 def test_each_target_is_as_if_trained_alone(
-    ingredients: tuple[Any, ...],
+    ingredients: Ingredients,
     label_settings: LabelSettings,
     tmp_path: Path,
     cache_limit_bytes: int,
@@ -84,7 +85,7 @@ def test_each_target_is_as_if_trained_alone(
 
 
 def test_the_trunk_runs_once_a_batch_for_all(
-    ingredients: tuple[Any, ...],
+    ingredients: Ingredients,
     label_settings: LabelSettings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,7 +111,7 @@ class PowerCutError(Exception):
 
 @pytest.mark.parametrize("after", [3, 14, 31])
 def test_targets_that_broke_off_apart_catch_up(
-    ingredients: tuple[Any, ...],
+    ingredients: Ingredients,
     label_settings: LabelSettings,
     tmp_path: Path,
     after: int,
@@ -124,14 +125,14 @@ def test_targets_that_broke_off_apart_catch_up(
         if phase == "train" and calls == after:
             raise PowerCutError  # in the middle of a batch: some targets have taken it, others not
 
-    def go(folder: str, **more: Callable[..., None]) -> list[list[StageResult]]:
+    def go(folder: str, **more: Any) -> list[list[StageResult]]:
         out = [tmp_path / folder / name for name in targets]
         return train_together(
             *ingredients,
             list(targets.values()),
             label_settings,
             out,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
 
     with pytest.raises(PowerCutError):
@@ -141,7 +142,7 @@ def test_targets_that_broke_off_apart_catch_up(
 
 
 def test_targets_that_cannot_share_batches_are_refused(
-    ingredients: tuple[Any, ...], label_settings: LabelSettings, tmp_path: Path
+    ingredients: Ingredients, label_settings: LabelSettings, tmp_path: Path
 ) -> None:
     other = dataclasses.replace(SETTINGS, batch_size=4)
     with pytest.raises(ValueError, match=r"must share batch_size; they have \[4, 8\]"):
