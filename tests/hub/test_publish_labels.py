@@ -89,8 +89,8 @@ def labels_dir(tmp_path: Path) -> Path:
     return run
 
 
-def release(base: Repo, **changes: Any) -> LabelsRelease:
-    values = {"repo": "org/labels", "base": "org/base", "base_revision": base.head.oid}
+def release(pinned: Repo, **changes: Any) -> LabelsRelease:
+    values = {"repo": "org/labels", "base": "org/base", "base_revision": pinned.head.oid}
     return LabelsRelease(**{**values, **changes})
 
 
