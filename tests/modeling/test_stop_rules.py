@@ -139,9 +139,10 @@ def test_agreement_takes_any_equality() -> None:
 def test_rows_remember_by_themselves() -> None:
     rule = Agreement(2)
     one, other = rule.for_row(), rule.for_row()
-    ends = Ends(answers=[answer("7")])
+    ends = Ends(answers=[answer("7"), answer("7")])
     assert [one.at_step_end(ends).signal, other.at_step_end(ends).signal] == [1, 1]
-    assert one.at_step_end(ends).stop
+    ends.step = 1
+    assert one.at_step_end(ends) == (True, 2.0)
 
 
 def test_answers_are_tried_where_the_rule_wants_them() -> None:
