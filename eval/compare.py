@@ -60,7 +60,7 @@ def print_comparison(
         evaluations = find_evaluations(folder)
         for answer in ("forced", "free"):
             if any(one.settings["answer"] == answer for one in evaluations):
-                table = best_aes_table(evaluations, answer)  # type: ignore[arg-type]
+                table = best_aes_table(evaluations, answer)
                 console.print(table.markdown(), markup=False, soft_wrap=True)
         found = [
             {"evaluation": one.name, "results": [r.to_dict() for r in one.results()[0]]}

@@ -165,8 +165,8 @@ def _grid_tables(
     for answer in ("forced", "free"):
         by_model = group(evaluations, answer)
         if by_model:
-            tables.append(best_aes_table(evaluations, answer, chosen=chosen, variant=variant))  # type: ignore[arg-type]
-        tables += [full_table(evaluations, model, answer, variant=variant) for model in by_model]  # type: ignore[arg-type]
+            tables.append(best_aes_table(evaluations, answer, chosen=chosen, variant=variant))
+        tables += [full_table(evaluations, model, answer, variant=variant) for model in by_model]
     return tables
 
 

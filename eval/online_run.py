@@ -88,14 +88,14 @@ def run_online(
     fmt = TokenFormat.compile(chosen, tokenizer)
     options = EngineOptions(base, revision, **request.engine_arguments)
     here = options if request.engine == "transformers" else EngineOptions(base, revision)
-    local = open_engine("transformers", tokenizer, here).engine
+    local = open_engine("transformers", tokenizer, here)
     assert isinstance(local, TransformersEngine)  # the policy runs in it, whatever samples
     setup = Setup(local.model, tokenizer, fmt, task, request.settings)
     runner: Runner
     if request.engine == "transformers":
         runner = HookRunner(setup)
     else:
-        runner = EngineRunner(setup, open_engine(request.engine, tokenizer, options).engine)
+        runner = EngineRunner(setup, open_engine(request.engine, tokenizer, options))
     methods = [Method(use.method, use.parameter, use.parameter_name, use) for use in uses]
     methods += [Method(r.method, r.parameter, r.parameter_name, r.rule) for r in named]
     about = {

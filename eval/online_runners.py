@@ -138,7 +138,8 @@ class HookRunner:
 
     def _call(self, method: Method, batch: Batch) -> Any:
         """What generates: (ids, arguments) -> (output, records or None)."""
-        model, settings = self.setup.model, self.setup.settings
+        model: Any = self.setup.model
+        settings = self.setup.settings
         common: dict[str, Any] = {
             "seed": settings.seed,
             "first_sample_index": batch.first_sample_index,

@@ -383,14 +383,16 @@ def _mark(lines: Sequence[Line]) -> tuple[Line, ...]:
     grids = [[None if c is None else list(c) for c in line.cells] for line in lines]
     for g in range(len(grids[0])):
         for c in range(max(len(grid[g] or ()) for grid in grids)):
-            column = [(row, grid[g][c]) for row, grid in enumerate(grids) if row and grid[g]]
+            cells = [grid[g] for grid in grids]
+            column = [(row, cell[c]) for row, cell in enumerate(cells) if row and cell]
             shown = {row: float(n.text().replace("–", "nan")) for row, n in column}
             sign = -1.0 if column and column[0][1].higher_is_better is False else 1.0
             ranks = sorted({sign * x for x in shown.values() if not math.isnan(x)}, reverse=True)
             for row, number in column:
                 if sign * shown[row] in ranks[:2]:
                     best = sign * shown[row] == ranks[0]
-                    grids[row][g][c] = replace(number, mark="best" if best else "second")
+                    cell = cells[row] or []
+                    cell[c] = replace(number, mark="best" if best else "second")
     return tuple(
         Line(line.label, tuple(None if c is None else tuple(c) for c in grid))
         for line, grid in zip(lines, grids, strict=True)

@@ -205,7 +205,7 @@ def _load_benchmark(
         problems = [p for p in problems if (text_key(p.problem) in held_out) == wanted]
         if not problems:
             raise ValueError(f"{name} holds no problem of its split {split!r}")
-    source = {"dataset": name, "split": split, "left_out": left_out}
+    source: dict[str, Any] = {"dataset": name, "split": split, "left_out": left_out}
     source |= {"files": [str(file) for file in files]} if files else {"revision": revision}
     return Loaded(problems[:limit], source)
 

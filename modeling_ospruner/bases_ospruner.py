@@ -136,7 +136,7 @@ def last_layers_of_checkpoint(
     with tempfile.TemporaryDirectory() as folder:
         opened = type(base).from_pretrained(
             where,
-            revision=revision,
+            revision=revision or "main",
             dtype=decoder_dtype(base),
             device_map=_only_last_layers(base, num_layers),
             offload_folder=folder,

@@ -34,7 +34,7 @@ def examine_policy(where: str, revision: str | None, report: Report) -> Sections
     found: list[Finding] = []
     sections = {f"Policy {where}": found}
     try:
-        config = OSPrunerConfig.from_pretrained(where, revision=revision)
+        config = OSPrunerConfig.from_pretrained(where, revision=revision or "main")
     except (ValueError, TypeError) as error:
         found.append(Finding("configuration", str(error), "wrong", "mend or replace config.json"))
         return sections

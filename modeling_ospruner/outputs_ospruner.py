@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import Cache
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 
 @dataclass

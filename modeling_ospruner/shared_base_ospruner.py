@@ -59,8 +59,9 @@ def generate_on(
     Raises:
         ValueError: the policy was made for another base, or see `generate_pruned`.
     """
+    model: Any = base  # with `generate`, and room for `last_stop`
     if stop_policy is False or stop_policy is None:
-        return type(base).generate(base, **arguments)
+        return type(model).generate(model, **arguments)
     asked = StopPolicyConfig.of(stop_policy)
     loaded = _loaded(base, repository, hub)
     settings = asked.with_defaults(loaded.config.default_mode, loaded.config.default_threshold)
@@ -69,7 +70,7 @@ def generate_on(
     output, records = generate_pruned(
         base, loaded.policy, loaded.token_format, settings, inputs, **arguments
     )
-    base.last_stop = records
+    model.last_stop = records
     return output
 
 

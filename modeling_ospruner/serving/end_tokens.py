@@ -30,7 +30,7 @@ def base_end_ids(
 ) -> frozenset[int]:
     """The same for a base that is not loaded here, by its folder or Hub id."""
     try:
-        config = GenerationConfig.from_pretrained(base, revision=revision)
+        config = GenerationConfig.from_pretrained(base, revision=revision or "main")
     except OSError:  # a base may come without one
         config = None
     return end_ids(config, tokenizer)

@@ -102,15 +102,15 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
         raise ValueError(
             f"base is {options.base!r}, which cannot be loaded ({_first_line(error)})"
         ) from error
-    model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    size = {} if options.batch_size is None else {"batch_size": options.batch_size}
+    torch.nn.Module.to(model, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    size: dict[str, Any] = {} if options.batch_size is None else {"batch_size": options.batch_size}
     return TransformersEngine(model, tokenizer, **size, **options.arguments)
 
 
 def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
     from .vllm_engine import VLLMEngine
 
-    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    size: dict[str, Any] = {} if options.batch_size is None else {"concurrency": options.batch_size}
     return VLLMEngine(
         options.base,
         tokenizer,
@@ -124,7 +124,7 @@ def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> En
 def _open_openai(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
     from .openai_engine import OpenAIEngine
 
-    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    size: dict[str, Any] = {} if options.batch_size is None else {"concurrency": options.batch_size}
     return OpenAIEngine(
         options.base,
         tokenizer,
@@ -138,7 +138,7 @@ def _open_openai(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> 
 def _open_sglang(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
     from .sglang_engine import SGLangEngine
 
-    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    size: dict[str, Any] = {} if options.batch_size is None else {"concurrency": options.batch_size}
     return SGLangEngine(
         options.base,
         tokenizer,
