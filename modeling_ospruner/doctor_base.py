@@ -123,7 +123,7 @@ def _weight_files(where: str, revision: str | None) -> list[Finding]:
 def _end_of_text(where: str, revision: str | None, config: PreTrainedConfig) -> list[Finding]:
     """Rows must be able to end by themselves: generate refuses a stop policy otherwise."""
     try:
-        generation = GenerationConfig.from_pretrained(where, revision=revision)
+        generation = GenerationConfig.from_pretrained(where, revision=revision or "main")
     except ABSENT:
         generation = GenerationConfig.from_model_config(config)
     eos = generation.eos_token_id
@@ -168,10 +168,11 @@ def cache_bytes(policy: StoppingPolicy, dtype: torch.dtype) -> int | None:
     assert policy.tail is not None
     cache = policy.new_cache()
     assert cache is not None
-    torch.nn.Module.to(policy.tail, dtype=dtype)
+    # In bfloat16: without weights, grouped experts run in no other dtype.
+    torch.nn.Module.to(policy.tail, dtype=torch.bfloat16)
     hidden_size = policy.head.in_features
     with torch.device("meta"), torch.no_grad():
-        hidden = torch.empty(1, _CACHED_TOKENS, hidden_size, dtype=dtype)
+        hidden = torch.empty(1, _CACHED_TOKENS, hidden_size, dtype=torch.bfloat16)
         positions = torch.arange(_CACHED_TOKENS)[None]
         try:
             policy(hidden, positions, None, cache)
@@ -181,9 +182,9 @@ def cache_bytes(policy: StoppingPolicy, dtype: torch.dtype) -> int | None:
         value
         for layer in cache.layers
         for value in vars(layer).values()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
     ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() for tensor in tensors) * dtype.itemsize
 
 
 def thinking(
@@ -212,7 +213,10 @@ def thinking(
     try:
         fmt = TokenFormat.compile(chosen or guess(tokenizer), tokenizer)
     except ValueError as error:
-        advice = "name its format: --format deepseek-r1, qwen3, harmony or a .json file"
+        advice = (
+            "name its format (--format deepseek-r1, qwen3, harmony or a .json file), or put the "
+            "reasoning model's own tokenizer files there"
+        )
         return [Finding("format", str(error), "wrong", advice)]
     report.description = describe(fmt, tokenizer)
     found = [

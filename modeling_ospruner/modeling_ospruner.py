@@ -109,6 +109,8 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
         self.token_format = token_format
         self.tokenizer = tokenizer
         self._last_stop = LastStop([[]])
+        if "hf_device_map" in vars(base):  # tells pipelines and trainers not to move the model
+            self.hf_device_map = base.hf_device_map
 
     @classmethod
     def untrained(
@@ -345,7 +347,8 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             config = kwargs.get("generation_config") or self.generation_config
             stop_policy = vars(config).get("stop_policy")
         if stop_policy is None or stop_policy is False:
-            return self.base.generate(inputs, **kwargs)
+            base: Any = self.base
+            return base.generate(inputs, **kwargs)
         settings = StopPolicyConfig.of(stop_policy).with_defaults(
             self.config.default_mode, self.config.default_threshold
         )
@@ -372,4 +375,5 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
                 "generate_batch is continuous batching, in which stop_policy cannot work: use "
                 "generate on a padded batch, or the vLLM or SGLang engine"
             )
-        return self.base.generate_batch(*args, **kwargs)
+        base: Any = self.base
+        return base.generate_batch(*args, **kwargs)
