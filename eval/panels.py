@@ -166,7 +166,7 @@ def save_difficulty(
         bins: how many groups, at most.
     """
     groups = difficulty_groups(evaluation, bins)
-    figure = _figure(7.6, 3.9)
+    figure = _figure(8.6, 3.9)
     left, right = figure.subplots(1, 2)
     chosen = [0, *rules]
     styles = itertools.cycle([(FRONTIER_COLOUR, "o"), *STYLES])
@@ -193,7 +193,7 @@ def save_difficulty(
             )  # fmt: skip
     lengths = [evaluation.full.tokens[rows].mean() for rows in groups]
     for axes, name in ((left, "accuracy, %"), (right, "thinking tokens")):
-        furnish(axes, "problems by length of their full traces (mean tokens)", name)
+        furnish(axes, "mean tokens of the full traces, in groups of problems", name)
         axes.set_xticks(x, [f"{length:.0f}" for length in lengths])
     right.set_ylim(bottom=0)
     handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
@@ -256,7 +256,7 @@ def _finish(figure: Figure, handles: Mapping[str, Any], title: str) -> None:
         list(handles.values()),
         list(handles),
         loc="outside lower center",
-        ncols=min(4, len(handles)),
+        ncols=max(1, min(len(handles), int(figure.get_figwidth() // 1.9))),
         frameon=False,
         fontsize=8,
         labelcolor=INK,

@@ -27,7 +27,8 @@ from ospruner.eval.table import FloatArray
 STEPS, LEVELS, TOKENS = 8, 5, 100  # steps, levels of confidence, tokens a step
 STUCK, LIVE = 0, 1
 RISE = {STUCK: 0.03, LIVE: 0.55}  # probability that confidence rises in a step
-LAMBDAS = (2e-3, 1e-3, 7e-4, 5e-4, 3e-4, 2e-4)
+# Moderately high at first: where stopping at once is best, logits saturate and learn no more.
+LAMBDAS = (8e-4, 6e-4, 5e-4, 4e-4, 3e-4, 2e-4)
 
 
 def state(step: int, level: int, kind: int) -> int:

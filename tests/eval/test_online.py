@@ -80,11 +80,11 @@ def evaluate(
 def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
     broken = Counting(fail_at=3)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(tmp_path, broken)
-    with (tmp_path / "online.jsonl").open("ab") as journal:
+        evaluate(tmp_path / "run", broken)
+    with (tmp_path / "run" / "online.jsonl").open("ab") as journal:
         journal.write(b'{"method": "torn')  # as a kill in mid-line leaves it
     again = Counting()
-    evaluation = evaluate(tmp_path, again)
+    evaluation = evaluate(tmp_path / "run", again)
     assert sorted(broken.runs + again.runs) == sorted(
         (key, start)
         for key in ("full trace =None", "fixed budget tokens=40.0")
@@ -94,7 +94,7 @@ def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
     for one, other in zip(evaluation.rules, undisturbed.rules, strict=True):
         np.testing.assert_array_equal(one.outcome.columns(), other.outcome.columns())
     more = Counting()
-    evaluate(tmp_path, more, [*METHODS, Method("fixed budget", 9.0, "tokens", Budget(9))])
+    evaluate(tmp_path / "run", more, [*METHODS, Method("fixed budget", 9.0, "tokens", Budget(9))])
     assert {key for key, _ in more.runs} == {"fixed budget tokens=9.0"}  # the others are there
 
 
