@@ -261,9 +261,7 @@ def test_a_base_without_a_cache_of_keys_is_refused(
     base = make_base("mamba", tiny_tokenizer)
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
     inputs = padded_prompts(tiny_tokenizer)
-    with pytest.raises(
-        ValueError, match="trial answers need past_key_values, which MambaFor"
-    ):
+    with pytest.raises(ValueError, match="trial answers need past_key_values, which MambaFor"):
         generate_with_rule(
             base, tiny_tokenizer, Asking(), token_format=fmt, **inputs, max_new_tokens=3
         )
