@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -199,7 +200,11 @@ def other_code(folder: Path) -> None:
             ["code"],
             "missing: reasoning_format.py; not those of the installed package: policy_ospruner.py",
         ),
-        (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"], ""),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            ["format"],
+            "no thinking end marker '</think>'",
+        ),
     ],
 )
 def test_a_broken_policy(
@@ -277,9 +282,9 @@ def test_an_unreachable_repository_is_one_line() -> None:
     (found,) = report.sections["nobody/nothing"]
     assert found.value.startswith("cannot reach nobody/nothing at revision main")
     assert "HF_ENDPOINT" in found.advice
-    console = Console(width=400, record=True, quiet=True)
-    print_report(report, console)
-    lines = [line for line in console.export_text().splitlines() if "cannot reach" in line]
+    printed = io.StringIO()
+    print_report(report, Console(file=printed, width=400))
+    lines = [line for line in printed.getvalue().splitlines() if "cannot reach" in line]
     assert len(lines) == 1
 
 
