@@ -29,6 +29,7 @@ from modeling_ospruner.serving import (
     SamplingSettings,
     TokenCount,
 )
+from ospruner.eval.benchmarks import user_message
 from ospruner.eval.grading import read_box
 from ospruner.eval.task import prompt_token_ids
 from ospruner.train.grades import grade_rows
@@ -119,7 +120,12 @@ def sampled_traces(
     """Traces of the reasoner, and how long sampling them took."""
     keys = wanted_traces(draw_split("test", args.limit, args.seed), args.samples)
     fmt = reasoner.token_format
-    prompts = [prompt_token_ids(key.problem, reasoner.tokenizer, fmt) for key in keys]
+    prompts = [
+        prompt_token_ids(
+            key.problem.id, user_message(key.problem, fmt.format), reasoner.tokenizer, fmt
+        )
+        for key in keys
+    ]
     settings = SamplingSettings(max_new_tokens=args.max_tokens, seed=args.seed)
     names = [key.name for key in keys]
     kept: list[list[Sampled]] = []
@@ -235,17 +241,15 @@ def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter: a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer traces: a minute")
     parser.add_argument("--limit", type=int, help="problems (default: 64)")
     parser.add_argument("--samples", type=int, default=2, help="traces of each problem")
-    parser.add_argument("--max-tokens", type=int, help="cap on a trace (default: 800)")
+    parser.add_argument("--max-tokens", type=int, default=800, help="cap on a trace")
     parser.add_argument("--batch-size", type=int, default=16, help="prefixes encoded together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    limit, tokens = (8, 400) if args.quick else (64, 800)
-    args.limit = args.limit or limit
-    args.max_tokens = args.max_tokens or tokens
+    args.limit = args.limit or (12 if args.quick else 64)
     return args
 
 

@@ -41,7 +41,7 @@ def draw_stats(table: TraceTable, stats: Mapping[str, Any], path: str | Path) ->
     _histogram(
         first,
         np.histogram(found[~np.isnan(found)], np.linspace(0, 1, _BINS + 1)),
-        f"First right forced answer ({100 * stats['ever_right']:.0f} % of the traces have one)",
+        f"First right answer ({100 * stats['ever_right']:.0f} % of the traces have one)",
         "after this share of the trace's tokens",
     )
     counts = table.num_steps

@@ -220,7 +220,9 @@ def unique_fork_tokens(
     """
     trie = TokenTrie()
     for i, request in enumerate(requests):
-        kept = request.trace_ids[: max(request.cuts, default=0)]
+        if not len(request.cuts):
+            continue
+        kept = request.trace_ids[: max(request.cuts)]
         path = trie.add([*request.prompt_ids, *kept])
         for cut, answer in zip(request.cuts, results[i], strict=True):
             fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]

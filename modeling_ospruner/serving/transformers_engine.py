@@ -134,40 +134,44 @@ class TransformersEngine:
             raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        own, places = _distinct(requests)
+        known: dict[int, list[ForkedAnswer]] = {}
         results: dict[int, list[ForkedAnswer]] = {}
-        if self.packed:
-            forks = PackedForks(
-                self.model,
-                self.model.config.get_text_config().num_hidden_layers,
-                suffix_ids,
-                max_new_tokens,
-                stop,
-                self.eos_ids,
-                self.counts,
-            )
-        for group in self._groups(requests):
-            if self.packed:
-                with fast_attention(self.model):
-                    answers = forks.run([requests[i] for i in group])
-            else:
-                answers = [
-                    fork_one(
-                        self.model,
-                        requests[i],
-                        suffix_ids,
-                        max_new_tokens,
-                        stop,
-                        self.eos_ids,
-                        self.counts,
-                    )
-                    for i in group
-                ]
-            for i, answer in zip(group, answers, strict=True):
-                results[i] = answer
-                if on_done is not None:
-                    on_done(i, answer)
+
+        def hand_on() -> None:
+            """Finishes the requests all of whose answers are known."""
+            for i, row in enumerate(places):
+                if i not in results and all(owner in known for owner, _ in row):
+                    results[i] = [known[owner][k] for owner, k in row]
+                    if on_done is not None:
+                        on_done(i, results[i])
+
+        run = self._runner(suffix_ids, max_new_tokens, stop)
+        for group in self._groups(own):
+            known.update(zip(group, run([own[i] for i in group]), strict=True))
+            hand_on()
+        hand_on()
         self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
         return [results[i] for i in range(len(requests))]
+
+    def _runner(
+        self,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None,
+    ) -> Callable[[list[ForkRequest]], list[list[ForkedAnswer]]]:
+        """What forks the traces of a group: packed, or one after the other."""
+        rules = (suffix_ids, max_new_tokens, stop, self.eos_ids, self.counts)
+        if not self.packed:
+            return lambda group: [fork_one(self.model, request, *rules) for request in group]
+        layers = self.model.config.get_text_config().num_hidden_layers
+        forks = PackedForks(self.model, layers, *rules)
+
+        def run(group: list[ForkRequest]) -> list[list[ForkedAnswer]]:
+            with fast_attention(self.model):
+                return forks.run(group)
+
+        return run
 
     def _groups(self, requests: Sequence[ForkRequest]) -> Iterator[list[int]]:
         """Traces to be forked together: those of one prompt, then those of similar length."""
@@ -177,7 +181,7 @@ class TransformersEngine:
         for prompt, length in zip(prompts, lengths, strict=True):
             longest[prompt] = max(length, longest.get(prompt, 0))
         order = sorted(
-            range(len(requests)),
+            (i for i, request in enumerate(requests) if len(request.cuts)),
             key=lambda i: (longest[prompts[i]], prompts[i], lengths[i]),
             reverse=True,
         )
@@ -193,6 +197,33 @@ class TransformersEngine:
             group.append(i)
         if group:
             yield group
+
+
+def _distinct(
+    requests: Sequence[ForkRequest],
+) -> tuple[list[ForkRequest], list[list[tuple[int, int]]]]:
+    """Leaves each fork to the first request that has it: samples of a problem often begin alike.
+
+    Returns:
+        The requests with the cuts that are left to them, and for each original cut whose answer
+        it gets: the request's index, and which of its cuts.
+    """
+    trie = TokenTrie()
+    first: dict[int, tuple[int, int]] = {}
+    own, places = [], []
+    for i, request in enumerate(requests):
+        kept: list[int] = []
+        path = trie.add([*request.prompt_ids, *request.trace_ids[: max(request.cuts, default=0)]])
+        row = []
+        for cut in request.cuts:
+            node = path[len(request.prompt_ids) + cut]
+            if node not in first:
+                first[node] = (i, len(kept))
+                kept.append(cut)
+            row.append(first[node])
+        own.append(ForkRequest(request.prompt_ids, request.trace_ids, kept))
+        places.append(row)
+    return own, places
 
 
 @torch.inference_mode()

@@ -184,10 +184,17 @@ def test_shared_tokens_are_computed_once(
     forked = sum(len(fmt.forced_suffix()) + n for n in fed)
     tree = len(request.prompt_ids) + len(request.trace_ids) + forked
     assert engine.counts.computed == engine.counts.unique == tree
-    # Two equal traces run once; their forks are equal too, but each decodes by itself.
-    engine.fork([request, request], fmt.forced_suffix(), 8, fmt.box_state)
-    assert engine.counts.computed == 2 * tree + forked
-    assert engine.counts.unique == 2 * tree
+    # Two equal traces and their forks run once, and so does a trace without forks: never.
+    done: dict[int, list[ForkedAnswer]] = {}
+    idle = ForkRequest(request.prompt_ids, request.trace_ids, [])
+    again = [idle, request, request]
+    assert engine.fork(again, fmt.forced_suffix(), 8, fmt.box_state, done.__setitem__) == [
+        [],
+        answers,
+        answers,
+    ]
+    assert done == {0: [], 1: answers, 2: answers}
+    assert engine.counts.computed == engine.counts.unique == 2 * tree
     assert entered == engine.counts.computed + engine.counts.padding
 
 
