@@ -119,7 +119,7 @@ def stranger(hub: LocalHub, tmp_path: Path) -> Stranger:
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=900,
         )
 
     return run

@@ -73,7 +73,7 @@ def command(hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Command:
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=900,
         )
 
     return run
