@@ -93,7 +93,7 @@ def test_a_policy_of_another_base_or_format_takes_no_others_place(
     others: dict[str, dict[str, Any]] = {
         r"base_model_name_or_path 'org/other' instead of": {"base_model_name_or_path": "org/other"},
         r"base_revision 'abc' instead of None": {"base_revision": "abc"},
-        r"reasoning_format {'name': 'mine'": {"reasoning_format": mine},
+        r"reasoning_format {.*'name': 'mine'": {"reasoning_format": mine},
     }
     for i, (message, fields) in enumerate(others.items()):
         folder = save_policy(base, tiny_tokenizer, tmp_path / f"other{i}", **fields)
@@ -110,7 +110,7 @@ def test_a_loaded_base_goes_through_from_base_only(
     for loader in (AutoModel, AutoModelForCausalLM, OSPrunerForCausalLM):
         with pytest.raises(ValueError, match=r"write OSPrunerForCausalLM.from_base\(base, policy"):
             loader.from_pretrained(policy, base=base)
-    with pytest.raises(TypeError, match=r"given a PreTrainedTokenizerFast.*untrained\(base, tok"):
+    with pytest.raises(TypeError, match=r"given a TokenizersBackend.*untrained\(base, tok"):
         OSPrunerForCausalLM.from_base(base, tiny_tokenizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="from_base has no device_map; besides the policy it"):
         OSPrunerForCausalLM.from_base(base, policy, device_map="auto")
