@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ PROBLEMS = draw_split("test", 5, 0)
 
 
 def evaluate(
-    out: Path, runner: Counting, methods: Sequence[Method] = METHODS, **changes: int
+    out: Path, runner: Counting, methods: Sequence[Method] = METHODS, **changes: Any
 ) -> Evaluation:
     settings = dataclasses.replace(SETTINGS, batch_problems=2, **changes)
     task = Task("toy", PROBLEMS)

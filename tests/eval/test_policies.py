@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from modeling_ospruner.reasoning_format import DEEPSEEK_R1
 from ospruner.eval.policies import PAPER_THRESHOLDS, parse_policies, refuse_other_base
 
 
-def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: object) -> Path:
+def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: Any) -> Path:
     config = OSPrunerConfig(
         base_model_name_or_path="org/base",
         base_revision="abc",

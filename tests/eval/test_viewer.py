@@ -10,7 +10,7 @@ from ospruner.eval.viewer import median_stop
 
 @given(arrays(np.float64, st.integers(1, 30), elements=st.floats(0, 1)))
 @settings(deadline=None)
-def test_the_median_stop_halves_the_stopping_distribution(pi: np.ndarray) -> None:  # type: ignore[type-arg]
+def test_the_median_stop_halves_the_stopping_distribution(pi: np.ndarray) -> None:
     stop = median_stop(pi)
     survival = np.cumprod(np.concatenate([1 - pi[:-1], [0.0]]))  # after each step
     assert survival[stop] <= 0.5

@@ -66,7 +66,7 @@ def test_pieces_of_a_batch_equal_one_pass_of_a_row(
     tiny_base: Qwen2ForCausalLM, policy: StoppingPolicy
 ) -> None:
     asked = {7: [0], 8: [0, 1], 15: [1], 16: [2, 2], 29: [0], COLUMNS: [0, 1, 2]}
-    found = {}
+    found: dict[int, Any] = {}
     with Capture(tiny_base, policy) as capture:
         for columns in pieces(tiny_base):
             found |= {(columns, i): capture.probability(i) for i in asked.get(columns, [])}
@@ -104,7 +104,8 @@ def test_the_last_layer_computes_what_is_looked_at(
     tiny_base: Qwen2ForCausalLM, policy: StoppingPolicy
 ) -> None:
     seen: dict[int, list[int]] = {0: [], 1: []}
-    for i, layer in enumerate(policy.layers):
+    layers: Any = policy.layers
+    for i, layer in enumerate(layers):
         layer.mlp.gate_proj.register_forward_pre_hook(
             lambda module, args, i=i: seen[i].append(args[0].shape[1])
         )

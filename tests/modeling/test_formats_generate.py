@@ -13,8 +13,8 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.reasoning_format import HARMONY
 
 ANALYSIS = "<|channel|>analysis<|message|>"
-NEVER = {"mode": "threshold", "threshold": 1.0}
-ALWAYS = {"mode": "threshold", "threshold": 0.0}
+NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}
+ALWAYS: dict[str, Any] = {"mode": "threshold", "threshold": 0.0}
 
 
 class Script(LogitsProcessor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,12 @@ def inputs_for(model: OSPrunerForCausalLM, batch: int, more: str = "") -> dict[s
     tokenizer = model.tokenizer
     assert tokenizer is not None
     texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": user_message(problem, model.token_format.format)}],
-            add_generation_prompt=True,
-            tokenize=False,
+        str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": user_message(problem, model.token_format.format)}],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
         )
         + more
         for problem in draw_split("test", batch, 0)
@@ -127,6 +130,10 @@ def test_a_natural_end_with_a_free_answer_is_plain_generate(model: OSPrunerForCa
     assert [record.reason for record in model.last_stop] == ["natural"] * 2
 
 
+def _at_width(width: int, ids: torch.Tensor) -> torch.Tensor:
+    return torch.full((len(ids),), ids.shape[1] == width)
+
+
 def test_a_prefilled_thinking_goes_on(model: OSPrunerForCausalLM) -> None:
     """Its text counts for where steps end, its tokens do not count."""
     assert model.tokenizer is not None
@@ -134,7 +141,7 @@ def test_a_prefilled_thinking_goes_on(model: OSPrunerForCausalLM) -> None:
     for more, is_step in (("3+4=7.\n", True), ("3+4=7.\n\n", False), ("", False)):
         inputs = inputs_for(model, 1, more)
         width = inputs["input_ids"].shape[1]
-        first = Prefer(newline, lambda ids, w=width: torch.full((len(ids),), ids.shape[1] == w))
+        first = Prefer(newline, partial(_at_width, width))
         run(model, inputs, stop_policy=NEVER, logits_processor=[first], new=30)
         record = model.last_stop[0]
         assert (record.step_ends[:1] == [1]) == is_step
@@ -208,7 +215,7 @@ def test_text_is_streamed_as_it_is_returned(model: OSPrunerForCausalLM) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(reasoner: Reasoner, dtype: torch.dtype) -> None:
-    base = copy.deepcopy(reasoner.model).to(dtype)
+    base = torch.nn.Module.to(copy.deepcopy(reasoner.model), dtype)
     half = with_policy(base, reasoner)
     inputs = inputs_for(half, 3)
     plain = run(half, inputs)

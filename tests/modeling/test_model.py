@@ -320,6 +320,11 @@ def test_forward_scores_in_one_pass(saved: tuple[OSPrunerForCausalLM, Path]) -> 
     )
     assert calls == [0, 1, 2, 3]
     assert type(output) is OSPrunerOutput
+    assert output.logits is not None
+    assert output.loss is not None
+    assert output.hidden_states is not None
+    assert output.past_key_values is not None
+    assert output.stop_probabilities is not None
     assert torch.equal(output.logits, base.logits)
     assert torch.equal(output.loss, base.loss)
     assert len(output.hidden_states) == 5
@@ -347,7 +352,7 @@ def test_given_texts_are_scored_at_their_step_ends(
 ) -> None:
     """Rows of a batch, padded on either side, and whole chats whose thinking is found."""
     model, _ = saved
-    template = {"add_generation_prompt": True, "return_dict": False}
+    template: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False}
     prompt = tiny_tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], **template)
     traces = [
         tiny_tokenizer.encode(text, add_special_tokens=False)

@@ -30,7 +30,7 @@ def model(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: Any) -> OSPrunerForCausal
 def alone(model: OSPrunerForCausalLM, chat: Any, stop_policy: Any = True) -> str:
     """What generate writes for one chat by itself."""
     assert model.tokenizer is not None
-    inputs = model.tokenizer.apply_chat_template(
+    inputs: Any = model.tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     output = model.generate(**inputs, stop_policy=stop_policy, **ARGUMENTS)
@@ -39,7 +39,8 @@ def alone(model: OSPrunerForCausalLM, chat: Any, stop_policy: Any = True) -> str
 
 
 def test_chats_one_by_one_and_in_batches(model: OSPrunerForCausalLM) -> None:
-    pipe = pipeline(
+    make: Any = pipeline
+    pipe = make(
         "text-generation", model=model, tokenizer=model.tokenizer, stop_policy=True, **ARGUMENTS
     )
     wanted = [alone(model, chat) for chat in CHATS]
@@ -60,7 +61,8 @@ def test_a_pipeline_loads_a_policy_by_name(model: OSPrunerForCausalLM, tmp_path:
     model.base.save_pretrained(tmp_path / "base")
     model.config.base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "policy")
-    pipe = pipeline("text-generation", model=str(tmp_path / "policy"), trust_remote_code=True)
+    make: Any = pipeline
+    pipe: Any = make("text-generation", model=str(tmp_path / "policy"), trust_remote_code=True)
     assert type(pipe.model) is OSPrunerForCausalLM
     (found,) = pipe(CHATS[1], stop_policy=True, return_full_text=False, **ARGUMENTS)
     assert found["generated_text"] == alone(model, CHATS[1])
@@ -82,8 +84,9 @@ def test_a_generation_config_holds_the_stop_policy(model: OSPrunerForCausalLM) -
     assert model.last_stop[0].reason == "policy"
     off = model.generate(ids, generation_config=given, stop_policy=False)
     assert torch.equal(off, plain)
-    model.generation_config.stop_policy = True
+    settings: Any = model.generation_config
+    settings.stop_policy = True
     assert torch.equal(model.generate(ids, **ARGUMENTS), wanted)
-    model.generation_config.stop_policy = {"mod": "sample"}
+    settings.stop_policy = {"mod": "sample"}
     with pytest.raises(ValueError, match=r"stop_policy has no \['mod'\]"):
         model.generate(ids, **ARGUMENTS)

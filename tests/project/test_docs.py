@@ -33,7 +33,9 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
     """Each Python block with the heading above it."""
-    found, heading, inside = [], "", None
+    found: list[tuple[str, str]] = []
+    heading = ""
+    inside: list[str] | None = None
     for line in page.read_text(encoding="utf-8").splitlines():
         if inside is None and line.startswith("## "):
             heading = line.removeprefix("## ")
