@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -89,7 +90,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "afmoe": EXPERTS,
     "apertus": {},
     "arcee": {},
-    "bamba": MAMBA,
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "bitnet": {},
     "cohere": {},
     "cohere2": WINDOW,
@@ -122,7 +123,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "hyperclovax": {},
-    "jamba": EXPERTS,
+    "jamba": {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {},
     "minimax_m2": LOCAL_EXPERTS,
     "ministral": WINDOW,
@@ -154,6 +155,7 @@ FAMILIES = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
 ]
 PROMPT_WIDTH, NEW_TOKENS = 9, 20
+PIECES = ((0, 7), (7, 12), (12, 13), (13, 20))
 
 
 def make_base(
@@ -222,6 +224,16 @@ def test_tail_equals_the_base(base: PreTrainedModel) -> None:
     for handle in handles:
         handle.remove()
     real = mask.bool()
+    own_cache = DynamicCache(config=base.get_decoder().config)
+    own_parts = [
+        base.get_decoder()(
+            input_ids=inputs["input_ids"][:, i:j],
+            attention_mask=mask[:, :j],
+            position_ids=positions[:, i:j],
+            past_key_values=own_cache,
+        ).last_hidden_state
+        for i, j in PIECES
+    ]
     for n, hidden in entering.items():
         policy = StoppingPolicy.from_base(base, n)
         torch.nn.init.normal_(policy.head.weight)
@@ -230,11 +242,12 @@ def test_tail_equals_the_base(base: PreTrainedModel) -> None:
         assert whole.dtype == torch.float32
         torch.testing.assert_close(whole[real], expected[real], rtol=0, atol=0)
         cache = policy.new_cache()
-        parts = [
-            policy(hidden[:, i:j], positions[:, i:j], mask[:, :j], cache)
-            for i, j in ((0, 7), (7, 12), (12, 13), (13, 20))
-        ]
-        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=2e-5)
+        parts = [policy(hidden[:, i:j], positions[:, i:j], mask[:, :j], cache) for i, j in PIECES]
+        # In pieces the base itself rounds otherwise; where it has state space layers, by more.
+        own = (policy.head(torch.cat(own_parts, 1))[..., 0] - expected)[real].abs().max()
+        atol = max(2e-5, 4 * float(own))
+        assert atol < 1e-2
+        torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=atol)
 
 
 def test_saved_loaded_and_generating(
@@ -251,11 +264,11 @@ def test_saved_loaded_and_generating(
         for parameter in model.policy.layers.parameters():
             parameter.mul_(1.1)
     model.save_pretrained(tmp_path / "policy")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     for name, tensor in loaded.policy.state_dict().items():
         assert torch.equal(tensor, model.policy.state_dict()[name]), name
 
-    texts = [tiny_tokenizer.decode([i]) for i in range(len(tiny_tokenizer))]
+    texts = [str(tiny_tokenizer.decode([i])) for i in range(len(tiny_tokenizer))]
     breaks = [i for i, text in enumerate(texts) if text.strip() and "\n\n" in text]
     ends = [loaded.token_format.think_end_id, tiny_tokenizer.eos_token_id]
     bias = {**{(i,): 12.0 for i in breaks}, **{(i,): -100.0 for i in ends}}

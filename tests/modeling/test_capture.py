@@ -66,7 +66,7 @@ def test_pieces_of_a_batch_equal_one_pass_of_a_row(
     tiny_base: Qwen2ForCausalLM, policy: StoppingPolicy
 ) -> None:
     asked = {7: [0], 8: [0, 1], 15: [1], 16: [2, 2], 29: [0], COLUMNS: [0, 1, 2]}
-    found: dict[int, Any] = {}
+    found: dict[tuple[int, int], float] = {}
     with Capture(tiny_base, policy) as capture:
         for columns in pieces(tiny_base):
             found |= {(columns, i): capture.probability(i) for i in asked.get(columns, [])}

@@ -104,7 +104,8 @@ def test_the_embedded_reasoner() -> None:
     with torch.no_grad():
         hidden = torch.zeros(1, 1000, model.config.hidden_size, dtype=model.dtype)
         tail(hidden, torch.arange(1000)[None], None, cache)
-    used = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers: Any = cache.layers
+    used = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert value_of(report, "cache, n=2").startswith(in_bytes(used))
 
 
@@ -112,7 +113,7 @@ def test_the_embedded_reasoner() -> None:
 def test_cache_of_other_architectures(name: str) -> None:
     """What a pass without weights says is what keys and values of real passes take."""
     config = AutoConfig.for_model(name)
-    small: dict[str, int] = {
+    small: dict[str, Any] = {
         "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
         "sliding_window": 16, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8,
@@ -128,7 +129,8 @@ def test_cache_of_other_architectures(name: str) -> None:
     assert cache is not None
     with torch.no_grad():
         tail(torch.zeros(1, 1000, 32), torch.arange(1000)[None], None, cache)
-    assert said == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers: Any = cache.layers
+    assert said == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
 
 def test_a_sound_policy(sound_policy: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_loaded_base_goes_through_from_base_only(
         with pytest.raises(ValueError, match=r"write OSPrunerForCausalLM.from_base\(base, policy"):
             loader.from_pretrained(policy, base=base)
     with pytest.raises(TypeError, match=r"given a TokenizersBackend.*untrained\(base, tok"):
-        OSPrunerForCausalLM.from_base(base, tiny_tokenizer)  # type: ignore[arg-type]
+        OSPrunerForCausalLM.from_base(base, tiny_tokenizer)
     with pytest.raises(TypeError, match="from_base has no device_map; besides the policy it"):
         OSPrunerForCausalLM.from_base(base, policy, device_map="auto")
 
@@ -231,7 +231,7 @@ def test_a_bases_own_code_runs_only_where_asked(
             ValueError, match=r"runs code of its own.*pass base_trust_remote_code=T"
         ):
             AutoModelForCausalLM.from_pretrained(policy, trust_remote_code=trust)
-    model = AutoModelForCausalLM.from_pretrained(policy, base_trust_remote_code=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(policy, base_trust_remote_code=True)
     assert type(model.base).__name__ == "MartianForCausalLM"
     assert torch.equal(scores(model), expected)
     ids = torch.tensor([TEXT[:4]])
@@ -254,7 +254,7 @@ def test_the_pinned_revision_is_loaded_not_the_newest(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(newest)
     change_config(policy, base_model_name_or_path="org/base", base_revision=pinned)
-    model = AutoModelForCausalLM.from_pretrained(policy, cache_dir=tmp_path / "cache")
+    model: Any = AutoModelForCausalLM.from_pretrained(policy, cache_dir=tmp_path / "cache")
     assert torch.equal(scores(model), expected)
     change_config(policy, base_revision=None)
     with pytest.raises(ValueError, match="other weights: norm.weight differs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,10 @@ def test_keys_and_values_equal_those_of_each_text_alone(
         alone = DynamicCache(config=tiny_base.config)
         with torch.no_grad():
             tiny_base(input_ids=torch.tensor([text]), past_key_values=alone, use_cache=True)
-        for layer, other in zip(cache.slots, alone.layers, strict=True):
+        layers: Any = alone.layers
+        for layer, other in zip(cache.slots, layers, strict=True):
+            assert layer.keys is not None
+            assert layer.values is not None
             assert other.keys is not None
             assert other.values is not None
             torch.testing.assert_close(layer.keys[row, :, : len(text)], other.keys[0])

@@ -21,7 +21,7 @@ from modeling_ospruner import (
     generate_with_rule,
     uniform,
 )
-from modeling_ospruner.stop_rules import StepEnd, TrialAnswer, Verdict
+from modeling_ospruner.stop_rules import TrialAnswer, Verdict
 from ospruner.eval.benchmarks import user_message
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
@@ -54,7 +54,7 @@ class Ends:
         return self.words[self.step]
 
 
-def verdicts(rule: StopRule, ends: StepEnd, steps: int) -> list[Verdict]:
+def verdicts(rule: StopRule, ends: Any, steps: int) -> list[Verdict]:
     row = rule.for_row()
     out = []
     for step in range(steps):

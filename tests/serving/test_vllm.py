@@ -71,11 +71,13 @@ def test_shares_the_prefixes_of_real_traces(
     engine: VLLMEngine, reasoner: Reasoner, shared_dir: Path
 ) -> None:
     """Steps as R1-Distill wrote them; their ids are folded into the reasoner's vocabulary."""
-    tokenizer = AutoTokenizer.from_pretrained(shared_dir / "tokenizers/deepseek-r1-distill-qwen")
+    tokenizer = AutoTokenizer.from_pretrained(
+        shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
+    )
     real = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
     size, prompt = len(reasoner.tokenizer), [5] * 90  # as long as a problem and its instruction
-    requests = []
-    with gzip.open(shared_dir / "traces/traces_mit.jsonl.gz", "rt") as lines:
+    requests: list[ForkRequest] = []
+    with gzip.open(shared_dir / "data/traces/traces_mit.jsonl.gz", "rt") as lines:
         for trace in map(json.loads, lines):
             if "R1-Distill" not in trace["model"] or not trace["closed"]:
                 continue

@@ -108,7 +108,7 @@ def test_a_trace_is_shown_with_its_grades(
         styles = {str(s.style) for s in text.spans if s.start <= at < s.end}
         assert styles == {f"dim {'yellow' if right is None else 'green' if right else 'red'}"}
     assert "not graded: time limit" in text.plain
-    assert tiny_tokenizer.decode(row["trace_ids"][: row["step_ends"][0]]).strip() in text.plain
+    assert str(tiny_tokenizer.decode(row["trace_ids"][: row["step_ends"][0]])).strip() in text.plain
     tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
     console = Console(record=True, width=100)
     show_trace(folder, 7, str(tmp_path / "tokenizer"), console)

@@ -97,9 +97,7 @@ def test_units_give_the_traces_of_one_run(
 ) -> None:
     worker = make_worker()
     assert run_units(tmp_path / "units", worker) == [0, 1, 2]
-    label(
-        PROBLEMS, worker.engine, worker.tokenizer, worker.fmt, worker.settings, tmp_path / "one"
-    )
+    label(PROBLEMS, worker.engine, worker.tokenizer, worker.fmt, worker.settings, tmp_path / "one")
     assert traces_of(tmp_path / "units") == traces_of(tmp_path / "one")
     manifest, other = (read_manifest(tmp_path / name) for name in ("units", "one"))
     assert manifest["finished"]
@@ -135,9 +133,7 @@ def test_a_poisoned_trace_is_recorded_and_not_tried_again(
     assert run_units(tmp_path, worker) == []
 
 
-def test_a_broken_engine_drops_nothing(
-    make_worker: Callable[..., Worker], tmp_path: Path
-) -> None:
+def test_a_broken_engine_drops_nothing(make_worker: Callable[..., Worker], tmp_path: Path) -> None:
     def broken(key: str) -> None:
         raise RuntimeError("CUDA error")
 
