@@ -58,6 +58,8 @@ def start(work: Callable[[], object]) -> int:
     code = 1
     try:
         torch.set_num_threads(1)
+        # Workers of pytest-xdist ignore it, and a child inherits that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         work()
         code = 0
     except KeyboardInterrupt:
