@@ -21,8 +21,8 @@ from ospruner.eval.table import IntArray
 
 __all__ = ["Packed", "pack", "takes_packing"]
 
-_MASKED_ATTENTION = ("sdpa", "eager")
-"""Implementations whose masks take several packed lines at once."""
+_MASKED_ATTENTION = ("sdpa",)
+"""Implementations with which packed traces were seen to be as alone (eager gpt_oss was not)."""
 
 
 @dataclass(frozen=True)

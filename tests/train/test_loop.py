@@ -334,7 +334,9 @@ def test_memory_that_runs_out_says_what_to_lower(
         torch.empty(1 << 60)  # the allocator's own error
 
     monkeypatch.setattr("ospruner.train.run.batch_loss", fail)
-    with pytest.raises(MemoryError, match="out of memory with batch_size 8.* lower batch_size"):
+    with pytest.raises(
+        MemoryError, match="out of memory with 1 target.*batch_size 8.* lower batch"
+    ):
         fit()
 
 
