@@ -85,7 +85,7 @@ def test_groups_only_split(agree: list[int]) -> None:
 def test_samples_of_one_problem_share_its_prompt(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    engine = TransformersEngine(tiny_base, tiny_tokenizer, batch_size=8)
+    engine = TransformersEngine(tiny_base, tiny_tokenizer, batch_size=12)
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
     draws = random.Random(1)
     prompts = [[draws.randrange(5, 300) for _ in range(60)] for _ in range(3) for _ in range(4)]
