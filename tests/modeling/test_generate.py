@@ -287,9 +287,11 @@ def test_a_prompt_that_closed_its_thinking_is_left_alone(model: OSPrunerForCausa
 
 @pytest.mark.parametrize("where", ["head", "tail"])
 def test_nan_never_stops_or_crashes(model: OSPrunerForCausalLM, where: str) -> None:
-    broken = model.policy.head.weight if where == "head" else next(model.policy.layers.parameters())
+    # All of the tail: torch's attention kernel for the CPU makes zeros of queries that are NaN.
+    part = model.policy.head if where == "head" else model.policy.layers
     with torch.no_grad():
-        broken.fill_(torch.nan)
+        for parameter in part.parameters():
+            parameter.fill_(torch.nan)
     inputs = prompts(model, 4)
     settings = {"mode": "threshold", "threshold": 0.0, "answer": "free"}
     with warnings.catch_warnings(record=True) as caught:

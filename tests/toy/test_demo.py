@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     assert first.poll() is None, "the demo ended before it could be killed"
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    shards = {path: path.read_bytes() for path in (out / "labels").rglob("*.parquet")}
+    shards = {path: path.read_bytes() for path in (out / "labels").glob("*/data/*.parquet")}
     assert len(shards) == 3
     again = subprocess.run(
         [*COMMAND, str(out)],
