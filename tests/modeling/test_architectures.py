@@ -94,7 +94,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "cohere": {},
     "cohere2": WINDOW,
-    "cwm": WINDOW,
+    "cwm": {},
     "deepseek_v2": {**ROUTED_EXPERTS, **LATENT},
     "deepseek_v3": {**ROUTED_EXPERTS, **LATENT},
     "deepseek_v32": {**ROUTED_EXPERTS, **LATENT, "index_n_heads": 2, "index_head_dim": 16},
