@@ -104,6 +104,7 @@ def test_a_stranger_uses_it_by_its_card(
     result = tmp_path / "result.json"
     done = stranger(USE, "org/policy", str(result))
     assert done.returncode == 0, done.stderr
+    assert "Do you wish to run the custom code?" not in done.stdout, "the card's code asks"
     found = json.loads(result.read_text())
     stored = json.loads(published.head.files["probes.json"].content)["probes"]
     for auto in ("AutoModel", "AutoModelForCausalLM"):

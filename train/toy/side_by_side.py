@@ -29,7 +29,7 @@ def answer_prompts(
     Returns:
         For each prompt, under "off" and "on": the answer, the thinking tokens, why it ended.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32
     )
