@@ -83,6 +83,12 @@ def train_command(
     tuning: Annotated[str, typer.Option(help="layers, attention or head.")] = "layers",
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and held-out problems.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
+    multi: Annotated[
+        bool, typer.Option("--multi", help="Every lambda and baseline on one pass of the trunk.")
+    ] = False,
+    validate_every: Annotated[
+        int, typer.Option(help="Optimiser steps between points of the dynamics picture.")
+    ] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write each policy's results to this file.")
     ] = None,
@@ -102,18 +108,21 @@ def train_command(
         num_policy_layers=layers,
         tuning=tuning,
         seed=seed,
+        validate_every=validate_every,
     )
     with PhaseBars(console) as bars:
         stages = train_from_labels(
             labels,
             out,
             settings,
+            multi=multi,
             base=base,
             validation=validation,
             held_out=held_out,
             split_seed=seed,
             limit=limit,
             progress=bars,
+            say=console.print,
         )
     print_stages(stages, console, json_file)
 
@@ -228,7 +237,7 @@ def label_command(
 def labels_stats(
     folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
     picture: Annotated[
-        Path | None, typer.Option(help="Where to draw the picture; DIR-stats.png where absent.")
+        Path | None, typer.Option(help="Where to draw; statistics.png in DIR where absent.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every number to this file too.")

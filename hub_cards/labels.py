@@ -101,6 +101,9 @@ def stage_labels(
         left_out += _copy_split(part, out, split, manifests[split], base, part != folder)
     if (folder / PICTURE).is_file() and not (out / PICTURE).exists():
         shutil.copyfile(folder / PICTURE, out / PICTURE)
+    if not list(out.glob(f"*{PICTURE}")):
+        first_part = next(iter(parts.values()))
+        remarks.append(f"no {PICTURE} to show: `ospruner labels stats {first_part}` draws it")
     write_record(next(iter(parts.values())), out, base, code=False)
     card = _card(out, repo_id, manifests, base, release, columns)
     card.save(out / CARD_FILE)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.hub_cards.labels import PICTURE
 
 from .label_folder import MANIFEST, read_labels, read_manifest
 from .regrade import Regraded
@@ -113,7 +114,7 @@ def print_stats(
 
     Args:
         path: the label folder.
-        picture: where to draw; beside the folder, `<folder>-stats.png`, where None.
+        picture: where to draw; None for the folder itself, whose picture is published with it.
         console: where to print.
         json_file: where to write the numbers too.
 
@@ -123,7 +124,7 @@ def print_stats(
     from .label_picture import draw_stats
 
     stats = stats_of(path)
-    picture = picture or path.resolve().with_name(f"{path.resolve().name}-stats.png")
+    picture = picture or path / PICTURE
     draw_stats(TraceTable.from_dataset(read_labels(path)), stats, picture)
     table = Table(title=str(path), title_justify="left", show_header=False)
     for name, value in _lines(stats):

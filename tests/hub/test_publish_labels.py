@@ -179,12 +179,15 @@ def test_what_cannot_be_published_is_refused(api: HfApi, base_repo: Repo, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unstated_licence_is_said(
+def test_an_unstated_licence_and_a_missing_picture_are_said(
     api: HfApi, base_repo: Repo, labels_dir: Path, tmp_path: Path
 ) -> None:
-    repo_id, staged = stage_labels(
-        labels_dir, tmp_path / "out", release(base_repo, repo="org/"), MEANINGS, api
-    )
+    told = release(base_repo, repo="org/")
+    repo_id, staged = stage_labels(labels_dir, tmp_path / "out", told, MEANINGS, api)
     assert repo_id == "org/ospruner-labels-base"
     assert any("no licence is stated" in remark for remark in staged.remarks)
+    assert not any("labels stats" in remark for remark in staged.remarks)
     assert "No licence was stated" in (staged.path / "README.md").read_text("utf-8")
+    (labels_dir / "statistics.png").unlink()
+    _, plain = stage_labels(labels_dir, tmp_path / "plain", told, MEANINGS, api)
+    assert any(f"labels stats {labels_dir / 'train'}` draws it" in r for r in plain.remarks)

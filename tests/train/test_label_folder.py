@@ -89,7 +89,7 @@ def test_stats_are_printed_and_drawn(folder: Path, tmp_path: Path) -> None:
     text = console.export_text()
     assert "right, forced at the end" in text
     assert "8 of 8 problems" in text
-    picture = folder.with_name("labels-stats.png")
+    picture = folder / "statistics.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
     assert json.loads(numbers.read_text()) == stats
