@@ -50,6 +50,7 @@ FLAT_FILES = (
     "policy_ospruner.py",
     "reasoning_format.py",
     "refusals_ospruner.py",
+    "row_ospruner.py",
     "scoring_ospruner.py",
     "settings_ospruner.py",
     "stop_rules.py",
