@@ -101,7 +101,10 @@ def save_panels(
 
 
 def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str = "") -> None:
-    """Validation accuracy and length at each stage of a training run (the paper's Figure 1).
+    """Validation accuracy and length in the course of a training run (the paper's Figure 1).
+
+    Drawn over optimiser steps where the run validated between the stages' ends
+    (`ospruner train --validate-every`), else over epochs, a point a stage.
 
     Args:
         run_folder: a folder of `ospruner train`, with `log.jsonl`.
@@ -111,26 +114,26 @@ def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str =
     Raises:
         ValueError: the folder holds no training log, or one without a finished stage.
     """
-    stages, epochs = _read_log(Path(run_folder))
+    stages, ends, points, unit = _read_log(Path(run_folder))
     if not stages:
         raise ValueError(f"{run_folder} has no finished stage in log.jsonl: nothing to draw yet")
     figure = _figure(7.2, 4.8)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    ends = np.cumsum([epochs.get(stage["name"], 1) for stage in stages])
+    marker = "o" if len(points) < 40 else ""
     for axes, key, full, scale, name in (
         (upper, "accuracy", "full_accuracy", 100, "accuracy, %"),
         (lower, "tokens", "full_tokens", 1, "thinking tokens"),
     ):
-        values = [scale * stage[key] for stage in stages]
+        values = [scale * point[key] for _, point in points]
         axes.axhline(scale * stages[0][full], color=INK, lw=1.0, ls=(0, (1, 2)), label="full trace")
         axes.plot(
-            ends, values, "-o", color=FRONTIER_COLOUR, lw=1.8, ms=5.5, mec="white", mew=0.8,
-            label="policy on validation", zorder=3,
+            [x for x, _ in points], values, "-", marker=marker, color=FRONTIER_COLOUR, lw=1.8,
+            ms=5.5, mec="white", mew=0.8, label="policy on validation", zorder=3,
         )  # fmt: skip
         for number, end in enumerate(ends[:-1]):
             label = "λ annealed" if number == 0 else None
             axes.axvline(end, color=MUTED, lw=0.8, ls=(0, (5, 3)), zorder=0, label=label)
-        furnish(axes, "epochs" if axes is lower else "", name)
+        furnish(axes, unit if axes is lower else "", name)
         axes.set_xlim(0, ends[-1] * 1.04)
         axes.margins(y=0.2)
     for stage, start, end in zip(stages, [0, *ends[:-1]], ends, strict=True):
@@ -223,20 +226,26 @@ def _renumbered(evaluation: Evaluation, rows: Any) -> Any:
     return np.unique(evaluation.problem_index[rows], return_inverse=True)[1]
 
 
-def _read_log(folder: Path) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The stages' validation results in order, and how many epochs each took."""
+def _read_log(
+    folder: Path,
+) -> tuple[list[dict[str, Any]], list[float], list[tuple[float, dict[str, Any]]], str]:
+    """The stages' validation results, where each ends, the points to draw, and the unit of both."""
     log = folder / "log.jsonl"
     if not log.is_file():
         raise ValueError(f"{folder} has no log.jsonl: give the folder of a training run")
-    stages: dict[str, dict[str, Any]] = {}
-    epochs: dict[str, int] = {}
-    for line in log.read_text("utf-8").splitlines():
-        entry = json.loads(line)
-        if "validation" in entry:
-            stages[entry["validation"]["name"]] = entry["validation"]
-        elif "epoch" in entry and "stage" in entry:
-            epochs[entry["stage"]] = entry["epoch"] + 1
-    return list(stages.values()), epochs
+    entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    stages = {e["validation"]["name"]: e["validation"] for e in entries if "validation" in e}
+    epochs = {e["stage"]: e for e in entries if "epoch" in e and e["stage"] in stages}
+    between = [e["dynamics"] for e in entries if "dynamics" in e]
+    if between:
+        ends = [float(epochs[name]["steps"]) for name in stages]
+        points = [(float(point["steps"]), point) for point in between]
+    else:
+        lengths = [epochs[name]["epoch"] + 1 if name in epochs else 1 for name in stages]
+        ends, points = [float(end) for end in np.cumsum(lengths)], []
+    points += zip(ends, stages.values(), strict=True)
+    points = sorted((p for p in points if p[0] <= max(ends)), key=lambda p: p[0]) if ends else []
+    return list(stages.values()), ends, points, "optimiser steps" if between else "epochs"
 
 
 def _figure(width: float, height: float) -> Figure:

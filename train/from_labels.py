@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, load_dataset
 from huggingface_hub import hf_hub_download
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat
 from ospruner.eval.benchmarks import Problem, user_message
@@ -21,7 +26,8 @@ from ospruner.eval.table import TraceTable
 from ospruner.eval.task import prompt_token_ids
 
 from .label_folder import MANIFEST, read_labels, read_manifest
-from .loop import StageResult, train
+from .loop import StageResult, train_together
+from .memory import memory_need
 from .packing import LabelledTraces
 from .progress import Progress, silent
 from .schedules import SCHEDULES, automatic_penalties
@@ -130,12 +136,14 @@ def train_from_labels(
     out_dir: str | Path,
     settings: Callable[[TraceTable], TrainSettings],
     *,
+    multi: bool = False,
     base: str | None = None,
     validation: str | Path | None = None,
     held_out: int | None = None,
     split_seed: int = 0,
     limit: int | None = None,
     progress: Progress = silent,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[StageResult]:
     """Trains policies on stored labels; a killed run continues where it was.
 
@@ -143,47 +151,72 @@ def train_from_labels(
         labels: folder or Hub id of the labelled traces.
         out_dir: an empty folder, or that of an earlier run of the same settings and labels.
         settings: gives the run's settings for the training traces; see `settings_for`.
+        multi: train each lambda and both baselines as targets of their own on one pass of the
+            trunk (`TrainSettings.targets`), each in a folder of `out_dir`.
         base: the model, where it now lies elsewhere than when it was labelled.
         validation: labels of other problems; None to hold problems out of `labels`.
         held_out: how many problems; see `held_out_split`.
         split_seed: which problems.
         limit: only the first so many traces.
         progress: as for `train`.
+        say: told in a line, before the first step, what the run will hold in memory.
 
     Returns:
-        A policy and its validation result for each stage.
+        A policy and its validation result for each stage; with `multi`, for each target.
 
     Raises:
         ValueError: the labels were made by another base, the validation labels otherwise than the
             training labels, or any of `train`'s refusals.
     """
     ours = load_labels(labels)
-    traces = ours.traces if limit is None else ours.traces.take(min(limit, len(ours.traces)))
-    if validation is None:
-        held = np.array(held_out_split(traces["problem_id"], held_out, split_seed))
-        training = traces.select(np.flatnonzero(~held))
-        validating = traces.select(np.flatnonzero(held))
-    else:
-        theirs = load_labels(validation)
-        _refuse_other_labels(ours.settings, theirs.settings)
-        training, validating = traces, theirs.traces
-    train_set = LabelledTraces.from_dataset(training)
+    train_set, validation_set = _split(ours, validation, held_out, split_seed, limit)
     chosen = settings(train_set.table)
-    where, revision = base or ours.settings.base_model, ours.settings.base_revision
+    targets = chosen.targets() if multi else {"": chosen}
+    model, tokenizer = _load_base(base, ours)
+    say(str(memory_need(model, list(targets.values()), train_set, validation_set)))
+    results = train_together(
+        model,
+        tokenizer,
+        train_set,
+        validation_set,
+        list(targets.values()),
+        ours.settings,
+        [Path(out_dir) / name for name in targets],
+        progress=progress,
+    )
+    return [stage for stages in results for stage in stages]
+
+
+def _split(
+    labels: Labels,
+    validation: str | Path | None,
+    held_out: int | None,
+    split_seed: int,
+    limit: int | None,
+) -> tuple[LabelledTraces, LabelledTraces]:
+    """Training and validation traces."""
+    traces = labels.traces
+    if limit is not None:
+        traces = traces.take(min(limit, len(traces)))
+    if validation is not None:
+        theirs = load_labels(validation)
+        _refuse_other_labels(labels.settings, theirs.settings)
+        return LabelledTraces.from_dataset(traces), LabelledTraces.from_dataset(theirs.traces)
+    held = np.array(held_out_split(traces["problem_id"], held_out, split_seed))
+    parts = (traces.select(np.flatnonzero(rows)) for rows in (~held, held))
+    training, validating = map(LabelledTraces.from_dataset, parts)
+    return training, validating
+
+
+def _load_base(base: str | None, labels: Labels) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that made the labels, where it lies now."""
+    where, revision = base or labels.settings.base_model, labels.settings.base_revision
     if base is not None and Path(base).is_dir():
         revision = None
     tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
-    _refuse_other_base(where, tokenizer, ours)
-    return train(
-        AutoModelForCausalLM.from_pretrained(where, revision=revision, dtype="auto"),
-        tokenizer,
-        train_set,
-        LabelledTraces.from_dataset(validating),
-        chosen,
-        ours.settings,
-        out_dir,
-        progress=progress,
-    )
+    _refuse_other_base(where, tokenizer, labels)
+    model = AutoModelForCausalLM.from_pretrained(where, revision=revision, dtype="auto")
+    return model, tokenizer
 
 
 def _refuse_other_base(where: str, tokenizer: PreTrainedTokenizerBase, labels: Labels) -> None:

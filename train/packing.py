@@ -161,10 +161,10 @@ class LabelledTraces:
         )  # (P, C, H)
         return packed.unpack(hidden)
 
-    def states_bytes(self, model: HasTrunk) -> int:
-        """The memory that the trunk's states of all traces take."""
-        hidden_size: int = model.base.config.get_text_config().hidden_size
-        return int(self.token_lengths.sum()) * hidden_size * int(model.base.dtype.itemsize)
+    def states_bytes(self, base: Any) -> int:
+        """The memory that the trunk's states of all traces take, of a causal LM."""
+        hidden_size: int = base.config.get_text_config().hidden_size
+        return int(self.token_lengths.sum()) * hidden_size * int(base.dtype.itemsize)
 
     def cache_states(self, model: HasTrunk, limit_bytes: int, progress: Progress = silent) -> int:
         """Runs the trunk once over all traces, where its states fit in memory.
@@ -179,7 +179,7 @@ class LabelledTraces:
         Returns:
             The bytes now held for this model: 0 where they do not fit.
         """
-        size = self.states_bytes(model)
+        size = self.states_bytes(model.base)
         if self._states_of == _trunk_of(model):
             return self.cached_bytes
         self._states, self._states_of, self.cached_bytes = None, None, 0

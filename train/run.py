@@ -26,7 +26,7 @@ from .progress import Progress
 from .run_folder import RunFolder, labels_hash
 from .settings import Stage, TrainSettings
 
-__all__ = ["Run", "TrainingDivergedError"]
+__all__ = ["Run", "TrainingDivergedError", "new_optimizer"]
 
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
@@ -87,8 +87,9 @@ class Run:
         self.progress = progress
         self.facts = {"labels": labels_hash(traces.table), "training_traces": len(rows)}
         self.parameters = [p for p in model.policy.parameters() if p.requires_grad]
-        self.optimizer = _optimizer(model, settings)
+        self.optimizer = new_optimizer(model, settings)
         self.results: list[StageResult] = []
+        self.stage = 0
         self.epoch = 0  # of the stage
         self.batch = 0  # of the epoch
         self.steps = 0  # of the run
@@ -98,20 +99,20 @@ class Run:
         """Trains what is left of the run: yields a batch's traces, wants the trunk's states."""
         self._restore()
         stages = self.settings.stages
-        if len(self.results) < len(stages):
+        if self.stage < len(stages):
             limit = self.settings.cache_limit_bytes
             held = self.traces.cache_states(self.model, limit, self.progress)
             held += self.validation.cache_states(self.model, limit - held, self.progress)
             if self.steps == 0:
                 self.folder.log(self._header(held))
-        for stage in stages[len(self.results) :]:
+        for stage in stages[self.stage :]:
             while self.epoch < stage.epochs:
                 yield from self._run_epoch(stage)
             self._finish_stage(stage)
 
     def _run_epoch(self, stage: Stage) -> Generator[IntArray, Tensor, None]:
         started = time.monotonic()
-        number = sum(s.epochs for s in self.settings.stages[: len(self.results)]) + self.epoch
+        number = sum(s.epochs for s in self.settings.stages[: self.stage]) + self.epoch
         batches = epoch_batches(
             self.traces.token_lengths,
             self.rows,
@@ -175,6 +176,13 @@ class Run:
         return value
 
     def _finish_stage(self, stage: Stage) -> None:
+        self.stage += 1
+        if self.stage == len(self.settings.stages) or not self.settings.only_last_policy:
+            self._save_policy(stage)
+        self.epoch = 0
+        self._checkpoint()
+
+    def _save_policy(self, stage: Stage) -> None:
         config = self.model.config
         config.length_penalty = stage.length_penalty
         probabilities, outcome = self._validate()
@@ -198,8 +206,6 @@ class Run:
         )
         self.results.append(result)
         self.folder.log({"validation": result.to_dict()})
-        self.epoch = 0
-        self._checkpoint()
 
     def _validate(self) -> tuple[npt.NDArray[np.float32], Outcome]:
         """Stop probabilities (N, T) on the validation traces, and what they come to."""
@@ -227,6 +233,7 @@ class Run:
                 "policy": self.model.policy.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "results": [result.to_dict() for result in self.results],
+                "stage": self.stage,
                 "epoch": self.epoch,
                 "batch": self.batch,
                 "steps": self.steps,
@@ -243,11 +250,13 @@ class Run:
         self.results = [
             StageResult.from_dict(result, self.folder.path) for result in state["results"]
         ]
-        self.epoch, self.batch, self.steps = state["epoch"], state["batch"], state["steps"]
+        self.stage, self.epoch = state["stage"], state["epoch"]
+        self.batch, self.steps = state["batch"], state["steps"]
         self.tally = Tally(**state["tally"])
 
 
-def _optimizer(model: OSPrunerForCausalLM, settings: TrainSettings) -> torch.optim.AdamW:
+def new_optimizer(model: OSPrunerForCausalLM, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW over what the policy trains; the head may have a learning rate of its own."""
     head = {id(p) for p in model.policy.head.parameters()}
     trained = [p for p in model.policy.parameters() if p.requires_grad]
     layers = [p for p in trained if id(p) not in head]

@@ -59,6 +59,8 @@ class TrainSettings:
             of the training's dynamics; 0 for none but those at the stages' ends.
         cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
             again for every batch.
+        only_last_policy: save the last stage's policy alone, where the stages before it only lead
+            there (`targets`).
     """
 
     method: Method = "os-pruner"
@@ -79,6 +81,7 @@ class TrainSettings:
     checkpoint_every: int = 0
     validate_every: int = 0
     cache_limit_bytes: int = 2**31
+    only_last_policy: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
@@ -157,7 +160,10 @@ class TrainSettings:
         for k, penalty in enumerate(self.length_penalties):
             left = self.total_epochs - k * self.epochs_per_stage
             found[f"lam{penalty_name(penalty)}"] = dataclasses.replace(
-                self, length_penalties=self.length_penalties[: k + 1], last_stage_epochs=left
+                self,
+                length_penalties=self.length_penalties[: k + 1],
+                last_stage_epochs=left,
+                only_last_policy=True,
             )
         return found | {
             "probe": self.baseline("probe"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ospruner.eval.panels import save_dynamics
+
 from .policies import StageResult
 from .settings import penalty_name
 
@@ -18,7 +20,7 @@ __all__ = ["print_stages"]
 def print_stages(
     stages: Sequence[StageResult], console: Console, json_file: Path | None = None
 ) -> None:
-    """Prints a table of the stages, and writes it as JSON where asked.
+    """Prints a table of the stages, draws each run's dynamics, and writes JSON where asked.
 
     Args:
         stages: results of one run.
@@ -43,6 +45,10 @@ def print_stages(
             f"{100 * reduction:.1f}",
         )
     console.print(table)
-    console.print(f"Policies: {stages[0].path.parent}")
+    for folder in dict.fromkeys(stage.path.parent for stage in stages):
+        console.print(f"Policies: {folder}", soft_wrap=True)
+    for folder in dict.fromkeys(s.path.parent for s in stages if s.method == "os-pruner"):
+        save_dynamics(folder, [folder / "dynamics.png"], title="On the validation traces")
+        console.print(f"Dynamics: {folder / 'dynamics.png'}", soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps([s.to_dict() for s in stages], indent=2) + "\n", "utf-8")

@@ -85,3 +85,21 @@ def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
     log.write_text(json.dumps({"stage": "s", "epoch": 0}) + "\n")
     with pytest.raises(ValueError, match="has no finished stage in log.jsonl"):
         save_dynamics(tmp_path, [tmp_path / "x.png"])
+
+
+def test_dynamics_between_stage_ends_are_drawn_over_steps(tmp_path: Path) -> None:
+    lines: list[dict[str, object]] = []
+    for number, name in enumerate(("lam1e-3", "lam1e-4")):
+        for step in range(3):
+            found = {"accuracy": 0.5 + 0.01 * step, "tokens": 90.0 + step}
+            lines.append({"dynamics": {"steps": 10 * number + 3 * step + 1, **found}})
+        lines.append({"stage": name, "epoch": 0, "steps": 10 * number + 10})
+        result = {"name": name, "length_penalty": 10.0 ** (-3 - number), "accuracy": 0.6}
+        lines.append(
+            {"validation": {**result, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}}
+        )
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save_dynamics(tmp_path, [tmp_path / "d.svg"])
+    drawn = (tmp_path / "d.svg").read_text()
+    assert "optimiser steps" in drawn
+    assert "epochs" not in drawn

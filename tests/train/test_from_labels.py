@@ -99,3 +99,23 @@ def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> N
     settings = settings_for("1e-3", tuning="head", batch_size=8)
     (stage,) = train_from_labels(labels, tmp_path / "run", settings, base=str(copied))
     assert stage.path.is_dir()
+
+
+def test_multi_trains_every_target_on_one_trunk_pass(labels: Path, tmp_path: Path) -> None:
+    numbers, out = tmp_path / "stages.json", tmp_path / "multi"
+    line = ["train", "--labels", str(labels), "--out", str(out), "--tuning", "head", "--multi"]
+    line += ["--batch-size", "16", "--lambdas", "1e-3,2e-4", "--validate-every", "2"]
+    done = CliRunner().invoke(app, [*line, "--json", str(numbers)])
+    assert done.exit_code == 0, done.output
+    said = done.output.replace("\n", " ")
+    assert "4 target(s) will hold" in said
+    stages = json.loads(numbers.read_text())
+    names = ["lam1e-3", "lam2e-4", "probe", "convergence"]
+    assert [stage["name"] for stage in stages] == names
+    # Each target keeps the policy that it ends with, and no other.
+    kept = sorted(str(path.parent.relative_to(out)) for path in out.rglob("model.safetensors"))
+    assert kept == sorted(f"{name}/{name}" for name in names)
+    assert (out / "lam2e-4" / "dynamics.png").is_file()
+    baseline = ["train", "--labels", str(labels), "--method", "probe", "--multi", "--out", str(out)]
+    with pytest.raises(ValueError, match="method is 'probe', one target by itself"):
+        CliRunner().invoke(app, baseline, catch_exceptions=False)

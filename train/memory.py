@@ -1,0 +1,92 @@
+"""What a run will hold in memory, said before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+
+from .packing import LabelledTraces
+from .settings import TrainSettings
+
+__all__ = ["MemoryNeed", "memory_need"]
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that targets trained together hold, activations not counted.
+
+    Attributes:
+        targets: how many.
+        base_bytes: the frozen base, once for all.
+        tail_bytes: the float32 weights of one target's tail and head.
+        moments_bytes: AdamW's two moments for what one target trains.
+        gradient_bytes: of the one target that is taking its step.
+        states_bytes: the trunk's states of all traces, where they are kept in memory.
+    """
+
+    targets: int
+    base_bytes: int
+    tail_bytes: int
+    moments_bytes: int
+    gradient_bytes: int
+    states_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything."""
+        own = self.targets * (self.tail_bytes + self.moments_bytes)
+        return self.base_bytes + own + self.gradient_bytes + self.states_bytes
+
+    def __str__(self) -> str:
+        own = self.targets * (self.tail_bytes + self.moments_bytes)
+        return (
+            f"{self.targets} target(s) will hold {_size(self.total_bytes)} besides activations: "
+            f"base {_size(self.base_bytes)}, tails with AdamW's moments {self.targets} x "
+            f"({_size(self.tail_bytes)} + {_size(self.moments_bytes)}) = {_size(own)}, gradients "
+            f"of one {_size(self.gradient_bytes)}, trunk's states {_size(self.states_bytes)}"
+        )
+
+
+def memory_need(
+    base: PreTrainedModel,
+    targets: Sequence[TrainSettings],
+    train_set: LabelledTraces,
+    validation_set: LabelledTraces,
+) -> MemoryNeed:
+    """What `train_together` will hold; nothing is allocated to find out.
+
+    Args:
+        base: the model.
+        targets: settings that share what `train_together` asks of them.
+        train_set: traces to train on.
+        validation_set: traces to validate on.
+    """
+    settings = targets[0]
+    policy = StoppingPolicy.empty(base, settings.num_policy_layers)
+    policy.set_trainable(settings.tuning)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    states = 0
+    for traces in (train_set, validation_set):
+        size = traces.states_bytes(base)
+        states += size if states + size <= settings.cache_limit_bytes else 0
+    return MemoryNeed(
+        targets=len(targets),
+        base_bytes=base.get_memory_footprint(),
+        tail_bytes=_FLOAT32 * sum(p.numel() for p in policy.parameters()),
+        moments_bytes=2 * _FLOAT32 * trained,
+        gradient_bytes=_FLOAT32 * trained,
+        states_bytes=states,
+    )
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
