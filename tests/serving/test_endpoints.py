@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,11 @@ from modeling_ospruner.serving.endpoints import EndpointsEngine
 from modeling_ospruner.serving.openai_engine import OpenAIEngine
 from modeling_ospruner.serving.optional import MissingPackageError
 from modeling_ospruner.serving.sglang_engine import SGLangEngine
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.label_folder import read_labels
+from ospruner.train.labels import label
+from ospruner.train.progress import Progress, silent
+from ospruner.train.toy.shipped import Reasoner, draw_split
 
 from .conftest import GREEDY, Traces, check_agreement, fork_all
 from .local_server import LocalServer
@@ -162,6 +168,31 @@ def test_without_any_server_left_what_is_done_is_handed_on(
     for server in servers:
         server.faults.clear()
     check_agreement(reasoner, few[0], few[1], fork_all(engine, reasoner, few[0]))
+
+
+def test_a_label_run_outlives_its_servers(
+    servers: list[LocalServer], reasoner: Reasoner, tmp_path: Path
+) -> None:
+    """What was committed before the last server died is kept, and another server goes on."""
+    problems = draw_split("test", 4, 0)
+    how = LabelSettings(base_model="toy", temperature=0, max_new_tokens=24, max_answer_tokens=8)
+
+    def run(server: LocalServer, progress: Progress = silent) -> list[dict[str, Any]]:
+        made_by = open_over([server], reasoner), reasoner.tokenizer, reasoner.token_format
+        label(problems, *made_by, how, tmp_path, chunk_traces=1, progress=progress)
+        return read_labels(tmp_path).to_list()
+
+    def stop_at_the_third(phase: str, done: int, total: int, note: str = "") -> None:
+        if (phase, done) == ("sample", 3):  # its forks are still to come
+            servers[0].stop()
+
+    with pytest.raises(EnginesDownError, match="no server is left"):
+        run(servers[0], stop_at_the_third)
+    kept = read_labels(tmp_path).to_list()
+    assert [row["problem_id"] for row in kept] == [problem.id for problem in problems[:2]]
+    finished = run(servers[1])
+    assert finished[:2] == kept
+    assert [row["problem_id"] for row in finished] == [problem.id for problem in problems]
 
 
 def test_a_refused_request_is_told_apart_from_a_dead_server(

@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from ospruner.eval.columns import FEATURES
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.label_folder import JOURNAL, read_labels, read_manifest
 from ospruner.train.labels import label
+from ospruner_cli import app
 
 SETTINGS = LabelSettings(
     base_model="tiny", temperature=0, max_new_tokens=32, max_answer_tokens=4, samples_per_problem=2
@@ -151,6 +153,30 @@ def test_interrupt_leaves_what_is_done_and_a_second_run_is_refused(
     manifest = read_manifest(folder)
     assert len(loaded) == manifest["traces"] >= 2
     assert not manifest["finished"]
+
+
+def test_ctrl_c_at_the_command_says_what_is_done(
+    tiny_base_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, problems = tmp_path / "labels", tmp_path / "problems.jsonl"
+    rows = [{"problem": f"What is {n} + 4?", "answer": str(n + 4)} for n in range(2000)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["label", "--base", str(tiny_base_dir), "--dataset", str(problems)]
+    arguments += ["--out", str(folder), "--max-tokens", "32", "--chunk", "2"]
+
+    def command() -> None:
+        code = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        os._exit(code)
+
+    pid = start(command)
+    wait_for_progress(folder, pid, 0)
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 130
+    traces = read_manifest(folder)["traces"]
+    assert traces >= 2
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"Stopped: {traces} labelled traces in" in said
 
 
 def test_full_disk_loses_nothing(

@@ -1,0 +1,41 @@
+"""The benchmark of labels does what it says; vLLM's part of it is tested in tests/serving."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_it_prints_its_keys_on_the_last_line(
+    repo_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script, file = repo_dir / "benchmarks" / "labels.py", tmp_path / "labels.json"
+    monkeypatch.syspath_prepend(script.parent)
+    arguments = ["--limit", "3", "--samples", "2", "--max-tokens", "120", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, package=None: None if name == "vllm" else find_spec(name, package),
+    )
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found == json.loads(file.read_text())
+    assert found["traces"] == 6
+    assert 1 <= found["computed_over_unique_transformers"] <= 1.02
+    assert found["computed_over_unique_vllm"] is None
+    assert found["reencoded_tokens"] > 2 * found["unique_tokens"]
+    assert found["same_answers"] >= 0.95
+    assert math.isfinite(found["speedup_over_reencode"])
+    assert sum(found["share_of_time"].values()) == pytest.approx(1)
+    assert "computed / unique tokens, vLLM            not installed" in printed
