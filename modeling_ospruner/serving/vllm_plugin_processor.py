@@ -1,0 +1,232 @@
+"""The logits processor that stops requests inside vLLM and forces what follows.
+
+It follows the tokens of each request that the policy may stop. At a step's end it reads the stop
+probability that the model left for the request's row; what then happens to the request is decided
+by `StopRow`, as in generate. Forced tokens are scores with one finite entry. A row whose answer is
+complete gets the end-of-text token, for a processor cannot end a request otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.draws_ospruner import mix64
+from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.row_ospruner import Phase, RowPlan, StopRow
+from modeling_ospruner.stop_rules import TrialAnswer
+
+from .vllm_plugin import ARCHITECTURE, PROCESSOR
+from .vllm_plugin_model import STOP_HEAD, StopHead
+from .vllm_plugin_requests import StopRequest
+
+__all__ = ["DEFAULTS", "StopProcessor"]
+
+DEFAULTS = "ospruner"
+"""The key of vLLM's `--additional-config` under which a server's defaults stand."""
+
+logger = init_logger(__name__)
+
+
+class _Request:
+    """A request that the policy may stop.
+
+    Attributes:
+        row: decides.
+        output: vLLM's own list of its tokens, which grows.
+        prompt_tokens: the length of its prompt.
+        taken: tokens of `output` that `row` has taken in.
+    """
+
+    def __init__(self, row: StopRow, prompt_tokens: int, output: list[int]) -> None:
+        self.row = row
+        self.output = output
+        self.prompt_tokens = prompt_tokens
+        self.taken = 0
+
+
+class StopProcessor(LogitsProcessor):
+    """Stops requests; see the module.
+
+    Args:
+        vllm_config: of the engine.
+        device: of the logits.
+        is_pin_memory: not used.
+
+    Raises:
+        ValueError: the model is no policy, or the server's defaults are wrong.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        model = vllm_config.model_config
+        config: OSPrunerConfig = model.hf_config
+        if ARCHITECTURE not in model.architectures:
+            raise ValueError(
+                f"{PROCESSOR} stops with a policy, but {model.model!r} is none: serve a policy's "
+                "folder or Hub id, or leave --logits-processors out"
+            )
+        additional = vllm_config.additional_config
+        self._defaults = StopRequest(
+            additional.get(DEFAULTS) if isinstance(additional, dict) else None,
+            owner=f"additional_config[{DEFAULTS!r}]",
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, config=config
+        )
+        literals = config.reasoning_format
+        self._format = TokenFormat.compile(
+            guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals), tokenizer
+        )
+        self._eos_id: int = tokenizer.eos_token_id
+        self._policy = (config.default_mode, config.default_threshold)
+        self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        self._requests: dict[int, _Request] = {}
+        # Requests that left the batch: preempted ones come back with the list they had.
+        self._left: OrderedDict[int, _Request] = OrderedDict()
+        self._most_left = 4 * vllm_config.scheduler_config.max_num_seqs
+        self._seed = mix64(model.seed)
+        self._seen = 0
+        self._warned = False
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Refuses wrong keys: over HTTP, a 400 with the message.
+
+        Raises:
+            ValueError: naming the key, its value and what is allowed.
+        """
+        request = StopRequest(params.extra_args)
+        if request.on and params.structured_outputs is not None:
+            _refuse("structured outputs", "their grammar does not know the forced closing")
+        if request.on and params.thinking_token_budget is not None:
+            _refuse("thinking_token_budget", "use max_thinking_tokens, which ends at a step")
+        if params.n > 1 and "seed" in request.fields:
+            raise ValueError(
+                f"stop_seed is {request.fields['seed']} and n is {params.n}: vLLM does not tell "
+                "the n texts apart. Send n requests with stop_sample_index 0 to n - 1, or leave "
+                "stop_seed out"
+            )
+
+    def is_argmax_invariant(self) -> bool:
+        """No: a forced token need not be the most likely one."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follows the requests in vLLM's batch."""
+        if batch_update is None:
+            return
+        before = dict(self._requests)
+        process_dict_updates(self._requests, batch_update, self._enter)
+        staying = {id(request) for request in self._requests.values()}
+        for request in before.values():
+            if id(request) not in staying:
+                self._left[id(request.output)] = request
+        while len(self._left) > self._most_left:
+            self._left.popitem(last=False)
+
+    def _enter(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output: list[int]
+    ) -> _Request | None:
+        known = self._left.pop(id(output), None)
+        if known is not None and known.output is output:
+            return known
+        settings = StopRequest(params.extra_args).settings(self._defaults)
+        structured = params.structured_outputs is not None
+        budget = params.thinking_token_budget is not None
+        if settings is None or prompt_ids is None or structured or budget:
+            return None
+        self._seen += 1
+        if "seed" not in StopRequest(params.extra_args).fields:
+            # As if each request were another sample; on all tensor-parallel ranks the same.
+            settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
+        settings = settings.with_defaults(*self._policy)
+        eos = frozenset({self._eos_id, *params.all_stop_token_ids})
+        plan = RowPlan(settings, settings.chosen_rule(), self._format, eos)
+        row = StopRow(plan, prompt_ids, settings.first_sample_index)
+        return _Request(row, len(prompt_ids), output) if row.phase is Phase.THINKING else None
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
+        deciding: list[int] = []
+        for i, request in self._requests.items():
+            row = request.row
+            for token in request.output[request.taken :]:
+                row.push(token)
+            request.taken = len(request.output)
+            if row.at_boundary:
+                deciding.append(i)
+        if deciding:
+            self._decide(deciding)
+        return self._shape(logits)
+
+    def _decide(self, deciding: list[int]) -> None:
+        head: StopHead = self._layers[STOP_HEAD]
+        rows = torch.tensor(deciding, device=head.logits.device)
+        probabilities = torch.sigmoid(head.logits[rows]).tolist()
+        positions = head.positions[rows].tolist()
+        for i, probability, position in zip(deciding, probabilities, positions, strict=True):
+            request = self._requests[i]
+            if position != request.prompt_tokens + request.taken - 1:
+                continue  # a part of a prefill: its row is not sampled from
+            request.row.decide(
+                stop_probability=lambda value=probability: value,
+                trial_answer=_no_trial,
+                next_text=_no_text,
+            )
+            if math.isnan(probability) and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the stopping policy gave NaN: requests continue. Its weights, or the base's "
+                    "hidden states, are broken"
+                )
+
+    def _shape(self, logits: torch.Tensor) -> torch.Tensor:
+        """Masks markers in answers, then leaves one token where it is forced, or greedy."""
+        forced: list[tuple[int, int]] = []
+        masked: list[int] = []
+        greedy: list[int] = []
+        for i, request in self._requests.items():
+            row = request.row
+            if row.phase is Phase.FORCING:
+                forced.append((i, row.forced[0]))
+            elif row.phase is Phase.DONE:
+                forced.append((i, self._eos_id))
+            elif row.phase is Phase.ANSWER:
+                if row.masked:
+                    masked.append(i)
+                if row.greedy:
+                    greedy.append(i)
+        device = logits.device
+        reentry = list(self._format.reentry_ids)
+        if reentry and masked:
+            logits[torch.tensor(masked, device=device)[:, None], reentry] = -torch.inf
+        if forced or greedy:
+            rows = torch.tensor([i for i, _ in forced] + greedy, device=device)
+            ids = torch.tensor([token for _, token in forced], dtype=torch.long, device=device)
+            chosen = torch.cat([ids, logits[rows[len(forced) :]].argmax(-1)])
+            logits[rows] = -torch.inf
+            logits[rows, chosen] = 0.0
+        return logits
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise ValueError(f"stop_policy and {what} exclude each other: {why}")
+
+
+def _no_trial(max_tokens: int) -> TrialAnswer:
+    raise AssertionError("the learned policy asks for no trial answers")
+
+
+def _no_text() -> str:
+    raise AssertionError("the learned policy asks for no texts")
