@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Stranger
-from .local_hub import LocalHub
+from .local_hub import TOKEN, LocalHub
 from .repositories import File, Repo
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -65,7 +65,7 @@ def command(hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Command:
         offline = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"}
         inherited = {name: value for name, value in os.environ.items() if name not in offline}
         variables = hub.environment(home, **({} if token else {"token": None}))
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "ospruner_cli", *map(str, arguments)],
             env={**inherited, **variables, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
             cwd=home,
@@ -75,6 +75,8 @@ def command(hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Command:
             check=False,
             timeout=900,
         )
+        assert TOKEN not in done.stdout + done.stderr
+        return done
 
     return run
 
