@@ -134,6 +134,7 @@ class _Stepper:
     async def ask(self, ask: Ask) -> Reply:
         """Answers one request, ending it where its rule is satisfied; see `Server.ask`."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -152,7 +153,13 @@ class _Stepper:
         name = str(next(self._names))
         rule = ask.stop() if ask.stop is not None else None
         live = _Live(ask, asyncio.get_running_loop().create_future(), rule)
-        self._llm.add_request(name, tokens_input(ask.prompt_ids), params)
+        try:
+            self._llm.add_request(name, tokens_input(ask.prompt_ids), params)
+        except VLLMValidationError as error:
+            raise ValueError(
+                f"vLLM refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
+                f"{ask.max_new_tokens} new ones: {error}"
+            ) from error
         self._live[name] = live
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step_until_idle())
