@@ -43,6 +43,7 @@ class StoppingPolicy(nn.Module):
         # Some decoders scale the embeddings they are given: what enters the first layer is put
         # back to what entered the base's. By thread, so that concurrent calls don't mix.
         self._entering: dict[int, torch.Tensor] = {}
+        self._seen_weights: tuple[list[tuple[int, int]], bool] | None = None
         if tail is not None:
             self.layers[0].register_forward_pre_hook(self._put_back, with_kwargs=True)
 
@@ -220,7 +221,22 @@ class StoppingPolicy(nn.Module):
             if isinstance(past_key_values, _CountingCache):
                 past_key_values.tokens += hidden.shape[1]
         logits: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
-        return logits[..., 0].float()
+        logits = logits[..., 0].float()
+        if not torch.is_grad_enabled() and not self._has_sound_weights():
+            logits = torch.full_like(logits, torch.nan)
+        return logits
+
+    def _has_sound_weights(self) -> bool:
+        """Whether every weight is a number, looked at again only after one has changed.
+
+        Some attention kernels make zeros of queries that are NaN, and broken weights would pass.
+        """
+        weights = [*self.parameters()]
+        now = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
+        if self._seen_weights is None or self._seen_weights[0] != now:
+            sound = all(bool(weight.isfinite().all()) for weight in weights)
+            self._seen_weights = (now, sound)
+        return self._seen_weights[1]
 
     def _put_back(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
