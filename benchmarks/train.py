@@ -1,0 +1,294 @@
+"""Cost of a training step: one pass per prefix, one padded pass, one packed pass, many targets.
+
+    OMP_NUM_THREADS=1 python benchmarks/train.py [--quick] [--json FILE] [--limit N] [--seed N]
+
+The base is a random Qwen2 of 28 layers with R1-Distill-7B's proportions at a smaller width, its
+policy two layers as in the paper; traces have 20 steps and the spread of lengths that reasoning
+has. Every arm takes whole optimiser steps on the same batches and must find the same loss:
+
+naive    one pass for each prefix, unpadded, its last token's logit
+padded   one pass a trace, in padded rows
+packed   what `ospruner train` does: the trunk on packed traces, the last layer at step ends only
+kept     the same from the trunk's states in memory, as in all epochs but the first
+multi    packed, with several targets on one pass of the trunk, as `ospruner train --multi`
+
+Arms are timed in turn. `share of the limit` is counted floating-point operations a second over
+what one large matrix product reaches here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from timing import Timed, environment, median_ratio, peak_bytes, timed
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.eval.columns import FEATURES
+from ospruner.eval.table import IntArray
+from ospruner.train.fast_tail import step_logits
+from ospruner.train.packing import Batch, LabelledTraces
+from ospruner.train.policies import batch_loss, new_policy
+from ospruner.train.run import new_optimizer
+from ospruner.train.settings import TrainSettings
+from ospruner.train.toy.shipped import Reasoner
+
+PENALTY = 1e-4
+
+
+class Target:
+    """A policy with its optimiser."""
+
+    def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int) -> None:
+        settings = TrainSettings(length_penalties=(PENALTY,), seed=seed, learning_rate=1e-12)
+        labels = reasoner.label_settings(seed)
+        self.model: OSPrunerForCausalLM = new_policy(base, reasoner.tokenizer, settings, labels)
+        self.optimizer = new_optimizer(self.model, settings)
+
+    def step(self, logits: torch.Tensor, batch: Batch) -> float:
+        """One optimiser step; returns the loss before it.
+
+        Its learning rate is next to nothing, so that all arms see the same weights.
+        """
+        loss = batch_loss("os-pruner", logits, batch, PENALTY)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+class Arms:
+    """Each arm takes one optimiser step on the traces of `rows` and returns the loss.
+
+    Args:
+        targets: policies on one base; all arms but `multi` train the first.
+        traces: the labelled traces; `kept` are the same, with the trunk's states in memory.
+    """
+
+    def __init__(self, targets: list[Target], traces: LabelledTraces, kept: LabelledTraces) -> None:
+        self.targets = targets
+        self.traces = traces
+        self.in_memory = kept
+
+    def naive(self, rows: IntArray) -> float:
+        """One pass of base and tail for each prefix."""
+        target, batch = self.targets[0], self.traces.batch(rows)
+        logits = torch.zeros(batch.mask.shape)
+        values = []
+        for b, row in enumerate(rows):
+            ids = self.traces.input_ids(np.array([row])).to(target.model.base.device)
+            for t in range(int(batch.mask[b].sum())):
+                hidden = target.model.trunk(ids[:, : int(batch.positions[b, t]) + 1])
+                values.append(target.model.policy(hidden)[0, -1])
+        stacked = torch.stack(values)
+        return target.step(
+            logits.to(stacked).masked_scatter(batch.mask.to(stacked.device), stacked), batch
+        )
+
+    def padded(self, rows: IntArray) -> float:
+        """One pass a trace, in rows as long as the longest."""
+        target, batch = self.targets[0], self.traces.batch(rows)
+        hidden = target.model.trunk(self.traces.input_ids(rows).to(target.model.base.device))
+        positions = batch.positions.to(hidden.device)
+        return target.step(step_logits(target.model.policy, hidden, positions, fast=False), batch)
+
+    def packed(self, rows: IntArray) -> float:
+        """The trunk on packed traces."""
+        return self._step(self.targets[:1], self.traces, rows)
+
+    def kept(self, rows: IntArray) -> float:
+        """The trunk's states from memory."""
+        return self._step(self.targets[:1], self.in_memory, rows)
+
+    def multi(self, rows: IntArray) -> float:
+        """All targets on one pass of the trunk."""
+        return self._step(self.targets, self.traces, rows)
+
+    def _step(self, targets: list[Target], traces: LabelledTraces, rows: IntArray) -> float:
+        batch = traces.batch(rows)
+        hidden = traces.states(targets[0].model, rows)
+        positions = batch.positions.to(hidden.device)
+        losses = [t.step(step_logits(t.model.policy, hidden, positions), batch) for t in targets]
+        return losses[0]
+
+
+def random_base(width: int, layers: int, vocabulary: int, seed: int) -> Qwen2ForCausalLM:
+    """A Qwen2 with R1-Distill-Qwen-7B's proportions: MLP 5.3 times as wide, 7 heads a key head."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=round(width * 18944 / 3584),
+        num_hidden_layers=layers,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=False,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def random_traces(count: int, steps: int, mean_tokens: int, vocabulary: int, seed: int) -> Dataset:
+    """Labelled traces of random tokens; the logarithm of their lengths spreads by 0.5."""
+    draws = np.random.default_rng(seed)
+    lengths = np.exp(draws.normal(np.log(mean_tokens), 0.5, count)).round().astype(int)
+    rows = []
+    for n, length in enumerate(np.maximum(lengths, steps)):
+        ends = [*sorted(draws.choice(np.arange(1, length), steps - 1, replace=False)), length]
+        right = (np.arange(steps) >= draws.integers(1, steps)).astype(float).tolist()
+        rows.append(
+            {
+                "problem_id": f"p{n}",
+                "prompt_ids": draws.integers(0, vocabulary, 60).tolist(),
+                "trace_ids": draws.integers(0, vocabulary, length).tolist(),
+                "step_ends": [int(end) for end in ends],
+                "forced_correct": right,
+                "matches_final": [value == 1.0 for value in right],
+                "forced_answer_tokens": [2] * steps,
+                "natural_answer_tokens": 2,
+                "ended": "natural",
+                "family": "",
+            }
+        )
+    blank = {name: None for name in FEATURES}
+    return Dataset.from_list([blank | row for row in rows], features=FEATURES)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Times all arms in turn; the numbers by name."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reasoner = Reasoner()
+    vocabulary = len(reasoner.tokenizer)
+    base = random_base(args.width, args.layers, vocabulary, args.seed).to(device)
+    dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
+    traces, kept = (LabelledTraces.from_dataset(dataset) for _ in range(2))
+    targets = [Target(base, reasoner, args.seed + n) for n in range(args.targets)]
+    kept.cache_states(targets[0].model, 2**40)
+    arms = Arms(targets, traces, kept)
+    rows = np.arange(args.limit)
+    calls: dict[str, Callable[[], float]] = {
+        name: partial(getattr(arms, name), rows)
+        for name in ("naive", "padded", "packed", "kept", "multi")
+    }
+    losses, peaks = {}, {}
+    operations: dict[str, int | None] = {}  # counting is too slow for the many passes of "naive"
+    for name, call in calls.items():  # untimed: also the warm-up
+        with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
+            losses[name] = call()
+        operations[name] = counter.get_total_flops() if counter is not None else None
+        peaks[name] = peak_bytes(call)
+    times: dict[str, list[Timed]] = {name: [] for name in calls}
+    for number in range(args.rounds):
+        order = list(calls) if number % 2 == 0 else list(calls)[::-1]
+        for name in order:
+            times[name].append(timed(calls[name]))
+    return _numbers(args, times, losses, operations, peaks, int(traces.token_lengths.sum()), device)
+
+
+def _numbers(
+    args: argparse.Namespace,
+    times: dict[str, list[Timed]],
+    losses: dict[str, float],
+    operations: dict[str, int | None],
+    peaks: dict[str, int],
+    tokens: int,
+    device: str,
+) -> dict[str, Any]:
+    limit = matrix_limit(device)
+
+    def ratio(over: str, under: str) -> list[float]:
+        pairs = zip(times[over], times[under], strict=True)
+        return [a.wall_seconds / b.wall_seconds for a, b in pairs]
+
+    arms = {}
+    for name, measured in times.items():
+        seconds = statistics.median(t.wall_seconds for t in measured)
+        counted = operations[name]
+        arms[name] = {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "operations": counted,
+            "share_of_limit": None if counted is None else counted / seconds / limit,
+            "peak_bytes": peaks[name],
+        }
+    ratios = {
+        "packed_over_naive": ratio("naive", "packed"),
+        "packed_over_padded": ratio("padded", "packed"),
+        "kept_over_naive": ratio("naive", "kept"),
+        f"multi{args.targets}_cost_ratio": ratio("multi", "packed"),
+    }
+    intervals = {name: median_ratio(values) for name, values in ratios.items()}
+    return {
+        **{name: interval.median for name, interval in intervals.items()},
+        "intervals": {name: [i.low, i.high] for name, i in intervals.items()},
+        "arms": arms,
+        "loss_difference": max(losses.values()) - min(losses.values()),
+        "matrix_limit": limit,
+        "base": f"{args.layers} layers of width {args.width}, {args.limit} traces of "
+        f"{args.steps} steps, {tokens} tokens",
+        **environment(),
+    }
+
+
+def matrix_limit(device: str, size: int = 2048) -> float:
+    """Floating-point operations a second that one large matrix product reaches."""
+    a = torch.randn(size, size, device=device)
+    a @ a
+    best = min(timed(lambda: a @ a).wall_seconds for _ in range(5))
+    return 2 * size**3 / best
+
+
+def main() -> None:
+    """Measures, prints a table, and the numbers as one JSON object."""
+    args = _arguments()
+    result = measure(args)
+    print(f"{result['base']}; {result['device']}, {result['threads']} thread(s)")
+    print(f"{'arm':8}{'s a step':>10}{'tokens/s':>10}{'of limit':>10}{'peak MiB':>10}")
+    for name, arm in result["arms"].items():
+        share = "-" if arm["share_of_limit"] is None else f"{arm['share_of_limit']:.2f}"
+        print(
+            f"{name:8}{arm['seconds']:10.3f}{arm['tokens_per_second']:10.0f}"
+            f"{share:>10}{arm['peak_bytes'] / 2**20:10.0f}"
+        )
+    for name, (low, high) in result["intervals"].items():
+        print(f"{name:24}{result[name]:8.2f} [{low:.2f}, {high:.2f}]")
+    print(f"{'losses differ by at most':24}{result['loss_difference']:8.1e}")
+    line = json.dumps(result)
+    if args.json:
+        Path(args.json).write_text(line + "\n", "utf-8")
+    print(line)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--quick", action="store_true", help="narrower and shorter: a minute")
+    parser.add_argument("--limit", type=int, help="traces a step (default: 16)")
+    parser.add_argument("--width", type=int, help="hidden size (default: 448)")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the base")
+    parser.add_argument("--steps", type=int, default=20, help="steps a trace")
+    parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 600)")
+    parser.add_argument("--targets", type=int, default=8, help="targets of the last arm")
+    parser.add_argument("--rounds", type=int, help="timed steps of each arm (default: 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    args.rounds = args.rounds or (2 if args.quick else 5)
+    args.limit = args.limit or (3 if args.quick else 16)
+    args.width = args.width or (112 if args.quick else 448)
+    args.tokens = args.tokens or (120 if args.quick else 600)
+    return args
+
+
+if __name__ == "__main__":
+    main()
