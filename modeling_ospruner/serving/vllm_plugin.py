@@ -11,7 +11,14 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__all__ = ["ARCHITECTURE", "PROCESSOR", "VLLM_VERSIONS", "check_version", "register"]
+__all__ = [
+    "ARCHITECTURE",
+    "PROCESSOR",
+    "VLLM_VERSIONS",
+    "WORKER_EXTENSION",
+    "check_version",
+    "register",
+]
 
 ARCHITECTURE = "OSPrunerForCausalLM"
 PROCESSOR = "modeling_ospruner.serving.vllm_plugin:StopProcessor"
@@ -20,7 +27,14 @@ PROCESSOR = "modeling_ospruner.serving.vllm_plugin:StopProcessor"
 VLLM_VERSIONS = ((0, 32), (0, 33))
 """From the first, below the second: what the tests have run with."""
 
-_MODULES = {"OSPrunerVLLM": "vllm_plugin_model", "StopProcessor": "vllm_plugin_processor"}
+WORKER_EXTENSION = "modeling_ospruner.serving.vllm_plugin.StopRecords"
+"""What `--worker-extension-cls` is given, where requests' records are to be read."""
+
+_MODULES = {
+    "OSPrunerVLLM": "vllm_plugin_model",
+    "StopProcessor": "vllm_plugin_processor",
+    "StopRecords": "vllm_plugin_processor",
+}
 
 
 def register() -> None:

@@ -170,7 +170,8 @@ class OSPrunerVLLM(nn.Module):
         told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2)
         self.head.logits = told[:, 0].view(torch.float32)
         self.head.positions = told[:, 1]
-        logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size])
+        # Contiguous, so that the base computes with the very same kernel as without a policy.
+        logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
@@ -25,16 +25,19 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.draws_ospruner import mix64
 from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.row_ospruner import Phase, RowPlan, StopRow
+from modeling_ospruner.settings_ospruner import StopRecord
 from modeling_ospruner.stop_rules import TrialAnswer
 
 from .vllm_plugin import ARCHITECTURE, PROCESSOR
 from .vllm_plugin_model import STOP_HEAD, StopHead
 from .vllm_plugin_requests import StopRequest
 
-__all__ = ["DEFAULTS", "StopProcessor"]
+__all__ = ["DEFAULTS", "StopProcessor", "StopRecords"]
 
 DEFAULTS = "ospruner"
 """The key of vLLM's `--additional-config` under which a server's defaults stand."""
+
+_MOST_RECORDS = 10_000  # of requests with a `stop_id`; the oldest are forgotten
 
 logger = init_logger(__name__)
 
@@ -95,6 +98,7 @@ class StopProcessor(LogitsProcessor):
         # Requests that left the batch: preempted ones come back with the list they had.
         self._left: OrderedDict[int, _Request] = OrderedDict()
         self._most_left = 4 * vllm_config.scheduler_config.max_num_seqs
+        self._records: OrderedDict[str, StopRecord] = OrderedDict()
         self._seed = mix64(model.seed)
         self._seen = 0
         self._warned = False
@@ -141,20 +145,29 @@ class StopProcessor(LogitsProcessor):
         known = self._left.pop(id(output), None)
         if known is not None and known.output is output:
             return known
-        settings = StopRequest(params.extra_args).settings(self._defaults)
+        asked = StopRequest(params.extra_args)
+        settings = asked.settings(self._defaults)
         structured = params.structured_outputs is not None
         budget = params.thinking_token_budget is not None
         if settings is None or prompt_ids is None or structured or budget:
             return None
         self._seen += 1
-        if "seed" not in StopRequest(params.extra_args).fields:
+        if "seed" not in asked.fields:
             # As if each request were another sample; on all tensor-parallel ranks the same.
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
         settings = settings.with_defaults(*self._policy)
         eos = frozenset({self._eos_id, *params.all_stop_token_ids})
         plan = RowPlan(settings, settings.chosen_rule(), self._format, eos)
         row = StopRow(plan, prompt_ids, settings.first_sample_index)
+        if asked.name is not None:
+            self._records[asked.name] = row.record
+            while len(self._records) > _MOST_RECORDS:
+                self._records.popitem(last=False)
         return _Request(row, len(prompt_ids), output) if row.phase is Phase.THINKING else None
+
+    def record(self, name: str) -> StopRecord | None:
+        """What happened so far to the request with the `stop_id`; None where it is not known."""
+        return self._records.get(name)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
@@ -218,6 +231,22 @@ class StopProcessor(LogitsProcessor):
             logits[rows] = -torch.inf
             logits[rows, chosen] = 0.0
         return logits
+
+
+class StopRecords:
+    """What `--worker-extension-cls` adds to vLLM's workers: they tell what happened to requests."""
+
+    def ospruner_record(self, name: str) -> dict[str, Any] | None:
+        """The `StopRecord` of the last request with this `stop_id`, as a dict.
+
+        Called by `collective_rpc("ospruner_record", args=(name,))`.
+        """
+        worker: Any = self
+        for processor in worker.model_runner.input_batch.logitsprocs.all:
+            if isinstance(processor, StopProcessor):
+                record = processor.record(name)
+                return None if record is None else asdict(record)
+        return None
 
 
 def _refuse(what: str, why: str) -> NoReturn:

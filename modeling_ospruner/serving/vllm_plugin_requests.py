@@ -10,9 +10,10 @@ from typing import Any
 
 from modeling_ospruner.settings_ospruner import StopPolicyConfig
 
-__all__ = ["KEYS", "ON", "StopRequest"]
+__all__ = ["ID", "KEYS", "ON", "StopRequest"]
 
 ON = "stop_policy"
+ID = "stop_id"
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
@@ -39,6 +40,7 @@ class StopRequest:
     Attributes:
         on: whether the policy stops the request; None where it does not say.
         fields: of `StopPolicyConfig`, those given.
+        name: under which its record can be read; None for no record.
 
     Raises:
         ValueError: a value is wrong, or a key that begins like ours is unknown.
@@ -46,7 +48,7 @@ class StopRequest:
 
     def __init__(self, extra: Mapping[str, Any] | None, owner: str = "vllm_xargs") -> None:
         given = {} if extra is None else extra
-        known = [ON, *KEYS]
+        known = [ON, ID, *KEYS]
         unknown = [k for k in given if k not in known and k.startswith(("stop_", "stop-"))]
         if unknown:
             raise ValueError(f"{owner}: no {unknown}; the policy's keys are {known}")
@@ -55,6 +57,9 @@ class StopRequest:
             self.fields["answer_do_sample"] = _flag(
                 owner, "stop_answer_sample", self.fields["answer_do_sample"]
             )
+        self.name: str | None = given.get(ID)
+        if self.name is not None and not isinstance(self.name, str):
+            raise ValueError(f"{owner}: {ID} is {self.name!r}; it must be a text")
         self.on: bool | None = bool(self.fields) or None
         if ON in given:
             self.on = _flag(owner, ON, given[ON])
