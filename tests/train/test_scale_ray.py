@@ -26,6 +26,7 @@ needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'ospruner[ray]' (docs/scale.md)",
 )
+pytestmark = pytest.mark.xdist_group("ray")  # one cluster is enough, where groups are kept
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(24)]
 OPTIONS = RayOptions(actors=2, gpus_per_actor=0, unit_traces=4)
 
@@ -79,7 +80,11 @@ def cluster() -> Iterator[Any]:
     # The actors cannot import this file: it travels by value.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.init(
-        num_cpus=3, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False
+        "local",
+        num_cpus=3,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        log_to_driver=False,
     )
     yield ray
     ray.shutdown()
