@@ -234,7 +234,7 @@ class StoppingPolicy(nn.Module):
         weights = [*self.parameters()]
         now = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
         if self._seen_weights is None or self._seen_weights[0] != now:
-            sound = all(bool(weight.isfinite().all()) for weight in weights)
+            sound = all(one.is_meta or bool(one.isfinite().all()) for one in weights)
             self._seen_weights = (now, sound)
         return self._seen_weights[1]
 
