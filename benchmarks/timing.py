@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
@@ -86,29 +85,6 @@ def median_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Ratio:
 
     k = max((k for k in range(n // 2) if coverage(k) >= confidence), default=0)
     return Ratio(median, values[k], values[n - 1 - k], max(0.0, coverage(k)))
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Memory that a call takes at its height, beyond what was held before it.
-
-    The allocator's on a GPU; on Linux the resident set's, which includes what is kept for reuse.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status_bytes("VmRSS")
-    call()
-    return max(0, _status_bytes("VmHWM") - before)
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {name}")
 
 
 def environment() -> dict[str, str | int]:

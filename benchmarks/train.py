@@ -12,8 +12,9 @@ packed   what `ospruner train` does: the trunk on packed traces, the last layer 
 kept     the same from the trunk's states in memory, as in all epochs but the first
 multi    packed, with several targets on one pass of the trunk, as `ospruner train --multi`
 
-Arms are timed in turn. `share of the limit` is counted floating-point operations a second over
-what one large matrix product reaches here.
+Arms are timed in turn. `graph` is the memory that is kept for the backward pass, weights left out;
+`of limit` is counted floating-point operations a second over what one large matrix product reaches
+here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from timing import Timed, environment, median_ratio, peak_bytes, timed
+from timing import Timed, environment, median_ratio, timed
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -54,6 +55,7 @@ class Target:
         settings = TrainSettings(length_penalties=(PENALTY,), seed=seed, learning_rate=1e-12)
         labels = reasoner.label_settings(seed)
         self.model: OSPrunerForCausalLM = new_policy(base, reasoner.tokenizer, settings, labels)
+        torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
         self.optimizer = new_optimizer(self.model, settings)
 
     def step(self, logits: torch.Tensor, batch: Batch) -> float:
@@ -181,19 +183,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         name: partial(getattr(arms, name), rows)
         for name in ("naive", "padded", "packed", "kept", "multi")
     }
-    losses, peaks = {}, {}
+    losses, kept_bytes = {}, {}
     operations: dict[str, int | None] = {}  # counting is too slow for the many passes of "naive"
     for name, call in calls.items():  # untimed: also the warm-up
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
         operations[name] = counter.get_total_flops() if counter is not None else None
-        peaks[name] = peak_bytes(call)
+        kept_bytes[name] = bytes_for_backward(call, targets)
     times: dict[str, list[Timed]] = {name: [] for name in calls}
     for number in range(args.rounds):
         order = list(calls) if number % 2 == 0 else list(calls)[::-1]
         for name in order:
             times[name].append(timed(calls[name]))
-    return _numbers(args, times, losses, operations, peaks, int(traces.token_lengths.sum()), device)
+    return _numbers(
+        args, times, losses, operations, kept_bytes, int(traces.token_lengths.sum()), device
+    )
 
 
 def _numbers(
@@ -201,7 +205,7 @@ def _numbers(
     times: dict[str, list[Timed]],
     losses: dict[str, float],
     operations: dict[str, int | None],
-    peaks: dict[str, int],
+    kept_bytes: dict[str, int],
     tokens: int,
     device: str,
 ) -> dict[str, Any]:
@@ -220,7 +224,7 @@ def _numbers(
             "tokens_per_second": tokens / seconds,
             "operations": counted,
             "share_of_limit": None if counted is None else counted / seconds / limit,
-            "peak_bytes": peaks[name],
+            "bytes_for_backward": kept_bytes[name],
         }
     ratios = {
         "packed_over_naive": ratio("naive", "packed"),
@@ -241,6 +245,26 @@ def _numbers(
     }
 
 
+def bytes_for_backward(call: Callable[[], object], targets: list[Target]) -> int:
+    """Bytes of activations that a call keeps for its backward passes, shared ones counted once."""
+    weights = {
+        parameter.untyped_storage().data_ptr()
+        for target in targets
+        for parameter in target.model.parameters()
+    }
+    found: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call()
+    return sum(found.values())
+
+
 def matrix_limit(device: str, size: int = 2048) -> float:
     """Floating-point operations a second that one large matrix product reaches."""
     a = torch.randn(size, size, device=device)
@@ -254,12 +278,12 @@ def main() -> None:
     args = _arguments()
     result = measure(args)
     print(f"{result['base']}; {result['device']}, {result['threads']} thread(s)")
-    print(f"{'arm':8}{'s a step':>10}{'tokens/s':>10}{'of limit':>10}{'peak MiB':>10}")
+    print(f"{'arm':8}{'s a step':>10}{'tokens/s':>10}{'of limit':>10}{'graph MiB':>11}")
     for name, arm in result["arms"].items():
         share = "-" if arm["share_of_limit"] is None else f"{arm['share_of_limit']:.2f}"
         print(
             f"{name:8}{arm['seconds']:10.3f}{arm['tokens_per_second']:10.0f}"
-            f"{share:>10}{arm['peak_bytes'] / 2**20:10.0f}"
+            f"{share:>10}{arm['bytes_for_backward'] / 2**20:11.0f}"
         )
     for name, (low, high) in result["intervals"].items():
         print(f"{name:24}{result[name]:8.2f} [{low:.2f}, {high:.2f}]")

@@ -27,6 +27,7 @@ from .checks import (
 )
 from .packing import LabelledTraces
 from .policies import StageResult, new_policy
+from .processes import Processes
 from .progress import Progress, silent
 from .run import Run, TrainingDivergedError
 from .run_folder import RunFolder, labels_hash
@@ -50,6 +51,7 @@ def train(
     out_dir: str | Path,
     *,
     progress: Progress = silent,
+    processes: Processes | None = None,
 ) -> list[StageResult]:
     """Trains stopping policies on labelled traces; a killed run continues where it was.
 
@@ -66,6 +68,7 @@ def train(
         label_settings: how the labels were made; policies are bound to their base and format.
         out_dir: an empty folder, or that of an earlier run with the same settings and labels.
         progress: called with phases "trunk" (traces) and "train" (epochs' batches).
+        processes: those that train together; None for this one alone.
 
     Returns:
         A policy and its validation result for each stage, in order.
@@ -85,6 +88,7 @@ def train(
         label_settings,
         [out_dir],
         progress=progress,
+        processes=processes,
     )
     return stages
 
@@ -99,6 +103,7 @@ def train_together(
     out_dirs: Sequence[str | Path],
     *,
     progress: Progress = silent,
+    processes: Processes | None = None,
 ) -> list[list[StageResult]]:
     """Trains several targets on one pass of the trunk; each is as if it were trained alone.
 
@@ -115,6 +120,7 @@ def train_together(
         label_settings: as for `train`.
         out_dirs: a folder for each target.
         progress: as for `train`; the notes name the target.
+        processes: as for `train`.
 
     Returns:
         For each target what `train` returns.
@@ -134,27 +140,42 @@ def train_together(
         "train_labels": labels_hash(traces.table),
         "validation_labels": labels_hash(validation.table),
     }
-    with ExitStack() as folders:
-        runs = []
-        for settings, out_dir, mine in zip(targets, out_dirs, rows, strict=True):
+    together = processes or Processes()
+    with ExitStack() as stack:
+        folders = []
+        for settings, out_dir in zip(targets, out_dirs, strict=True):
             identity = {"settings": _what_is_trained(settings), **shared}
-            folder = folders.enter_context(RunFolder(out_dir, identity))
-            model = new_policy(base, tokenizer, settings, label_settings)
-            runs.append(Run(model, traces, mine, validation, settings, folder, progress))
+            folders.append(stack.enter_context(RunFolder(out_dir, identity, together.main)))
         try:
+            if together.device is not None and not together.sharded:
+                base.to(together.device)
+            models = [new_policy(base, tokenizer, one, label_settings) for one in targets]
+            together.place_trunk(base, targets[0].num_policy_layers)
+            together.wait()  # until the first process has claimed the folders
+            runs = [
+                Run(model, traces, mine, validation, settings, folder, progress, together)
+                for model, mine, settings, folder in zip(
+                    models, rows, targets, folders, strict=True
+                )
+            ]
             _drive(runs)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            settings = targets[0]
-            raise MemoryError(
-                f"out of memory with {len(targets)} target(s), batch_size {settings.batch_size}, "
-                f"traces of up to {int(traces.token_lengths.max())} tokens and cache_limit_bytes "
-                f"{settings.cache_limit_bytes}: lower batch_size first, then cache_limit_bytes "
-                "(0 computes the trunk anew for each batch), num_policy_layers, or the targets "
-                "trained together. The run goes on from its last checkpoint"
-            ) from error
+            raise MemoryError(_what_to_lower(targets, traces)) from error
     return [run.results for run in runs]
+
+
+def _what_to_lower(targets: Sequence[TrainSettings], traces: LabelledTraces) -> str:
+    settings = targets[0]
+    return (
+        f"out of memory with {len(targets)} target(s), batch_size {settings.batch_size}, "
+        f"traces of up to {int(traces.token_lengths.max())} tokens and cache_limit_bytes "
+        f"{settings.cache_limit_bytes}: lower batch_size first, then cache_limit_bytes "
+        "(0 computes the trunk anew for each batch), num_policy_layers, or the targets "
+        "trained together; gradient_checkpointing and tuning='lora' need less, too. The run goes "
+        "on from its last checkpoint"
+    )
 
 
 def _drive(runs: Sequence[Run]) -> None:
@@ -175,5 +196,5 @@ def _drive(runs: Sequence[Run]) -> None:
 
 def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
     """The settings without those that a run may be continued with other values of."""
-    free = {"cache_limit_bytes", "checkpoint_every", "validate_every"}
+    free = {"cache_limit_bytes", "checkpoint_every", "gradient_checkpointing", "validate_every"}
     return {name: value for name, value in settings.to_dict().items() if name not in free}

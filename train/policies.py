@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from .baselines import classification_loss
 from .fast_tail import step_logits
 from .objective import objective_loss
 from .packing import Batch, LabelledTraces, length_batches
+from .processes import Processes
 from .settings import TrainSettings
 
-__all__ = ["StageResult", "batch_loss", "new_policy", "predict"]
+__all__ = ["StageResult", "batch_loss", "loss_weight", "new_policy", "predict", "predict_with"]
 
 BASELINE_THRESHOLD = 0.9
 """A baseline's threshold until one is chosen on validation: the paper's most careful one."""
@@ -125,6 +127,16 @@ def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float)
     return classification_loss(logits, targets, mask)
 
 
+def loss_weight(method: str, part: Batch, batch: Batch) -> float:
+    """What the loss of a part of a batch counts in that of the whole, both means.
+
+    Means over traces for "os-pruner", over steps for the baselines.
+    """
+    if method == "os-pruner":
+        return len(part.mask) / len(batch.mask)
+    return float(part.mask.sum() / batch.mask.sum())
+
+
 @torch.no_grad()
 def predict(
     model: OSPrunerForCausalLM,
@@ -145,11 +157,30 @@ def predict(
     traces = LabelledTraces.from_dataset(dataset)
     if isinstance(dataset, LabelledTraces):
         traces.cache_states(model, cache_limit_bytes)
+    return predict_with(partial(step_logits, model.policy), model, traces, Processes())
+
+
+@torch.no_grad()
+def predict_with(
+    logits_of: Callable[[Tensor, Tensor], Tensor],
+    model: OSPrunerForCausalLM,
+    traces: LabelledTraces,
+    processes: Processes,
+) -> npt.NDArray[np.float32]:
+    """`predict`, by several processes, each of which takes some of the traces.
+
+    Args:
+        logits_of: logits (B, T) from the trunk's states (B, S, H) and positions (B, T).
+        model: whose trunk.
+        traces: N labelled traces.
+        processes: those that share the work; all get the result.
+    """
     out = np.zeros(traces.table.mask.shape, dtype=np.float32)
-    for rows in length_batches(traces.token_lengths):
+    for rows, new in processes.turns(list(length_batches(traces.token_lengths))):
         batch = traces.batch(rows)
         hidden = traces.states(model, rows)  # (B, S, H)
-        logits = step_logits(model.policy, hidden, batch.positions.to(hidden.device))  # (B, T)
+        logits = logits_of(hidden, batch.positions.to(hidden.device))  # (B, T)
         probabilities = torch.sigmoid(logits.float()).cpu().masked_fill(~batch.mask, 0.0)
-        out[rows, : probabilities.shape[1]] = probabilities.numpy()
-    return out
+        if new:
+            out[rows, : probabilities.shape[1]] = probabilities.numpy()
+    return processes.sum(out).astype(np.float32)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import Outcome
 from ospruner.eval.table import TraceTable
@@ -21,6 +23,7 @@ __all__ = ["save_policy_folder"]
 def save_policy_folder(
     folder: Path,
     model: OSPrunerForCausalLM,
+    tensors: Mapping[str, Tensor],
     settings: TrainSettings,
     stage: Stage,
     facts: Mapping[str, Any],
@@ -32,13 +35,15 @@ def save_policy_folder(
     Args:
         folder: where to.
         model: the policy.
+        tensors: its policy's state dict, gathered from all processes.
         settings: of the run.
         stage: that ends here.
         facts: what else the record shall hold, JSON values.
         validation: the validation traces.
         outcome: of the policy on them.
     """
-    model.save_pretrained(folder)
+    named = {f"policy.{name}": tensor for name, tensor in tensors.items()}
+    model.save_pretrained(folder, state_dict=named)
     provenance(
         folder,
         seed=settings.seed,

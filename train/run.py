@@ -18,13 +18,14 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.table import IntArray
 
-from .fast_tail import step_logits
-from .packing import LabelledTraces, epoch_batches
-from .policies import StageResult, batch_loss, predict
+from .packing import Batch, LabelledTraces, epoch_batches
+from .policies import StageResult, batch_loss, loss_weight, predict_with
 from .policy_folder import save_policy_folder
+from .processes import Processes, load_whole, whole
 from .progress import Progress
 from .run_folder import RunFolder, labels_hash
 from .settings import Stage, TrainSettings
+from .trained import TrainedPolicy
 
 __all__ = ["Run", "TrainingDivergedError", "new_optimizer"]
 
@@ -46,15 +47,13 @@ class Tally:
     logit: float = 0.0
     saturated: int = 0
 
-    def add(self, loss: float, logits: Tensor, mask: Tensor) -> None:
-        """Takes one batch; the last step of a trace is no choice and not counted."""
-        x = logits[:, :-1][mask[:, 1:]]
-        pi = torch.sigmoid(x)
-        self.traces += len(mask)
-        self.loss += loss * len(mask)
-        self.choices += x.numel()
-        self.logit += float(x.sum())
-        self.saturated += int(((pi < SATURATED) | (pi > 1 - SATURATED)).sum())
+    def add(self, traces: int, loss: float, choices: int, logit: float, saturated: int) -> None:
+        """Takes one batch: its traces, its mean loss, and what `choices_of` counted."""
+        self.traces += traces
+        self.loss += loss * traces
+        self.choices += choices
+        self.logit += logit
+        self.saturated += saturated
 
     def entry(self) -> dict[str, float]:
         """Means over the epoch."""
@@ -63,6 +62,16 @@ class Tally:
             "mean_stop_logit": self.logit / max(self.choices, 1),
             "saturated_share": self.saturated / max(self.choices, 1),
         }
+
+
+def choices_of(logits: Tensor, mask: Tensor) -> tuple[int, float, int]:
+    """How many choices there are, the sum of their logits, and how many are saturated.
+
+    The last step of a trace is no choice.
+    """
+    x = logits[:, :-1][mask[:, 1:]]
+    pi = torch.sigmoid(x)
+    return x.numel(), float(x.sum()), int(((pi < SATURATED) | (pi > 1 - SATURATED)).sum())
 
 
 class Run:
@@ -77,8 +86,10 @@ class Run:
         settings: TrainSettings,
         folder: RunFolder,
         progress: Progress,
+        processes: Processes,
     ) -> None:
         self.model = model
+        self.processes = processes
         self.traces = traces
         self.rows = rows
         self.validation = validation
@@ -86,7 +97,10 @@ class Run:
         self.folder = folder
         self.progress = progress
         self.facts = {"labels": labels_hash(traces.table), "training_traces": len(rows)}
-        self.parameters = [p for p in model.policy.parameters() if p.requires_grad]
+        trainable = [p.numel() for p in model.policy.parameters() if p.requires_grad]
+        self.trainable_parameters = sum(trainable)
+        trained = TrainedPolicy(model.policy, settings, processes)
+        self.trained = processes.place_tail(trained, trained.layers)
         self.optimizer = new_optimizer(model, settings)
         self.results: list[StageResult] = []
         self.stage = 0
@@ -124,7 +138,7 @@ class Run:
         while self.batch < len(batches):
             self._set_learning_rates(stage, self.epoch + self.batch / len(batches))
             rows = batches[self.batch]
-            hidden = yield rows  # (B, S, H)
+            hidden = yield self.processes.share(rows)  # (B, S, H)
             loss = self._step(stage, rows, hidden)
             self.batch += 1
             self.steps += 1
@@ -157,23 +171,34 @@ class Run:
             group["lr"] = group["initial_lr"] * (end + (1.0 - end) * left)
 
     def _step(self, stage: Stage, rows: IntArray, hidden: Tensor) -> float:
-        batch = self.traces.batch(rows)
-        logits = step_logits(self.model.policy, hidden, batch.positions.to(hidden.device))  # (B, T)
-        loss = batch_loss(self.settings.method, logits, batch, stage.length_penalty)
-        value = loss.item()
+        """One optimiser step on a batch, of which `hidden` are this process's traces."""
+        mine, batch = self.processes.share(rows), self.traces.batch(rows)
+        part = self.traces.batch(mine)
+        logits = self.trained(hidden, part.positions.to(hidden.device))  # (B, T)
+        counts = self.processes.rank < len(rows)  # else a stand-in
+        weight = counts * loss_weight(self.settings.method, part, batch)
+        loss = weight * batch_loss(self.settings.method, logits, part, stage.length_penalty)
+        seen = choices_of(logits.detach().cpu(), part.mask)
+        value, *found = self.processes.sum(np.array([loss.item(), *(counts * n for n in seen)]))
         if not math.isfinite(value):
-            kept = self.folder.save_batch(rows, batch, logits)
-            raise TrainingDivergedError(
-                f"the loss is {value} in stage {stage.name}, epoch {self.epoch}, batch "
-                f"{self.batch} (traces {rows.tolist()}, kept with their logits in {kept}): lower "
-                f"learning_rate ({self.settings.learning_rate:g}), or check the base's weights for "
-                f"NaN. The last checkpoint in {self.folder.path} is from before"
-            )
-        loss.backward()
+            self._diverged(value, stage, mine, part, logits)
+        # Gradients are averaged over the processes; their losses are parts of a sum.
+        (loss * self.processes.size).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.tally.add(value, logits.detach().cpu(), batch.mask)
-        return value
+        self.tally.add(len(rows), float(value), int(found[0]), float(found[1]), int(found[2]))
+        return float(value)
+
+    def _diverged(
+        self, loss: float, stage: Stage, rows: IntArray, batch: Batch, logits: Tensor
+    ) -> None:
+        kept = self.folder.save_batch(rows, batch, logits)
+        raise TrainingDivergedError(
+            f"the loss is {loss} in stage {stage.name}, epoch {self.epoch}, batch "
+            f"{self.batch} (traces {rows.tolist()}, kept with their logits in {kept}): lower "
+            f"learning_rate ({self.settings.learning_rate:g}), or check the base's weights for "
+            f"NaN. The last checkpoint in {self.folder.path} is from before"
+        )
 
     def _finish_stage(self, stage: Stage) -> None:
         self.stage += 1
@@ -187,10 +212,11 @@ class Run:
         config.length_penalty = stage.length_penalty
         probabilities, outcome = self._validate()
         table = self.validation.table
+        tensors = whole(self.model.policy.state_dict())
         path = self.folder.save_policy(
             stage.name,
             lambda to: save_policy_folder(
-                to, self.model, self.settings, stage, self.facts, table, outcome
+                to, self.model, tensors, self.settings, stage, self.facts, table, outcome
             ),
         )
         result = StageResult(
@@ -209,8 +235,7 @@ class Run:
 
     def _validate(self) -> tuple[npt.NDArray[np.float32], Outcome]:
         """Stop probabilities (N, T) on the validation traces, and what they come to."""
-        # What fits in memory was kept before the first step.
-        probabilities = predict(self.model, self.validation, cache_limit_bytes=0)
+        probabilities = predict_with(self.trained, self.model, self.validation, self.processes)
         config, table = self.model.config, self.validation.table
         if config.default_mode == "sample":
             return probabilities, replay(table, probabilities)
@@ -223,15 +248,15 @@ class Run:
             "capped_traces_dropped": len(self.traces) - len(self.rows),
             "ungraded_steps": int(self.traces.table.ungraded[self.rows].sum()),
             "trunk_states_bytes": cached_bytes,
-            "trainable_parameters": sum(p.numel() for p in self.parameters),
+            "trainable_parameters": self.trainable_parameters,
         }
 
     def _checkpoint(self) -> None:
         # No draw is made while training: batches follow from seed and epoch, dropout is off.
         self.folder.save_checkpoint(
             {
-                "policy": self.model.policy.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "policy": whole(self.model.policy.state_dict()),
+                "optimizer": whole(self.optimizer.state_dict()),
                 "results": [result.to_dict() for result in self.results],
                 "stage": self.stage,
                 "epoch": self.epoch,
@@ -245,8 +270,7 @@ class Run:
         state = self.folder.load_checkpoint()
         if state is None:
             return
-        self.model.policy.load_state_dict(state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_whole(self.model.policy, self.optimizer, state)
         self.results = [
             StageResult.from_dict(result, self.folder.path) for result in state["results"]
         ]

@@ -15,7 +15,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,14 +41,20 @@ class RunFolder:
     Args:
         path: the folder; made where it does not exist.
         identity: what makes two runs the same: JSON values, by name.
+        writes: False in all but the first of several processes, which then read and write nothing
+            but the checkpoint that they load.
 
     Raises:
         ValueError: the folder holds something else, or a run with another identity (the
             difference is named), or is being written by another process.
     """
 
-    def __init__(self, path: str | Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | Path, identity: Mapping[str, Any], writes: bool = True) -> None:
         self.path = Path(path)
+        self.writes = writes
+        self._lock: IO[bytes] | None = None
+        if not writes:
+            return
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; a training run needs a folder")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,8 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _claim(self, identity: dict[str, Any]) -> None:
         file = self.path / _RUN
@@ -90,6 +97,8 @@ class RunFolder:
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replaces the checkpoint; remembers how long the log is."""
+        if not self.writes:
+            return
         log = self.path / _LOG
         buffer = io.BytesIO()
         torch.save({**state, "log_bytes": log.stat().st_size if log.exists() else 0}, buffer)
@@ -101,13 +110,15 @@ class RunFolder:
         state: dict[str, Any] | None = None
         if file.is_file():
             state = torch.load(file, map_location="cpu", weights_only=True)
-        if log.exists():
+        if self.writes and log.exists():
             with log.open("r+b") as lines:
                 lines.truncate(state["log_bytes"] if state is not None else 0)
         return state
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Appends one line to the log."""
+        if not self.writes:
+            return
         with (self.path / _LOG).open("ab") as lines:
             lines.write(json.dumps(entry).encode() + b"\n")
             sync_file(lines)
@@ -120,6 +131,8 @@ class RunFolder:
             save: writes into the folder that it is given.
         """
         final, partial = self.path / name, self.path / f".{name}.partial"
+        if not self.writes:
+            return final
         for left in (partial, final):  # `final` where a kill came between this and the checkpoint
             if left.exists():
                 shutil.rmtree(left)
@@ -137,6 +150,9 @@ class RunFolder:
             batch: their labels.
             logits: (B, T) stop logits.
         """
+        file = self.path / _FAILED_BATCH
+        if not self.writes:
+            return file
         buffer = io.BytesIO()
         np.savez(
             buffer,
@@ -146,15 +162,16 @@ class RunFolder:
             correct=batch.correct.numpy(),
             mask=batch.mask.numpy(),
         )
-        file = self.path / _FAILED_BATCH
         replace_file(file, buffer.getvalue())
         return file
 
     def save_array(self, name: str, values: np.ndarray[Any, Any]) -> Path:
         """Saves an array, atomically."""
+        file = self.path / f"{name}.npy"
+        if not self.writes:
+            return file
         buffer = io.BytesIO()
         np.save(buffer, values, allow_pickle=False)
-        file = self.path / f"{name}.npy"
         replace_file(file, buffer.getvalue())
         return file
 

@@ -59,6 +59,9 @@ class TrainSettings:
             of the training's dynamics; 0 for none but those at the stages' ends.
         cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
             again for every batch.
+        gradient_checkpointing: the tail's layers keep their inputs alone and compute the rest again
+            in the backward pass.
+        precision: of the tail's layers; "bfloat16" leaves weights, head and loss in float32.
         only_last_policy: save the last stage's policy alone, where the stages before it only lead
             there (`targets`).
     """
@@ -81,6 +84,8 @@ class TrainSettings:
     checkpoint_every: int = 0
     validate_every: int = 0
     cache_limit_bytes: int = 2**31
+    gradient_checkpointing: bool = False
+    precision: Literal["float32", "bfloat16"] = "float32"
     only_last_policy: bool = False
 
     def __post_init__(self) -> None:
@@ -110,6 +115,8 @@ class TrainSettings:
             value = vars(self)[name]
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}; it must be finite and > 0")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision is {self.precision!r}; it must be float32 or bfloat16")
         if not 0 <= self.final_learning_rate_share <= 1:
             raise ValueError(
                 f"final_learning_rate_share is {self.final_learning_rate_share!r}; it must lie in "

@@ -1,0 +1,177 @@
+"""The processes that train together, through accelerate; usually there is one.
+
+Every process holds all labels and goes through the same global batches, of which it takes every
+so-many-th trace. The loss is normalised by the whole batch, so that the curve does not depend on
+how many processes there are. Tails are copied to each process (DDP), or split over them with the
+frozen trunk (FSDP2). Only the first process writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from modeling_ospruner.bases_ospruner import decoder_layers
+from ospruner.eval.table import FloatArray, IntArray
+
+__all__ = ["Processes", "load_whole", "whole"]
+
+Item = TypeVar("Item")
+
+
+class Processes:
+    """This process among those that train together.
+
+    Attributes:
+        rank: number of this process, from 0.
+        size: how many there are.
+        sharded: whether base and tails are split over them, a layer at a time.
+        device: where this process computes; None leaves the base where it is.
+
+    Args:
+        accelerator: accelerate's; None for one process that computes where the base lies.
+        shard: split base and tails (FSDP2) instead of holding a copy of each everywhere. Also
+            what `accelerate launch --use_fsdp` asks for.
+    """
+
+    def __init__(self, accelerator: Accelerator | None = None, shard: bool = False) -> None:
+        self._accelerator = accelerator
+        self.rank = 0 if accelerator is None else accelerator.process_index
+        self.size = 1 if accelerator is None else accelerator.num_processes
+        self.device = None if accelerator is None else accelerator.device
+        asked = accelerator is not None and accelerator.distributed_type == DistributedType.FSDP
+        self.sharded = (shard or asked) and self.size > 1
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    def share(self, rows: IntArray) -> IntArray:
+        """This process's traces of a batch; one, which must count for nothing, where none is left.
+
+        No process may sit out a batch: the others would wait for its part of the gradient.
+        """
+        mine = rows[self.rank :: self.size]
+        return mine if len(mine) else rows[:1]
+
+    def turns(self, items: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
+        """This process's items, as many as any other's, and whether each is new to all."""
+        for start in range(0, len(items), self.size):
+            number = start + self.rank
+            yield items[min(number, len(items) - 1)], number < len(items)
+
+    def sum(self, values: FloatArray) -> FloatArray:
+        """The sum over the processes, in float64; of equal shapes."""
+        if self.size == 1:
+            return values
+        total = torch.from_numpy(np.asarray(values, dtype=np.float64)).to(self.device)
+        torch.distributed.all_reduce(total)
+        summed: FloatArray = total.cpu().numpy()
+        return summed
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self._accelerator is not None:
+            self._accelerator.wait_for_everyone()
+
+    def place_trunk(self, base: PreTrainedModel, num_policy_layers: int) -> None:
+        """Splits a frozen base's trunk over the processes; its last layers, unused here, go.
+
+        Args:
+            base: the causal LM; each policy's tail is already built.
+            num_policy_layers: n.
+        """
+        if not self.sharded:
+            return
+        layers = decoder_layers(base)
+        trunk = len(layers) - num_policy_layers
+        for unused in (*layers[trunk:], base.get_output_embeddings()):
+            if unused is not None and unused is not base.get_input_embeddings():
+                _forget(unused, base.get_input_embeddings())
+        decoder = base.get_decoder()
+        for layer in layers[:trunk]:
+            fully_shard(layer, mesh=self._mesh())
+        gone = {parameter for parameter in decoder.parameters() if parameter.is_meta}
+        fully_shard(decoder, mesh=self._mesh(), ignored_params=gone)
+
+    def place_tail(self, trained: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
+        """What computes a tail's logits on all processes: as given, in DDP, or split (FSDP2).
+
+        Args:
+            trained: the module; its parameters are replaced where it is split.
+            layers: its decoder layers.
+        """
+        if self.size == 1 or self._accelerator is None:
+            return trained
+        if not self.sharded:
+            prepared: nn.Module = self._accelerator.prepare_model(trained)
+            return prepared
+        for layer in layers:
+            fully_shard(layer, mesh=self._mesh())
+        sharded: nn.Module = fully_shard(trained, mesh=self._mesh())
+        return sharded
+
+    def _mesh(self) -> Any:
+        assert self.device is not None
+        return torch.distributed.init_device_mesh(self.device.type, (self.size,))
+
+
+def _forget(module: nn.Module, kept: nn.Module) -> None:
+    """Frees a module's parameters, but for those that it shares with `kept`."""
+    shared = {id(parameter) for parameter in kept.parameters()}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if id(parameter) not in shared:
+                meta = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+                part.register_parameter(name, meta)
+
+
+def whole(values: Any) -> Any:
+    """The same nested containers with every split tensor gathered; all processes must call it."""
+    if isinstance(values, DTensor):
+        return values.full_tensor()
+    if isinstance(values, dict):
+        return {name: whole(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [whole(value) for value in values]
+    return values
+
+
+def load_whole(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads what `whole` gathered, from however many processes, into a module and its optimiser.
+
+    Args:
+        module: whole or split.
+        optimizer: over its parameters.
+        state: "policy" and "optimizer", their state dicts.
+    """
+    own = module.state_dict()
+    module.load_state_dict({name: _as(value, own[name]) for name, value in state["policy"].items()})
+    stored = state["optimizer"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stored["state"] = {
+        number: {
+            name: _as(value, parameters[number]) if value.ndim else value
+            for name, value in entry.items()
+        }
+        for number, entry in stored["state"].items()
+    }
+    optimizer.load_state_dict(stored)
+
+
+def _as(value: Tensor, like: Tensor) -> Tensor:
+    """Splits a tensor as another is."""
+    if not isinstance(like, DTensor):
+        return value
+    mesh = like.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, like.placements)
