@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, StaticCache
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from modeling_ospruner import (
@@ -200,6 +207,21 @@ def test_a_text_that_cannot_end(reasoner: Reasoner) -> None:
     base = copy.deepcopy(reasoner.model)
     base.generation_config.eos_token_id = None
     with pytest.raises(ValueError, match="the generation config has no eos_token_id"):
+        generate_with_rule(
+            base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
+        )
+
+
+def test_neither_policy_nor_rule(reasoner: Reasoner) -> None:
+    settings = StopPolicyConfig(mode="threshold")
+    with pytest.raises(ValueError, match="stop_policy holds no rule, and without a policy somethi"):
+        generate_with_rule(reasoner.model, reasoner.tokenizer, settings, PROMPT)
+
+
+def test_encoder_decoders(reasoner: Reasoner) -> None:
+    config = T5Config(vocab_size=640, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
+    base = T5ForConditionalGeneration(config)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder; stop_"):
         generate_with_rule(
             base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
         )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
@@ -22,6 +23,7 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM, ReasoningFormat
 from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.train.toy.shipped import Reasoner
 
 TEXT = [5, 6, 7, 8, *range(9, 60)]
 
@@ -297,3 +299,40 @@ def test_an_offloaded_base_gives_the_same(
     copies = StoppingPolicy.from_base(base, 2)
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(tensor, copies.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_bases(tmp_path: Path, bits: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    reasoner: Any = Reasoner()
+    policy = save_policy(reasoner.model, reasoner.tokenizer, tmp_path / "policy")
+    ways = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    model: Any = AutoModelForCausalLM.from_pretrained(policy, quantization_config=ways)
+    assert not model.base.model.layers[0].self_attn.q_proj.weight.is_floating_point()
+    whole: Any = AutoModelForCausalLM.from_pretrained(policy)
+    for name, tensor in whole.policy.state_dict().items():  # the copies stay unquantised
+        torch.testing.assert_close(model.policy.state_dict()[name], tensor, check_dtype=False)
+    always = {"mode": "threshold", "threshold": 0.0, "min_thinking_tokens": 1}
+    prompt = torch.tensor([TEXT[:4]])
+    output = model.generate(prompt, stop_policy=always, max_new_tokens=40)
+    assert torch.equal(output[:, :4], prompt)
+    assert len(model.last_stop) == 1
+    # A fresh policy on a quantised base reads its copies from the checkpoint.
+    fresh = OSPrunerForCausalLM.untrained(model.base, reasoner.tokenizer)
+    wanted = reasoner.model.model.layers[-1].self_attn.q_proj.weight
+    found = fresh.policy.state_dict()["tail.layers.1.self_attn.q_proj.weight"]
+    torch.testing.assert_close(found, wanted.to(found.dtype))
+
+
+def test_a_checkpoint_that_only_exists_quantised(
+    base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    base.save_pretrained(tmp_path / "whole")
+    ways = BitsAndBytesConfig(load_in_4bit=True)
+    packed = Qwen2ForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=ways)
+    packed.save_pretrained(tmp_path / "packed")
+    only = Qwen2ForCausalLM.from_pretrained(tmp_path / "packed")
+    message = r"Qwen2ForCausalLM is quantised \(bitsandbytes\) .*only mxfp4, fp8 can"
+    with pytest.raises(ValueError, match=message):
+        OSPrunerForCausalLM.untrained(only, tiny_tokenizer)
