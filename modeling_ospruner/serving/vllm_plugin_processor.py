@@ -58,6 +58,14 @@ class _Request:
         self.prompt_tokens = prompt_tokens
         self.taken = 0
 
+    def take_in(self) -> None:
+        """Takes in what is new in `output`, as far as vLLM knows it (-1 stands for the rest)."""
+        for token in self.output[self.taken :]:
+            if token < 0:
+                break
+            self.row.push(token)
+            self.taken += 1
+
 
 class StopProcessor(LogitsProcessor):
     """Stops requests; see the module.
@@ -98,7 +106,7 @@ class StopProcessor(LogitsProcessor):
         # Requests that left the batch: preempted ones come back with the list they had.
         self._left: OrderedDict[int, _Request] = OrderedDict()
         self._most_left = 4 * vllm_config.scheduler_config.max_num_seqs
-        self._records: OrderedDict[str, StopRecord] = OrderedDict()
+        self._records: OrderedDict[str, _Request] = OrderedDict()
         self._seed = mix64(model.seed)
         self._seen = 0
         self._warned = False
@@ -159,25 +167,27 @@ class StopProcessor(LogitsProcessor):
         eos = frozenset({self._eos_id, *params.all_stop_token_ids})
         plan = RowPlan(settings, settings.chosen_rule(), self._format, eos)
         row = StopRow(plan, prompt_ids, settings.first_sample_index)
+        request = _Request(row, len(prompt_ids), output)
         if asked.name is not None:
-            self._records[asked.name] = row.record
+            self._records[asked.name] = request
             while len(self._records) > _MOST_RECORDS:
                 self._records.popitem(last=False)
-        return _Request(row, len(prompt_ids), output) if row.phase is Phase.THINKING else None
+        return request if row.phase is Phase.THINKING else None
 
     def record(self, name: str) -> StopRecord | None:
         """What happened so far to the request with the `stop_id`; None where it is not known."""
-        return self._records.get(name)
+        if name not in self._records:
+            return None
+        request = self._records[name]
+        request.take_in()
+        return request.row.record
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
         deciding: list[int] = []
         for i, request in self._requests.items():
-            row = request.row
-            for token in request.output[request.taken :]:
-                row.push(token)
-            request.taken = len(request.output)
-            if row.at_boundary:
+            request.take_in()
+            if request.row.at_boundary:
                 deciding.append(i)
         if deciding:
             self._decide(deciding)
