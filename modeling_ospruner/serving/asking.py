@@ -139,6 +139,10 @@ class AskingEngine(ABC):
         ValueError: a concurrency below 1.
     """
 
+    shares_within_batches = True
+    """Whether a server shares the prefixes of requests that it computes at the same time. Where it
+    does not, the longest fork of a trace is answered before its others are asked for."""
+
     def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
@@ -214,23 +218,37 @@ class AskingEngine(ABC):
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
         results: dict[int, list[ForkedAnswer]] = {}
+        orders = [self._order(request.cuts) for request in requests]
+        begun = [asyncio.Event() for _ in requests]
 
         async def work(server: Server, index: int, part: int) -> ForkedAnswer:
-            request = requests[index]
-            kept = request.trace_ids[: request.cuts[part]]
+            request, place = requests[index], orders[index][part]
+            if part and not self.shares_within_batches:
+                await begun[index].wait()
+            kept = request.trace_ids[: request.cuts[place]]
             prompt = [*request.prompt_ids, *kept, *suffix_ids]
-            return await self._answer(server, prompt, max_new_tokens, stop)
+            answer = await self._answer(server, prompt, max_new_tokens, stop)
+            begun[index].set()
+            return answer
 
         def done(index: int, answers: list[ForkedAnswer], server: int) -> None:
-            results[index] = answers
+            placed = dict(zip(orders[index], answers, strict=True))
+            results[index] = [placed[place] for place in range(len(placed))]
             if on_done is not None:
-                on_done(index, answers)
+                on_done(index, results[index])
 
         hashes = [_trace_hash(request.prompt_ids, request.trace_ids) for request in requests]
         homes = [self._homes.pop(known, None) for known in hashes]
         _run(self._dispatch(work, done, [len(r.cuts) for r in requests], homes))
         self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
         return [results[i] for i in range(len(requests))]
+
+    def _order(self, cuts: Sequence[int]) -> list[int]:
+        """In which order the forks of a trace are asked for, by their places in `cuts`."""
+        places = list(range(len(cuts)))
+        if self.shares_within_batches:
+            return places
+        return sorted(places, key=lambda place: cuts[place], reverse=True)
 
     async def _dispatch(
         self,

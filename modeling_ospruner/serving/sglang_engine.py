@@ -37,6 +37,8 @@ class SGLangEngine(EndpointsEngine):
         ValueError: bad URLs or limits.
     """
 
+    shares_within_batches = False
+
     def __init__(
         self,
         base: str,

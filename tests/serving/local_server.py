@@ -41,6 +41,7 @@ class LocalServer:
         faults: what to do with the next requests instead of answering them: a status, "hang", or
             "hang up".
         most_at_once: how many requests were inside together at most.
+        others_inside: for each request so far, how many were inside when it came.
         gives_ids: whether answers hold token ids.
     """
 
@@ -50,6 +51,7 @@ class LocalServer:
         self.seeds: list[int | None] = []
         self.faults: deque[int | str] = deque()
         self.most_at_once = 0
+        self.others_inside: list[int] = []
         self.gives_ids = True
         self._inside = 0
         self._lock = threading.Lock()
@@ -123,6 +125,7 @@ class LocalServer:
 
     async def _run(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:
         self.seeds.append(sampling.get("seed", sampling.get("sampling_seed")))
+        self.others_inside.append(self._inside)
         self._inside += 1
         self.most_at_once = max(self.most_at_once, self._inside)
         try:

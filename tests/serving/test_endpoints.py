@@ -109,6 +109,19 @@ def test_concurrency_is_bounded_and_used(
     assert servers[0].most_at_once == 3
 
 
+def test_sglang_computes_a_trace_before_its_forks_are_asked_for(
+    servers: list[LocalServer],
+    reasoner: Reasoner,
+    few: tuple[list[ForkRequest], list[list[ForkedAnswer]]],
+) -> None:
+    """It shares nothing among requests of one batch: 3.2 times the unique tokens otherwise."""
+    engine = open_over(servers[:1], reasoner, "sglang", concurrency=100)
+    check_agreement(reasoner, few[0][:1], few[1][:1], fork_all(engine, reasoner, few[0][:1]))
+    lengths = [len(prompt) for prompt in servers[0].prompts]
+    assert lengths[0] == max(lengths)
+    assert servers[0].others_inside[:2] == [0, 0]
+
+
 @pytest.mark.parametrize("faults", [[503], [429, 500], ["hang"]])
 def test_what_fails_is_sent_again(
     faults: list[int | str],
