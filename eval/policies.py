@@ -90,12 +90,12 @@ def _parse(spec: str) -> list[PolicyUse]:
     path, at, how = spec.partition("@")
     folders = [path]
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        folders = [str(found.parent) for found in sorted(Path(path).glob("*/config.json"))]
+        folders = [str(config.parent) for config in sorted(Path(path).glob("*/config.json"))]
         if not folders:
             raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
     uses = []
-    for folder in folders:
-        config = OSPrunerConfig.from_pretrained(folder)
+    found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
+    for folder, config in sorted(found, key=lambda one: -one[1].length_penalty):
         uses += [PolicyUse(folder, config, *mode) for mode in _modes(config, at and how, spec)]
     return uses
 

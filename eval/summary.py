@@ -21,7 +21,7 @@ from .results import Result, compare
 
 __all__ = [
     "best_rows",
-    "costs_table",
+    "costs_tables",
     "differences_of",
     "parse_lambdas",
     "print_evaluation",
@@ -81,38 +81,53 @@ def differences_of(
     return found
 
 
-def costs_table(results: Sequence[Result], *, title: str = "") -> Table:
-    """What stands behind the main table: help and harm, answers, probes, caps, rewards, time."""
+def costs_tables(results: Sequence[Result]) -> tuple[Table, Table]:
+    """What stands behind the main table, within 80 columns.
+
+    Returns:
+        Help and harm, answers, probes and caps; rewards at each lambda, and time where measured.
+    """
     timed = any(not math.isnan(result.time_ratio.value) for result in results)
-    table = Table(
-        title=title or None,
-        caption="[95 % interval by problem]"
-        + ("" if timed else "; wall-clock: not measured in this mode"),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
+    costs = _method_table("What stands behind it", "[95 % interval by problem]")
+    for name in ("wrong to\nright %", "right to\nwrong %", "answer\ntokens", "probe\ntokens"):
+        costs.add_column(name, justify="right", no_wrap=True)
+    costs.add_column("cut at\ncap %", justify="right", no_wrap=True)
+    rewards = _method_table(
+        "Rewards and time" if timed else "Rewards",
+        "" if timed else "Wall-clock: not measured in this mode",
     )
-    table.add_column("method", min_width=20)
     penalties = [penalty for penalty, _ in results[0].rewards]
-    headings = ["wrong to\nright %", "right to\nwrong %", "answer\ntokens", "probe\ntokens"]
-    headings += ["all tokens\nsaved %", "cut at\ncap %", *(f"reward\nλ={p:g}" for p in penalties)]
-    headings += ["time over\nfull", "tokens/s"] if timed else []
-    for name in headings:
-        table.add_column(name, justify="right", no_wrap=True)
+    headings = ["all tokens\nsaved %", *(f"reward\nλ={penalty:g}" for penalty in penalties)]
+    for name in headings + (["time over\nfull", "tokens/s"] if timed else []):
+        rewards.add_column(name, justify="right", no_wrap=True)
     for result in results:
-        cells = [
+        costs.add_row(
+            Text(_name(result)),
             number_cell(result.helped, 100, 1, stacked=True),
             number_cell(result.harmed, 100, 1, stacked=True),
             number_cell(result.answer_tokens, 1, 1, stacked=True),
             number_cell(result.probe_tokens, 1, 1, stacked=True),
-            number_cell(result.total_reduction, 100, 1, stacked=True),
             number_cell(result.truncated, 100, 1, stacked=True),
-            *(number_cell(value, 1, 3, stacked=True) for _, value in result.rewards),
-        ]
+        )
+        cells = [number_cell(result.total_reduction, 100, 1, stacked=True)]
+        cells += [number_cell(value, 1, 3, stacked=True) for _, value in result.rewards]
         if timed:
             cells.append(number_cell(result.time_ratio, 1, 2, stacked=True))
             cells.append(number_cell(result.tokens_per_second, 1, 0, stacked=True))
-        table.add_row(Text(_name(result)), *cells)
+        rewards.add_row(Text(_name(result)), *cells)
+    return costs, rewards
+
+
+def _method_table(title: str, caption: str) -> Table:
+    table = Table(
+        title=title,
+        caption=caption or None,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("method", min_width=12)
     return table
 
 
@@ -127,7 +142,8 @@ def print_evaluation(
     results, limits = evaluation.results(variant=variant, length_penalties=length_penalties)
     narrow = console.width < 105
     console.print(results_table(results, limits, title=evaluation.name, stacked=narrow))
-    console.print(costs_table(results, title="What stands behind it"))
+    for table in costs_tables(results):
+        console.print(table)
     differences = differences_of(evaluation, results, variant=variant)
     if differences:
         title = "Paired differences, each method at its best AES on these traces"
