@@ -89,12 +89,27 @@ def train_command(
     validate_every: Annotated[
         int, typer.Option(help="Optimiser steps between points of the dynamics picture.")
     ] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Optimiser steps between checkpoints; 0 for one an epoch.")
+    ] = 0,
+    precision: Annotated[str, typer.Option(help="Of the tail: float32 or bfloat16.")] = "float32",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
+    ] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Under accelerate launch: FSDP2 instead of DDP.")
+    ] = False,
+    tracker: Annotated[
+        str | None, typer.Option(help="tensorboard, wandb or trackio; none is needed.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write each policy's results to this file.")
     ] = None,
 ) -> None:
     """Train policies on labelled traces: one run anneals through all lambdas."""
     from ospruner.train.from_labels import settings_for, train_from_labels
+    from ospruner.train.processes import open_processes
+    from ospruner.train.progress import silent
     from ospruner.train.stage_report import print_stages
     from ospruner.train.toy.bars import PhaseBars
 
@@ -109,7 +124,12 @@ def train_command(
         tuning=tuning,
         seed=seed,
         validate_every=validate_every,
+        checkpoint_every=checkpoint_every,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
     )
+    processes = open_processes(out, tracker, shard)
+    console.quiet = not processes.main
     with PhaseBars(console) as bars:
         stages = train_from_labels(
             labels,
@@ -121,10 +141,13 @@ def train_command(
             held_out=held_out,
             split_seed=seed,
             limit=limit,
-            progress=bars,
+            progress=bars if processes.main else silent,
             say=console.print,
+            processes=processes,
         )
-    print_stages(stages, console, json_file)
+    processes.end()
+    if processes.main:
+        print_stages(stages, console, json_file)
 
 
 @app.command("label")
@@ -342,6 +365,37 @@ def labels_regrade(
     with PhaseBars(console) as bars:
         changes = regrade(folder, bars)
     print_regrade(changes, console, json_file)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    policy: Annotated[str, typer.Argument(help="A policy, as a folder or Hub id.")],
+    mode: Annotated[str | None, typer.Option(help="sample or threshold.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Of mode threshold, in [0, 1].")] = None,
+    answer: Annotated[str | None, typer.Option(help="forced or free.")] = None,
+    min_thinking_tokens: Annotated[int | None, typer.Option(help="No stop before.")] = None,
+    max_thinking_tokens: Annotated[int | None, typer.Option(help="A budget.")] = None,
+    control: Annotated[
+        float, typer.Option(help="Share of requests that never stop, to measure savings against.")
+    ] = 0.0,
+    opt_in: Annotated[
+        bool, typer.Option("--opt-in", help="Stop only requests that say stop_policy.")
+    ] = False,
+) -> None:
+    """Serve a policy with vLLM: an OpenAI-compatible server; further options are vLLM's own."""
+    from modeling_ospruner.serving.serve import serve as become_server
+
+    given = {
+        "stop_mode": mode,
+        "stop_threshold": threshold,
+        "stop_answer": answer,
+        "min_thinking_tokens": min_thinking_tokens,
+        "max_thinking_tokens": max_thinking_tokens,
+        "stop_control": control,
+    }
+    defaults = {key: value for key, value in given.items() if value is not None}
+    become_server(policy, {"stop_policy": not opt_in, **defaults}, context.args)
 
 
 @app.command()

@@ -57,7 +57,8 @@ def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = Tru
             hidden, attention_mask=None, position_ids=everywhere, position_embeddings=rotary
         )
     at_steps = _last_layer(tail.layers[-1], hidden, positions, rotary)  # (B, T, H)
-    head_logits: Tensor = policy.head(tail.norm(at_steps).float())[..., 0]
+    with torch.autocast(hidden.device.type, enabled=False):
+        head_logits: Tensor = policy.head(tail.norm(at_steps).float())[..., 0]
     return head_logits
 
 

@@ -29,6 +29,7 @@ from .label_folder import MANIFEST, read_labels, read_manifest
 from .loop import StageResult, train_together
 from .memory import memory_need
 from .packing import LabelledTraces
+from .processes import Processes
 from .progress import Progress, silent
 from .schedules import SCHEDULES, automatic_penalties
 from .settings import TrainSettings
@@ -144,6 +145,7 @@ def train_from_labels(
     limit: int | None = None,
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
+    processes: Processes | None = None,
 ) -> list[StageResult]:
     """Trains policies on stored labels; a killed run continues where it was.
 
@@ -160,6 +162,7 @@ def train_from_labels(
         limit: only the first so many traces.
         progress: as for `train`.
         say: told in a line, before the first step, what the run will hold in memory.
+        processes: those that train together; see `open_processes`.
 
     Returns:
         A policy and its validation result for each stage; with `multi`, for each target.
@@ -183,6 +186,7 @@ def train_from_labels(
         ours.settings,
         [Path(out_dir) / name for name in targets],
         progress=progress,
+        processes=processes,
     )
     return [stage for stages in results for stage in stages]
 

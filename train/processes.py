@@ -8,12 +8,14 @@ frozen trunk (FSDP2). Only the first process writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +25,9 @@ from transformers import PreTrainedModel
 from modeling_ospruner.bases_ospruner import decoder_layers
 from ospruner.eval.table import FloatArray, IntArray
 
-__all__ = ["Processes", "load_whole", "whole"]
+__all__ = ["Processes", "load_whole", "open_processes", "whole"]
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 Item = TypeVar("Item")
 
@@ -79,6 +83,16 @@ class Processes:
         summed: FloatArray = total.cpu().numpy()
         return summed
 
+    def track(self, name: str, values: Mapping[str, float], step: int) -> None:
+        """Tells the trackers, where there are any; a no-op in all processes but the first."""
+        if self._accelerator is not None and self._accelerator.trackers:
+            self._accelerator.log({f"{name}/{key}": v for key, v in values.items()}, step=step)
+
+    def end(self) -> None:
+        """Closes the trackers."""
+        if self._accelerator is not None:
+            self._accelerator.end_training()
+
     def wait(self) -> None:
         """Until all processes are here."""
         if self._accelerator is not None:
@@ -124,6 +138,29 @@ class Processes:
     def _mesh(self) -> Any:
         assert self.device is not None
         return torch.distributed.init_device_mesh(self.device.type, (self.size,))
+
+
+def open_processes(
+    out_dir: str | Path, tracker: str | None = None, shard: bool = False
+) -> Processes:
+    """The processes that `accelerate launch` started, or this one alone, on its best device.
+
+    Args:
+        out_dir: where trackers write that write files.
+        tracker: one of `TRACKERS`.
+        shard: as for `Processes`.
+
+    Raises:
+        ValueError: an unknown tracker, or one whose package is missing.
+    """
+    if tracker is not None and tracker not in TRACKERS:
+        raise ValueError(f"tracker is {tracker!r}; it must be one of {', '.join(TRACKERS)}")
+    if tracker is not None and tracker not in map(str, get_available_trackers()):
+        raise ValueError(f"tracker is {tracker!r}, but it is not installed: pip install {tracker}")
+    accelerator = Accelerator(log_with=tracker, project_dir=str(out_dir))
+    if tracker is not None:
+        accelerator.init_trackers("ospruner")
+    return Processes(accelerator, shard)
 
 
 def _forget(module: nn.Module, kept: nn.Module) -> None:

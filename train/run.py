@@ -150,11 +150,13 @@ class Run:
                 place = {"steps": self.steps, "length_penalty": stage.length_penalty}
                 found = {"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens}
                 self.folder.log({"dynamics": place | found})
+                self._track(found)
             if self._due(self.settings.checkpoint_every):
                 self._checkpoint()
         entry = {"stage": stage.name, "length_penalty": stage.length_penalty, "epoch": self.epoch}
         seconds = round(time.monotonic() - started, 3)
         self.folder.log(entry | self.tally.entry() | {"steps": self.steps, "seconds": seconds})
+        self._track({"length_penalty": stage.length_penalty, **self.tally.entry()})
         self.tally = Tally()
         self.epoch += 1
         self.batch = 0
@@ -232,6 +234,10 @@ class Run:
         )
         self.results.append(result)
         self.folder.log({"validation": result.to_dict()})
+        self._track({"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens})
+
+    def _track(self, values: dict[str, float]) -> None:
+        self.processes.track(self.folder.path.name, values, self.steps)
 
     def _validate(self) -> tuple[npt.NDArray[np.float32], Outcome]:
         """Stop probabilities (N, T) on the validation traces, and what they come to."""

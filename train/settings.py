@@ -60,7 +60,7 @@ class TrainSettings:
         cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
             again for every batch.
         gradient_checkpointing: the tail's layers keep their inputs alone and compute the rest again
-            in the backward pass.
+            in the backward pass; the last one computes little where it is read at step ends only.
         precision: of the tail's layers; "bfloat16" leaves weights, head and loss in float32.
         only_last_policy: save the last stage's policy alone, where the stages before it only lead
             there (`targets`).

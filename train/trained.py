@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
@@ -31,12 +33,12 @@ class TrainedPolicy(nn.Module):
         super().__init__()
         self.policy = policy
         self._autocast = settings.precision == "bfloat16"
-        self._checkpoints = settings.gradient_checkpointing and policy.tail is not None
         # FSDP2 gathers a layer's weights when the layer is called, which the fast way does not.
-        self._fast = not (processes.sharded or self._checkpoints)
-        if self._checkpoints and policy.tail is not None:
-            options = {"use_reentrant": False}
-            policy.tail.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        self._fast = not processes.sharded
+        if settings.gradient_checkpointing:
+            for layer in policy.layers:
+                # Inside the call, after the hooks that put back its input and gather its weights.
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -45,9 +47,5 @@ class TrainedPolicy(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The logits (B, T), float32; see `step_logits`."""
-        for layer in self.policy.layers:
-            # Layers recompute in training mode only; the modules in them, such as dropout, stay
-            # in eval mode.
-            layer.training = self._checkpoints and torch.is_grad_enabled()
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self._autocast):
             return step_logits(self.policy, hidden, positions, self._fast)

@@ -1,0 +1,110 @@
+"""Two processes train what one trains: same losses, and either goes on where the other stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ospruner.train.from_labels import train_from_labels
+from ospruner.train.processes import open_processes
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+from .several_processes import SETTINGS
+
+PROGRAM = Path(__file__).with_name("several_processes.py")
+EVER = 10_000
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several") / "labels"
+    Reasoner().label(draw_split("train", 45, 7), folder, 7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(labels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process trains."""
+    out = tmp_path_factory.mktemp("alone")
+    train_from_labels(labels, out, lambda table: SETTINGS)
+    return out
+
+
+def launch(*arguments: object) -> str:
+    """Two processes on the CPU; what they print.
+
+    `accelerate launch` starts several on GPUs by torchrun, and on CPUs by MPI alone.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(out: Path) -> list[float]:
+    entries = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [entry["loss"] for entry in entries if "epoch" in entry]
+
+
+def same_curve(out: Path, reference: Path) -> None:
+    assert len(losses(out)) == 2
+    assert losses(out) == pytest.approx(losses(reference), abs=1e-4)
+    for name in ("lam1e-3", "lam2e-4"):
+        mine, theirs = (load_file(run / name / "model.safetensors") for run in (out, reference))
+        assert mine.keys() == theirs.keys()
+        for key, tensor in mine.items():
+            torch.testing.assert_close(tensor, theirs[key], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("how", [pytest.param("copies", marks=pytest.mark.slow), "shard"])
+def test_two_processes_start_and_one_ends(
+    how: str, labels: Path, alone: Path, tmp_path: Path
+) -> None:
+    said = launch(PROGRAM, labels, tmp_path / "run", how, 4)
+    for rank in (0, 1):
+        assert f"broke off in process {rank} of 2, sharded: {how == 'shard'}" in said
+    train_from_labels(labels, tmp_path / "run", lambda table: SETTINGS)
+    same_curve(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize("how", ["copies", pytest.param("shard", marks=pytest.mark.slow)])
+def test_one_process_starts_and_two_end(
+    how: str, labels: Path, alone: Path, tmp_path: Path
+) -> None:
+    class CutError(Exception):
+        pass
+
+    def cut(phase: str, done: int, total: int, note: str = "") -> None:
+        if phase == "train" and done == 3:
+            raise CutError
+
+    with pytest.raises(CutError):
+        train_from_labels(labels, tmp_path / "run", lambda table: SETTINGS, progress=cut)
+    launch(PROGRAM, labels, tmp_path / "run", how, EVER)
+    same_curve(tmp_path / "run", alone)
+
+
+def test_the_command_runs_under_accelerate(labels: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    line = ["-m", "ospruner_cli", "train", "--labels", labels, "--out", out, "--batch-size", 8]
+    said = launch(*line, "--lambdas", "1e-3", "--tuning", "head")
+    assert said.count("On the validation traces") == 1  # one process prints
+    assert (out / "lam1e-3" / "model.safetensors").is_file()
+
+
+def test_trackers_are_asked_for_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tracker is 'diary'; it must be one of tensorboard"):
+        open_processes(tmp_path, "diary")

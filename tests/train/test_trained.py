@@ -1,0 +1,97 @@
+"""How a tail is computed while it is trained: in bfloat16, or with less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.train.packing import LabelledTraces
+from ospruner.train.policies import batch_loss
+from ospruner.train.processes import Processes
+from ospruner.train.settings import TrainSettings
+from ospruner.train.trained import TrainedPolicy
+
+from .conftest import MakeLabels
+
+SETTINGS = TrainSettings(length_penalties=(1e-2,))
+
+
+def gradients(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    traces: LabelledTraces,
+    **settings: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+    """Logits, gradients by name, and the activations kept for the backward pass, in bytes."""
+    model = OSPrunerForCausalLM.untrained(base, tokenizer)
+    model.policy.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    chosen = TrainSettings(length_penalties=(1e-2,), **settings)
+    trained = TrainedPolicy(model.policy, chosen, Processes())
+    batch = traces.batch(np.arange(12))
+    hidden = traces.states(model, batch.rows)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = trained(hidden, batch.positions)
+    batch_loss("os-pruner", logits, batch, 1e-2).backward()
+    found = {name: p.grad for name, p in model.policy.named_parameters() if p.grad is not None}
+    return logits.detach(), found, sum(kept.values())
+
+
+@pytest.fixture
+def traces(make_labels: MakeLabels) -> LabelledTraces:
+    return LabelledTraces.from_dataset(make_labels(12))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "granite"])
+def test_checkpointing_changes_the_memory_and_nothing_else(
+    kind: str, tiny_tokenizer: PreTrainedTokenizerFast, traces: LabelledTraces
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tiny_tokenizer)}
+    # Granite scales what enters its first layer, which the policy puts back.
+    more = {"embedding_multiplier": 12.0, "pad_token_id": None} if kind == "granite" else {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **sizes, **heads, **more)
+    base = AutoModelForCausalLM.from_config(config).eval()
+    plain = gradients(base, tiny_tokenizer, traces)
+    saving = gradients(base, tiny_tokenizer, traces, gradient_checkpointing=True)
+    assert torch.equal(plain[0], saving[0])
+    assert plain[1].keys() == saving[1].keys()
+    for name, gradient in plain[1].items():
+        assert torch.equal(gradient, saving[1][name]), name
+    assert saving[2] < plain[2]
+
+
+def test_bfloat16_tail_keeps_weights_head_and_loss_in_float32(
+    tiny_base: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, traces: LabelledTraces
+) -> None:
+    exact, _, kept = gradients(tiny_base, tiny_tokenizer, traces)
+    logits, found, kept_half = gradients(tiny_base, tiny_tokenizer, traces, precision="bfloat16")
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())  # the head was not in bfloat16
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    assert 0 < (logits - exact).abs().max() < 0.1 * exact.abs().max()
+    assert kept_half < kept
+
+
+def test_other_precisions_are_refused() -> None:
+    with pytest.raises(ValueError, match="precision is 'float8'; it must be float32 or bfloat16"):
+        TrainSettings(length_penalties=(1e-2,), precision="float8")  # type: ignore[arg-type]
