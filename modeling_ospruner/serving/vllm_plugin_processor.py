@@ -9,6 +9,7 @@ complete gets the end-of-text token, for a processor cannot end a request otherw
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
@@ -22,20 +23,18 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.draws_ospruner import mix64
+from modeling_ospruner.draws_ospruner import mix64, uniform
 from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.row_ospruner import Phase, RowPlan, StopRow
 from modeling_ospruner.settings_ospruner import StopRecord
 from modeling_ospruner.stop_rules import TrialAnswer
 
 from .vllm_plugin import ARCHITECTURE, PROCESSOR
+from .vllm_plugin_metrics import count
 from .vllm_plugin_model import STOP_HEAD, StopHead
-from .vllm_plugin_requests import StopRequest
+from .vllm_plugin_requests import DEFAULTS, StopRequest
 
-__all__ = ["DEFAULTS", "StopProcessor", "StopRecords"]
-
-DEFAULTS = "ospruner"
-"""The key of vLLM's `--additional-config` under which a server's defaults stand."""
+__all__ = ["StopProcessor", "StopRecords"]
 
 _MOST_RECORDS = 10_000  # of requests with a `stop_id`; the oldest are forgotten
 
@@ -49,11 +48,15 @@ class _Request:
         row: decides.
         output: vLLM's own list of its tokens, which grows.
         prompt_tokens: the length of its prompt.
+        control: whether it belongs to those that never stop.
         taken: tokens of `output` that `row` has taken in.
+        counted: whether the end of its thinking has been counted.
     """
 
-    def __init__(self, row: StopRow, prompt_tokens: int, output: list[int]) -> None:
+    def __init__(self, row: StopRow, prompt_tokens: int, output: list[int], control: bool) -> None:
         self.row = row
+        self.control = control
+        self.counted = False
         self.output = output
         self.prompt_tokens = prompt_tokens
         self.taken = 0
@@ -91,6 +94,7 @@ class StopProcessor(LogitsProcessor):
         self._defaults = StopRequest(
             additional.get(DEFAULTS) if isinstance(additional, dict) else None,
             owner=f"additional_config[{DEFAULTS!r}]",
+            server=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(
             model.tokenizer, revision=model.tokenizer_revision, config=config
@@ -110,6 +114,7 @@ class StopProcessor(LogitsProcessor):
         self._seed = mix64(model.seed)
         self._seen = 0
         self._warned = False
+        self._counts = vllm_config.parallel_config.rank == 0
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
@@ -160,6 +165,9 @@ class StopProcessor(LogitsProcessor):
         if settings is None or prompt_ids is None or structured or budget:
             return None
         self._seen += 1
+        control = uniform(self._seed, self._seen, -1) < self._defaults.control
+        if control:
+            settings = replace(settings, min_thinking_tokens=sys.maxsize, max_thinking_tokens=None)
         if "seed" not in asked.fields:
             # As if each request were another sample; on all tensor-parallel ranks the same.
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
@@ -167,7 +175,7 @@ class StopProcessor(LogitsProcessor):
         eos = frozenset({self._eos_id, *params.all_stop_token_ids})
         plan = RowPlan(settings, settings.chosen_rule(), self._format, eos)
         row = StopRow(plan, prompt_ids, settings.first_sample_index)
-        request = _Request(row, len(prompt_ids), output)
+        request = _Request(row, len(prompt_ids), output, control)
         if asked.name is not None:
             self._records[asked.name] = request
             while len(self._records) > _MOST_RECORDS:
@@ -221,6 +229,12 @@ class StopProcessor(LogitsProcessor):
         greedy: list[int] = []
         for i, request in self._requests.items():
             row = request.row
+            if row.phase is Phase.THINKING:
+                continue
+            if not request.counted:
+                request.counted = True
+                if self._counts:
+                    count(row.record, request.control)
             if row.phase is Phase.FORCING:
                 forced.append((i, row.forced[0]))
             elif row.phase is Phase.DONE:

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from modeling_ospruner.checks_ospruner import check_number
 from modeling_ospruner.settings_ospruner import StopPolicyConfig
 
-__all__ = ["ID", "KEYS", "ON", "StopRequest"]
+__all__ = ["CONTROL", "DEFAULTS", "ID", "KEYS", "ON", "StopRequest"]
+
+DEFAULTS = "ospruner"
+"""The key of vLLM's `--additional-config` under which a server's defaults stand."""
 
 ON = "stop_policy"
 ID = "stop_id"
+CONTROL = "stop_control"  # of a server's defaults only
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
@@ -36,19 +41,26 @@ class StopRequest:
     Args:
         extra: the request's extra arguments; what others read from them is left alone.
         owner: what the keys belong to, for messages.
+        server: whether they are a server's defaults.
 
     Attributes:
         on: whether the policy stops the request; None where it does not say.
         fields: of `StopPolicyConfig`, those given.
         name: under which its record can be read; None for no record.
+        control: the share of requests that never stop, to measure savings against.
 
     Raises:
         ValueError: a value is wrong, or a key that begins like ours is unknown.
     """
 
-    def __init__(self, extra: Mapping[str, Any] | None, owner: str = "vllm_xargs") -> None:
+    def __init__(
+        self,
+        extra: Mapping[str, Any] | None,
+        owner: str = "vllm_xargs",
+        server: bool = False,
+    ) -> None:
         given = {} if extra is None else extra
-        known = [ON, ID, *KEYS]
+        known = [ON, CONTROL if server else ID, *KEYS]
         unknown = [k for k in given if k not in known and k.startswith(("stop_", "stop-"))]
         if unknown:
             raise ValueError(f"{owner}: no {unknown}; the policy's keys are {known}")
@@ -60,6 +72,8 @@ class StopRequest:
         self.name: str | None = given.get(ID)
         if self.name is not None and not isinstance(self.name, str):
             raise ValueError(f"{owner}: {ID} is {self.name!r}; it must be a text")
+        self.control: float = given.get(CONTROL, 0.0)
+        check_number(owner, CONTROL, self.control, 0, 1)
         self.on: bool | None = bool(self.fields) or None
         if ON in given:
             self.on = _flag(owner, ON, given[ON])

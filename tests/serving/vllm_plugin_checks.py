@@ -164,7 +164,8 @@ def test_several_texts_of_one_prompt_stop_on_their_own(
 ) -> None:
     """The same text over and over, so that only the draws differ: they are independent."""
     outputs = run(served, mixed[:6], greedy({"stop_policy": True}, n=8, temperature=1e-3))
-    stops = [{ids.index(model.token_format.think_end_id) for ids in texts} for texts in outputs]
+    end = model.token_format.think_end_id
+    stops = [{[*ids, end].index(end) for ids in texts} for texts in outputs]
     assert max(map(len, stops)) > 1
     with pytest.raises(VLLMValidationError, match=r"stop_seed is 3 and n is 2.*stop_sample_index"):
         run(served, mixed[:1], greedy({"stop_policy": True, "stop_seed": 3}, n=2, temperature=1.0))
