@@ -148,8 +148,8 @@ def render_report(
     return environment.get_template(TEMPLATE).render(
         title=title,
         about=(
-            f"{len(evaluations)} evaluations ({', '.join(modes)}); AES {variant.label}; brackets "
-            "are 95 % intervals by problem (cluster bootstrap)."
+            f"{len(evaluations)} evaluation{'s' * (len(evaluations) > 1)} ({', '.join(modes)}); "
+            f"AES {variant.label}; brackets are 95 % intervals by problem (cluster bootstrap)."
         ),
         sections=sections,
         viewers=[{"name": one.name, "traces": one.traces} for one in evaluations if one.traces],

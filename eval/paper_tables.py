@@ -251,10 +251,11 @@ def best_aes_table(
         name=f"best-aes-{answer}",
         caption=(
             f"Each method at its best AES, chosen {how}; {answer} answers. AES {variant.label}. "
-            f"{AVERAGE} is the mean over benchmarks. 95 % intervals by problem."
+            + (f"{AVERAGE} is the mean over benchmarks. " if len(benchmarks) > 1 else "")
+            + "95 % intervals by problem."
         ),
         corner="Model / Method",
-        groups=(*benchmarks, AVERAGE),
+        groups=_groups(benchmarks),
         columns=("Acc", "Len", "AES"),
         sections=tuple(sections),
     )
@@ -291,7 +292,7 @@ def full_table(
         name=f"full-{model}-{answer}".replace("/", "-"),
         caption=f"Full results for {model}, {answer} answers. 95 % intervals by problem.",
         corner="Method / Param",
-        groups=(*benchmarks, AVERAGE),
+        groups=_groups(benchmarks),
         columns=("Acc", length),
         sections=((model, tuple(lines)),),
     )
@@ -359,6 +360,11 @@ def _free_numbers(result: Result) -> tuple[Number, ...]:
     return (Number(result.accuracy, 100, 1, None), Number(total, 1, 0, None, suffix=saved))
 
 
+def _groups(benchmarks: Sequence[str]) -> tuple[str, ...]:
+    """The table's groups of columns: a mean only where there is more than one benchmark."""
+    return (*benchmarks, AVERAGE) if len(benchmarks) > 1 else tuple(benchmarks)
+
+
 def _cells(
     by_benchmark: Mapping[str, Result],
     benchmarks: Sequence[str],
@@ -368,6 +374,8 @@ def _cells(
     cells: list[tuple[Number, ...] | None] = [
         numbers(by_benchmark[name]) if name in by_benchmark else None for name in benchmarks
     ]
+    if len(benchmarks) < 2:
+        return tuple(cells)
     if None in cells:
         return (*cells, None)
     columns = zip(*[cell for cell in cells if cell is not None], strict=True)

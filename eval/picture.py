@@ -34,6 +34,7 @@ __all__ = [
 
 FULL = "full trace"
 ORACLE = "hindsight oracle"
+LIMIT = "best fixed"  # budget or step
 FRONTIER = "OS-Pruner"
 
 INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
@@ -46,7 +47,9 @@ STYLES = (
     ("#E69F00", "v"),
     ("#56B4E9", "P"),
     ("#8C6D31", "X"),
+    ("#882255", "<"),
 )
+_LIMIT_MARKERS = ("D", "s", "^")
 
 # Labels: offsets in points and directions, the best first (a frontier rises to the right).
 _DISTANCES = (6.0, 9.0, 13.0, 18.0, 24.0)
@@ -109,7 +112,8 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
     """Draws accuracy against thinking tokens: the frontier joined, all others as points.
 
     Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
-    ORACLE (a star) have looks of their own; any other gets a colour and a marker.
+    ORACLE (a star) have looks of their own, and those of LIMIT are hollow; any other method gets
+    a colour and a marker.
     A legend and `label_points` are the caller's, as several panels may share them.
 
     Args:
@@ -124,6 +128,7 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
         raise ValueError("results is empty: there is nothing to draw")
     methods = dict.fromkeys(result.method for result in results)
     styles = iter(STYLES * (1 + len(methods) // len(STYLES)))
+    limits = itertools.cycle(_LIMIT_MARKERS)
     for method in methods:
         rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
         x = [r.tokens.value for r in rows]
@@ -141,6 +146,11 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
         elif method.startswith(ORACLE):
             filled = MUTED if method == ORACLE else "white"  # hollow: its variants
             axes.plot(x, y, "*", color=MUTED, ms=11, label=method, zorder=3, mfc=filled, mew=0.9)
+        elif method.startswith(LIMIT):
+            axes.plot(
+                x, y, next(limits), color=MUTED, ms=5.5, label=method, zorder=3, mfc="white",
+                mew=0.9,
+            )  # fmt: skip
         else:
             colour, marker = next(styles)
             axes.plot(
