@@ -57,6 +57,7 @@ class Result:
         harmed: share of traces wrong under the rule and right in full.
         truncated: share of traces cut at the token cap.
         probe_tokens: mean tokens that the rule generated to decide.
+        generated_tokens: mean tokens of thinking and answer together.
         total_reduction: share of all tokens (thinking, answer, probes) of the full trace saved.
         time_ratio: wall-clock time over that of the full trace; NaN where not measured.
         tokens_per_second: generated tokens (thinking, answer) a second; NaN where not measured.
@@ -78,6 +79,7 @@ class Result:
     harmed: Estimate
     truncated: Estimate
     probe_tokens: Estimate
+    generated_tokens: Estimate
     total_reduction: Estimate
     time_ratio: Estimate
     tokens_per_second: Estimate
@@ -193,6 +195,7 @@ class _Means:
             "harmed": own["harmed"],
             "truncated": own["truncated"],
             "probe_tokens": own["probe_tokens"],
+            "generated_tokens": self.generated,
             "total_reduction": reduction(spent, full.generated),
             "time_ratio": own["seconds"] / base["seconds"],
             "tokens_per_second": self.generated / own["seconds"],

@@ -126,6 +126,7 @@ def test_forced_and_free_are_never_mixed() -> None:
     assert cell is not None
     result = free.results()[0][0]
     assert cell[1].estimate.value == pytest.approx(result.tokens.value + 5.0)
+    assert cell[1].estimate.low < cell[1].estimate.value < cell[1].estimate.high
     assert "+5)" in cell[1].text()
     with pytest.raises(ValueError, match="no evaluation with free answers"):
         best_aes_table(THREE, "free")

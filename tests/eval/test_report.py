@@ -53,6 +53,7 @@ def make_result(
         harmed=around(0.05, 0.01),
         truncated=around(0.0, 0.0),
         probe_tokens=around(0.0, 0.0),
+        generated_tokens=around(tokens + 6, 5),
         total_reduction=around(1 - tokens / 200, 0.01),
         time_ratio=Estimate(math.nan, math.nan, math.nan),
         tokens_per_second=Estimate(math.nan, math.nan, math.nan),
