@@ -19,7 +19,7 @@ One concept, one module; nothing is imported here, so that `ospruner.eval.gradin
     limits           what no rule can beat, and exactly solved stopping problems
     summary, report  an evaluation in the terminal and as a file
     picture, panels  Pareto fronts, training dynamics, accuracy by difficulty
-    paper            the paper's numbers; paper_tables: its tables from ours
+    paper            the paper's numbers; paper_tables: its tables from ours, as grid_tables
     html_report      one page of a folder of evaluations; viewer: traces step by step
     hub_results      results as the Hub's card metadata
 """

@@ -13,11 +13,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .evaluation import Evaluation, find_evaluations
+from .grid_table import GridTable
 from .metrics import AES_ABSOLUTE, AesVariant, Estimate
 from .panels import save_difficulty, save_dynamics, save_panels
 from .paper import BENCHMARKS, MODELS, compare_with_paper
 from .paper_tables import (
-    GridTable,
     best_aes_table,
     chosen_parameters,
     full_table,

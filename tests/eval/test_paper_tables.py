@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from ospruner.eval.grid_table import AVERAGE
 from ospruner.eval.metrics import Estimate
 from ospruner.eval.paper_tables import (
-    AVERAGE,
     average,
     best_aes_table,
     chosen_parameters,
