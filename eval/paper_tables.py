@@ -1,4 +1,4 @@
-"""The paper's tables from measured results: best-AES summary (Table 1) and full tables per model."""
+"""The paper's tables from measured results: best-AES summary (Table 1), full tables per model."""
 
 from __future__ import annotations
 
