@@ -25,6 +25,7 @@ from .picture import (
     ORACLE,
     STYLES,
     FreeSpace,
+    assign_styles,
     draw_pareto,
     furnish,
     label_points,
@@ -41,7 +42,7 @@ __all__ = ["draw_front", "front", "save_difficulty", "save_dynamics", "save_pane
 
 def front(results: Sequence[Result]) -> list[Result]:
     """The results that no other beats in both tokens and accuracy, by rising tokens."""
-    order = sorted(results, key=lambda r: (r.tokens.value, -r.accuracy.value))
+    order = sorted(results, key=lambda r: (r.charged_tokens, -r.accuracy.value))
     highest = itertools.accumulate((r.accuracy.value for r in order), max, initial=-np.inf)
     return [r for r, before in zip(order, highest, strict=False) if r.accuracy.value > before]
 
@@ -50,7 +51,7 @@ def draw_front(axes: Axes, results: Sequence[Result]) -> None:
     """The front of all methods as a line; hindsight, which nobody has, is left out."""
     points = front([r for r in results if not r.method.startswith(ORACLE)])
     axes.plot(
-        [r.tokens.value for r in points],
+        [r.charged_tokens for r in points],
         [100 * r.accuracy.value for r in points],
         "-", color=MUTED, lw=3.2, alpha=0.28, zorder=1.5, label="front of all methods",
     )  # fmt: skip
@@ -83,8 +84,9 @@ def save_panels(
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     handles: dict[str, Any] = {}
+    styles = assign_styles([result for results in panels.values() for result in results])
     for axes, (heading, results) in zip(grid.flat, panels.items(), strict=False):
-        draw_pareto(axes, results)
+        draw_pareto(axes, results, styles=styles)
         draw_front(axes, results)
         axes.set_title(heading, loc="left", fontsize=10, color=INK)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ __all__ = [
     "MUTED",
     "ORACLE",
     "STYLES",
+    "assign_styles",
     "draw_pareto",
     "furnish",
     "label_points",
@@ -102,13 +103,31 @@ def save_pareto(
     )
     space = label_points(axes, [r for r in results if r.method == FRONTIER], FRONTIER_COLOUR)
     for method in dict.fromkeys(result.method for result in results):
-        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.charged_tokens)
         if method != FRONTIER:
             label_points(axes, rows[:1] + rows[1:][-1:], MUTED, 7, space)
     figure.savefig(path)
 
 
-def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None = None) -> None:
+def assign_styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each method that has no look of its own, in order of appearance."""
+    plain, limits = itertools.cycle(STYLES), itertools.cycle(_LIMIT_MARKERS)
+    styles: dict[str, tuple[str, str]] = {}
+    for method in dict.fromkeys(result.method for result in results):
+        if method.startswith(LIMIT):
+            styles[method] = (MUTED, next(limits))
+        elif method not in (FRONTIER, FULL) and not method.startswith(ORACLE):
+            styles[method] = next(plain)
+    return styles
+
+
+def draw_pareto(
+    axes: Axes,
+    results: Sequence[Result],
+    *,
+    chosen: Result | None = None,
+    styles: Mapping[str, tuple[str, str]] | None = None,
+) -> None:
     """Draws accuracy against thinking tokens: the frontier joined, all others as points.
 
     Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
@@ -120,6 +139,7 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
         axes: where to draw.
         results: rules on the same traces.
         chosen: one of the results, ringed.
+        styles: of `assign_styles`, where several pictures share one legend; None for this one's.
 
     Raises:
         ValueError: no results.
@@ -127,11 +147,10 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
     if not results:
         raise ValueError("results is empty: there is nothing to draw")
     methods = dict.fromkeys(result.method for result in results)
-    styles = iter(STYLES * (1 + len(methods) // len(STYLES)))
-    limits = itertools.cycle(_LIMIT_MARKERS)
+    styles = assign_styles(results) if styles is None else styles
     for method in methods:
-        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
-        x = [r.tokens.value for r in rows]
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.charged_tokens)
+        x = [r.charged_tokens for r in rows]
         y = [100 * r.accuracy.value for r in rows]
         if method == FRONTIER:
             low, high = [100 * r.accuracy.low for r in rows], [100 * r.accuracy.high for r in rows]
@@ -146,23 +165,21 @@ def draw_pareto(axes: Axes, results: Sequence[Result], *, chosen: Result | None 
         elif method.startswith(ORACLE):
             filled = MUTED if method == ORACLE else "white"  # hollow: its variants
             axes.plot(x, y, "*", color=MUTED, ms=11, label=method, zorder=3, mfc=filled, mew=0.9)
-        elif method.startswith(LIMIT):
-            axes.plot(
-                x, y, next(limits), color=MUTED, ms=5.5, label=method, zorder=3, mfc="white",
-                mew=0.9,
-            )  # fmt: skip
         else:
-            colour, marker = next(styles)
+            colour, marker = styles[method]
+            fill, edge = ("white", colour) if method.startswith(LIMIT) else (colour, "white")
             axes.plot(
                 x, y, ls="none", marker=marker, color=colour, ms=5.5, label=method, zorder=3,
-                mec="white", mew=0.6,
+                mfc=fill, mec=edge, mew=0.7,
             )  # fmt: skip
     if chosen is not None:
         axes.plot(
-            [chosen.tokens.value], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=INK,
+            [chosen.charged_tokens], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=INK,
             mew=1.2, ls="none", label="chosen on validation", zorder=5,
         )  # fmt: skip
-    furnish(axes, "thinking tokens per trace", "accuracy, %")
+    probes = any(result.probe_tokens.value > 0 for result in results)
+    spent = "thinking and probe tokens per trace" if probes else "thinking tokens per trace"
+    furnish(axes, spent, "accuracy, %")
     axes.margins(x=0.1, y=0.12)
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
 
@@ -209,8 +226,8 @@ def label_points(
     if space is None:
         figure.draw_without_rendering()
         space = FreeSpace(axes, figure.dpi / 72.0)
-    for result in sorted(results, key=lambda r: r.tokens.value):
-        point = (result.tokens.value, 100 * result.accuracy.value)
+    for result in sorted(results, key=lambda r: r.charged_tokens):
+        point = (result.charged_tokens, 100 * result.accuracy.value)
         text = parameter_text(result)
         for away, (right, up) in itertools.product(_DISTANCES if text else (), _DIRECTIONS):
             reach = away if 0 in (right, up) else 0.7 * away

@@ -51,7 +51,7 @@ class Result:
         accuracy: share of right answers.
         tokens: mean thinking tokens.
         reduction: share of the full trace's thinking tokens saved.
-        aes: accuracy-efficiency score, of the variant `aes_label`.
+        aes: accuracy-efficiency score, of the variant `aes_label`; probe tokens are charged.
         answer_tokens: mean tokens of the forced answer.
         helped: share of traces right under the rule and wrong in full.
         harmed: share of traces wrong under the rule and right in full.
@@ -61,7 +61,7 @@ class Result:
         total_reduction: share of all tokens (thinking, answer, probes) of the full trace saved.
         time_ratio: wall-clock time over that of the full trace; NaN where not measured.
         tokens_per_second: generated tokens (thinking, answer) a second; NaN where not measured.
-        rewards: (lambda, accuracy - lambda * thinking tokens) for some lambdas.
+        rewards: (lambda, accuracy - lambda * tokens) for some lambdas; thinking and probe tokens.
         aes_label: which AES.
         traces: how many traces.
         problems: how many problems.
@@ -87,6 +87,11 @@ class Result:
     aes_label: str
     traces: int
     problems: int
+
+    @property
+    def charged_tokens(self) -> float:
+        """Mean tokens until the stop: thinking, and what the rule generated to decide."""
+        return self.tokens.value + self.probe_tokens.value
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -177,9 +182,14 @@ class _Means:
         """Thinking and answer tokens."""
         return self.of["tokens"] + self.of["answer_tokens"]
 
+    @property
+    def charged(self) -> FloatArray:
+        """Thinking tokens, and those that the rule generated to decide."""
+        return self.of["tokens"] + self.of["probe_tokens"]
+
     def reward(self, length_penalty: float) -> FloatArray:
-        """The expected reward, accuracy - lambda * thinking tokens."""
-        return reward(self.of["correct"], self.of["tokens"], length_penalty)
+        """The expected reward, accuracy - lambda * charged tokens."""
+        return reward(self.of["correct"], self.charged, length_penalty)
 
     def against(self, full: _Means, variant: AesVariant) -> dict[str, FloatArray]:
         """The fields of `Result` by name, as arrays."""
@@ -189,7 +199,7 @@ class _Means:
             "accuracy": own["correct"],
             "tokens": own["tokens"],
             "reduction": reduction(own["tokens"], base["tokens"]),
-            "aes": variant(own["correct"], own["tokens"], base["correct"], base["tokens"]),
+            "aes": variant(own["correct"], self.charged, base["correct"], base["tokens"]),
             "answer_tokens": own["answer_tokens"],
             "helped": own["helped"],
             "harmed": own["harmed"],
@@ -231,14 +241,16 @@ def compare(
         "accuracy", "tokens", "reduction", "aes" -> the difference.
     """
     left, right = (
-        np.column_stack([outcome.correct, outcome.tokens, base.correct, base.tokens])
+        np.column_stack(
+            [outcome.correct, outcome.tokens, base.correct, base.tokens, outcome.probe_tokens]
+        )
         for outcome in (a, b)
     )
     statistics = {
         "accuracy": lambda m: m[..., 0],
         "tokens": lambda m: m[..., 1],
         "reduction": lambda m: reduction(m[..., 1], m[..., 3]),
-        "aes": lambda m: variant(m[..., 0], m[..., 1], m[..., 2], m[..., 3]),
+        "aes": lambda m: variant(m[..., 0], m[..., 1] + m[..., 4], m[..., 2], m[..., 3]),
     }
     return {
         name: paired_difference(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from ospruner.eval.panels import (
@@ -16,6 +17,7 @@ from ospruner.eval.panels import (
     save_dynamics,
     save_panels,
 )
+from ospruner.eval.picture import assign_styles, draw_pareto
 
 from .evaluations import make_evaluation
 
@@ -71,6 +73,18 @@ def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert text.count('id="axes_') == 4
     with pytest.raises(ValueError, match="panels is empty"):
         save_panels({}, [tmp_path / "b.png"])
+
+
+def test_methods_look_alike_in_all_panels() -> None:
+    one, other = (make_evaluation(benchmark=name).results()[0] for name in ("GSM8K", "AIME"))
+    fewer = [result for result in other if result.method != "probe"]
+    styles = assign_styles([*fewer, *one])
+    assert len(set(styles.values())) == len(styles) == 2
+    for results in (one, fewer):
+        axes = Figure().add_subplot()
+        draw_pareto(axes, results, styles=styles)
+        drawn = {line.get_label(): line for line in axes.get_lines()}
+        assert drawn["fixed budget"].get_marker() == styles["fixed budget"][1]
 
 
 def test_difficulty_is_drawn(tmp_path: Path) -> None:

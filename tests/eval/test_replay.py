@@ -220,3 +220,21 @@ def test_summarise_refuses_other_traces() -> None:
     few = replay_full(table.subset([0, 1]))
     with pytest.raises(ValueError, match="mine: an outcome of 2 traces, the full traces are 40"):
         summarise([Rule("mine", few)], replay_full(table), table.problem_index)
+
+
+def test_probe_tokens_are_charged() -> None:
+    table = make_table(9)
+    full = replay_full(table)
+    stops = np.zeros(len(table), dtype=int)
+    free, paid = (
+        Rule(name, replay_at(table, stops, probe_tokens=np.full(len(table), probes)), None, "")
+        for name, probes in (("free", 0.0), ("paid", 7.0))
+    )
+    less, more = summarise([free, paid], full, table.problem_index, length_penalties=(1e-2,))
+    assert more.tokens == less.tokens
+    assert more.reduction == less.reduction
+    assert more.charged_tokens == pytest.approx(less.charged_tokens + 7)
+    assert less.rewards[0][1].value - more.rewards[0][1].value == pytest.approx(0.07)
+    assert less.aes.value - more.aes.value == pytest.approx(7 / full.mean_tokens)
+    between = compare(free.outcome, paid.outcome, full, table.problem_index)
+    assert between["aes"].value == pytest.approx(less.aes.value - more.aes.value)
