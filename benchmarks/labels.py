@@ -2,18 +2,23 @@
 
     OMP_NUM_THREADS=1 python benchmarks/labels.py [--quick] [--json FILE] [--limit N] [--seed N]
 
-The embedded reasoner samples traces; the answer is forced at each of their steps, once by the
-engine, which computes shared tokens once, and once from batches of whole prefixes, left-padded,
-each encoded anew. Both arms use the same stop rule, and their answers are compared. `unique` are
-the nodes of the trie over all requests. Where vLLM is installed it labels the same traces.
+The embedded reasoner samples traces, answers after each of their steps, and the answers are graded:
+the share of time of each phase. Then what it thought is laid end to end until it is as long as real
+traces (trace_shapes.json: R1-Distill-Qwen-7B on MATH-500), and answers are forced where those had
+their steps: once by the engine, which computes shared tokens once, and once from batches of whole
+prefixes, left-padded, each encoded anew. Both arms use the same stop rule, and their answers are
+compared. `unique` are the nodes of the trie over all requests. Where vLLM is installed it forks the
+same traces, from blocks of 32 tokens on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +38,10 @@ from ospruner.eval.benchmarks import user_message
 from ospruner.eval.grading import read_box
 from ospruner.eval.task import prompt_token_ids
 from ospruner.train.grades import grade_rows
-from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
+from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.train.traces import TraceKey, wanted_traces
+
+SHAPES = Path(__file__).with_name("trace_shapes.json")
 
 Keys = list[TraceKey]
 
@@ -46,16 +53,16 @@ class Anew:
         model: the base.
         fmt: its format.
         eos_ids: ids that end a text.
-        batch_size: prefixes encoded together.
+        batch_tokens: tokens, padding included, that are encoded together.
     """
 
     def __init__(
-        self, model: PreTrainedModel, fmt: TokenFormat, eos_ids: frozenset[int], batch_size: int
+        self, model: PreTrainedModel, fmt: TokenFormat, eos_ids: frozenset[int], batch_tokens: int
     ) -> None:
         self.model = model
         self.fmt = fmt
         self.eos_ids = eos_ids
-        self.batch_size = batch_size
+        self.batch_tokens = batch_tokens
         self.computed_tokens = 0
 
     @torch.inference_mode()
@@ -67,10 +74,11 @@ class Anew:
             for r, request in enumerate(requests)
             for k, cut in enumerate(request.cuts)
         ]
-        prefixes.sort(key=lambda entry: len(entry[1]))
+        prefixes.sort(key=lambda entry: len(entry[1]), reverse=True)
         answers: list[list[list[int]]] = [[[] for _ in request.cuts] for request in requests]
-        for start in range(0, len(prefixes), self.batch_size):
-            batch = prefixes[start : start + self.batch_size]
+        while prefixes:
+            rows = max(1, self.batch_tokens // len(prefixes[0][1]))
+            batch, prefixes = prefixes[:rows], prefixes[rows:]
             for ((r, k), _), answer in zip(batch, self._batch([p for _, p in batch]), strict=True):
                 answers[r][k] = answer
         return answers
@@ -92,7 +100,7 @@ class Anew:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             logits = self.model(
                 input_ids=ids,
-                attention_mask=mask,
+                attention_mask=mask if B > 1 else None,  # without padding none is needed
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
@@ -118,7 +126,7 @@ def sampled_traces(
     reasoner: Reasoner, args: argparse.Namespace
 ) -> tuple[Keys, list[list[int]], list[Sampled], Timed]:
     """Traces of the reasoner, and how long sampling them took."""
-    keys = wanted_traces(draw_split("test", args.limit, args.seed), args.samples)
+    keys = wanted_traces(draw_split("test", args.problems, args.seed), 1)
     fmt = reasoner.token_format
     prompts = [
         prompt_token_ids(
@@ -126,11 +134,23 @@ def sampled_traces(
         )
         for key in keys
     ]
-    settings = SamplingSettings(max_new_tokens=args.max_tokens, seed=args.seed)
+    settings = SamplingSettings(max_new_tokens=MAX_THINKING_TOKENS, seed=args.seed)
     names = [key.name for key in keys]
     kept: list[list[Sampled]] = []
     time = timed(lambda: kept.append(reasoner.engine.sample(prompts, settings, fmt, names)))
     return keys, prompts, kept[0], time
+
+
+def as_long_as_real_ones(
+    prompts: Sequence[list[int]], traces: Sequence[Sampled], limit: int
+) -> list[ForkRequest]:
+    """The traces' tokens laid end to end in the lengths and with the steps of real traces."""
+    shapes = json.loads(SHAPES.read_text("utf-8"))["traces"][:limit]
+    tokens = itertools.cycle([i for trace in traces for i in trace.trace_ids])
+    return [
+        ForkRequest(prompt, list(itertools.islice(tokens, shape["tokens"])), shape["step_ends"])
+        for prompt, shape in zip(itertools.cycle(prompts), shapes, strict=False)
+    ]
 
 
 def grading_time(
@@ -159,11 +179,45 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
     from modeling_ospruner.serving.vllm_engine import VLLMEngine
 
     fmt = reasoner.token_format
+    longest = 64 + max(len(r.prompt_ids) + len(r.trace_ids) for r in requests)
     engine: Engine = VLLMEngine(
-        str(reasoner.folder), reasoner.tokenizer, enforce_eager=True, dtype="float32"
+        str(reasoner.folder),
+        reasoner.tokenizer,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=longest,
+        hf_overrides={"max_position_embeddings": longest},
     )
     engine.fork(requests, fmt.forced_suffix(), MAX_ANSWER_TOKENS, fmt.box_state)
     return ratio(engine.counts)
+
+
+def phases(reasoner: Reasoner, args: argparse.Namespace) -> tuple[list[ForkRequest], Any]:
+    """A label run in memory: its traces at real lengths, and the share of time of each phase."""
+    fmt, engine = reasoner.token_format, reasoner.engine
+    keys, prompts, traces, sampling = sampled_traces(reasoner, args)
+    requests = [
+        ForkRequest(prompt, trace.trace_ids, fmt.step_ends(trace.trace_ids))
+        for prompt, trace in zip(prompts, traces, strict=True)
+    ]
+    answers, forking = forked(engine, fmt, requests)
+    grading = grading_time(reasoner, keys, answers)
+    times = {"sample": sampling, "fork": forking, "grade": grading}
+    total = sum(time.wall_seconds for time in times.values())
+    shares = {name: time.wall_seconds / total for name, time in times.items()}
+    return as_long_as_real_ones(prompts, traces, args.limit), shares
+
+
+def forked(
+    engine: Engine, fmt: TokenFormat, requests: Sequence[ForkRequest]
+) -> tuple[list[list[ForkedAnswer]], Timed]:
+    """The forced answers, and how long they took."""
+    kept: list[list[list[ForkedAnswer]]] = []
+    suffix = fmt.forced_suffix()
+    time = timed(
+        lambda: kept.append(engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
+    )
+    return kept[0], time
 
 
 def main() -> None:
@@ -171,30 +225,20 @@ def main() -> None:
     args = _arguments()
     reasoner = Reasoner()
     fmt, engine = reasoner.token_format, reasoner.engine
-    keys, prompts, traces, sampling = sampled_traces(reasoner, args)
-    requests = [
-        ForkRequest(prompt, trace.trace_ids, fmt.step_ends(trace.trace_ids))
-        for prompt, trace in zip(prompts, traces, strict=True)
-    ]
-    suffix = fmt.forced_suffix()
-    answers: list[Any] = []
-    forking = timed(
-        lambda: answers.append(engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
-    )
-    shared = TokenCount(engine.counts.computed, engine.counts.padding, engine.counts.unique)
-    naive = Anew(reasoner.model, fmt, engine.eos_ids, args.batch_size)
+    requests, shares = phases(reasoner, args)
+    engine.counts = shared = TokenCount()
+    answers, forking = forked(engine, fmt, requests)
+    naive = Anew(reasoner.model, fmt, engine.eos_ids, args.batch_tokens)
     anew: list[list[list[list[int]]]] = []
     encoding = timed(lambda: anew.append(naive.run(requests)))
     pairs = [
         (fork.ids, other)
-        for forks, others in zip(answers[0], anew[0], strict=True)
+        for forks, others in zip(answers, anew[0], strict=True)
         for fork, other in zip(forks, others, strict=True)
     ]
-    same = sum(ids == other for ids, other in pairs) / len(pairs)
-    grading = grading_time(reasoner, keys, answers[0])
-    total = sampling.wall_seconds + forking.wall_seconds + grading.wall_seconds
     result: dict[str, Any] = {
-        "traces": len(traces),
+        "traces": len(requests),
+        "trace_tokens": sum(len(request.trace_ids) for request in requests),
         "forks": len(pairs),
         "computed_tokens": shared.computed,
         "unique_tokens": shared.unique,
@@ -204,12 +248,8 @@ def main() -> None:
         "computed_over_unique_vllm": vllm_ratio(reasoner, requests),
         "speedup_over_reencode": encoding.wall_seconds / forking.wall_seconds,
         "speedup_over_reencode_cpu": encoding.cpu_seconds / forking.cpu_seconds,
-        "same_answers": same,
-        "share_of_time": {
-            "sample": sampling.wall_seconds / total,
-            "fork": forking.wall_seconds / total,
-            "grade": grading.wall_seconds / total,
-        },
+        "same_answers": sum(ids == other for ids, other in pairs) / len(pairs),
+        "share_of_time": shares,
         "seed": args.seed,
     }
     _print(result, forking, encoding)
@@ -223,7 +263,10 @@ def main() -> None:
 def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
     vllm = result["computed_over_unique_vllm"]
     shares = ", ".join(f"{name} {share:.0%}" for name, share in result["share_of_time"].items())
-    print(f"{result['traces']} traces, {result['forks']} forced answers\n{environment()}\n")
+    print(
+        f"{result['traces']} traces of {result['trace_tokens']:,} tokens in all, "
+        f"{result['forks']} forced answers\n{environment()}\n"
+    )
     for name, value in (
         ("computed / unique tokens, transformers", result["computed_over_unique_transformers"]),
         ("  of sampling", result["sampling_computed_over_unique"]),
@@ -242,14 +285,13 @@ def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--quick", action="store_true", help="fewer traces: a minute")
-    parser.add_argument("--limit", type=int, help="problems (default: 64)")
-    parser.add_argument("--samples", type=int, default=2, help="traces of each problem")
-    parser.add_argument("--max-tokens", type=int, default=800, help="cap on a trace")
-    parser.add_argument("--batch-size", type=int, default=16, help="prefixes encoded together")
+    parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
+    parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="encoded anew together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    args.limit = args.limit or (12 if args.quick else 64)
+    args.limit = args.limit or (4 if args.quick else 9)
     return args
 
 

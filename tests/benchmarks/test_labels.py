@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import math
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
+
+from modeling_ospruner import DEEPSEEK_R1, TokenFormat
 
 
 def test_it_prints_its_keys_on_the_last_line(
@@ -20,7 +24,7 @@ def test_it_prints_its_keys_on_the_last_line(
 ) -> None:
     script, file = repo_dir / "benchmarks" / "labels.py", tmp_path / "labels.json"
     monkeypatch.syspath_prepend(script.parent)
-    arguments = ["--limit", "3", "--samples", "2", "--max-tokens", "120", "--json", str(file)]
+    arguments = ["--limit", "1", "--problems", "2", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -31,7 +35,7 @@ def test_it_prints_its_keys_on_the_last_line(
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert found == json.loads(file.read_text())
-    assert found["traces"] == 6
+    assert (found["traces"], found["trace_tokens"], found["forks"]) == (1, 202, 11)
     assert 1 <= found["computed_over_unique_transformers"] <= 1.02
     assert found["computed_over_unique_vllm"] is None
     assert found["reencoded_tokens"] > 2 * found["unique_tokens"]
@@ -39,3 +43,19 @@ def test_it_prints_its_keys_on_the_last_line(
     assert math.isfinite(found["speedup_over_reencode"])
     assert sum(found["share_of_time"].values()) == pytest.approx(1)
     assert "computed / unique tokens, vLLM            not installed" in printed
+
+
+def test_the_lengths_and_steps_are_those_of_real_traces(repo_dir: Path, shared_dir: Path) -> None:
+    shapes = json.loads((repo_dir / "benchmarks" / "trace_shapes.json").read_text("utf-8"))[
+        "traces"
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(
+        shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
+    )
+    fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+    with gzip.open(shared_dir / "data/traces/traces_mit.jsonl.gz", "rt", encoding="utf-8") as lines:
+        reasoning = {row["id"]: row["reasoning"] for row in map(json.loads, lines)}
+    assert len(shapes) == 10
+    for shape in shapes:
+        ids = tokenizer.encode(reasoning[shape["id"]], add_special_tokens=False)
+        assert (len(ids), fmt.step_ends(ids)) == (shape["tokens"], shape["step_ends"])
