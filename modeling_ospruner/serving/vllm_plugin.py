@@ -24,6 +24,9 @@ ARCHITECTURE = "OSPrunerForCausalLM"
 PROCESSOR = "modeling_ospruner.serving.vllm_plugin:StopProcessor"
 """What `--logits-processors` of a server is given."""
 
+PARSER = "ospruner"
+"""What `--reasoning-parser` is given, for thinking between `<think>` and `</think>`."""
+
 VLLM_VERSIONS = ((0, 32), (0, 33))
 """From the first, below the second: what the tests have run with."""
 
@@ -40,9 +43,13 @@ _MODULES = {
 def register() -> None:
     """Tells this process's vLLM, and its transformers, about policies."""
     from vllm import ModelRegistry
+    from vllm.reasoning import ReasoningParserManager
 
     importlib.import_module("modeling_ospruner")  # registers the configuration
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:OSPrunerVLLM")
+    ReasoningParserManager.register_lazy_module(
+        PARSER, f"{__package__}.vllm_plugin_parser", "ThinkingParser"
+    )
 
 
 def __getattr__(name: str) -> Any:

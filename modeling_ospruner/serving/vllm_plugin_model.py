@@ -178,6 +178,17 @@ class OSPrunerVLLM(nn.Module):
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
         mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
+        if self.tail is not None:
+            # Never trained: it shows which base the policy was made for. Either may have been
+            # rounded to another dtype.
+            own, theirs = self.tail.norm.weight.float(), self.base.model.norm.weight.float()
+            if not torch.allclose(own, theirs, 2**-7, 1e-4):
+                where = self.secondary_weights[0]
+                raise ValueError(
+                    f"the base {where.model_or_path!r} has the sizes that the policy needs, but "
+                    "other weights: its final norm differs. The policy was trained for another "
+                    f"base than revision {where.revision!r} of it"
+                )
         return loaded
 
 
@@ -222,7 +233,14 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"--logits-processors {PROCESSOR} (`ospruner serve` does), or "
             f"LLM(..., logits_processors=[{PROCESSOR!r}])"
         )
-    check_base(config, AutoConfig.from_pretrained(where, revision=revision), where)
+    try:
+        base_config = AutoConfig.from_pretrained(where, revision=revision)
+    except OSError as error:
+        raise OSError(
+            f"the base {where!r} at revision {revision!r}, which the policy pins, cannot be "
+            f"loaded: {error}"
+        ) from error
+    check_base(config, base_config, where)
 
 
 def _for_tail(config: VllmConfig) -> VllmConfig:

