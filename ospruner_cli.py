@@ -62,8 +62,11 @@ def train_command(
         str | None, typer.Option(help="The base, where it is not where the labels say.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="os-pruner, or a baseline: probe, convergence.")
+        str, typer.Option(help="os-pruner, or a baseline: probe, convergence, flashthink.")
     ] = "os-pruner",
+    verifier: Annotated[
+        str, typer.Option(help="FlashThink's model, any causal LM; Qwen2.5-7B-Instruct.")
+    ] = "",
     lambdas: Annotated[
         str, typer.Option(help="auto, r1, gpt-oss, drpo, or falling numbers: 1e-4,5e-5,0.")
     ] = "auto",
@@ -80,7 +83,8 @@ def train_command(
         float | None, typer.Option(help="That of the linear head; the same where absent.")
     ] = None,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
-    tuning: Annotated[str, typer.Option(help="layers, attention or head.")] = "layers",
+    tuning: Annotated[str, typer.Option(help="layers, attention, lora or head.")] = "layers",
+    lora_rank: Annotated[int, typer.Option(help="Of the adapters, with --tuning lora.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and held-out problems.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
     multi: Annotated[
@@ -122,6 +126,8 @@ def train_command(
         head_learning_rate=head_learning_rate,
         num_policy_layers=layers,
         tuning=tuning,
+        lora_rank=lora_rank,
+        verifier=verifier,
         seed=seed,
         validate_every=validate_every,
         checkpoint_every=checkpoint_every,

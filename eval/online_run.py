@@ -119,6 +119,11 @@ def _base(
         return asked, None, None
     first = uses[0].config
     literals = first.reasoning_format or {}
+    if any(use.config.method == "flashthink" for use in uses):
+        raise ValueError(
+            "FlashThink is a baseline for replay: its verifier is a second model, which generate "
+            "does not run. Evaluate it with `ospruner eval replay`"
+        )
     for use in uses[1:]:
         refuse_other_base(use, first.base_model_name_or_path, first.base_revision, literals)
     if asked is None:

@@ -12,8 +12,8 @@ from transformers.models.auto import CONFIG_MAPPING
 VERSION = "0.1.0"
 """Of this code, also where it was downloaded with a policy; written into each configuration."""
 
-TUNINGS = ("layers", "attention", "head")
-METHODS = ("os-pruner", "probe", "convergence")
+TUNINGS = ("layers", "attention", "lora", "head")
+METHODS = ("os-pruner", "probe", "convergence", "flashthink")
 MODES = ("sample", "threshold")
 
 # What transformers itself writes into a configuration file, or passes beside the fields.
@@ -54,9 +54,12 @@ class OSPrunerConfig(PreTrainedConfig):
         base_revision: the commit of that repository; None for a folder.
         num_policy_layers: n, the layers that the policy copies from the base's end; with 0 its
             head reads the base's last hidden state.
-        tuning: what of the copies trains: whole "layers", their "attention", or the "head" alone.
+        tuning: what of the copies trains: whole "layers", their "attention", or the "head" alone;
+            with "lora" nothing is copied, and adapters beside the base's own layers train.
+        lora_rank: of these adapters.
         length_penalty: lambda, in reward per thinking token, that the policy was trained for.
-        method: "os-pruner", or a baseline: "probe", "convergence".
+        method: "os-pruner", or a baseline: "probe", "convergence", "flashthink" (whose base is a
+            verifier that reads another model's thinking; it does not generate).
         default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
         default_threshold: the stop probability at which mode "threshold" stops.
         reasoning_format: the literals of `ReasoningFormat`.
@@ -71,6 +74,7 @@ class OSPrunerConfig(PreTrainedConfig):
     base_revision: str | None = None
     num_policy_layers: int = 2
     tuning: str = "layers"
+    lora_rank: int = 16
     length_penalty: float = 0.0
     method: str = "os-pruner"
     default_mode: str = "sample"
@@ -122,6 +126,8 @@ class OSPrunerConfig(PreTrainedConfig):
             raise ValueError(
                 f"default_threshold is {self.default_threshold}; it must lie in [0, 1]"
             )
+        if self.lora_rank < 1:
+            raise ValueError(f"lora_rank is {self.lora_rank}; it must be 1 or more")
         if self.num_policy_layers < 0:
             raise ValueError(f"num_policy_layers is {self.num_policy_layers}; it must be 0 or more")
 

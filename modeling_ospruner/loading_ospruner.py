@@ -183,16 +183,22 @@ def load_policy(
         OSError: the file is missing.
     """
     policy = StoppingPolicy.empty(base, config.num_policy_layers)
-    shapes = {f"policy.{name}": tuple(t.shape) for name, t in policy.state_dict().items()}
+    adapters = config.tuning == "lora"
+    if adapters:
+        policy.adapt(base, config.lora_rank)
+    own = policy.own_names()
+    shapes = {f"policy.{n}": tuple(t.shape) for n, t in policy.state_dict().items() if n in own}
     tensors = _read_tensors(path, config, shapes, policy_arguments)
     policy.head.to_empty(device=tail_device(base))
     policy.head.load_state_dict(
         {name: tensors.pop(f"policy.head.{name}") for name in ("weight", "bias")}
     )
-    policy.load_tail(
-        base, {name.removeprefix("policy.tail."): tensor for name, tensor in tensors.items()}
-    )
-    check_norms(policy, base, config)
+    tail = {name.removeprefix("policy.tail."): tensor for name, tensor in tensors.items()}
+    if adapters and policy.tail is not None:
+        policy.tail.load_state_dict(tail, strict=False)
+    else:
+        policy.load_tail(base, tail)
+        check_norms(policy, base, config)
     policy.set_trainable(config.tuning)
     return policy.eval()
 

@@ -34,6 +34,7 @@ from .shared_base_ospruner import generate_on as generate_on  # for CUSTOM_GENER
 from .stop_rules import StopRule
 
 FLAT_FILES = (
+    "adapters_ospruner.py",
     "bases_ospruner.py",
     "capture_ospruner.py",
     "checks_ospruner.py",
@@ -124,6 +125,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
         reasoning_format: ReasoningFormat | None = None,
         base_model_name_or_path: str | None = None,
         base_revision: str | None = None,
+        lora_rank: int = 16,
     ) -> OSPrunerForCausalLM:
         """A fresh, untrained policy on a loaded base, which is shared and frozen.
 
@@ -131,13 +133,15 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             base: the causal LM.
             tokenizer: the base's; saved with the policy.
             num_policy_layers: n of the paper; 0 trains a head alone.
-            tuning: what trains: "layers", "attention" or "head".
+            tuning: what trains: "layers", "attention", "lora" or "head".
             init_bias: the head's initial bias.
             reasoning_format: None guesses it from the tokenizer.
             base_model_name_or_path: what the policy pins; None takes where base came from.
             base_revision: the commit that the policy pins; None for a base in a folder.
+            lora_rank: of the adapters, with tuning "lora".
 
         Raises:
+            ImportError: tuning "lora" without peft.
             ValueError: the tokenizer has no thinking end marker, a field is out of range, or the
                 base's layers cannot be copied.
         """
@@ -149,11 +153,12 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             base_revision=base_revision,
             num_policy_layers=num_policy_layers,
             tuning=tuning,
+            lora_rank=lora_rank,
             reasoning_format=chosen.to_dict(),
             ospruner_version=VERSION,
         )
         policy = StoppingPolicy.from_base(
-            base.eval(), num_policy_layers, tuning, init_bias, base_revision
+            base.eval(), num_policy_layers, tuning, init_bias, base_revision, lora_rank
         )
         config._attn_implementation = base.config._attn_implementation
         return cls(config, base, policy, token_format, tokenizer)
@@ -269,7 +274,8 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             kwargs: for transformers' save_pretrained.
         """
         given = self.state_dict() if state_dict is None else state_dict
-        tensors = {name: value for name, value in given.items() if name.startswith("policy.")}
+        own = {f"policy.{name}" for name in self.policy.own_names()}
+        tensors = {name: value for name, value in given.items() if name in own}
         if "max_shard_size" in kwargs:
             raise ValueError(
                 f"max_shard_size is {kwargs['max_shard_size']!r}, but a policy is saved as one "

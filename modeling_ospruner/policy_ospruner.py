@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from .adapters_ospruner import add_adapters, is_adapter, share_modules
 from .bases_ospruner import (
     check_decoder,
     decoder_dtype,
@@ -60,6 +61,7 @@ class StoppingPolicy(nn.Module):
         tuning: str = "layers",
         init_bias: float = DEFAULT_INIT_BIAS,
         revision: str | None = None,
+        lora_rank: int = 16,
     ) -> StoppingPolicy:
         """A fresh policy: copies of the base's last layers, and a head that says sigmoid(bias).
 
@@ -72,13 +74,17 @@ class StoppingPolicy(nn.Module):
             tuning: see `OSPrunerConfig`.
             init_bias: the head's bias; mild, for saturated logits have no gradient.
             revision: the commit of the base's checkpoint.
+            lora_rank: of the adapters, with tuning "lora".
 
         Raises:
+            ImportError: tuning "lora" without peft.
             ValueError: the base has fewer layers, its layers cannot be run on their own, or the
                 tuning finds nothing to train.
         """
         policy = cls.empty(base, num_layers)
-        if policy.tail is not None:
+        if tuning == "lora":
+            policy.adapt(base, lora_rank)
+        elif policy.tail is not None:
             source = base.get_decoder().state_dict()
             names = {name: policy.name_in_base(base, name) for name in policy.tail.state_dict()}
             if is_quantised(base) or any(source[name].is_meta for name in names.values()):
@@ -110,6 +116,19 @@ class StoppingPolicy(nn.Module):
         with torch.device("meta"):
             tail = _empty_tail(decoder.config, type(decoder), num_layers) if num_layers else None
             return cls(tail, decoder.config.hidden_size)
+
+    def adapt(self, base: PreTrainedModel, lora_rank: int) -> None:
+        """Makes the tail one of adapters beside the base's own modules; see `adapters_ospruner`."""
+        if self.tail is not None:
+            share_modules(self.tail, base)
+            add_adapters(self.tail, lora_rank)
+            self.layers.to(tail_device(base))
+
+    def own_names(self) -> set[str]:
+        """Names of the tensors that are the policy's own and not the base's: what is saved."""
+        names = set(self.state_dict())
+        adapters = {name for name in names if is_adapter(name)}
+        return adapters | {"head.weight", "head.bias"} if adapters else names
 
     def name_in_base(self, base: PreTrainedModel, name: str) -> str:
         """What a tensor of the tail is called in the base's decoder."""
@@ -162,7 +181,7 @@ class StoppingPolicy(nn.Module):
         chosen = [
             parameter
             for name, parameter in self.layers.named_parameters()
-            if tuning == "layers" or "attn" in name.split(".")[1] or "attention" in name
+            if (is_adapter(name) if tuning == "lora" else tuning == "layers" or _attends(name))
         ]
         if not chosen:
             raise ValueError(
@@ -246,6 +265,10 @@ class StoppingPolicy(nn.Module):
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": entering}
         return (entering, *args[1:]), kwargs
+
+
+def _attends(name: str) -> bool:
+    return "attn" in name.split(".")[1] or "attention" in name
 
 
 class _CountingCache(DynamicCache):

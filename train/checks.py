@@ -70,7 +70,7 @@ def refuse_unlike_targets(targets: Sequence[TrainSettings], out_dirs: Sequence[o
             f"{len(targets)} targets for the folders {[str(f) for f in out_dirs]}: give at least "
             "one target, and each a folder of its own"
         )
-    for name in ("batch_size", "seed", "num_policy_layers", "cache_limit_bytes"):
+    for name in ("batch_size", "seed", "num_policy_layers", "tuning", "cache_limit_bytes"):
         values = {vars(settings)[name] for settings in targets}
         if len(values) > 1:
             raise ValueError(

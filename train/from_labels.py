@@ -25,6 +25,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.eval.task import prompt_token_ids
 
+from .flashthink import load_verifier_base, verifier_traces
 from .label_folder import MANIFEST, read_labels, read_manifest
 from .loop import StageResult, train_together
 from .memory import memory_need
@@ -172,10 +173,20 @@ def train_from_labels(
             training labels, or any of `train`'s refusals.
     """
     ours = load_labels(labels)
-    train_set, validation_set = _split(ours, validation, held_out, split_seed, limit)
+    training, validating = _split(ours, validation, held_out, split_seed, limit)
+    train_set = LabelledTraces.from_dataset(training)
     chosen = settings(train_set.table)
     targets = chosen.targets() if multi else {"": chosen}
-    model, tokenizer = _load_base(base, ours)
+    if chosen.method == "flashthink":
+        reads = _tokenizer(base, ours)
+        model, tokenizer = load_verifier_base(chosen.verifier)
+        limit = model.config.get_text_config().max_position_embeddings
+        train_set, validation_set = (
+            verifier_traces(rows, reads, tokenizer, limit) for rows in (training, validating)
+        )
+    else:
+        model, tokenizer = _load_base(base, ours)
+        validation_set = LabelledTraces.from_dataset(validating)
     say(str(memory_need(model, list(targets.values()), train_set, validation_set)))
     results = train_together(
         model,
@@ -197,7 +208,7 @@ def _split(
     held_out: int | None,
     split_seed: int,
     limit: int | None,
-) -> tuple[LabelledTraces, LabelledTraces]:
+) -> tuple[Dataset, Dataset]:
     """Training and validation traces."""
     traces = labels.traces
     if limit is not None:
@@ -205,22 +216,29 @@ def _split(
     if validation is not None:
         theirs = load_labels(validation)
         _refuse_other_labels(labels.settings, theirs.settings)
-        return LabelledTraces.from_dataset(traces), LabelledTraces.from_dataset(theirs.traces)
+        return traces, theirs.traces
     held = np.array(held_out_split(traces["problem_id"], held_out, split_seed))
-    parts = (traces.select(np.flatnonzero(rows)) for rows in (~held, held))
-    training, validating = map(LabelledTraces.from_dataset, parts)
-    return training, validating
+    return traces.select(np.flatnonzero(~held)), traces.select(np.flatnonzero(held))
 
 
 def _load_base(base: str | None, labels: Labels) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that made the labels, where it lies now."""
-    where, revision = base or labels.settings.base_model, labels.settings.base_revision
-    if base is not None and Path(base).is_dir():
-        revision = None
-    tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+    tokenizer = _tokenizer(base, labels)
+    where, revision = _place(base, labels)
     _refuse_other_base(where, tokenizer, labels)
-    model = AutoModelForCausalLM.from_pretrained(where, revision=revision, dtype="auto")
-    return model, tokenizer
+    return AutoModelForCausalLM.from_pretrained(where, revision=revision, dtype="auto"), tokenizer
+
+
+def _tokenizer(base: str | None, labels: Labels) -> PreTrainedTokenizerBase:
+    where, revision = _place(base, labels)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, revision=revision)
+    return tokenizer
+
+
+def _place(base: str | None, labels: Labels) -> tuple[str, str | None]:
+    """Where the base lies now, and at which revision."""
+    moved = base is not None and Path(base).is_dir()
+    return base or labels.settings.base_model, None if moved else labels.settings.base_revision
 
 
 def _refuse_other_base(where: str, tokenizer: PreTrainedTokenizerBase, labels: Labels) -> None:

@@ -26,7 +26,7 @@ from .checks import (
     usable_rows,
 )
 from .packing import LabelledTraces
-from .policies import StageResult, new_policy
+from .policies import StageResult, fresh_policy
 from .processes import Processes
 from .progress import Progress, silent
 from .run import Run, TrainingDivergedError
@@ -149,8 +149,8 @@ def train_together(
         try:
             if together.device is not None and not together.sharded:
                 base.to(together.device)
-            models = [new_policy(base, tokenizer, one, label_settings) for one in targets]
-            together.place_trunk(base, targets[0].num_policy_layers)
+            models = [fresh_policy(base, tokenizer, one, label_settings) for one in targets]
+            together.place_trunk(base, [model.policy for model in models])
             together.wait()  # until the first process has claimed the folders
             runs = [
                 Run(model, traces, mine, validation, settings, folder, progress, together)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from modeling_ospruner.adapters_ospruner import add_adapters
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .packing import LabelledTraces
@@ -69,6 +70,9 @@ def memory_need(
     """
     settings = targets[0]
     policy = StoppingPolicy.empty(base, settings.num_policy_layers)
+    if settings.tuning == "lora" and policy.tail is not None:
+        add_adapters(policy.tail, settings.lora_rank)
+    own = policy.own_names()
     policy.set_trainable(settings.tuning)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     states = 0
@@ -78,7 +82,7 @@ def memory_need(
     return MemoryNeed(
         targets=len(targets),
         base_bytes=base.get_memory_footprint(),
-        tail_bytes=_FLOAT32 * sum(p.numel() for p in policy.parameters()),
+        tail_bytes=_FLOAT32 * sum(p.numel() for n, p in policy.named_parameters() if n in own),
         moments_bytes=2 * _FLOAT32 * trained,
         gradient_bytes=_FLOAT32 * trained,
         states_bytes=states,

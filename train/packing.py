@@ -70,18 +70,19 @@ class LabelledTraces:
     Attributes:
         table: the labels.
         token_lengths: (N,) tokens of prompt and trace.
+        positions: (N, T) index of each step's last token among them; 0 on padding.
         cached_bytes: size of the trunk's states held in memory; 0 where none are.
     """
 
     def __init__(
-        self, table: TraceTable, tokens: IntArray, token_lengths: IntArray, prompt_lengths: IntArray
+        self, table: TraceTable, tokens: IntArray, token_lengths: IntArray, positions: IntArray
     ) -> None:
         self.table = table
         self.token_lengths = token_lengths
+        self.positions = positions
         self.cached_bytes = 0
         self._tokens = tokens
         self._starts = np.concatenate([[0], np.cumsum(token_lengths)])
-        self._positions = np.where(table.mask, prompt_lengths[:, None] + table.lengths - 1, 0)
         self._states: Tensor | None = None
         self._states_of: tuple[Any, int] | None = None
 
@@ -108,7 +109,8 @@ class LabelledTraces:
         tokens = np.empty(int(token_lengths.sum()), dtype=np.int64)
         tokens[_places(starts, prompt_lengths)] = prompts.flatten().to_numpy()
         tokens[_places(starts + prompt_lengths, trace_lengths)] = traces.flatten().to_numpy()
-        return cls(table, tokens, token_lengths, prompt_lengths)
+        positions = np.where(table.mask, prompt_lengths[:, None] + table.lengths - 1, 0)
+        return cls(table, tokens, token_lengths, positions)
 
     def batch(self, rows: IntArray) -> Batch:
         """The labels of some traces, steps trimmed to their longest."""
@@ -120,7 +122,7 @@ class LabelledTraces:
 
         return Batch(
             rows=rows,
-            positions=part(self._positions, torch.int64),
+            positions=part(self.positions, torch.int64),
             lengths=part(table.lengths, torch.float32),
             correct=part(table.correct, torch.float32),
             matches_final=part(table.matches_final, torch.float32),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,25 @@ from ospruner.eval.schema import LabelSettings
 
 from .baselines import classification_loss
 from .fast_tail import step_logits
+from .flashthink import Verifier
 from .objective import objective_loss
 from .packing import Batch, LabelledTraces, length_batches
 from .processes import Processes
 from .settings import TrainSettings
 
-__all__ = ["StageResult", "batch_loss", "loss_weight", "new_policy", "predict", "predict_with"]
+__all__ = [
+    "StageResult",
+    "Trainable",
+    "batch_loss",
+    "fresh_policy",
+    "loss_weight",
+    "new_policy",
+    "predict",
+    "predict_with",
+]
+
+Trainable = OSPrunerForCausalLM | Verifier
+AnyTrainable = TypeVar("AnyTrainable", OSPrunerForCausalLM, Verifier)
 
 BASELINE_THRESHOLD = 0.9
 """A baseline's threshold until one is chosen on validation: the paper's most careful one."""
@@ -39,7 +52,7 @@ class StageResult:
 
     Attributes:
         name: of the stage.
-        method: "os-pruner", "probe" or "convergence".
+        method: "os-pruner", "probe", "convergence" or "flashthink".
         length_penalty: lambda; 0 for the baselines.
         path: the policy's folder.
         probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
@@ -78,6 +91,21 @@ class StageResult:
         return cls(**{**values, **paths})
 
 
+def fresh_policy(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TrainSettings,
+    label_settings: LabelSettings,
+) -> Trainable:
+    """What a run begins with: `new_policy`, or with method "flashthink" a verifier."""
+    if settings.method != "flashthink":
+        return new_policy(base, tokenizer, settings, label_settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        verifier = Verifier.untrained(base, settings, label_settings)
+    return _prepared(verifier, settings)
+
+
 def new_policy(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -96,24 +124,30 @@ def new_policy(
             num_policy_layers=settings.num_policy_layers,
             tuning=settings.tuning,
             init_bias=settings.init_bias,
+            lora_rank=settings.lora_rank,
             reasoning_format=ReasoningFormat.from_dict(label_settings.reasoning_format),
             base_model_name_or_path=label_settings.base_model,
             base_revision=label_settings.base_revision,
         )
+    return _prepared(model.eval(), settings)
+
+
+def _prepared(model: AnyTrainable, settings: TrainSettings) -> AnyTrainable:
     model.config.method = settings.method
     if settings.method != "os-pruner":
         model.config.default_mode = "threshold"
         model.config.default_threshold = BASELINE_THRESHOLD
-    if model.policy.tail is not None:
+    if model.policy.tail is not None and settings.tuning != "lora":  # adapters are float32 already
         model.policy.tail.float()
-    return model.eval()  # as when generating: whatever dropout the base has stays off
+    model.policy.eval()  # as when generating: whatever dropout the base has stays off
+    return model
 
 
 def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float) -> Tensor:
     """The loss of one batch.
 
     Args:
-        method: "os-pruner", "probe" or "convergence".
+        method: "os-pruner", "probe", "convergence" or "flashthink".
         logits: (B, T) stop logits at step ends.
         batch: the labels.
         length_penalty: lambda; only "os-pruner" has one.
@@ -123,7 +157,7 @@ def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float)
     if method == "os-pruner":
         lengths = batch.lengths.to(logits.device)
         return objective_loss(logits, correct, lengths, length_penalty, mask)
-    targets = correct if method == "probe" else batch.matches_final.to(logits.device)
+    targets = batch.matches_final.to(logits.device) if method == "convergence" else correct
     return classification_loss(logits, targets, mask)
 
 
@@ -139,7 +173,7 @@ def loss_weight(method: str, part: Batch, batch: Batch) -> float:
 
 @torch.no_grad()
 def predict(
-    model: OSPrunerForCausalLM,
+    model: Trainable,
     dataset: Dataset | LabelledTraces,
     cache_limit_bytes: int = 2**31,
 ) -> npt.NDArray[np.float32]:
@@ -163,7 +197,7 @@ def predict(
 @torch.no_grad()
 def predict_with(
     logits_of: Callable[[Tensor, Tensor], Tensor],
-    model: OSPrunerForCausalLM,
+    model: Trainable,
     traces: LabelledTraces,
     processes: Processes,
 ) -> npt.NDArray[np.float32]:
@@ -183,4 +217,4 @@ def predict_with(
         probabilities = torch.sigmoid(logits.float()).cpu().masked_fill(~batch.mask, 0.0)
         if new:
             out[rows, : probabilities.shape[1]] = probabilities.numpy()
-    return processes.sum(out).astype(np.float32)
+    return processes.sum(out.astype(np.float64)).astype(np.float32)

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import Outcome
-from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import write_policy_card
 from ospruner.hub_cards.results import Measurement, ResultsTable
 
+from .flashthink import Verifier, tokens_read
+from .packing import LabelledTraces
+from .policies import Trainable
 from .settings import Stage, TrainSettings
 
 __all__ = ["save_policy_folder"]
@@ -22,15 +23,17 @@ __all__ = ["save_policy_folder"]
 
 def save_policy_folder(
     folder: Path,
-    model: OSPrunerForCausalLM,
+    model: Trainable,
     tensors: Mapping[str, Tensor],
     settings: TrainSettings,
     stage: Stage,
     facts: Mapping[str, Any],
-    validation: TraceTable,
+    validation: LabelledTraces,
     outcome: Outcome,
 ) -> None:
     """Saves a policy with its record, its results on the validation traces, and a card.
+
+    FlashThink's has no card: it is a baseline for replay, and is not published.
 
     Args:
         folder: where to.
@@ -43,7 +46,13 @@ def save_policy_folder(
         outcome: of the policy on them.
     """
     named = {f"policy.{name}": tensor for name, tensor in tensors.items()}
-    model.save_pretrained(folder, state_dict=named)
+    if isinstance(model, Verifier):
+        read = tokens_read(validation)
+        tokens = float(read.max(axis=1).sum() / validation.table.num_steps.sum())
+        costs = {"tokens_per_step": tokens, "seconds_per_step": facts["seconds_per_step"]}
+        model.save(folder, named, costs)
+    else:
+        model.save_pretrained(folder, state_dict=named)
     provenance(
         folder,
         seed=settings.seed,
@@ -51,12 +60,15 @@ def save_policy_folder(
         base_revision=model.config.base_revision,
         details={**facts, "settings": settings.to_dict()},
     )
+    if isinstance(model, Verifier):
+        return
+    table = validation.table
     rows = [
-        ["full trace", validation.full_correct.mean(), validation.full_tokens.mean()],
+        ["full trace", table.full_correct.mean(), table.full_tokens.mean()],
         [stage.name, outcome.accuracy, outcome.mean_tokens],
     ]
     results = ResultsTable(
-        f"Replay on {len(validation)} validation traces of {len(validation.problem_ids)} problems "
+        f"Replay on {len(table)} validation traces of {len(table.problem_ids)} problems "
         "of the kind it was trained on; one training seed, no intervals. Printed by `ospruner "
         "train`.",
         ["method", "accuracy %", "thinking tokens"],

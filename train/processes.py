@@ -18,11 +18,13 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from modeling_ospruner.bases_ospruner import decoder_layers
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.eval.table import FloatArray, IntArray
 
 __all__ = ["Processes", "load_whole", "open_processes", "whole"]
@@ -98,24 +100,26 @@ class Processes:
         if self._accelerator is not None:
             self._accelerator.wait_for_everyone()
 
-    def place_trunk(self, base: PreTrainedModel, num_policy_layers: int) -> None:
+    def place_trunk(self, base: PreTrainedModel, policies: Sequence[StoppingPolicy]) -> None:
         """Splits a frozen base's trunk over the processes; its last layers, unused here, go.
 
         Args:
-            base: the causal LM; each policy's tail is already built.
-            num_policy_layers: n.
+            base: the causal LM.
+            policies: the tails that are trained on it, not yet placed.
         """
         if not self.sharded:
             return
+        num_policy_layers = len(policies[0].layers)
         layers = decoder_layers(base)
         trunk = len(layers) - num_policy_layers
+        used = (base.get_input_embeddings(), *policies)
         for unused in (*layers[trunk:], base.get_output_embeddings()):
-            if unused is not None and unused is not base.get_input_embeddings():
-                _forget(unused, base.get_input_embeddings())
+            if unused is not None:
+                _forget(unused, used)
         decoder = base.get_decoder()
         for layer in layers[:trunk]:
             fully_shard(layer, mesh=self._mesh())
-        gone = {parameter for parameter in decoder.parameters() if parameter.is_meta}
+        gone = {parameter for layer in layers[trunk:] for parameter in layer.parameters()}
         fully_shard(decoder, mesh=self._mesh(), ignored_params=gone)
 
     def place_tail(self, trained: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
@@ -132,12 +136,12 @@ class Processes:
             return prepared
         for layer in layers:
             fully_shard(layer, mesh=self._mesh())
-        sharded: nn.Module = fully_shard(trained, mesh=self._mesh())
-        return sharded
+        fully_shard(trained, mesh=self._mesh())
+        return trained
 
     def _mesh(self) -> Any:
         assert self.device is not None
-        return torch.distributed.init_device_mesh(self.device.type, (self.size,))
+        return init_device_mesh(self.device.type, (self.size,))
 
 
 def open_processes(
@@ -163,9 +167,9 @@ def open_processes(
     return Processes(accelerator, shard)
 
 
-def _forget(module: nn.Module, kept: nn.Module) -> None:
-    """Frees a module's parameters, but for those that it shares with `kept`."""
-    shared = {id(parameter) for parameter in kept.parameters()}
+def _forget(module: nn.Module, used: Sequence[nn.Module]) -> None:
+    """Frees a module's parameters, but for those that it shares with others."""
+    shared = {id(parameter) for other in used for parameter in other.parameters()}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if id(parameter) not in shared:
@@ -193,7 +197,9 @@ def load_whole(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
         state: "policy" and "optimizer", their state dicts.
     """
     own = module.state_dict()
-    module.load_state_dict({name: _as(value, own[name]) for name, value in state["policy"].items()})
+    policy = {name: _as(value, own[name]) for name, value in state["policy"].items()}
+    unexpected = module.load_state_dict(policy, strict=False).unexpected_keys
+    assert not unexpected, unexpected
     stored = state["optimizer"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stored["state"] = {

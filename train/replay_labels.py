@@ -29,6 +29,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.eval.viewer import trace_views
 
+from .flashthink_replay import replay_verifiers
 from .from_labels import Labels, load_labels
 from .packing import LabelledTraces
 from .policies import predict
@@ -78,6 +79,8 @@ def replay_labels(
     table = TraceTable.from_dataset(traces)
     named = [parse_rule(text) for text in rules]
     uses = parse_policies(policies)
+    judges = [use for use in uses if use.config.method == "flashthink"]
+    uses = [use for use in uses if use.config.method != "flashthink"]
     for use in uses:
         refuse_other_base(
             use,
@@ -96,6 +99,9 @@ def replay_labels(
     )
     fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
     suffix_tokens = len(fmt.forced_suffix(ours.settings.answer))
+    judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress)
+    found += judged[0]
+    probabilities += judged[1]
     for rule in named:
         outcome = replay_rule(traces, table, rule.rule, suffix_tokens)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))

@@ -14,12 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.table import IntArray
 
 from .packing import Batch, LabelledTraces, epoch_batches
-from .policies import StageResult, batch_loss, loss_weight, predict_with
+from .policies import StageResult, Trainable, batch_loss, loss_weight, predict_with
 from .policy_folder import save_policy_folder
 from .processes import Processes, load_whole, whole
 from .progress import Progress
@@ -79,7 +78,7 @@ class Run:
 
     def __init__(
         self,
-        model: OSPrunerForCausalLM,
+        model: Trainable,
         traces: LabelledTraces,
         rows: IntArray,
         validation: LabelledTraces,
@@ -212,13 +211,23 @@ class Run:
     def _save_policy(self, stage: Stage) -> None:
         config = self.model.config
         config.length_penalty = stage.length_penalty
+        started = time.monotonic()
         probabilities, outcome = self._validate()
+        steps = int(self.validation.table.num_steps.sum())
+        costs = {"seconds_per_step": round((time.monotonic() - started) / steps, 6)}
         table = self.validation.table
-        tensors = whole(self.model.policy.state_dict())
+        tensors = self._tensors()
         path = self.folder.save_policy(
             stage.name,
             lambda to: save_policy_folder(
-                to, self.model, tensors, self.settings, stage, self.facts, table, outcome
+                to,
+                self.model,
+                tensors,
+                self.settings,
+                stage,
+                self.facts | costs,
+                self.validation,
+                outcome,
             ),
         )
         result = StageResult(
@@ -261,7 +270,7 @@ class Run:
         # No draw is made while training: batches follow from seed and epoch, dropout is off.
         self.folder.save_checkpoint(
             {
-                "policy": whole(self.model.policy.state_dict()),
+                "policy": self._tensors(),
                 "optimizer": whole(self.optimizer.state_dict()),
                 "results": [result.to_dict() for result in self.results],
                 "stage": self.stage,
@@ -271,6 +280,13 @@ class Run:
                 "tally": dataclasses.asdict(self.tally),
             }
         )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The policy's own tensors, gathered from all processes."""
+        own = self.model.policy.own_names()
+        state = self.model.policy.state_dict()
+        gathered: dict[str, Tensor] = whole({n: t for n, t in state.items() if n in own})
+        return gathered
 
     def _restore(self) -> None:
         state = self.folder.load_checkpoint()
@@ -285,7 +301,7 @@ class Run:
         self.tally = Tally(**state["tally"])
 
 
-def new_optimizer(model: OSPrunerForCausalLM, settings: TrainSettings) -> torch.optim.AdamW:
+def new_optimizer(model: Trainable, settings: TrainSettings) -> torch.optim.AdamW:
     """AdamW over what the policy trains; the head may have a learning rate of its own."""
     head = {id(p) for p in model.policy.head.parameters()}
     trained = [p for p in model.policy.parameters() if p.requires_grad]

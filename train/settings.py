@@ -13,7 +13,10 @@ from ospruner.hub_cards.names import penalty_name
 
 __all__ = ["Method", "Stage", "TrainSettings", "penalty_name"]
 
-Method = Literal["os-pruner", "probe", "convergence"]
+Method = Literal["os-pruner", "probe", "convergence", "flashthink"]
+
+VERIFIER = "Qwen/Qwen2.5-7B-Instruct"
+"""FlashThink's verifier in the paper."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,10 @@ class TrainSettings:
     """Settings of one run; the optimiser's defaults are the paper's for 7B models.
 
     Attributes:
-        method: "os-pruner" (expected reward), "probe" (is the answer forced here right?) or
-            "convergence" (is it the trace's final answer?).
+        method: "os-pruner" (expected reward), "probe" (is the answer forced here right?),
+            "convergence" (is it the trace's final answer?) or "flashthink" (the probe's question
+            to a verifier model of its own).
+        verifier: that model, a folder or Hub id; "" for the other methods.
         length_penalties: lambdas in falling order, one stage each; () for the baselines.
         epochs_per_stage: passes over the training traces in each stage.
         last_stage_epochs: passes in the last stage; None for as many as in the others.
@@ -50,7 +55,9 @@ class TrainSettings:
         eps: AdamW's.
         weight_decay: AdamW's.
         num_policy_layers: layers of the base that the policy copies and tunes.
-        tuning: what of the copies trains; "head" for the linear head alone.
+        tuning: what of the copies trains; "head" for the linear head alone, "lora" for adapters
+            beside the base's own layers, of which nothing is copied.
+        lora_rank: of these adapters.
         init_bias: the head's first bias; sigmoid(-2) stops at one step in eight. Saturated logits
             have no gradient, so keep it mild.
         seed: of the head's first weights and the order of batches.
@@ -67,6 +74,7 @@ class TrainSettings:
     """
 
     method: Method = "os-pruner"
+    verifier: str = ""
     length_penalties: Sequence[float] = ()
     epochs_per_stage: int = 1
     last_stage_epochs: int | None = None
@@ -78,7 +86,8 @@ class TrainSettings:
     eps: float = 1e-8
     weight_decay: float = 0.01
     num_policy_layers: int = 2
-    tuning: Literal["layers", "attention", "head"] = "layers"
+    tuning: Literal["layers", "attention", "lora", "head"] = "layers"
+    lora_rank: int = 16
     init_bias: float = -2.0
     seed: int = 0
     checkpoint_every: int = 0
@@ -91,6 +100,10 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ValueError(f"method is {self.method!r}; it must be one of {get_args(Method)}")
+        if self.method == "flashthink" and not self.verifier:
+            object.__setattr__(self, "verifier", VERIFIER)
+        if self.method != "flashthink" and self.verifier:
+            raise ValueError(f"verifier is {self.verifier!r}, but only 'flashthink' has one")
         object.__setattr__(self, "length_penalties", tuple(map(float, self.length_penalties)))
         object.__setattr__(self, "betas", tuple(self.betas))
         _check_penalties(self.method, self.length_penalties)
@@ -99,6 +112,7 @@ class TrainSettings:
             ("last_stage_epochs", 1),
             ("batch_size", 1),
             ("num_policy_layers", 0),
+            ("lora_rank", 1),
             ("seed", 0),
             ("checkpoint_every", 0),
             ("validate_every", 0),

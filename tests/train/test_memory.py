@@ -24,7 +24,7 @@ def held(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
 
-@pytest.mark.parametrize("tuning", ["layers", "attention", "head"])
+@pytest.mark.parametrize("tuning", ["layers", "attention", "lora", "head"])
 def test_the_statement_is_what_tensors_then_take(
     tuning: str,
     tiny_base: Qwen2ForCausalLM,
@@ -38,7 +38,8 @@ def test_the_statement_is_what_tensors_then_take(
     need = memory_need(tiny_base, targets, traces, traces)
     labels = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
     model = new_policy(tiny_base, tiny_tokenizer, settings, labels)
-    assert need.tail_bytes == held(model.policy.parameters())
+    own = model.policy.own_names()
+    assert need.tail_bytes == held(p for n, p in model.policy.named_parameters() if n in own)
     optimizer = new_optimizer(model, settings)
     batch = traces.batch(torch.arange(8).numpy())
     hidden = traces.states(model, batch.rows)
@@ -50,6 +51,6 @@ def test_the_statement_is_what_tensors_then_take(
     assert need.moments_bytes == held(moments)
     assert need.states_bytes == 2 * traces.cache_states(model, 2**30)
     assert need.base_bytes == tiny_base.get_memory_footprint()
-    own = 4 * (need.tail_bytes + need.moments_bytes)
-    assert need.total_bytes == need.base_bytes + own + need.gradient_bytes + need.states_bytes
+    each = 4 * (need.tail_bytes + need.moments_bytes)
+    assert need.total_bytes == need.base_bytes + each + need.gradient_bytes + need.states_bytes
     assert str(need).startswith("4 target(s) will hold ")

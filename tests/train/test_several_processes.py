@@ -97,6 +97,7 @@ def test_one_process_starts_and_two_end(
     same_curve(tmp_path / "run", alone)
 
 
+@pytest.mark.slow
 def test_the_command_runs_under_accelerate(labels: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     line = ["-m", "ospruner_cli", "train", "--labels", labels, "--out", out, "--batch-size", 8]

@@ -1,0 +1,122 @@
+"""FlashThink: a verifier with a tokenizer of its own learns, is saved, replayed, and charged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from modeling_ospruner import OSPrunerConfig
+from ospruner.eval.online_run import OnlineRequest, run_online
+from ospruner.eval.policies import parse_policies
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
+from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
+from ospruner.train.replay_labels import replay_labels
+from ospruner.train.settings import VERIFIER, TrainSettings
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+from .conftest import MakeLabels
+
+
+@pytest.fixture(scope="module")
+def reasoner() -> Reasoner:
+    return Reasoner()
+
+
+@pytest.fixture(scope="module")
+def labels(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flashthink") / "labels"
+    reasoner.label(draw_split("train", 40, 7), folder, 7)
+    return folder
+
+
+def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
+    make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast, reasoner: Reasoner
+) -> None:
+    dataset = make_labels(5)
+    theirs = reasoner.tokenizer
+    judged = verifier_traces(dataset, tiny_tokenizer, theirs, 10_000)
+    read = tokens_read(judged)
+    for n, row in enumerate(dataset):
+        ids = judged.input_ids(np.array([n]))[0].tolist()
+        for t, end in enumerate(row["step_ends"]):
+            text = str(theirs.decode(ids[: read[n, t]]))
+            assert text.endswith(str(tiny_tokenizer.decode(row["trace_ids"][:end])))
+            assert PROMPT.format(problem=row["problem"]) in text
+    assert (np.diff(read, axis=1)[judged.table.mask[:, 1:]] > 0).all()
+    np.testing.assert_array_equal(judged.table.correct[0, :3], dataset[0]["forced_correct"][:3])
+    with pytest.raises(ValueError, match=r"trace \d is \d+ tokens long for the verifier, which re"):
+        verifier_traces(dataset, tiny_tokenizer, theirs, 20)
+
+
+def test_a_verifier_with_a_chat_template_reads_inside_the_users_turn(
+    make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    judged = verifier_traces(make_labels(2), tiny_tokenizer, tiny_tokenizer, 10_000)
+    text = str(tiny_tokenizer.decode(judged.input_ids(np.array([0]))[0].tolist()))
+    assert text.startswith("<|user|>Another model is thinking")
+    assert "<|assistant|>" not in text
+
+
+def test_train_save_replay_and_charge(
+    labels: Path, tiny_base_dir: Path, tmp_path: Path, tiny_base: Qwen2ForCausalLM
+) -> None:
+    settings = settings_for(
+        "auto",
+        method="flashthink",
+        verifier=str(tiny_base_dir),
+        batch_size=8,
+        learning_rate=2e-3,
+        epochs_per_stage=6,
+    )
+    (stage,) = train_from_labels(labels, tmp_path / "run", settings)
+    assert (stage.name, stage.method) == ("flashthink", "flashthink")
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in log if "epoch" in entry]
+    assert losses[-1] < losses[0]
+    about = json.loads((stage.path / "flashthink.json").read_text())
+    assert about["prompt"] == PROMPT
+    assert about["costs"]["tokens_per_step"] > 10
+    assert about["costs"]["seconds_per_step"] > 0
+    assert len(parse_policies([str(tmp_path / "run")])) == 5  # the paper's thresholds
+    evaluation = replay_labels(labels, [f"{stage.path}@0,1", f"{stage.path}@sample"])
+    first, never, sampled = evaluation.rules[1:4]
+    assert [rule.method for rule in (first, never)] == ["FlashThink"] * 2
+    # At threshold 0 it stops after the first step, having read the prompt and that step.
+    ours = load_labels(labels)
+    verifier = Verifier.load(stage.path, ours.settings)
+    tokenizer = Reasoner().tokenizer
+    judged = verifier_traces(ours.traces, tokenizer, _tokenizer_of(tiny_base_dir), 10_000)
+    read, last = tokens_read(judged), judged.table.last
+    charged = np.where(last > 0, read[:, 0], 0)
+    np.testing.assert_array_equal(first.outcome.probe_tokens, charged)
+    rows = np.flatnonzero(last > 0)
+    np.testing.assert_array_equal(never.outcome.probe_tokens[rows], read[rows, last[rows] - 1])
+    between = sampled.outcome.probe_tokens[rows]
+    assert (between >= charged[rows] - 1e-6).all()
+    assert (between <= never.outcome.probe_tokens[rows] + 1e-6).all()
+    assert verifier.config.base_model_name_or_path == str(tiny_base_dir)
+    other = LabelSettings(base_model="org/other", reasoning_format=ours.settings.reasoning_format)
+    with pytest.raises(ValueError, match=r"was trained on traces of .*reasoner.*these are of org"):
+        Verifier.load(stage.path, other)
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    return tokenizer
+
+
+def test_the_papers_verifier_is_the_default() -> None:
+    assert TrainSettings(method="flashthink").verifier == VERIFIER == "Qwen/Qwen2.5-7B-Instruct"
+
+
+def test_online_says_that_it_is_for_replay(tmp_path: Path) -> None:
+    config = OSPrunerConfig(base_model_name_or_path="org/judge", method="flashthink")
+    config.save_pretrained(tmp_path / "judge")
+    request = OnlineRequest(dataset="gsm8k", policies=[str(tmp_path / "judge")])
+    with pytest.raises(ValueError, match="FlashThink is a baseline for replay.*eval replay"):
+        run_online(request, tmp_path / "out")

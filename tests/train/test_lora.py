@@ -1,0 +1,128 @@
+"""Tuning "lora": adapters beside the base's own layers, nothing copied, a small folder."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.loop import train
+from ospruner.train.packing import LabelledTraces
+from ospruner.train.policies import predict
+from ospruner.train.settings import TrainSettings
+
+from .conftest import MakeLabels
+
+SETTINGS = TrainSettings(
+    length_penalties=(3e-2, 1e-2),
+    batch_size=8,
+    epochs_per_stage=2,
+    learning_rate=5e-3,
+    tuning="lora",
+    lora_rank=4,
+)
+
+
+def test_a_policy_of_adapters_trains_saves_loads_and_generates(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tiny_base_dir: Path,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+) -> None:
+    labels = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
+    before = copy.deepcopy(tiny_base.state_dict())
+    prompt = torch.tensor([tiny_tokenizer.encode("Ann has 3 apples")])
+    base: Any = tiny_base
+    said = base.generate(prompt, max_new_tokens=20, do_sample=False)
+    held_out = make_labels(20, seed=1, prefix="v")
+    stages = train(
+        tiny_base, tiny_tokenizer, make_labels(40), held_out, SETTINGS, labels, tmp_path / "run"
+    )
+    after = tiny_base.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert torch.equal(base.generate(prompt, max_new_tokens=20, do_sample=False), said)
+    saved = load_file(stages[1].path / "model.safetensors")
+    adapters = {name for name in saved if ".lora_" in name}
+    assert set(saved) - adapters == {"policy.head.weight", "policy.head.bias"}
+    assert len(adapters) == 2 * 2 * 7  # A and B for each projection of two layers
+    assert all(saved[name].any() for name in adapters)  # also the B, which began at zero
+    for loaded in (
+        OSPrunerForCausalLM.from_base(tiny_base, stages[1].path),
+        OSPrunerForCausalLM.from_pretrained(stages[1].path),
+    ):
+        assert loaded.config.tuning == "lora"
+        found = predict(loaded, held_out)
+        np.testing.assert_allclose(found, stages[1].validation_probabilities(), atol=1e-6)
+        loaded.generate(prompt, stop_policy=True, max_new_tokens=30, do_sample=False)
+    own: Any = loaded.policy.layers[-1]
+    theirs: Any = loaded.base.get_decoder().layers[-1]
+    assert own.self_attn.q_proj.base_layer is theirs.self_attn.q_proj
+
+
+def test_adapters_of_a_half_precision_base_are_in_float32(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels
+) -> None:
+    model = OSPrunerForCausalLM.untrained(tiny_base.bfloat16(), tiny_tokenizer, tuning="lora")
+    trained = [p for p in model.policy.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+    assert model.policy.tail is not None
+    assert model.policy.tail.dtype == torch.bfloat16
+    assert sum(p.numel() for p in trained) < sum(p.numel() for p in model.policy.parameters()) / 2
+    traces = LabelledTraces.from_dataset(make_labels(8))
+    assert np.isfinite(predict(model, traces)).all()
+
+
+def test_experts_that_are_no_projections_are_shared(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    config = GptOssConfig(
+        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+        num_experts_per_tok=1, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config).eval()
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="lora", lora_rank=2)
+    names = {name for name in model.policy.own_names() if "lora_" in name}
+    assert names
+    assert all("self_attn" in name for name in names)
+    experts: Any = model.policy.layers[-1].mlp.experts  # type: ignore[union-attr]
+    assert experts is base.get_decoder().layers[-1].mlp.experts
+
+
+def test_without_peft_the_package_is_named(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "peft":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="'lora' needs the package peft.*pip install peft"):
+        OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning="lora")
+
+
+def test_ranks_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="lora_rank is 0; it must be at least 1"):
+        TrainSettings(length_penalties=(1e-2,), tuning="lora", lora_rank=0)

@@ -1,0 +1,222 @@
+"""FlashThink, a baseline: a verifier model of its own judges whether the thinking suffices.
+
+The verifier is any causal LM; it reads the problem and the thinking so far in a prompt, through its
+own tokenizer. Its last layers and a linear head are tuned to say whether an answer forced here is
+right (the paper's section on baselines; it tunes two layers of Qwen2.5-7B-Instruct). As the
+thinking stands last in the prompt, one causal pass reads it at every step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.bases_ospruner import plain_text_config
+from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.loading_ospruner import load_base, load_policy
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.scoring_ospruner import PolicyScores
+from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import IntArray, TraceTable
+
+from .packing import LabelledTraces
+from .settings import TrainSettings
+
+__all__ = ["PROMPT", "Verifier", "load_verifier_base", "tokens_read", "verifier_traces"]
+
+PROMPT = (
+    "Another model is thinking about a problem. Judge after each paragraph of its thinking whether "
+    "the thinking so far suffices to give the right answer.\n\nProblem:\n{problem}\n\n"
+    "Thinking so far:\n"
+)
+"""What the verifier reads before the thinking; inside a user turn where it has a chat template."""
+
+_ABOUT = "flashthink.json"
+_THINKING = "<<thinking>>"
+
+
+class Verifier(PolicyScores):
+    """A verifier with its tuned copy of the last layers and head: what the training loop trains.
+
+    Attributes:
+        base: the frozen verifier model.
+        policy: what is tuned; its logits say whether the thinking suffices.
+        config: names the verifier as the base.
+        traces_of: name and revision of the model whose traces it judges.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        policy: StoppingPolicy,
+        config: OSPrunerConfig,
+        traces_of: tuple[str, str | None],
+    ) -> None:
+        self.traces_of = traces_of
+        self.base = base.requires_grad_(False).eval()
+        self.policy = policy.eval()
+        self.config = config
+
+    @classmethod
+    def untrained(
+        cls, base: PreTrainedModel, settings: TrainSettings, label_settings: LabelSettings
+    ) -> Verifier:
+        """A fresh one.
+
+        Args:
+            base: the verifier model.
+            settings: of the run.
+            label_settings: of the traces that it judges.
+        """
+        config = OSPrunerConfig(
+            text_config=plain_text_config(base.config),
+            base_model_name_or_path=settings.verifier,
+            num_policy_layers=settings.num_policy_layers,
+            tuning=settings.tuning,
+            lora_rank=settings.lora_rank,
+            reasoning_format=label_settings.reasoning_format,
+            ospruner_version=VERSION,
+        )
+        config._attn_implementation = base.config._attn_implementation
+        policy = StoppingPolicy.from_base(
+            base.eval(),
+            settings.num_policy_layers,
+            settings.tuning,
+            settings.init_bias,
+            lora_rank=settings.lora_rank,
+        )
+        traces_of = (label_settings.base_model, label_settings.base_revision)
+        return cls(base, policy, config, traces_of)
+
+    @classmethod
+    def load(cls, folder: str | Path, label_settings: LabelSettings) -> Verifier:
+        """What `save` wrote, with the verifier model that it names.
+
+        Args:
+            folder: the folder.
+            label_settings: of the traces that it shall judge.
+
+        Raises:
+            ValueError: it was trained on another base's traces.
+        """
+        config = OSPrunerConfig.from_pretrained(folder)
+        about = json.loads((Path(folder) / _ABOUT).read_text("utf-8"))
+        theirs = (about["traces_of"], about["traces_of_revision"])
+        ours = (label_settings.base_model, label_settings.base_revision)
+        if theirs != ours:
+            raise ValueError(
+                f"{folder} was trained on traces of {theirs[0]} at revision {theirs[1]}, these are "
+                f"of {ours[0]} at {ours[1]}: train FlashThink on traces of this base"
+            )
+        base = load_base(config, {}, {"trust_remote_code": False, "dtype": "auto"})
+        return cls(base, load_policy(str(folder), config, base, {}), config, ours)
+
+    def save(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        costs: Mapping[str, float],
+    ) -> None:
+        """Saves what was tuned, its configuration, the prompt, and what a step costs.
+
+        Args:
+            folder: an existing folder.
+            tensors: the policy's own, by name.
+            costs: tokens and seconds of judging, by name.
+        """
+        self.config.save_pretrained(folder)
+        named = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+        about = {
+            "prompt": PROMPT,
+            "traces_of": self.traces_of[0],
+            "traces_of_revision": self.traces_of[1],
+            "costs": dict(costs),
+        }
+        (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+
+
+def load_verifier_base(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A verifier model and its tokenizer.
+
+    Args:
+        name: folder or Hub id of any causal LM.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), tokenizer
+
+
+def verifier_traces(
+    dataset: Dataset,
+    base_tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+) -> LabelledTraces:
+    """Labelled traces as the verifier reads them: its own tokens, the labels unchanged.
+
+    The text of each step is tokenized by itself, so that what is read at a step's end does not
+    depend on what comes after it.
+
+    Args:
+        dataset: labelled traces of the base.
+        base_tokenizer: the base's.
+        tokenizer: the verifier's.
+        limit: tokens that the verifier can read.
+
+    Raises:
+        ValueError: a trace is longer than that.
+    """
+    table = TraceTable.from_dataset(dataset)
+    sequences: list[list[int]] = []
+    positions = np.zeros(table.mask.shape, dtype=np.int64)
+    for n, row in enumerate(dataset.select_columns(["problem", "trace_ids", "step_ends"])):
+        ids = _prompt_ids(row["problem"], tokenizer)
+        for t, (start, end) in enumerate(
+            zip([0, *row["step_ends"]], row["step_ends"], strict=False)
+        ):
+            text = base_tokenizer.decode(row["trace_ids"][start:end])
+            ids += tokenizer.encode(text, add_special_tokens=False)
+            positions[n, t] = len(ids) - 1
+        if len(ids) > limit:
+            raise ValueError(
+                f"trace {n} is {len(ids)} tokens long for the verifier, which reads {limit} at "
+                "most (max_position_embeddings): choose a verifier with a longer context, or label "
+                "with a lower --max-tokens"
+            )
+        sequences.append(ids)
+    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+    return LabelledTraces(table, np.concatenate(sequences), lengths, positions)
+
+
+def tokens_read(traces: LabelledTraces) -> IntArray:
+    """(N, T) tokens that the verifier has read at each step: its prompt and the thinking so far."""
+    return np.where(traces.table.mask, traces.positions + 1, 0)
+
+
+def _prompt_ids(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    text = PROMPT.format(problem=problem)
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode(text))
+    turn = [{"role": "user", "content": text + _THINKING}]
+    rendered = tokenizer.apply_chat_template(turn, tokenize=False)
+    assert isinstance(rendered, str)
+    before, found, _ = rendered.partition(_THINKING)
+    if not found:
+        raise ValueError(
+            "the verifier's chat template changes or drops the user's text, so that the thinking "
+            "cannot be put behind the problem: choose another verifier"
+        )
+    return list(tokenizer.encode(before, add_special_tokens=False))
