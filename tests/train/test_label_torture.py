@@ -101,6 +101,12 @@ def wait_for_progress(folder: Path, pid: int, known: int) -> None:
     raise AssertionError("the run made no progress")
 
 
+def wait_for_a_commit(folder: Path, pid: int) -> None:
+    """Until a second chunk is being written: the first one is safe then."""
+    wait_for_progress(folder, pid, 0)
+    wait_for_progress(folder, pid, size_of(folder))
+
+
 def size_of(folder: Path) -> int:
     files = [*folder.glob("data/*.parquet"), *folder.glob(JOURNAL)]
     return sum(file.stat().st_size for file in files)
@@ -143,7 +149,7 @@ def test_interrupt_leaves_what_is_done_and_a_second_run_is_refused(
 ) -> None:
     folder = tmp_path / "labels"
     pid = start(lambda: run(folder, 2000))
-    wait_for_progress(folder, pid, 0)
+    wait_for_a_commit(folder, pid)
     with pytest.raises(ValueError, match="is being written by another run"):
         run(folder, 2000)
     os.kill(pid, signal.SIGINT)
@@ -170,7 +176,7 @@ def test_ctrl_c_at_the_command_says_what_is_done(
         os._exit(code)
 
     pid = start(command)
-    wait_for_progress(folder, pid, 0)
+    wait_for_a_commit(folder, pid)
     os.kill(pid, signal.SIGINT)
     assert ended(pid) == 130
     traces = read_manifest(folder)["traces"]
