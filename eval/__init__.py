@@ -17,6 +17,7 @@ One concept, one module; nothing is imported here, so that `ospruner.eval.gradin
     evaluation       rules on the traces of one model and benchmark, kept in a folder
     selection        choosing an operating point on validation
     limits           what no rule can beat, and exactly solved stopping problems
+    frontier         the area under a method's frontier, the share of the oracle's gap it closes
     summary, report  an evaluation in the terminal and as a file
     picture, panels  Pareto fronts, training dynamics, accuracy by difficulty
     paper            the paper's numbers; paper_tables: its tables from ours, as grid_tables

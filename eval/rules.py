@@ -78,6 +78,10 @@ class NamedRule:
     rule: StopRule
 
 
+TRANSITION_WORDS = ("Wait", "Alternatively", "Hmm")
+"""Where DEER tries an answer: the thinking is about to go another way."""
+
+
 def _same_answer(one: str, other: str) -> bool:
     return bool(equal(one, other))
 
@@ -87,6 +91,12 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[float], StopRule], bool]] = {
     "step": ("fixed step", "step", lambda x: AtStep(int(x)), True),
     "entropy": ("answer entropy", "nats", lambda x: AnswerEntropy(x), False),
     "confidence": ("trial confidence", "threshold", lambda x: TrialConfidence(x), False),
+    "deer": (
+        "DEER",
+        "threshold",
+        lambda x: TrialConfidence(x, transition_words=TRANSITION_WORDS),
+        False,
+    ),
     "agreement": (
         "answer agreement",
         "answers",
@@ -101,13 +111,14 @@ def parse_rule(text: str) -> NamedRule:
 
     Args:
         text: "budget:200" (tokens), "step:5", "entropy:0.4" (nats; HALT-CoT), "confidence:0.95"
-            (DEER) or "agreement:3" (trial answers).
+            (at every step), "deer:0.95" (before transition words only) or "agreement:3" (trial
+            answers; Dynasor, ES-CoT).
 
     Raises:
         ValueError: another name, no number, or one out of range.
     """
     name, colon, number = text.partition(":")
-    examples = "budget:200, step:5, entropy:0.4, confidence:0.95, agreement:3"
+    examples = "budget:200, step:5, entropy:0.4, confidence:0.95, deer:0.95, agreement:3"
     if name not in _FAMILIES or not colon:
         raise ValueError(f"rule {text!r} is not known; rules are written as {examples}")
     method, parameter_name, make, whole = _FAMILIES[name]
@@ -133,6 +144,7 @@ class _LabelledEnd:
         row: int,
         lengths: Sequence[int],
         suffix_tokens: int,
+        next_texts: Sequence[str] | None,
     ) -> None:
         self.sample_index = row
         self.step = 0
@@ -140,6 +152,7 @@ class _LabelledEnd:
         self._answers = answers
         self._lengths = lengths
         self._suffix_tokens = suffix_tokens
+        self._next_texts = next_texts
 
     @property
     def thinking_tokens(self) -> int:
@@ -151,11 +164,12 @@ class _LabelledEnd:
         raise ValueError("a rule asks for stop probabilities: replay the policy with `replay`")
 
     def next_text(self) -> str:
-        """Not in the labels."""
-        raise ValueError(
-            "a rule watches for transition words; the labels do not say which token was the most "
-            "likely next: evaluate it online"
-        )
+        """The text of the token that the trace went on with."""
+        if self._next_texts is None:
+            raise ValueError(
+                "a rule watches for transition words: give replay_rule the tokenizer's decode"
+            )
+        return self._next_texts[self.step]
 
     def trial_answer(self, max_tokens: int) -> TrialAnswer:
         """The answer that was forced here when labelling, cut to so many tokens."""
@@ -180,8 +194,17 @@ class _LabelledEnd:
 _ANSWER_COLUMNS = ("forced_answers", "forced_answer_tokens", "forced_logprob", "forced_entropy")
 
 
-def replay_rule(dataset: Any, table: TraceTable, rule: StopRule, suffix_tokens: int) -> Outcome:
-    """Replays any rule that decides by lengths and trial answers.
+def replay_rule(
+    dataset: Any,
+    table: TraceTable,
+    rule: StopRule,
+    suffix_tokens: int,
+    decode: Callable[[list[int]], str] | None = None,
+) -> Outcome:
+    """Replays any rule that decides by lengths, trial answers and transition words.
+
+    A transition word is one that the trace itself went on with. Generate looks at the most likely
+    next token instead, before it is sampled: under greedy decoding the two are the same.
 
     Every trial answer is charged in full (`Outcome.probe_tokens`), the tokens forced before it
     included, and also the one at which the rule stops: generate decodes the forced answer anew.
@@ -191,6 +214,7 @@ def replay_rule(dataset: Any, table: TraceTable, rule: StopRule, suffix_tokens: 
         table: the same as arrays.
         rule: what generate would be given.
         suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
+        decode: text of token ids, for rules that watch for transition words.
 
     Raises:
         ValueError: the rule asks for what labels do not tell.
@@ -201,9 +225,11 @@ def replay_rule(dataset: Any, table: TraceTable, rule: StopRule, suffix_tokens: 
         return replay_step(table, rule.step)
     columns = dataset.select_columns(list(_ANSWER_COLUMNS))[:]
     answers = {name: columns[name] for name in _ANSWER_COLUMNS}
+    words = _next_texts(dataset, decode) if decode is not None and "text" in rule.asks else None
     stops, probes = table.last.copy(), np.zeros(len(table))
     for row in range(len(table)):
-        end = _LabelledEnd(answers, row, table.lengths[row].tolist(), suffix_tokens)
+        following = None if words is None else words[row]
+        end = _LabelledEnd(answers, row, table.lengths[row].tolist(), suffix_tokens, following)
         judge = rule.for_row()
         for step in range(int(table.last[row])):  # the natural end needs no decision
             end.step = step
@@ -212,3 +238,11 @@ def replay_rule(dataset: Any, table: TraceTable, rule: StopRule, suffix_tokens: 
                 break
         probes[row] = end.probe_tokens
     return replay_at(table, stops, probes)
+
+
+def _next_texts(dataset: Any, decode: Callable[[list[int]], str]) -> list[list[str]]:
+    """For each trace the text of the token after each of its steps; "" after the last."""
+    return [
+        [decode(row["trace_ids"][end : end + 1]) for end in row["step_ends"]]
+        for row in dataset.select_columns(["trace_ids", "step_ends"])
+    ]

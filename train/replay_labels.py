@@ -102,8 +102,12 @@ def replay_labels(
     judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress)
     found += judged[0]
     probabilities += judged[1]
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
     for rule in named:
-        outcome = replay_rule(traces, table, rule.rule, suffix_tokens)
+        outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))
     settings: dict[str, Any] = {
         "model": model or Path(ours.settings.base_model).name,

@@ -53,6 +53,7 @@ SUFFIX = 4  # tokens forced before every trial answer
         ("step:5", AtStep, "fixed step", 5.0),
         ("entropy:0.4", AnswerEntropy, "answer entropy", 0.4),
         ("confidence:.95", TrialConfidence, "trial confidence", 0.95),
+        ("deer:.9", TrialConfidence, "DEER", 0.9),
         ("agreement:3", Agreement, "answer agreement", 3.0),
     ],
 )
@@ -101,6 +102,24 @@ def test_trial_answers_decide_and_are_charged(
     assert outcome.probe_tokens.tolist() == probes
 
 
+def test_deer_tries_answers_only_before_transition_words() -> None:
+    dataset, table = labelled()
+    # Token 1 is " Wait", any other a word; the first trace goes on with it after step 3 only, the
+    # second never. Confidence alone would stop the first trace at step 3, too, but charge more.
+    traces = [[0] * (10 * len(steps)) for steps in ROWS.values()]
+    traces[0][30] = 1
+    both = dataset.add_column("trace_ids", traces)
+
+    def decode(ids: list[int]) -> str:
+        return "".join(" Wait" if one == 1 else " so" for one in ids)
+
+    outcome = replay_rule(both, table, parse_rule("deer:0.95").rule, SUFFIX, decode)
+    assert outcome.tokens.tolist() == [30, 30]
+    assert outcome.probe_tokens.tolist() == [SUFFIX + 2, 0]
+    early = replay_rule(both, table, parse_rule("deer:0.995").rule, SUFFIX, decode)
+    assert early.tokens.tolist() == [40, 30]
+
+
 def test_rules_that_read_lengths_cost_nothing() -> None:
     dataset, table = labelled()
     for rule, expected in (
@@ -115,7 +134,7 @@ def test_rules_that_read_lengths_cost_nothing() -> None:
 def test_what_labels_do_not_tell_is_refused() -> None:
     dataset, table = labelled()
     watching = TrialConfidence(transition_words=("Wait",))
-    with pytest.raises(ValueError, match="transition words.*evaluate it online"):
+    with pytest.raises(ValueError, match="transition words: give replay_rule .* decode"):
         replay_rule(dataset, table, watching, SUFFIX)
     nulls = [[None] * len(steps) for steps in ROWS.values()]
     old = dataset.remove_columns("forced_entropy").add_column("forced_entropy", nulls)

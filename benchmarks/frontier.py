@@ -1,0 +1,229 @@
+"""Frontiers of a finished `ospruner demo`: areas, gaps to the oracle, and how far seeds spread.
+
+    ospruner demo --full
+    OMP_NUM_THREADS=1 python benchmarks/frontier.py --run runs/demo-full [--json FILE]
+
+Every rule of every method is replayed on the validation and test traces of the run; a baseline's
+thresholds run over .05 to .95 (and over those of its own scale where it has one), so that its
+frontier is the best that tuning on validation gives. The trained methods' outcomes are means over
+the training seeds. Differences are paired, their intervals go by problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from timing import environment
+from transformers import PreTrainedModel
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.eval.frontier import Family, area_differences, areas, gap_closed
+from ospruner.eval.limits import budget_candidates
+from ospruner.eval.metrics import estimate
+from ospruner.eval.policies import METHOD_NAMES, PAPER_THRESHOLDS
+from ospruner.eval.replay import Outcome, pool, replay, replay_full
+from ospruner.eval.rules import parse_rule, replay_rule
+from ospruner.eval.table import FloatArray
+from ospruner.train.from_labels import Labels, load_labels
+from ospruner.train.packing import LabelledTraces
+from ospruner.train.policies import StageResult, predict
+from ospruner.train.toy.shipped import Reasoner
+
+THRESHOLDS = sorted({round(0.05 * k, 2) for k in range(1, 20)} | set(PAPER_THRESHOLDS))
+RULES = {
+    "answer entropy": [f"entropy:{x}" for x in (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0)],
+    "trial confidence": [f"confidence:{x}" for x in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)],
+    "answer agreement": [f"agreement:{k}" for k in (2, 3, 4, 5, 6, 8, 10, 15, 20)],
+}
+BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
+
+
+class Splits:
+    """The validation and test traces of a demo, and its base."""
+
+    def __init__(self, run: Path, limit: int | None) -> None:
+        self.labels: dict[str, Labels] = {}
+        self.traces: dict[str, LabelledTraces] = {}
+        for split in ("validation", "test"):
+            found = load_labels(run / "labels" / split)
+            rows = found.traces if limit is None else found.traces.take(limit)
+            self.labels[split] = Labels(rows, found.settings)
+            self.traces[split] = LabelledTraces.from_dataset(rows)
+        reasoner = Reasoner()
+        self.base: PreTrainedModel = reasoner.model
+        self.suffix_tokens = len(reasoner.token_format.forced_suffix())
+
+    def probabilities(self, policy: Path) -> dict[str, Any]:
+        """Stop probabilities (N, T) on both splits."""
+        model = OSPrunerForCausalLM.from_base(self.base, policy)
+        return {split: predict(model, traces) for split, traces in self.traces.items()}
+
+    def rule(self, text: str) -> dict[str, Outcome]:
+        """A training-free rule on both splits."""
+        rule = parse_rule(text).rule
+        return {
+            split: replay_rule(self.labels[split].traces, traces.table, rule, self.suffix_tokens)
+            for split, traces in self.traces.items()
+        }
+
+
+def trained(
+    splits: Splits, runs: Sequence[Path], method: str
+) -> tuple[Family, dict[str, list[Outcome]]]:
+    """A trained method's family, and each policy's outcomes on test, one a seed."""
+    stages = [stages_of(run / method) for run in runs]
+    validation: list[Outcome] = []
+    test: list[Outcome] = []
+    by_seed: dict[str, list[Outcome]] = {}
+    for position, stage in enumerate(stages[0]):
+        found = [splits.probabilities(of_seed[position].path) for of_seed in stages]
+        modes: list[float | None] = [None] if method == "os-pruner" else [*THRESHOLDS]
+        for threshold in modes:
+            both = {
+                split: [
+                    replay(
+                        splits.traces[split].table,
+                        pi[split],
+                        "sample" if threshold is None else "threshold",
+                        threshold,
+                    )
+                    for pi in found
+                ]
+                for split in ("validation", "test")
+            }
+            validation.append(pool(both["validation"]))
+            test.append(pool(both["test"]))
+            if threshold is None:
+                by_seed[stage.name] = both["test"]
+    return Family(METHOD_NAMES[method], validation, test), by_seed
+
+
+def stages_of(run: Path) -> list[StageResult]:
+    """The policies that a finished run has saved, in order."""
+    lines = (run / "log.jsonl").read_text("utf-8").splitlines()
+    found = [entry["validation"] for entry in map(json.loads, lines) if "validation" in entry]
+    return [StageResult.from_dict(values, run) for values in found]
+
+
+def untrained(splits: Splits) -> list[Family]:
+    """The rules that need no training, as families."""
+    budgets = budget_candidates(splits.traces["validation"].table, 60)
+    rules = {**RULES, "fixed budget": [f"budget:{tokens}" for tokens in budgets]}
+    families = []
+    for name, texts in rules.items():
+        outcomes = [splits.rule(text) for text in texts]
+        families.append(
+            Family(name, [o["validation"] for o in outcomes], [o["test"] for o in outcomes])
+        )
+    return families
+
+
+def measure(run: Path, penalties: Sequence[float], limit: int | None) -> dict[str, Any]:
+    """All numbers of a demo's run, by name."""
+    splits = Splits(run, limit)
+    runs = sorted((run / "policies").glob("seed*"))
+    if not runs:
+        raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
+    ours, by_seed = trained(splits, runs, "os-pruner")
+    baselines = [m for m in METHOD_NAMES if m != "os-pruner" and (runs[0] / m).is_dir()]
+    families = [ours, *(trained(splits, runs, m)[0] for m in baselines), *untrained(splits)]
+    validation, test = (splits.traces[split].table for split in ("validation", "test"))
+    found = areas(families, validation, test)
+    names = [family.name for family in families]
+    return {
+        "seeds": len(runs),
+        "test_traces": len(test),
+        "areas": {
+            name: estimate(float(found[0, k]), found[1:, k]).to_dict()
+            for k, name in enumerate(names)
+        },
+        "area_differences": {
+            name: difference.to_dict()
+            for name, difference in area_differences(found, names).items()
+        },
+        "gap_closed": {
+            f"{penalty:g}": {
+                family.name: gap_closed(family, validation, test, penalty).to_dict()
+                for family in families
+            }
+            for penalty in penalties
+        },
+        "seed_spread": {name: spread(outcomes, test) for name, outcomes in by_seed.items()},
+        **environment(),
+    }
+
+
+def spread(outcomes: Sequence[Outcome], test: Any) -> dict[str, float]:
+    """Largest less smallest over the seeds: accuracy in points, tokens as shares."""
+    accuracy = np.array([100 * outcome.accuracy for outcome in outcomes])
+    tokens: FloatArray = np.array([outcome.mean_tokens for outcome in outcomes])
+    return {
+        "accuracy_points": float(np.ptp(accuracy)),
+        "tokens_percent": float(100 * np.ptp(tokens) / tokens.mean()),
+        "tokens_percent_of_full": float(100 * np.ptp(tokens) / replay_full(test).mean_tokens),
+    }
+
+
+def report(result: dict[str, Any]) -> None:
+    """Prints the numbers, and which of the bars hold."""
+    print(f"{result['test_traces']} test traces, {result['seeds']} training seeds")
+    print(f"\n{'area under the frontier, %':30}{'':8}OS-Pruner's less it, points")
+    for name, area in result["areas"].items():
+        less = result["area_differences"].get(name)
+        text = "" if less is None else _points(less)
+        if less is not None:
+            held = less["value"] > 0 and 100 * less["low"] >= BAR_POINTS
+            text += "   holds" if held else "   DOES NOT HOLD"
+        print(f"{name:30}{100 * area['value']:8.2f}   {text}")
+    print(
+        f"\n{'share of the oracle gap closed':30}"
+        + "".join(f"{'λ=' + p:>24}" for p in result["gap_closed"])
+    )
+    for name in result["areas"]:
+        cells = [result["gap_closed"][penalty][name] for penalty in result["gap_closed"]]
+        print(f"{name:30}" + "".join(f"{_percent(cell):>24}" for cell in cells))
+    print(
+        f"\n{'spread over the seeds':30}{'accuracy, points':>18}{'tokens, %':>12}{'of full, %':>12}"
+    )
+    for name, values in result["seed_spread"].items():
+        print(
+            f"{name:30}{values['accuracy_points']:18.2f}{values['tokens_percent']:12.1f}"
+            f"{values['tokens_percent_of_full']:12.1f}"
+        )
+
+
+def _points(values: dict[str, float]) -> str:
+    return "{value:+.2f} [{low:+.2f}, {high:+.2f}]".format(
+        **{name: 100 * value for name, value in values.items()}
+    )
+
+
+def _percent(values: dict[str, float]) -> str:
+    return "{value:.1f} % [{low:.1f}, {high:.1f}]".format(
+        **{name: 100 * value for name, value in values.items()}
+    )
+
+
+def main() -> None:
+    """Measures, prints tables, and the numbers as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
+    parser.add_argument("--lambdas", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
+    parser.add_argument("--limit", type=int, help="traces of each split (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    result = measure(args.run, [float(x) for x in args.lambdas.split(",")], args.limit)
+    report(result)
+    line = json.dumps(result)
+    if args.json:
+        Path(args.json).write_text(line + "\n", "utf-8")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The area under a method's accuracy-length frontier, and the share of the oracle's gap it closes.
+
+A method is a family of rules, such as one policy a lambda or one classifier at many thresholds.
+Which of them make up its frontier is chosen on validation traces: those on the upper concave hull
+of accuracy over length, the two trivial rules included (stop after the first step, never stop),
+between which anyone can draw lots. The area is then measured on test traces, as the mean accuracy
+over all lengths between the two trivial rules' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .limits import hindsight_oracle
+from .metrics import REPLICATES, Estimate, bootstrap_means, estimate
+from .replay import Outcome, replay_full, replay_step
+from .table import FloatArray, TraceTable
+
+__all__ = ["Family", "area_differences", "areas", "frontier_of", "gap_closed"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A method's rules, each with its outcome on validation and on test traces.
+
+    Attributes:
+        name: of the method.
+        validation: outcomes on the validation traces, one a rule.
+        test: the same rules' outcomes on the test traces.
+    """
+
+    name: str
+    validation: Sequence[Outcome]
+    test: Sequence[Outcome]
+
+
+def frontier_of(outcomes: Sequence[Outcome]) -> list[int]:
+    """Numbers of the outcomes on the upper concave hull of accuracy over length, shortest first.
+
+    Args:
+        outcomes: rules on the same traces; the shortest and the longest are always on it.
+    """
+    points = np.array([(outcome.mean_tokens, outcome.accuracy) for outcome in outcomes])
+    hull: list[int] = []
+    for k in np.lexsort((-points[:, 1], points[:, 0])).tolist():
+        if hull and points[k, 0] == points[hull[-1], 0]:
+            continue  # as long as one before, and no more accurate
+        while len(hull) > 1 and _below(points[hull[-2]], points[hull[-1]], points[k]):
+            hull.pop()
+        hull.append(k)
+    return hull
+
+
+def _below(left: FloatArray, middle: FloatArray, right: FloatArray) -> bool:
+    """Whether the middle point lies on or below the line between its neighbours."""
+    a, b = middle - left, right - left
+    return float(a[0] * b[1] - a[1] * b[0]) >= 0
+
+
+def areas(
+    families: Sequence[Family],
+    validation: TraceTable,
+    test: TraceTable,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> FloatArray:
+    """(1 + B, M) area of each family: on all test traces, and on each resample of the problems.
+
+    Args:
+        families: M methods.
+        validation: the validation traces, on which the frontiers are chosen.
+        test: the test traces.
+        replicates: resamples, B.
+        seed: of the resamples, which are the same for all families.
+    """
+    trivial = [(replay_step(table, 1), replay_full(table)) for table in (validation, test)]
+    lines = []
+    for family in families:
+        chosen = frontier_of([*trivial[0], *family.validation])
+        everything = [*trivial[1], *family.test]
+        # The ends stand for themselves: a frontier runs from one trivial rule to the other.
+        inner = [everything[k] for k in chosen if k > 1]
+        lines.append([trivial[1][0], *inner, trivial[1][1]])
+    columns = [value for line in lines for rule in line for value in (rule.tokens, rule.correct)]
+    values = np.column_stack(columns)
+    resampled = bootstrap_means(values, test.problem_index, replicates, seed)
+    means = np.concatenate([values.mean(axis=0)[None], resampled])  # (1 + B, 2 x rules)
+    found, start = np.empty((len(means), len(lines))), 0
+    for number, line in enumerate(lines):
+        part = means[:, start : start + 2 * len(line)].reshape(len(means), -1, 2)
+        found[:, number] = [_area(points) for points in part]
+        start += 2 * len(line)
+    return found
+
+
+def _area(points: FloatArray) -> float:
+    """Mean height of the line through (tokens, accuracy) points, over its length."""
+    points = points[np.argsort(points[:, 0], kind="stable")]
+    length = points[-1, 0] - points[0, 0]
+    return float(np.trapezoid(points[:, 1], points[:, 0]) / length)
+
+
+def area_differences(found: FloatArray, names: Sequence[str]) -> dict[str, Estimate]:
+    """The first family's area less each other's, with paired 95 % intervals.
+
+    Args:
+        found: what `areas` gave.
+        names: of the families.
+    """
+    less = found[:, :1] - found
+    return {name: estimate(float(less[0, k]), less[1:, k]) for k, name in enumerate(names) if k > 0}
+
+
+def gap_closed(
+    family: Family,
+    validation: TraceTable,
+    test: TraceTable,
+    length_penalty: float,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> Estimate:
+    """How much of the reward between the full trace and the hindsight oracle a method gets.
+
+    Its rule is the one with the highest reward on validation.
+
+    (R - R_full) / (R_oracle - R_full), with R = accuracy - lambda tokens on the test traces; 0 is
+    the full trace, 1 what no rule without hindsight can be sure of, and less than 0 worse than
+    never stopping.
+
+    Args:
+        family: the method.
+        validation: the validation traces.
+        test: the test traces.
+        length_penalty: lambda.
+        replicates: resamples.
+        seed: of the resamples.
+    """
+
+    def reward(outcome: Outcome) -> FloatArray:
+        return outcome.correct - length_penalty * outcome.tokens
+
+    rewards = [float(reward(outcome).mean()) for outcome in family.validation]
+    number = int(np.argmax(rewards))
+    rules = (family.test[number], replay_full(test), hindsight_oracle(test, length_penalty))
+    values = np.column_stack([reward(outcome) for outcome in rules])  # (N, 3)
+    resampled = bootstrap_means(values, test.problem_index, replicates, seed)
+    means = np.concatenate([values.mean(axis=0)[None], resampled])
+    share = (means[:, 0] - means[:, 1]) / (means[:, 2] - means[:, 1])
+    return estimate(float(share[0]), share[1:])

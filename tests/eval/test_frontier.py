@@ -1,0 +1,86 @@
+"""The area under a frontier and the share of the oracle's gap, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from ospruner.eval.frontier import Family, area_differences, areas, frontier_of, gap_closed
+from ospruner.eval.limits import hindsight_oracle
+from ospruner.eval.replay import Outcome, replay_at, replay_full, replay_step
+from ospruner.eval.table import TraceTable
+
+
+def table_of(grades: list[list[float]]) -> TraceTable:
+    """Traces whose steps take 10 tokens each."""
+    columns: dict[str, list[Any]] = {
+        "problem_id": [f"p{n}" for n in range(len(grades))],
+        "family": [""] * len(grades),
+        "step_ends": [[10 * (t + 1) for t in range(len(row))] for row in grades],
+        "forced_correct": grades,
+        "matches_final": [[value == row[-1] for value in row] for row in grades],
+        "forced_answer_tokens": [[1] * len(row) for row in grades],
+        "natural_correct": [row[-1] for row in grades],
+        "natural_answer_tokens": [1] * len(grades),
+        "ended": ["natural"] * len(grades),
+    }
+    return TraceTable.from_dataset(Dataset.from_dict(columns))
+
+
+# Right from the second step on, or only at the fourth.
+TABLE = table_of([[0, 1, 1, 1, 1]] * 6 + [[0, 0, 0, 1, 1]] * 4)
+ORACLE = hindsight_oracle(TABLE)
+
+
+def at(step: int) -> Outcome:
+    return replay_step(TABLE, step)
+
+
+def test_the_hull_leaves_out_what_a_mixture_beats() -> None:
+    # tokens 10, 20, 30, 40, 50 with accuracy 0, .6, .6, 1, 1
+    outcomes = [at(step) for step in (5, 3, 1, 4, 2)]
+    assert [outcomes[k].mean_tokens for k in frontier_of(outcomes)] == [10, 20, 40, 50]
+    assert frontier_of([at(2), at(2)]) == [0]
+
+
+def test_areas_are_means_over_the_lengths_between_the_trivial_rules() -> None:
+    nothing = Family("nothing", [], [])
+    fixed = Family("fixed", [at(2), at(4)], [at(2), at(4)])
+    best = Family("oracle", [ORACLE], [ORACLE])
+    found = areas([best, fixed, nothing], TABLE, TABLE, replicates=200)
+    # oracle: 28 tokens, accuracy 1; the line from (10, 0) to it, then flat to (50, 1)
+    assert found[0] == pytest.approx([(18 * 0.5 + 22) / 40, (10 * 0.3 + 20 * 0.8 + 10) / 40, 0.5])
+    differences = area_differences(found, ["oracle", "fixed", "nothing"])
+    assert list(differences) == ["fixed", "nothing"]
+    one = differences["fixed"]
+    assert one.value == pytest.approx(found[0, 0] - found[0, 1])
+    assert one.low <= one.value <= one.high
+    assert one.low < one.high
+
+
+def test_the_frontier_is_chosen_on_validation() -> None:
+    # A rule that is good on test only is not on the frontier; one good on validation only hurts.
+    bad = replay_at(TABLE, np.zeros(len(TABLE), dtype=int))
+    worse = Outcome(**{**vars(ORACLE), "correct": bad.correct})
+    lucky = Family("lucky", [worse], [ORACLE])
+    fooled = Family("fooled", [ORACLE], [worse])
+    nothing = Family("nothing", [], [])
+    found = areas([lucky, fooled, nothing], TABLE, TABLE, replicates=1)[0]
+    assert found[0] == pytest.approx(found[2])
+    assert found[1] < found[2] - 0.1
+
+
+def test_gap_closed() -> None:
+    penalty = 0.005
+    full, best = replay_full(TABLE), hindsight_oracle(TABLE, penalty)
+    rules = [full, best, at(4)]
+    assert gap_closed(Family("x", rules, rules), TABLE, TABLE, penalty).value == pytest.approx(1)
+    only = Family("x", [full], [full])
+    assert gap_closed(only, TABLE, TABLE, penalty).value == pytest.approx(0)
+    # Step 4: reward 1 - .2, full 1 - .25, oracle 1 - .14
+    fourth = gap_closed(Family("x", [at(4)], [at(4)]), TABLE, TABLE, penalty)
+    assert fourth.value == pytest.approx(0.05 / 0.11)
+    assert fourth.low <= fourth.value <= fourth.high
