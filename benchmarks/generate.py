@@ -118,7 +118,7 @@ class Bench:
         size = len(self.model.tokenizer)  # type: ignore[arg-type]
         allowed = sorted(set(range(size)) - set(self.banned))
         prompt = [draw.choices(allowed, k=self.prompt_tokens) for _ in range(batch)]
-        places = [frozenset({*self._gaps(draw), self.trace_tokens // 2}) for _ in range(batch)]
+        places = [frozenset(self._places(draw)) for _ in range(batch)]
         ids = torch.tensor(prompt, device=self.model.device)
         paragraphs = Paragraphs(self.break_id, self.banned, places, self.prompt_tokens)
         return {
@@ -132,10 +132,14 @@ class Bench:
             "top_k": 0,
         }
 
-    def _gaps(self, draw: random.Random) -> list[int]:
-        places = [draw.choice(GAPS)]
-        while places[-1] < self.trace_tokens:
-            places.append(places[-1] + draw.choice(GAPS))
+    def _places(self, draw: random.Random) -> list[int]:
+        """After how many tokens paragraphs end; one ends at half of the trace, none just before."""
+        half = self.trace_tokens // 2
+        places, at = [half], draw.choice(GAPS)
+        while at <= self.trace_tokens:
+            if abs(at - half) > 1:
+                places.append(at)
+            at += draw.choice(GAPS)
         return places
 
     def run(self, batch: int, pair: int, stop_policy: Any) -> torch.Tensor:
