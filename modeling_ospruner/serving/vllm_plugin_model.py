@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +37,7 @@ __all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead"]
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
 
-# A layer's class is made from these, by model_type: (class, configuration, prefix) -> layer.
-_MakeLayer = Callable[[type[nn.Module], VllmConfig, str], nn.Module]
+_Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def _from_fields(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
@@ -52,10 +53,45 @@ def _from_whole(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.M
     return layer(vllm_config=config, prefix=prefix)
 
 
-_BASES: dict[str, tuple[str, _MakeLayer]] = {
-    "qwen2": ("Qwen2ForCausalLM", _from_fields),
-    "qwen3": ("Qwen3ForCausalLM", _from_fields),
-    "llama": ("LlamaForCausalLM", _from_whole),
+def _gpt_oss_layer(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
+    return layer(vllm_config=config, quant_config=None, prefix=prefix)
+
+
+def _load(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+    loaded: set[str] = AutoWeightsLoader(tail).load_weights(weights, mapper=mapper)
+    return loaded
+
+
+def _load_gpt_oss(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+    """Experts are loaded by methods of vLLM's model, borrowed for the tail has the same parts."""
+    from vllm.model_executor.models.gpt_oss import GptOssModel
+
+    vars(tail)["_load_weights_other"] = partial(GptOssModel._load_weights_other, tail)
+    vars(tail)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
+    loaded: set[str] = GptOssModel.load_weights(tail, mapper.apply(weights))
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What differs between bases.
+
+    Attributes:
+        architecture: vLLM's class.
+        make_layer: makes one layer of a class, from a configuration and a prefix.
+        load: fills a tail with tensors named as transformers names them.
+    """
+
+    architecture: str
+    make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
+    load: Callable[[_Tail, _Weights, WeightsMapper], set[str]] = _load
+
+
+_BASES = {  # by model_type
+    "qwen2": _Base("Qwen2ForCausalLM", _from_fields),
+    "qwen3": _Base("Qwen3ForCausalLM", _from_fields),
+    "llama": _Base("LlamaForCausalLM", _from_whole),
+    "gpt_oss": _Base("GptOssForCausalLM", _gpt_oss_layer, _load_gpt_oss),
 }
 
 
@@ -76,18 +112,20 @@ class StopHead(nn.Linear):
 class _Tail(nn.Module):
     """The policy's copies of the base's last n layers and of its final norm."""
 
-    def __init__(self, base: nn.Module, config: VllmConfig, num_layers: int) -> None:
+    def __init__(self, base: Any, config: VllmConfig, num_layers: int) -> None:
         super().__init__()
-        text = config.model_config.hf_config
-        make = _BASES[text.model_type][1]
         config = _for_tail(config)
-        first = 3 * text.num_hidden_layers - num_layers
-        layer = type(base.layers[-1])  # type: ignore[index]
-        self.layers = nn.ModuleList(
-            make(layer, config, f"tail.layers.{first + i}") for i in range(num_layers)
-        )
-        self.norm = RMSNorm(text.hidden_size, eps=base.norm.variance_epsilon)
+        self.config = config.model_config.hf_config
+        self.parallel_config = config.parallel_config
+        self._kind = _BASES[self.config.model_type]
         self._mapper: WeightsMapper = type(base).hf_to_vllm_mapper
+        model = base.model
+        first = 3 * self.config.num_hidden_layers - num_layers
+        self.layers = nn.ModuleList(
+            self._kind.make_layer(type(model.layers[-1]), config, f"tail.layers.{first + i}")
+            for i in range(num_layers)
+        )
+        self.norm = RMSNorm(self.config.hidden_size, eps=model.norm.variance_epsilon)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """From what enters layer L-n, (T, H), to what follows the final norm, (T, H)."""
@@ -97,10 +135,9 @@ class _Tail(nn.Module):
         hidden, _ = self.norm(hidden, residual)
         return hidden
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: _Weights) -> set[str]:
         """Takes tensors as transformers names them."""
-        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=self._mapper)
-        return loaded
+        return self._kind.load(self, weights, self._mapper)
 
 
 class OSPrunerVLLM(nn.Module):
@@ -126,13 +163,13 @@ class OSPrunerVLLM(nn.Module):
             vllm_config=vllm_config,
             prefix=maybe_prefix(prefix, "base"),
             hf_config=text,
-            architectures=[_BASES[text.model_type][0]],
+            architectures=[_BASES[text.model_type].architecture],
         )
         self.tail: _Tail | None = None
         n = config.num_policy_layers
         if n:
             self.base.set_aux_hidden_state_layers((text.num_hidden_layers - n,))
-            self.tail = _Tail(self.base.model, vllm_config.with_hf_config(text), n)
+            self.tail = _Tail(self.base, vllm_config.with_hf_config(text), n)
         self.head = StopHead(text.hidden_size)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
 
@@ -174,7 +211,7 @@ class OSPrunerVLLM(nn.Module):
         logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
         return logits
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: _Weights) -> set[str]:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
         mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
@@ -253,6 +290,7 @@ def _for_tail(config: VllmConfig) -> VllmConfig:
     text = copy.deepcopy(config.model_config.hf_config)
     if "layer_types" in vars(text) and text.layer_types:
         text.layer_types = list(text.layer_types) * 3
+    vars(text).pop("quantization_config", None)
     config = copy.copy(config.with_hf_config(text))
     config.quant_config = None
     return config

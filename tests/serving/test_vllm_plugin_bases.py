@@ -8,8 +8,8 @@ import pytest
 
 from .own_process import run_checks
 
-CASES = [f"test_base[{layers}-{base}]" for base in ("qwen2", "qwen3", "llama") for layers in (2,)]
-CASES += ["test_base[0-qwen2]", "test_base[3-llama]"]
+CASES = [f"test_base[2-{base}]" for base in ("qwen2", "qwen3", "llama", "gpt_oss")]
+CASES += ["test_base[0-qwen2]", "test_base[3-llama]", "test_base[3-gpt_oss]"]
 CASES += ["test_compiled", "test_two_tensor_parallel_ranks"]
 
 

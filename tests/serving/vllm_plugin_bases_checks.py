@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -62,10 +64,18 @@ def _llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=scaled))
 
 
+def _gpt_oss() -> PreTrainedModel:
+    sizes = {**SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    scaled = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
+    scaled |= {"original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0}
+    return GptOssForCausalLM(GptOssConfig(**sizes, sliding_window=32, rope_parameters=scaled))
+
+
 BASES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "llama": _llama,
+    "gpt_oss": _gpt_oss,
 }
 
 

@@ -291,7 +291,10 @@ def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> 
         ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
         ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
         ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
-        ({"config": gpt2}, "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama"),
+        (
+            {"config": gpt2},
+            "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama, gpt_oss",
+        ),
         ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
     ):
         with pytest.raises(ValueError, match=message):
