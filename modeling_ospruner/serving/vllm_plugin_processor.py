@@ -12,6 +12,7 @@ import math
 import sys
 from collections import OrderedDict
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -211,7 +212,7 @@ class StopProcessor(LogitsProcessor):
             if position != request.prompt_tokens + request.taken - 1:
                 continue  # a part of a prefill: its row is not sampled from
             request.row.decide(
-                stop_probability=lambda value=probability: value,
+                stop_probability=partial(float, probability),
                 trial_answer=_no_trial,
                 next_text=_no_text,
             )

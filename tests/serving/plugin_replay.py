@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.row_ospruner import Phase, RowPlan, StopRow
 from modeling_ospruner.serving.vllm_plugin_requests import StopRequest
 from modeling_ospruner.settings_ospruner import StopRecord
-from modeling_ospruner.stop_rules import TrialAnswer
 from ospruner.eval.benchmarks import user_message
 from ospruner.eval.task import prompt_token_ids
 from ospruner.train.toy.shipped import Reasoner, draw_split
@@ -102,7 +102,7 @@ def replay(
             step = len(row.record.step_ends)
             told = own if probabilities is None else probabilities[step]
             assert abs(told - own) < TOLERANCE, (step, told, own)
-            row.decide(lambda told=told: told, _none, _none)  # type: ignore[misc]
+            row.decide(partial(float, told), _none, _none)
         if row.phase is Phase.FORCING:
             assert token == row.forced[0], f"token {i} is {token}, not the forced {row.forced[0]}"
         elif row.phase is Phase.DONE and row.boxed:
@@ -116,9 +116,9 @@ def replay(
         and len(probabilities) > len(row.record.step_ends)
     ):
         told = probabilities[len(row.record.step_ends)]
-        row.decide(lambda: told, _none, _none)  # decided, then ended by a limit
+        row.decide(partial(float, told), _none, _none)  # decided, then ended by a limit
     return Replayed(row.record, row.phase)
 
 
-def _none(*_: Any) -> TrialAnswer | str:  # type: ignore[return]
+def _none(*_: Any) -> Any:
     raise AssertionError("the learned policy asks for nothing else")

@@ -74,7 +74,7 @@ def test_completions_stop_per_request(
         asked |= {"max_tokens": 400}
         body = {"return_token_ids": True, "vllm_xargs": extra}
         whole = client.completions.create(**asked, extra_body=body).choices[0]
-        ids: list[int] = whole.token_ids  # type: ignore[attr-defined]
+        ids: list[int] = whole.token_ids
         root = client._client.get(str(client.base_url).removesuffix("v1/") + f"ospruner/stops/c{i}")
         told = root.json()
         replayed = replay(model, prompt, ids, extra, told["probabilities"]).record
@@ -83,11 +83,11 @@ def test_completions_stop_per_request(
         streamed = [
             token
             for part in client.completions.create(**asked, extra_body=body, stream=True)
-            for token in part.choices[0].token_ids  # type: ignore[attr-defined]
+            for token in part.choices[0].token_ids
         ]
         assert streamed == ids
     plain = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
-    assert len(plain.token_ids) > len(ids) - len(fmt.forced_suffix())  # type: ignore[attr-defined]
+    assert len(plain.token_ids) > len(ids) - len(fmt.forced_suffix())
     with pytest.raises(NotFoundError):
         client.get("/../ospruner/stops/nobody", cast_to=object)
 
