@@ -101,6 +101,7 @@ def test_environment_is_renewed_only_when_its_sources_change(bare_copy: Path, ch
     stamp = bare_copy / ".venv" / ".ready"
     stamp.parent.mkdir()
     stamp.touch()
+    (stamp.parent / ".engines").touch()
     assert "pip install" not in make("-n", "test", cwd=bare_copy)
     later = stamp.stat().st_mtime + 10
     os.utime(bare_copy / changed, (later, later))
