@@ -21,6 +21,7 @@ from timing import Ratio, Timed, environment, interleaved, median_ratio, timed
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.token_states import BREAK, ENDS_NEWLINE
 from ospruner.train.toy.shipped import SHIPPED
 
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
@@ -108,9 +109,10 @@ class Bench:
             base = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, args.dtype))
         self.model = OSPrunerForCausalLM.untrained(base.eval(), tokenizer, args.policy_layers)
         fmt = self.model.token_format
-        self.breaks = [i for i, kind in enumerate(fmt.kinds) if kind & 1]
+        breaks = [i for i, kind in enumerate(fmt.kinds) if kind & (BREAK | ENDS_NEWLINE)]
+        unwritten = range(len(fmt.kinds), shape.vocabulary)  # ids without a text
         self.break_id = tokenizer.encode("\n\n")[0]
-        self.banned = [*self.breaks, *fmt.brace_texts, *fmt.added_ids]
+        self.banned = [*breaks, *fmt.brace_texts, *fmt.added_ids, *unwritten]
 
     def inputs(self, batch: int, pair: int) -> dict[str, Any]:
         """Prompts, paragraph ends and sampling of one pair, for both arms."""
