@@ -58,10 +58,12 @@ class Splits:
         self.base: PreTrainedModel = reasoner.model
         self.suffix_tokens = len(reasoner.token_format.forced_suffix())
 
-    def probabilities(self, policy: Path) -> dict[str, Any]:
-        """Stop probabilities (N, T) on both splits."""
-        model = OSPrunerForCausalLM.from_base(self.base, policy)
-        return {split: predict(model, traces) for split, traces in self.traces.items()}
+    def probabilities(self, stage: StageResult) -> dict[str, Any]:
+        """Stop probabilities (N, T) on both splits; training has kept those on validation."""
+        model = OSPrunerForCausalLM.from_base(self.base, stage.path)
+        shape = self.traces["validation"].table.mask.shape
+        kept = stage.validation_probabilities()[: shape[0], : shape[1]]
+        return {"validation": kept, "test": predict(model, self.traces["test"])}
 
     def rule(self, text: str) -> dict[str, Outcome]:
         """A training-free rule on both splits."""
@@ -81,7 +83,7 @@ def trained(
     test: list[Outcome] = []
     by_seed: dict[str, list[Outcome]] = {}
     for position, stage in enumerate(stages[0]):
-        found = [splits.probabilities(of_seed[position].path) for of_seed in stages]
+        found = [splits.probabilities(of_seed[position]) for of_seed in stages]
         modes: list[float | None] = [None] if method == "os-pruner" else [*THRESHOLDS]
         for threshold in modes:
             both = {

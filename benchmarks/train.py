@@ -297,20 +297,20 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--quick", action="store_true", help="narrower and shorter: a minute")
-    parser.add_argument("--limit", type=int, help="traces a step (default: 16)")
-    parser.add_argument("--width", type=int, help="hidden size (default: 448)")
+    parser.add_argument("--limit", type=int, help="traces a step (default: 8)")
+    parser.add_argument("--width", type=int, help="hidden size (default: 224)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the base")
     parser.add_argument("--steps", type=int, default=20, help="steps a trace")
-    parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 600)")
+    parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 400)")
     parser.add_argument("--targets", type=int, default=8, help="targets of the last arm")
     parser.add_argument("--rounds", type=int, help="timed steps of each arm (default: 5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
     args.rounds = args.rounds or (2 if args.quick else 5)
-    args.limit = args.limit or (3 if args.quick else 16)
-    args.width = args.width or (112 if args.quick else 448)
-    args.tokens = args.tokens or (120 if args.quick else 600)
+    args.limit = args.limit or (3 if args.quick else 8)
+    args.width = args.width or (112 if args.quick else 224)
+    args.tokens = args.tokens or (120 if args.quick else 400)
     return args
 
 

@@ -67,8 +67,9 @@ def parse_policies(specs: Sequence[str]) -> list[PolicyUse]:
 
     Args:
         specs: folders or Hub ids, each alone or with "@" and thresholds ("probe@.7,.8"), or
-            "@sample". A folder of policies stands for all of them. Alone, OS-Pruner decides as
-            its configuration says, and a baseline at each of the paper's thresholds.
+            "@sample". A folder of policies stands for all of them, and so does the folder of
+            `ospruner train --multi`. Alone, OS-Pruner decides as its configuration says, and a
+            baseline at each of the paper's thresholds.
 
     Raises:
         ValueError: no policy there, a bad threshold, or the same use twice.
@@ -90,7 +91,8 @@ def _parse(spec: str) -> list[PolicyUse]:
     path, at, how = spec.partition("@")
     folders = [path]
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        folders = [str(config.parent) for config in sorted(Path(path).glob("*/config.json"))]
+        stages, targets = Path(path).glob("*/config.json"), Path(path).glob("*/*/config.json")
+        folders = [str(config.parent) for config in sorted(stages) or sorted(targets)]
         if not folders:
             raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
     uses = []

@@ -31,7 +31,7 @@ def table_of(grades: list[list[float]]) -> TraceTable:
 
 
 # Right from the second step on, or only at the fourth.
-TABLE = table_of([[0, 1, 1, 1, 1]] * 6 + [[0, 0, 0, 1, 1]] * 4)
+TABLE = table_of([[0.0, 1.0, 1.0, 1.0, 1.0]] * 6 + [[0.0, 0.0, 0.0, 1.0, 1.0]] * 4)
 ORACLE = hindsight_oracle(TABLE)
 
 

@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from ospruner.eval.policies import parse_policies
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.from_labels import (
     held_out_split,
@@ -116,6 +117,9 @@ def test_multi_trains_every_target_on_one_trunk_pass(labels: Path, tmp_path: Pat
     kept = sorted(str(path.parent.relative_to(out)) for path in out.rglob("model.safetensors"))
     assert kept == sorted(f"{name}/{name}" for name in names)
     assert (out / "lam2e-4" / "dynamics.png").is_file()
+    uses = parse_policies([str(out)])
+    assert [use.parameter for use in uses if use.method == "OS-Pruner"] == [1e-3, 2e-4]
+    assert {use.method for use in uses} == {"OS-Pruner", "probe", "answer convergence"}
     baseline = ["train", "--labels", str(labels), "--method", "probe", "--multi", "--out", str(out)]
     with pytest.raises(ValueError, match="method is 'probe', one target by itself"):
         CliRunner().invoke(app, baseline, catch_exceptions=False)

@@ -1,0 +1,83 @@
+"""docs/training.md: every command of the page is run, on the embedded reasoner and few labels."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ospruner.train.toy.problems import Split
+from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner_cli import app
+
+SMALL = {
+    "--lambdas r1": "--lambdas 5e-4,5e-5",
+    "--validate-every 50": "--validate-every 2",
+    "Qwen/Qwen2.5-7B-Instruct": "{judge}",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page, a line each."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    return [line for block in blocks for line in block.strip().splitlines()]
+
+
+@pytest.fixture
+def labelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with labels of three splits."""
+    reasoner = Reasoner()
+    splits: tuple[tuple[str, Split, int], ...] = (
+        ("labels", "train", 14),
+        ("validation", "validation", 6),
+        ("test", "test", 6),
+    )
+    for folder, split, count in splits:
+        reasoner.label(draw_split(split, count, 3), tmp_path / "runs" / folder, 3)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_command_runs(labelled: Path, repo_dir: Path, tiny_base_dir: Path) -> None:
+    lines = commands(repo_dir / "docs" / "training.md")
+    for old in SMALL:
+        assert any(old in line for line in lines), f"{old!r} is not in the page any more"
+    done = []
+    for line in lines:
+        for old, new in SMALL.items():
+            line = line.replace(old, new.format(judge=tiny_base_dir))
+        # What accelerate launches is run in this process; test_several_processes launches it.
+        launched = line.rpartition("-m ospruner_cli ")[2].removeprefix("ospruner ")
+        if launched.startswith("python "):
+            continue  # see below
+        arguments = shlex.split(launched)
+        if arguments[0] == "train" and "--batch-size" not in arguments:
+            arguments += ["--batch-size", "8"]
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+        done.append(result.output)
+    assert len(done) == len(lines) - 2
+    assert (labelled / "runs" / "watched" / "dynamics.png").is_file()
+    assert "4 target(s) will hold" in done[2]
+    for name in ("OS-Pruner", "probe", "FlashThink", "answer entropy", "DEER"):
+        assert name in done[-1]
+
+
+def test_benchmarks_of_the_page_take_these_options(
+    repo_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [shlex.split(one) for one in commands(repo_dir / "docs" / "training.md")]
+    scripts = [line[1:] for line in lines if line[0] == "python"]
+    assert [script for script, *_ in scripts] == ["benchmarks/train.py", "benchmarks/frontier.py"]
+    monkeypatch.syspath_prepend(repo_dir / "benchmarks")
+    for script, *options in scripts:
+        monkeypatch.setattr(sys, "argv", [script, "--help"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(repo_dir / script), run_name="__main__")
+        known = capsys.readouterr().out
+        assert all(option in known for option in options if option.startswith("--"))
