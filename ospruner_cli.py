@@ -100,6 +100,12 @@ def train_command(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
     ] = False,
+    cache_gib: Annotated[
+        float, typer.Option(help="Memory for the trunk's states; larger ones are computed anew.")
+    ] = 2.0,
+    cache_on_disk: Annotated[
+        bool, typer.Option("--cache-on-disk", help="Keep larger states in the run's folder.")
+    ] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Under accelerate launch: FSDP2 instead of DDP.")
     ] = False,
@@ -133,6 +139,8 @@ def train_command(
         checkpoint_every=checkpoint_every,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
+        cache_limit_bytes=int(cache_gib * 2**30),
+        cache_on_disk=cache_on_disk,
     )
     processes = open_processes(out, tracker, shard)
     console.quiet = not processes.main

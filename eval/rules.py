@@ -6,6 +6,7 @@ been, so that replay and generation cannot differ in what a rule means.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -176,22 +177,20 @@ class _LabelledEnd:
         at = {name: values[self.sample_index][self.step] for name, values in self._answers.items()}
         tokens = min(at["forced_answer_tokens"], max_tokens)
         self.probe_tokens += self._suffix_tokens + tokens
-        if at["forced_entropy"] is None:
-            raise ValueError(
-                "forced_entropy is null: these labels are of a version that did not keep it; "
-                "label again to replay rules that try answers"
-            )
         complete = bool(at["forced_answers"]) and tokens == at["forced_answer_tokens"]
         return TrialAnswer(
             ids=(0,) * tokens,  # no rule reads which tokens they are
             ended="closed" if complete else "length",
             logprobs=() if at["forced_logprob"] is None else (at["forced_logprob"],) * tokens,
-            entropy=at["forced_entropy"],
+            entropy=math.nan if at["forced_entropy"] is None else at["forced_entropy"],
             text=at["forced_answers"] if complete else "",
         )
 
 
 _ANSWER_COLUMNS = ("forced_answers", "forced_answer_tokens", "forced_logprob", "forced_entropy")
+
+
+_READS: dict[type, str] = {AnswerEntropy: "forced_entropy", TrialConfidence: "forced_logprob"}
 
 
 def replay_rule(
@@ -225,6 +224,12 @@ def replay_rule(
         return replay_step(table, rule.step)
     columns = dataset.select_columns(list(_ANSWER_COLUMNS))[:]
     answers = {name: columns[name] for name in _ANSWER_COLUMNS}
+    for kind, name in _READS.items():
+        if isinstance(rule, kind) and all(x is None for row in answers[name] for x in row):
+            raise ValueError(
+                f"{name} is null: these labels are of a version that did not keep it; label again "
+                f"to replay {kind.__name__}"
+            )
     words = _next_texts(dataset, decode) if decode is not None and "text" in rule.asks else None
     stops, probes = table.last.copy(), np.zeros(len(table))
     for row in range(len(table)):

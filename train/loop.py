@@ -141,6 +141,10 @@ def train_together(
         "validation_labels": labels_hash(validation.table),
     }
     together = processes or Processes()
+    if together.size > 1 and targets[0].cache_on_disk:
+        raise ValueError(
+            f"cache_on_disk is for one process, and {together.size} train together: leave it out"
+        )
     with ExitStack() as stack:
         folders = []
         for settings, out_dir in zip(targets, out_dirs, strict=True):
@@ -196,5 +200,6 @@ def _drive(runs: Sequence[Run]) -> None:
 
 def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
     """The settings without those that a run may be continued with other values of."""
-    free = {"cache_limit_bytes", "checkpoint_every", "gradient_checkpointing", "validate_every"}
+    free = {"cache_limit_bytes", "cache_on_disk", "checkpoint_every"}
+    free |= {"gradient_checkpointing", "validate_every"}
     return {name: value for name, value in settings.to_dict().items() if name not in free}

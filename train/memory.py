@@ -29,6 +29,7 @@ class MemoryNeed:
         moments_bytes: AdamW's two moments for what one target trains.
         gradient_bytes: of the one target that is taking its step.
         states_bytes: the trunk's states of all traces, where they are kept in memory.
+        disk_bytes: those that are kept in files instead.
     """
 
     targets: int
@@ -37,6 +38,7 @@ class MemoryNeed:
     moments_bytes: int
     gradient_bytes: int
     states_bytes: int
+    disk_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -51,6 +53,7 @@ class MemoryNeed:
             f"base {_size(self.base_bytes)}, tails with AdamW's moments {self.targets} x "
             f"({_size(self.tail_bytes)} + {_size(self.moments_bytes)}) = {_size(own)}, gradients "
             f"of one {_size(self.gradient_bytes)}, trunk's states {_size(self.states_bytes)}"
+            + (f"; on disk {_size(self.disk_bytes)} of them" if self.disk_bytes else "")
         )
 
 
@@ -75,10 +78,12 @@ def memory_need(
     own = policy.own_names()
     policy.set_trainable(settings.tuning)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    states = 0
+    states = disk = 0
     for traces in (train_set, validation_set):
         size = traces.states_bytes(base)
-        states += size if states + size <= settings.cache_limit_bytes else 0
+        fits = states + size <= settings.cache_limit_bytes
+        states += size if fits else 0
+        disk += size if settings.cache_on_disk and not fits else 0
     return MemoryNeed(
         targets=len(targets),
         base_bytes=base.get_memory_footprint(),
@@ -86,6 +91,7 @@ def memory_need(
         moments_bytes=2 * _FLOAT32 * trained,
         gradient_bytes=_FLOAT32 * trained,
         states_bytes=states,
+        disk_bytes=disk,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,7 +151,7 @@ class LabelledTraces:
         for b, row in enumerate(rows):
             start, end = self._starts[row], self._starts[row + 1]
             out[b, : end - start] = self._states[start:end]
-        return out
+        return out.to(model.base.device)
 
     @torch.no_grad()
     def _run_trunk(self, model: HasTrunk, rows: IntArray) -> Tensor:
@@ -168,42 +169,62 @@ class LabelledTraces:
         hidden_size: int = base.config.get_text_config().hidden_size
         return int(self.token_lengths.sum()) * hidden_size * int(base.dtype.itemsize)
 
-    def cache_states(self, model: HasTrunk, limit_bytes: int, progress: Progress = silent) -> int:
-        """Runs the trunk once over all traces, where its states fit in memory.
+    def cache_states(
+        self,
+        model: HasTrunk,
+        limit_bytes: int,
+        progress: Progress = silent,
+        file: Path | None = None,
+    ) -> int:
+        """Runs the trunk once over all traces, where its states fit in memory or go to a file.
 
         Batches are fixed here (not those of an epoch), so that a resumed run sees the same bits.
 
         Args:
             model: whose trunk.
-            limit_bytes: larger states are not kept.
+            limit_bytes: larger states are not kept in memory.
             progress: called with phase "trunk", in traces; the note says the size.
+            file: where larger states are kept, mapped into memory; a complete file is used as it
+                is, so it must be of this trunk. None keeps no file.
 
         Returns:
-            The bytes now held for this model: 0 where they do not fit.
+            The bytes now held in memory for this model: 0 where they do not fit.
         """
         size = self.states_bytes(model.base)
         if self._states_of == _trunk_of(model):
             return self.cached_bytes
         self._states, self._states_of, self.cached_bytes = None, None, 0
-        if size > limit_bytes:
+        fits = size <= limit_bytes
+        if not fits and file is None:
             return 0
         hidden_size = model.base.config.get_text_config().hidden_size
-        states = torch.empty(
-            int(self.token_lengths.sum()),
-            hidden_size,
-            dtype=model.base.dtype,
-            device=model.base.device,
-        )
+        shape = int(self.token_lengths.sum()), hidden_size
+        dtype = model.base.dtype
+        if fits:
+            states = torch.empty(shape, dtype=dtype, device=model.base.device)
+            self._fill(states, model, progress)
+        else:
+            assert file is not None
+            if not file.is_file():
+                partial = file.with_name(f".{file.name}.partial")
+                partial.unlink(missing_ok=True)
+                states = torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
+                self._fill(states.view(shape), model, progress)
+                partial.replace(file)
+            states = torch.from_file(str(file), True, shape[0] * shape[1], dtype=dtype).view(shape)
+        self._states, self._states_of = states, _trunk_of(model)
+        self.cached_bytes = size if fits else 0
+        return self.cached_bytes
+
+    def _fill(self, states: Tensor, model: HasTrunk, progress: Progress) -> None:
         done = 0
         for rows in length_batches(self.token_lengths):
-            out = self.states(model, rows)
+            out = self._run_trunk(model, rows)
             for b, row in enumerate(rows):
                 start, end = self._starts[row], self._starts[row + 1]
                 states[start:end] = out[b, : end - start]
             done += len(rows)
-            progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
-        self._states, self._states_of, self.cached_bytes = states, _trunk_of(model), size
-        return size
+            progress("trunk", done, len(self), f"{states.nbytes / 2**20:.0f} MiB")
 
 
 def epoch_batches(

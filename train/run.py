@@ -114,8 +114,11 @@ class Run:
         stages = self.settings.stages
         if self.stage < len(stages):
             limit = self.settings.cache_limit_bytes
-            held = self.traces.cache_states(self.model, limit, self.progress)
-            held += self.validation.cache_states(self.model, limit - held, self.progress)
+            held = 0
+            for name, traces in (("train", self.traces), ("validation", self.validation)):
+                kept = self.folder.path / f"trunk_states.{name}"
+                file = kept if self.settings.cache_on_disk else None
+                held += traces.cache_states(self.model, limit - held, self.progress, file)
             if self.steps == 0:
                 self.folder.log(self._header(held))
         for stage in stages[self.stage :]:

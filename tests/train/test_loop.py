@@ -426,3 +426,26 @@ def test_run_goes_on_with_other_checkpoints_and_cache(
     assert computed.tokens == pytest.approx(kept.tokens, rel=1e-4)
     (again,) = fit(free, make_labels(40), tmp_path / "kept")
     assert again == kept
+
+
+def test_states_on_disk_train_the_same_bits_and_are_found_again(
+    fit: Callable[..., list[StageResult]],
+    one_thread: None,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (kept,) = fit(SHORT, make_labels(40), tmp_path / "memory")
+    settings = dataclasses.replace(SHORT, cache_limit_bytes=0, cache_on_disk=True)
+    (disk,) = fit(settings, make_labels(40), tmp_path / "disk")
+    files = [tmp_path / "disk" / f"trunk_states.{name}" for name in ("train", "validation")]
+    traces = LabelledTraces.from_dataset(make_labels(40))
+    assert files[0].stat().st_size == 4 * 32 * int(traces.token_lengths.sum())
+    ours, theirs = (load_file(stage.path / "model.safetensors") for stage in (kept, disk))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    # A run that begins anew there reads them; no trunk runs.
+    for name in ("checkpoint.pt", "log.jsonl"):
+        (tmp_path / "disk" / name).unlink()
+    monkeypatch.setattr(LabelledTraces, "_run_trunk", None)
+    (again,) = fit(settings, make_labels(40), tmp_path / "disk")
+    assert again == disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_the_statement_is_what_tensors_then_take(
     moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert need.moments_bytes == held(moments)
     assert need.states_bytes == 2 * traces.cache_states(model, 2**30)
+    small = memory_need(
+        tiny_base,
+        [dataclasses.replace(settings, cache_limit_bytes=0, cache_on_disk=True)],
+        traces,
+        traces,
+    )
+    assert (small.states_bytes, small.disk_bytes) == (0, need.states_bytes)
+    assert "on disk" in str(small)
     assert need.base_bytes == tiny_base.get_memory_footprint()
     each = 4 * (need.tail_bytes + need.moments_bytes)
     assert need.total_bytes == need.base_bytes + each + need.gradient_bytes + need.states_bytes
