@@ -75,7 +75,6 @@ class StopRow:
         at_boundary: whether its last token ends a step, on which nothing is decided yet.
         forced: what is forced next.
         masked: whether its answer may not open the thinking again.
-        boxed: whether its answer was opened by the box prefix.
     """
 
     def __init__(self, plan: RowPlan, prompt_ids: Sequence[int], sample_index: int) -> None:
@@ -95,6 +94,11 @@ class StopRow:
         self._end_ids: frozenset[int] = frozenset()  # of its answer
         self._box: BoxState | None = None
         self._answer_tokens = 0
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end its text."""
+        return self._plan.eos_ids
 
     @property
     def boxed(self) -> bool:

@@ -37,7 +37,7 @@ from .vllm_plugin_requests import DEFAULTS, StopRequest
 
 __all__ = ["StopProcessor", "StopRecords"]
 
-_MOST_RECORDS = 10_000  # of requests with a `stop_id`; the oldest are forgotten
+_MOST_RECORDS = 4096  # of requests with a `stop_id`; the oldest are forgotten
 
 logger = init_logger(__name__)
 
@@ -51,12 +51,14 @@ class _Request:
         prompt_tokens: the length of its prompt.
         control: whether it belongs to those that never stop.
         taken: tokens of `output` that `row` has taken in.
+        complete: whether its answer is, by a token that does not end a text.
         counted: whether the end of its thinking has been counted.
     """
 
     def __init__(self, row: StopRow, prompt_tokens: int, output: list[int], control: bool) -> None:
         self.row = row
         self.control = control
+        self.complete = False
         self.counted = False
         self.output = output
         self.prompt_tokens = prompt_tokens
@@ -67,8 +69,15 @@ class _Request:
         for token in self.output[self.taken :]:
             if token < 0:
                 break
-            self.row.push(token)
+            if self.row.at_boundary:  # decided long ago, by a row that was forgotten meanwhile
+                self.decide(math.nan)
+            if self.row.push(token):
+                self.complete = token not in self.row.eos_ids
             self.taken += 1
+
+    def decide(self, probability: float) -> None:
+        """Decides on the step that has ended with the last token."""
+        self.row.decide(partial(float, probability), _no_trial, _no_text)
 
 
 class StopProcessor(LogitsProcessor):
@@ -110,8 +119,8 @@ class StopProcessor(LogitsProcessor):
         self._requests: dict[int, _Request] = {}
         # Requests that left the batch: preempted ones come back with the list they had.
         self._left: OrderedDict[int, _Request] = OrderedDict()
-        self._most_left = 4 * vllm_config.scheduler_config.max_num_seqs
-        self._records: OrderedDict[str, _Request] = OrderedDict()
+        self._most_left = vllm_config.scheduler_config.max_num_seqs
+        self._records: OrderedDict[str, StopRecord] = OrderedDict()
         self._seed = mix64(model.seed)
         self._seen = 0
         self._warned = False
@@ -149,7 +158,9 @@ class StopProcessor(LogitsProcessor):
         staying = {id(request) for request in self._requests.values()}
         for request in before.values():
             if id(request) not in staying:
-                self._left[id(request.output)] = request
+                request.take_in()
+                if not request.output or request.output[-1] != self._eos_id:
+                    self._left[id(request.output)] = request
         while len(self._left) > self._most_left:
             self._left.popitem(last=False)
 
@@ -178,18 +189,16 @@ class StopProcessor(LogitsProcessor):
         row = StopRow(plan, prompt_ids, settings.first_sample_index)
         request = _Request(row, len(prompt_ids), output, control)
         if asked.name is not None:
-            self._records[asked.name] = request
+            self._records[asked.name] = request.row.record
             while len(self._records) > _MOST_RECORDS:
                 self._records.popitem(last=False)
         return request if row.phase is Phase.THINKING else None
 
     def record(self, name: str) -> StopRecord | None:
         """What happened so far to the request with the `stop_id`; None where it is not known."""
-        if name not in self._records:
-            return None
-        request = self._records[name]
-        request.take_in()
-        return request.row.record
+        for request in self._requests.values():
+            request.take_in()  # its last tokens may not have been looked at yet
+        return self._records.get(name)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
@@ -211,11 +220,7 @@ class StopProcessor(LogitsProcessor):
             request = self._requests[i]
             if position != request.prompt_tokens + request.taken - 1:
                 continue  # a part of a prefill: its row is not sampled from
-            request.row.decide(
-                stop_probability=partial(float, probability),
-                trial_answer=_no_trial,
-                next_text=_no_text,
-            )
+            request.decide(probability)
             if math.isnan(probability) and not self._warned:
                 self._warned = True
                 logger.warning(
@@ -238,7 +243,7 @@ class StopProcessor(LogitsProcessor):
                     count(row.record, request.control)
             if row.phase is Phase.FORCING:
                 forced.append((i, row.forced[0]))
-            elif row.phase is Phase.DONE:
+            elif request.complete:
                 forced.append((i, self._eos_id))
             elif row.phase is Phase.ANSWER:
                 if row.masked:

@@ -93,9 +93,9 @@ def test_wrong_values_are_named(request_: dict[str, Any], message: str) -> None:
 def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(UNTESTED, raising=False)
     check_version("0.32.0")
-    check_version("0.32.1+cpu")
-    for other in ("0.31.4", "0.33.0", "1.0.0"):
-        with pytest.raises(ValueError, match=rf"vLLM is {other}.*from 0.32 on, below 0.33: pip"):
+    check_version("0.33.1+cpu")
+    for other in ("0.31.4", "0.34.0", "1.0.0"):
+        with pytest.raises(ValueError, match=rf"vLLM is {other}.*from 0.32 on, below 0.34: pip"):
             check_version(other)
     monkeypatch.setenv(UNTESTED, "1")
-    check_version("0.33.0")
+    check_version("0.34.0")
