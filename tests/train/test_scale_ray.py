@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -15,10 +16,12 @@ import pytest
 
 from modeling_ospruner.reasoning_format import DEEPSEEK_R1, TokenFormat
 from modeling_ospruner.serving import Sampled, SamplingSettings, TransformersEngine
+from modeling_ospruner.serving.open_engine import EngineOptions
 from modeling_ospruner.serving.optional import MissingPackageError
 from ospruner.eval.benchmarks import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.label_folder import read_labels, read_manifest
+from ospruner.train.label_run import ProblemOptions, run_label
 from ospruner.train.label_units import Worker
 from ospruner.train.scale_ray import RayOptions, UnfinishedUnitsError, label_with_ray
 
@@ -153,6 +156,25 @@ def test_units_that_fail_are_named_and_the_others_kept(
     (tmp_path / "labels" / "parts" / "unit-0000").unlink()
     label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
     assert len(read_labels(out)) == 4
+
+
+@needs_ray
+def test_a_run_by_names_opens_its_engine_in_the_actors(
+    cluster: Any, tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    problems, out = tmp_path / "problems.jsonl", tmp_path / "labels"
+    problems.write_text("".join(json.dumps(vars(p)) + "\n" for p in PROBLEMS[:6]))
+    labels = run_label(
+        ProblemOptions(str(problems)),
+        "transformers",
+        EngineOptions(str(tiny_base_dir), dtype="float32", device="cpu"),
+        {"max_new_tokens": 16, "max_answer_tokens": 4},
+        out,
+        ray=RayOptions(actors=2, gpus_per_actor=0, unit_traces=2),
+    )
+    assert sorted(labels["problem_id"]) == [p.id for p in PROBLEMS[:6]]
+    source = read_manifest(out)["source"]
+    assert (source["engine"], source["scale"]) == ("transformers", "ray")
 
 
 def test_a_missing_package_names_the_pip_line(
