@@ -33,6 +33,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.serving.vllm_plugin import PROCESSOR
+from modeling_ospruner.token_states import BREAK, VISIBLE
 from ospruner.eval.benchmarks import user_message
 from ospruner.eval.task import prompt_token_ids
 from ospruner.train.toy.shipped import Reasoner, draw_split
@@ -189,9 +190,9 @@ def random_case(folder: Path, requests: int, hidden: int, tokens: int, seed: int
     model.save_pretrained(folder / "policy")
     draw = random.Random(seed)
     prompts = [[draw.randrange(5, 600) for _ in range(32)] for _ in range(requests)]
-    break_id = next(i for i, kind in enumerate(fmt.kinds) if kind & 1)
-    banned = [i for i, kind in enumerate(fmt.kinds) if kind & 1] + [fmt.think_end_id]
-    banned += fmt.eos_ids
+    breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
+    break_id = next(i for i in breaks if fmt.kinds[i] & VISIBLE)  # a step, whatever stands before
+    banned = [*breaks, fmt.think_end_id, *fmt.eos_ids]
     extra = []
     for _ in prompts:
         places, at = [], 0

@@ -122,6 +122,7 @@ def check(model: OSPrunerForCausalLM, folder: Path, **further: Any) -> None:
     arguments |= {"max_num_seqs": 8}
     plain = start(folder / "base", **arguments)
     wanted = run(plain, prompts, SamplingParams(**common))
+    room = plain.llm_engine.vllm_config.cache_config.num_gpu_blocks
     del plain
     gc.collect()
     served = start_policy(folder / "policy", **arguments)
@@ -129,6 +130,10 @@ def check(model: OSPrunerForCausalLM, folder: Path, **further: Any) -> None:
     extras = [never | {"stop_id": str(i)} for i in range(len(prompts))]
     outputs = run(served, prompts, [SamplingParams(**common, extra_args=extra) for extra in extras])
     assert outputs == wanted
+    left = served.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    print(f"room for {left} blocks of {room}")
+    share = model.config.num_policy_layers / model.config.get_text_config().num_hidden_layers
+    assert left >= (1 - share) * room
     seen: list[float] = []
     for i, [ids] in enumerate(outputs):
         told = record(served, str(i))["probabilities"]
