@@ -150,7 +150,7 @@ def open_processes(
     """The processes that `accelerate launch` started, or this one alone, on its best device.
 
     Args:
-        out_dir: where trackers write that write files.
+        out_dir: the run's folder; trackers that write files write them to `.tracked` in it.
         tracker: one of `TRACKERS`.
         shard: as for `Processes`.
 
@@ -161,7 +161,7 @@ def open_processes(
         raise ValueError(f"tracker is {tracker!r}; it must be one of {', '.join(TRACKERS)}")
     if tracker is not None and tracker not in map(str, get_available_trackers()):
         raise ValueError(f"tracker is {tracker!r}, but it is not installed: pip install {tracker}")
-    accelerator = Accelerator(log_with=tracker, project_dir=str(out_dir))
+    accelerator = Accelerator(log_with=tracker, project_dir=str(Path(out_dir) / ".tracked"))
     if tracker is not None:
         accelerator.init_trackers("ospruner")
     return Processes(accelerator, shard)

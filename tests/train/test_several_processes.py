@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 
 from ospruner.train.from_labels import train_from_labels
-from ospruner.train.processes import open_processes
+from ospruner.train.processes import Processes, open_processes
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
 from .several_processes import SETTINGS
@@ -104,6 +108,43 @@ def test_the_command_runs_under_accelerate(labels: Path, tmp_path: Path) -> None
     said = launch(*line, "--lambdas", "1e-3", "--tuning", "head")
     assert said.count("On the validation traces") == 1  # one process prints
     assert (out / "lam1e-3" / "model.safetensors").is_file()
+
+
+class Diary(GeneralTracker):
+    """A tracker that remembers."""
+
+    name = "diary"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def tracker(self) -> None:
+        """None is wrapped."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Nothing to remember."""
+
+    def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+        """Remembers."""
+        self.entries.append((step, values))
+
+
+def test_trackers_of_accelerate_are_told(labels: Path, tmp_path: Path) -> None:
+    diary = Diary()
+    accelerator = Accelerator(cpu=True, log_with=diary)
+    accelerator.init_trackers("ospruner")
+    settings = dataclasses.replace(SETTINGS, tuning="head", validate_every=2)
+    processes = Processes(accelerator)
+    train_from_labels(labels, tmp_path / "run", lambda table: settings, processes=processes)
+    names = {name for _, values in diary.entries for name in values}
+    wanted = ("loss", "saturated_share", "accuracy", "tokens", "length_penalty")
+    assert {f"run/{name}" for name in wanted} <= names
+    steps = [step for step, _ in diary.entries if step is not None]
+    assert steps == sorted(steps)
+    assert steps[-1] > 2
 
 
 def test_trackers_are_asked_for_by_name(tmp_path: Path) -> None:

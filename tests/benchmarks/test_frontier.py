@@ -1,0 +1,52 @@
+"""The benchmark of frontiers, on a demo that is far too small to prove anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ospruner.train.toy import demo
+
+SIZE = dataclasses.replace(
+    demo.QUICK,
+    train=34,
+    validation=10,
+    test=10,
+    seeds=2,
+    length_penalties=(1e-3, 5e-4),
+    epochs_per_stage=1,
+    baseline_epochs=1,
+)
+
+
+@pytest.mark.slow
+def test_it_reads_a_demo(
+    repo_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, file = tmp_path / "demo", tmp_path / "frontier.json"
+    demo.run_demo(run, dataclasses.replace(SIZE, name="tiny"), 0, Console(file=io.StringIO()))
+    script = repo_dir / "benchmarks" / "frontier.py"
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr(sys, "argv", [str(script), "--run", str(run), "--json", str(file)])
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found == json.loads(file.read_text())
+    assert (found["seeds"], found["test_traces"], found["left_out"]) == (2, 10, {})
+    trained = {"OS-Pruner", "probe", "answer convergence"}
+    free = {"fixed budget", "answer entropy", "trial confidence", "answer agreement"}
+    assert set(found["areas"]) == trained | free
+    assert set(found["area_differences"]) == (trained | free) - {"OS-Pruner"}
+    assert list(found["gap_closed"]) == ["0.0005", "0.0002", "0.0001"]
+    assert list(found["seed_spread"]) == ["lam1e-3", "lam5e-4"]
+    assert all(0 <= area["value"] <= 1 for area in found["areas"].values())
