@@ -239,7 +239,8 @@ class StoppingPolicy(nn.Module):
                 del self._entering[me]
             if isinstance(past_key_values, _CountingCache):
                 past_key_values.tokens += hidden.shape[1]
-        with torch.autocast(hidden.device.type, enabled=False):  # the head stays in its own dtype
+        kind = "cpu" if hidden.is_meta else hidden.device.type  # there is no autocast on meta
+        with torch.autocast(kind, enabled=False):  # the head stays in its own dtype
             logits: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
         logits = logits[..., 0].float()
         if not torch.is_grad_enabled() and not self._has_sound_weights():
