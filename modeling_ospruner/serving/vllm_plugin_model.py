@@ -239,6 +239,12 @@ def check_start(vllm_config: VllmConfig) -> None:
     config: OSPrunerConfig = vllm_config.model_config.hf_config
     where, revision = config.base_model_name_or_path, config.base_revision
     kind = config.get_text_config().model_type
+    if config.tuning == "lora" or config.method == "flashthink":
+        what = "adapters beside it (tuning 'lora')" if config.tuning == "lora" else "a verifier"
+        raise ValueError(
+            f"the policy on {where!r} is {what}; inside vLLM it has to be layers of its own: train "
+            "one with --tuning layers or attention, or generate with transformers"
+        )
     if kind not in _BASES:
         raise ValueError(
             f"the base {where!r} is a {kind}; inside vLLM the policy works with "

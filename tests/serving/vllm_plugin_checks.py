@@ -295,6 +295,11 @@ def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> 
             {"config": gpt2},
             "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama, gpt_oss",
         ),
+        ({"config": changed(model, tuning="lora")}, r"is adapters beside it \(tuning 'lora'\)"),
+        (
+            {"config": changed(model, method="flashthink")},
+            "is a verifier; inside vLLM it has to be",
+        ),
         ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
     ):
         with pytest.raises(ValueError, match=message):
