@@ -21,6 +21,8 @@ from ospruner.train.toy.comparison import Predictions, compare_methods
 from ospruner.train.toy.demo import QUICK, STANDARD, run_demo
 from ospruner_cli import app
 
+pytestmark = pytest.mark.xdist_group("demo")  # its quick run is made once
+
 COMMAND = [sys.executable, "-m", "ospruner_cli", "demo", "--quick", "--out"]
 
 
