@@ -287,7 +287,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             save_directory,
             state_dict=tensors,
             save_original_format=False,
-            max_shard_size=sum(t.nbytes for t in tensors.values()) + 1,
+            max_shard_size=2**60,  # one file, also of gathered tensors, whose storage is padded
             **kwargs,
         )
         here, target = Path(__file__).parent, Path(save_directory)
