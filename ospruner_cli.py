@@ -32,6 +32,46 @@ app.add_typer(publish_app, name="publish")
 
 console = Console()
 
+# Options that several commands share.
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write every number to this file too.")
+]
+Format = Annotated[
+    str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
+]
+Revision = Annotated[str | None, typer.Option(help="Of the base or policy on the Hub.")]
+# of those that label
+Engine = Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")]
+Urls = Annotated[list[str] | None, typer.Option(help="An endpoint of the engine. Repeatable.")]
+EngineBatch = Annotated[
+    int | None, typer.Option(help="Rows or requests at once; the engine's where absent.")
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="Of the transformers engine.")]
+ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
+Every = Annotated[int, typer.Option(help="Label each so-many-th step, and the last.")]
+MaxForks = Annotated[
+    int, typer.Option(help="At most so many labels a trace, evenly spread; 0 for all.")
+]
+Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
+# of those that evaluate
+BaseName = Annotated[str | None, typer.Option(help="What tables call the base.")]
+ProblemsName = Annotated[str | None, typer.Option(help="What tables call the problems.")]
+Penalties = Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")]
+# of those that publish
+HubBase = Annotated[
+    str | None, typer.Option(help="The base's id on the Hub, where it was a local folder.")
+]
+HubBaseRevision = Annotated[
+    str | None, typer.Option(help="Its commit, branch or tag; pinned by commit.")
+]
+Private = Annotated[bool, typer.Option("--private", help="Make a private repository.")]
+Collection = Annotated[str | None, typer.Option(help="Title or slug; auto for the base's family.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Write the exact folder and send nothing.")]
+DryRunFolder = Annotated[
+    Path | None, typer.Option(help="Where a dry run writes: runs/publish/NAME where absent.")
+]
+
 
 @app.command()
 def demo(
@@ -40,9 +80,7 @@ def demo(
     ),
     quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The proof: 3 seeds, an hour.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every number to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
     seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
 ) -> None:
     """Do the whole job on the embedded reasoner: label, train, test, save, load, generate."""
@@ -112,9 +150,7 @@ def train_command(
     tracker: Annotated[
         str | None, typer.Option(help="tensorboard, wandb or trackio; none is needed.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write each policy's results to this file.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Train policies on labelled traces: one run anneals through all lambdas."""
     from ospruner.train.from_labels import settings_for, train_from_labels
@@ -174,9 +210,7 @@ def label_command(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
-    engine: Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")] = (
-        "transformers"
-    ),
+    engine: Engine = "transformers",
     limit: Annotated[int | None, typer.Option(help="Only the first so many problems.")] = None,
     split: Annotated[
         str | None, typer.Option(help="Of the dataset; deepscaler has train and holdout.")
@@ -198,36 +232,26 @@ def label_command(
     temperature: Annotated[float, typer.Option(help="Of the traces; 0 is greedy.")] = 0.6,
     top_p: Annotated[float, typer.Option(help="Nucleus of the traces.")] = 0.95,
     top_k: Annotated[int, typer.Option(help="Of the traces; 0 for none.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")] = 15_000,
+    max_tokens: ThinkingCap = 15_000,
     answer_tokens: Annotated[
         int | None, typer.Option(help="Cap on an answer: 32 where forced, 512 where free.")
     ] = None,
-    every: Annotated[int, typer.Option(help="Label each so-many-th step, and the last.")] = 1,
-    max_forks: Annotated[
-        int, typer.Option(help="At most so many labels a trace, evenly spread; 0 for all.")
-    ] = 0,
-    reasoning_format: Annotated[
-        str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Of the base on the Hub.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Rows or requests at once; the engine's where absent.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Of the transformers engine.")] = None,
-    url: Annotated[list[str] | None, typer.Option(help="An endpoint; may be repeated.")] = None,
-    chunk: Annotated[
-        int, typer.Option(help="Traces committed together; a kill loses at most these.")
-    ] = 128,
+    every: Every = 1,
+    max_forks: MaxForks = 0,
+    reasoning_format: Format = None,
+    revision: Revision = None,
+    batch_size: EngineBatch = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    url: Urls = None,
+    chunk: Chunk = 128,
     scale: Annotated[
         str | None, typer.Option(help="ray: spread over a Ray cluster; see docs/scale.md.")
     ] = None,
     actors: Annotated[int, typer.Option(help="With --scale ray: how many engines.")] = 1,
     gpus_per_actor: Annotated[float, typer.Option(help="With --scale ray: of each engine.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the run's counts to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Sample traces of problems, force and grade the answer after every step."""
     from modeling_ospruner.serving.open_engine import EngineOptions
@@ -276,9 +300,7 @@ def labels_stats(
     picture: Annotated[
         Path | None, typer.Option(help="Where to draw; statistics.png in DIR where absent.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every number to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print and draw what the labels say: accuracy along the trace, first right answer, steps."""
     from ospruner.train.label_stats import print_stats
@@ -305,35 +327,23 @@ def labels_import(
     file: Annotated[str, typer.Argument(help="Traces: .jsonl, .jsonl.gz or .parquet.")],
     base: Annotated[str, typer.Option(help="The model that answers: a folder or a Hub id.")],
     out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
-    engine: Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")] = (
-        "transformers"
-    ),
+    engine: Engine = "transformers",
     limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
     columns: Annotated[
         str, typer.Option(help="Where fields stand: reasoning=cot,answer=gold.")
     ] = "",
-    max_tokens: Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")] = 15_000,
+    max_tokens: ThinkingCap = 15_000,
     answer_tokens: Annotated[int, typer.Option(help="Cap on a forced answer.")] = 32,
-    every: Annotated[int, typer.Option(help="Label each so-many-th step, and the last.")] = 1,
-    max_forks: Annotated[
-        int, typer.Option(help="At most so many labels a trace, evenly spread; 0 for all.")
-    ] = 0,
-    reasoning_format: Annotated[
-        str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Of the base on the Hub.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Traces or requests at once; the engine's where absent.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Of the transformers engine.")] = None,
-    url: Annotated[list[str] | None, typer.Option(help="An endpoint; may be repeated.")] = None,
-    chunk: Annotated[
-        int, typer.Option(help="Traces committed together; a kill loses at most these.")
-    ] = 128,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the run's counts to this file too.")
-    ] = None,
+    every: Every = 1,
+    max_forks: MaxForks = 0,
+    reasoning_format: Format = None,
+    revision: Revision = None,
+    batch_size: EngineBatch = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    url: Urls = None,
+    chunk: Chunk = 128,
+    json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
     from modeling_ospruner.serving.open_engine import EngineOptions
@@ -367,9 +377,7 @@ def labels_import(
 @labels_app.command("regrade")
 def labels_regrade(
     folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the counts to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
     from ospruner.train.label_stats import print_regrade
@@ -417,13 +425,9 @@ def doctor(
     subject: Annotated[
         str | None, typer.Argument(help="A base or a policy, as a folder or Hub id; may be absent.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Of the base or policy on the Hub.")] = None,
-    reasoning_format: Annotated[
-        str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything found to this file too.")
-    ] = None,
+    revision: Revision = None,
+    reasoning_format: Format = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print versions, what was understood of a base or a policy, and what is wrong (status 1)."""
     from modeling_ospruner.doctor import run_doctor
@@ -457,9 +461,7 @@ def toy_check(
         Path | None, typer.Option(help="Folder of a reasoner; the shipped one where absent.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the problems and the sampling.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every number to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print the gates of the embedded reasoner; exit with status 1 where one fails."""
     from ospruner.train.toy.check import run_check
@@ -483,13 +485,11 @@ def eval_replay(
         str | None, typer.Option(help="Labels on which to choose the best fixed budget and step.")
     ] = None,
     base: Annotated[str | None, typer.Option(help="The base, where it lies elsewhere now.")] = None,
-    model: Annotated[str | None, typer.Option(help="What tables call the base.")] = None,
-    name: Annotated[str | None, typer.Option(help="What tables call the problems.")] = None,
-    penalties: Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")] = "",
+    model: BaseName = None,
+    name: ProblemsName = None,
+    penalties: Penalties = "",
     limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every number to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Expected accuracy and length of policies and rules on labelled traces, exactly."""
     from ospruner.train.replay_labels import replay_labels
@@ -515,7 +515,7 @@ def eval_online(
     engine: Annotated[
         str, typer.Option(help="transformers (its wall-clock is measured), vllm, ...")
     ] = "transformers",
-    url: Annotated[list[str] | None, typer.Option(help="Endpoints of the engine.")] = None,
+    url: Urls = None,
     preset: Annotated[
         str, typer.Option(help="The paper's sampling settings: deepseek-r1, drpo, gpt-oss.")
     ] = "deepseek-r1",
@@ -529,14 +529,12 @@ def eval_online(
     prompt: Annotated[str, typer.Option(help="default, concise or chain-of-draft.")] = "default",
     task: Annotated[Path | None, typer.Option(help="A .py file with another domain.")] = None,
     files: Annotated[list[str] | None, typer.Option(help="The benchmark's rows, local.")] = None,
-    model: Annotated[str | None, typer.Option(help="What tables call the base.")] = None,
-    name: Annotated[str | None, typer.Option(help="What tables call the problems.")] = None,
-    penalties: Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")] = "",
+    model: BaseName = None,
+    name: ProblemsName = None,
+    penalties: Penalties = "",
     limit: Annotated[int | None, typer.Option(help="Only the first so many problems.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampling and of the policy's draws.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every number to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
     from ospruner.eval.online_run import OnlineRequest, run_online
@@ -568,7 +566,7 @@ def eval_report(
     dynamics: Annotated[
         list[Path] | None, typer.Option(help="Training runs to draw the dynamics of. Repeatable.")
     ] = None,
-    penalties: Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")] = "",
+    penalties: Penalties = "",
     relative_aes: Annotated[
         bool, typer.Option("--printed-aes", help="The AES that the paper prints, not its tables'.")
     ] = False,
@@ -596,9 +594,7 @@ def eval_compare(
     ] = False,
     model: Annotated[str | None, typer.Option(help="The paper's name of the model.")] = None,
     name: Annotated[str | None, typer.Option(help="The paper's name of the benchmark.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every number to this file too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Print results of a folder side by side, or beside the paper's published ones."""
     from ospruner.eval.compare import print_comparison
@@ -624,26 +620,16 @@ def publish_policy(
     repo: Annotated[
         str, typer.Option(help="org/name; org/ alone is named by base, method and lambda.")
     ],
-    base: Annotated[
-        str | None, typer.Option(help="The base's id on the Hub, where it was a local folder.")
-    ] = None,
-    base_revision: Annotated[
-        str | None, typer.Option(help="Its commit, branch or tag; pinned by commit.")
-    ] = None,
+    base: HubBase = None,
+    base_revision: HubBaseRevision = None,
     license: Annotated[str | None, typer.Option(help="The base's, where absent.")] = None,
     labels: Annotated[
         list[str] | None, typer.Option(help="Id of the labels on the Hub; may be repeated.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
-    collection: Annotated[
-        str | None, typer.Option(help="Title or slug; auto for the base's family.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write the exact folder and send nothing.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Where a dry run writes: runs/publish/NAME where absent.")
-    ] = None,
+    private: Private = False,
+    collection: Collection = None,
+    dry_run: DryRun = False,
+    out: DryRunFolder = None,
 ) -> None:
     """Publish a policy in one commit: weights, code, tokenizer, card, provenance."""
     from ospruner.hub_cards import commands
@@ -660,26 +646,16 @@ def publish_labels(
         Path, typer.Argument(help="Label folder, or one that holds train/, validation/, test/.")
     ],
     repo: Annotated[str, typer.Option(help="org/name; org/ alone is named by the base.")],
-    base: Annotated[
-        str | None, typer.Option(help="The base's id on the Hub, where it was a local folder.")
-    ] = None,
-    base_revision: Annotated[
-        str | None, typer.Option(help="Its commit, branch or tag; pinned by commit.")
-    ] = None,
+    base: HubBase = None,
+    base_revision: HubBaseRevision = None,
     license: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
     problems: Annotated[
         str | None, typer.Option(help="Where the problems come from, and their licence.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
-    collection: Annotated[
-        str | None, typer.Option(help="Title or slug; auto for the base's family.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write the exact folder and send nothing.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Where a dry run writes: runs/publish/NAME where absent.")
-    ] = None,
+    private: Private = False,
+    collection: Collection = None,
+    dry_run: DryRun = False,
+    out: DryRunFolder = None,
 ) -> None:
     """Publish labels in one commit: traces, prefixes, card, provenance."""
     from ospruner.eval.columns import COLUMNS, PREFIX_COLUMNS
