@@ -38,6 +38,9 @@ from .vllm_plugin_requests import DEFAULTS, StopRequest
 __all__ = ["StopProcessor", "StopRecords"]
 
 _MOST_RECORDS = 4096  # of requests with a `stop_id`; the oldest are forgotten
+_FIRST_SEED = "ospruner_first_seed"
+"""Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this
+seed + i, and nothing else by which the texts could be told apart."""
 
 logger = init_logger(__name__)
 
@@ -49,14 +52,18 @@ class _Request:
         row: decides.
         output: vLLM's own list of its tokens, which grows.
         prompt_tokens: the length of its prompt.
+        end_id: the token that ends it, once its answer is complete.
         control: whether it belongs to those that never stop.
         taken: tokens of `output` that `row` has taken in.
         complete: whether its answer is, by a token that does not end a text.
         counted: whether the end of its thinking has been counted.
     """
 
-    def __init__(self, row: StopRow, prompt_tokens: int, output: list[int], control: bool) -> None:
+    def __init__(
+        self, row: StopRow, prompt_tokens: int, output: list[int], end_id: int, control: bool
+    ) -> None:
         self.row = row
+        self.end_id = end_id
         self.control = control
         self.complete = False
         self.counted = False
@@ -138,12 +145,17 @@ class StopProcessor(LogitsProcessor):
             _refuse("structured outputs", "their grammar does not know the forced closing")
         if request.on and params.thinking_token_budget is not None:
             _refuse("thinking_token_budget", "use max_thinking_tokens, which ends at a step")
+        extra = dict(params.extra_args or {})
+        extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
         if params.n > 1 and "seed" in request.fields:
-            raise ValueError(
-                f"stop_seed is {request.fields['seed']} and n is {params.n}: vLLM does not tell "
-                "the n texts apart. Send n requests with stop_sample_index 0 to n - 1, or leave "
-                "stop_seed out"
-            )
+            if params.seed is None:
+                raise ValueError(
+                    f"stop_seed is {request.fields['seed']} and n is {params.n}, but there is no "
+                    "seed, by which alone vLLM tells the n texts apart: send a seed too, or leave "
+                    "stop_seed out"
+                )
+            extra[_FIRST_SEED] = params.seed
+        params.extra_args = extra or None
 
     def is_argmax_invariant(self) -> bool:
         """No: a forced token need not be the most likely one."""
@@ -159,7 +171,7 @@ class StopProcessor(LogitsProcessor):
         for request in before.values():
             if id(request) not in staying:
                 request.take_in()
-                if not request.output or request.output[-1] != self._eos_id:
+                if not request.output or request.output[-1] != request.end_id:
                     self._left[id(request.output)] = request
         while len(self._left) > self._most_left:
             self._left.popitem(last=False)
@@ -183,11 +195,17 @@ class StopProcessor(LogitsProcessor):
         if "seed" not in asked.fields:
             # As if each request were another sample; on all tensor-parallel ranks the same.
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
+        elif params.seed is not None and params.extra_args and _FIRST_SEED in params.extra_args:
+            text = params.seed - params.extra_args[_FIRST_SEED]
+            settings = replace(settings, first_sample_index=settings.first_sample_index + text)
         settings = settings.with_defaults(*self._policy)
         eos = frozenset({self._eos_id, *params.all_stop_token_ids})
         plan = RowPlan(settings, settings.chosen_rule(), self._format, eos)
         row = StopRow(plan, prompt_ids, settings.first_sample_index)
-        request = _Request(row, len(prompt_ids), output, control)
+        end_id = self._eos_id
+        if params.ignore_eos and params.stop_token_ids:  # what still ends it
+            end_id = params.stop_token_ids[0]
+        request = _Request(row, len(prompt_ids), output, end_id, control)
         if asked.name is not None:
             self._records[asked.name] = request.row.record
             while len(self._records) > _MOST_RECORDS:
@@ -244,7 +262,7 @@ class StopProcessor(LogitsProcessor):
             if row.phase is Phase.FORCING:
                 forced.append((i, row.forced[0]))
             elif request.complete:
-                forced.append((i, self._eos_id))
+                forced.append((i, request.end_id))
             elif row.phase is Phase.ANSWER:
                 if row.masked:
                     masked.append(i)

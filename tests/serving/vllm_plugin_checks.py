@@ -171,8 +171,37 @@ def test_several_texts_of_one_prompt_stop_on_their_own(
     end = model.token_format.think_end_id
     stops = [{[*ids, end].index(end) for ids in texts} for texts in outputs]
     assert max(map(len, stops)) > 1
-    with pytest.raises(VLLMValidationError, match=r"stop_seed is 3 and n is 2.*stop_sample_index"):
+    with pytest.raises(VLLMValidationError, match=r"stop_seed is 3 and n is 2.*send a seed too"):
         run(served, mixed[:1], greedy({"stop_policy": True, "stop_seed": 3}, n=2, temperature=1.0))
+
+
+def test_the_ith_text_draws_as_sample_index_i(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    extra = {"stop_seed": 3, "stop_sample_index": 4, "stop_mode": "sample"}
+    params = greedy(extra, n=2, seed=11, temperature=1.0)
+    # One prompt at a time, and short ones: vLLM on CPUs cannot prefill seeded requests in chunks.
+    prompts = [prompt for prompt in mixed if 2 * len(prompt) <= TIGHT["max_num_batched_tokens"]][
+        :12
+    ]
+    outputs = [run(served, [prompt], params)[0] for prompt in prompts]
+    stopped = elsewhere = 0
+    for prompt, texts in zip(prompts, outputs, strict=True):
+        for i, ids in enumerate(texts):
+            replayed = replay(model, prompt, ids, {**extra, "stop_sample_index": 4 + i}).record
+            stopped += replayed.reason == "policy"
+            try:
+                other = replay(model, prompt, ids, {**extra, "stop_sample_index": 5 + i}).record
+                elsewhere += other != replayed
+            except AssertionError:
+                elsewhere += 1
+    print(f"{stopped} texts stopped; by their neighbours' draws {elsewhere} would elsewhere")
+    assert stopped > 5
+    assert elsewhere > 5
+    params.n = 1  # used again: no longer one of several texts
+    params.seed = 12
+    [[alone]] = run(served, prompts[:1], params)
+    replay(model, prompts[0], alone, extra)
 
 
 def test_limits_and_stop_strings_end_requests_as_ever(
@@ -186,6 +215,11 @@ def test_limits_and_stop_strings_end_requests_as_ever(
     for inside in range(1, len(fmt.forced_suffix()) + 2):
         [[cut]] = run(served, mixed[:1], greedy(budget, max_tokens=at + inside))
         assert cut == whole[: at + inside]
+    # Where texts do not end by themselves, what the request names as their end does it.
+    [[ended]] = run(
+        served, mixed[:1], greedy(budget, ignore_eos=True, stop_token_ids=[fmt.eos_ids[0]])
+    )
+    assert ended == whole
     [[stopped]] = run(served, mixed[:1], greedy(budget, stop=["\\boxed"]))
     assert stopped == whole[: len(stopped)]
     assert len(stopped) < len(whole)
