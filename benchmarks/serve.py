@@ -259,24 +259,27 @@ def measure(case: Case, rounds: int) -> Result:
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, a smaller random base")
+    parser.add_argument(
+        "--quick", action="store_true", help="about a minute; its numbers are rough"
+    )
     parser.add_argument("--rounds", type=int, help="timed runs of each arm")
     parser.add_argument("--hidden", type=int, help="of the random base")
     parser.add_argument("--tokens", type=int, help="a request, of the random base")
     # Several times the streams, so that what has stopped makes room for what waits, as in a server.
-    parser.add_argument("--requests", type=int, default=3 * STREAMS)
+    parser.add_argument("--requests", type=int, help="of each pass; 3 times the streams")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rounds = given.rounds or (1 if given.quick else 9)
+    rounds = given.rounds or (1 if given.quick else 5)
+    requests = given.requests or (2 if given.quick else 3) * STREAMS
     tokens = given.tokens or (96 if given.quick else 256)
-    hidden = given.hidden or (128 if given.quick else 512)
+    hidden = given.hidden or (128 if given.quick else 256)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cases = [
-            random_case(folder / "random", given.requests, hidden, tokens, given.seed),
-            reasoner_case(folder / "reasoner", given.requests, 160 if given.quick else 600),
+            random_case(folder / "random", requests, hidden, tokens, given.seed),
+            reasoner_case(folder / "reasoner", requests, 160 if given.quick else 600),
         ]
         measured = [measure(case, rounds) for case in cases]
     for key, one in zip(("", "_reasoner"), measured, strict=True):
@@ -284,7 +287,10 @@ def main() -> None:
             for name in ("never_stop_ratio", "time_saved_over_tokens_saved"):
                 result[f"{name}{suffix}{key}"] = round(vars(one)[name][clock].median, 4)
         result[f"tokens_saved{key}"] = round(one.tokens_saved, 4)
-    result |= {"streams": STREAMS, "rounds": rounds, "hidden": hidden, **environment()}
+    result |= {"streams": STREAMS, "rounds": rounds, "requests": requests, "hidden": hidden}
+    result |= {"tokens": tokens, **environment()}
+    if given.quick:
+        print("--quick: these numbers are rough; quote those of a run without it")
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
