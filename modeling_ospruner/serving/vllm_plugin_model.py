@@ -30,7 +30,7 @@ from vllm.model_executor.models.utils import (
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.loading_ospruner import check_base
 
-from .vllm_plugin import PROCESSOR
+from .vllm_plugin import HARMONY_PARSER, PROCESSOR
 
 __all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead"]
 
@@ -264,6 +264,12 @@ def check_start(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"pipeline_parallel_size is {vllm_config.parallel_config.pipeline_parallel_size}; the "
             "policy needs 1, for its tail follows the whole base: use --tensor-parallel-size"
+        )
+    parser = vllm_config.structured_outputs_config.reasoning_parser
+    if parser == "openai_gptoss":
+        raise ValueError(
+            f"reasoning_parser is {parser!r}, which works for models alone whose type is gpt_oss; "
+            f"a policy's is not: use --reasoning-parser {HARMONY_PARSER} (`ospruner serve` does)"
         )
     names = [
         one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"

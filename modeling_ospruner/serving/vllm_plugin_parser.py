@@ -1,16 +1,25 @@
-"""vLLM's parser of `<think>...</think>`, whose count is right where the prompt opens the thinking.
+r"""How a vLLM server splits a policy's chat replies into thinking and answer.
 
-vLLM's own counts what follows a `<think>` in the text alone; the chat templates of R1-Distill and
-the like write it into the prompt, and `usage` would say 0.
+vLLM's own parser of `<think>...</think>` counts what follows a `<think>` in the text alone; the
+chat templates of R1-Distill and the like write it into the prompt, and `usage` would say 0. Its own
+parser of Harmony is bound to models whose type is gpt_oss, which a policy's is not.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.reasoning import ReasoningParser
 from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
 
-__all__ = ["ThinkingParser"]
+__all__ = ["HarmonyThinkingParser", "ThinkingParser"]
+
+_MARKER = re.compile(r"<\|(start|channel|constrain|message|end|return|call)\|>")
+_THINKING, _ANSWER = "thinking", "answer"
+_HALF_MARKER = re.compile(r"<(\|[a-z]*\|?)?\Z")  # of which the next part of a stream decides
 
 
 class ThinkingParser(DeepSeekR1ReasoningParser):
@@ -21,3 +30,117 @@ class ThinkingParser(DeepSeekR1ReasoningParser):
         ids = list(token_ids)
         thinking = ids[: ids.index(self.end_token_id)] if self.end_token_id in ids else ids
         return len(thinking) - thinking.count(self.start_token_id)
+
+
+class HarmonyThinkingParser(ReasoningParser):
+    """`--reasoning-parser ospruner_harmony`, for a policy on GPT-OSS.
+
+    Messages of the analysis channel are thinking, as is text under no header. Those of the final
+    channel, and of the commentary where it is addressed to nobody, are the answer. Others, calls
+    of tools, are left out. Special tokens are kept in the text, for by them it is split.
+    """
+
+    engine_based_streaming = True  # the answer's part of a stream comes here too
+
+    def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(tokenizer, *args, **kwargs)
+        self._markers = {
+            self.vocab[text]: name
+            for name in ("start", "channel", "constrain", "message", "end", "return", "call")
+            if (text := f"<|{name}|>") in self.vocab
+        }
+        self._text = ""
+        self._sent = [0, 0]
+
+    def adjust_request(self, request: Any) -> Any:
+        """Keeps special tokens in the reply's text."""
+        request.skip_special_tokens = False
+        return request
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """The thinking and the answer of a whole reply."""
+        thinking, answer = _split(model_output)
+        return thinking or None, answer or None
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> DeltaMessage | None:
+        """What has come to either since the last call."""
+        self._text = current_text
+        return self._send(_HALF_MARKER.sub("", current_text))
+
+    def finish_streaming(self) -> DeltaMessage | None:
+        """What was held back, because it looked like half a marker."""
+        return self._send(self._text)
+
+    def has_engine_confirmed_reasoning_end(self) -> bool:
+        """Never: vLLM would pass on what follows as it is, markers included."""
+        return False
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        """Whether an answer is being written: from there on, a grammar holds."""
+        return self._kinds([*input_ids, -1])[-1] == _ANSWER  # where a further token would stand
+
+    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+        """The tokens of the answer."""
+        kinds = self._kinds(input_ids)
+        return [token for token, kind in zip(input_ids, kinds, strict=True) if kind == _ANSWER]
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """The tokens of the thinking, without markers and headers."""
+        return self._kinds(token_ids).count(_THINKING)
+
+    def _send(self, text: str) -> DeltaMessage | None:
+        parts = [part[sent:] for part, sent in zip(_split(text), self._sent, strict=True)]
+        self._sent = [sent + len(part) for part, sent in zip(parts, self._sent, strict=True)]
+        thinking, answer = parts
+        if not thinking and not answer:
+            return None
+        return DeltaMessage(reasoning=thinking or None, content=answer or None)
+
+    def _kinds(self, ids: Sequence[int]) -> list[str]:
+        """For each token, what the message is in whose body it stands; "" outside of bodies."""
+        kinds: list[str] = []
+        kind = _THINKING
+        header: list[int] = []
+        for token in ids:
+            marker = self._markers.get(token)
+            if marker == "message":
+                kind = _kind(self.model_tokenizer.decode(header))
+            elif marker is not None:
+                kind = ""
+                if marker == "start":
+                    header = []
+            elif not kind:
+                header.append(token)
+            kinds.append("" if marker else kind)
+        return kinds
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The thinking and the answer of a text with its markers."""
+    first, *pieces = _MARKER.split(text)
+    found = {_THINKING: [first], _ANSWER: [], "": []}
+    header = ""
+    for marker, piece in zip(pieces[::2], pieces[1::2], strict=True):
+        if marker == "message":
+            found[_kind(header)].append(piece)
+            header = ""
+        else:
+            header = piece if marker == "start" else f"{header} {piece}"
+    thinking, answer = (list(filter(None, found[kind])) for kind in (_THINKING, _ANSWER))
+    return "\n".join(thinking), "\n".join(answer)
+
+
+def _kind(header: str) -> str:
+    """What a message is, by its header without markers: `assistant`, the channel, a recipient."""
+    words = header.removeprefix("assistant").split()
+    if not words or any(word.startswith("to=") for word in words):
+        return ""
+    return {"analysis": _THINKING, "final": _ANSWER, "commentary": _ANSWER}.get(words[0], "")

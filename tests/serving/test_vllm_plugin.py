@@ -1,4 +1,4 @@
-"""The policy inside vLLM: what needs no engine, and the checks of vllm_plugin_checks.py."""
+"""The policy inside vLLM: what needs no vLLM, and the checks in processes of their own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ needs_vllm = pytest.mark.skipif(
 
 
 @needs_vllm
-def test_the_policy_inside_vllm() -> None:
-    run_checks("vllm_plugin_checks.py")
+@pytest.mark.parametrize("checks", ["vllm_plugin_checks.py", "vllm_plugin_no_engine_checks.py"])
+def test_the_policy_inside_vllm(checks: str) -> None:
+    run_checks(checks)
 
 
 def settings(

@@ -11,6 +11,7 @@ from .own_process import run_checks
 CASES = [f"test_base[2-{base}]" for base in ("qwen2", "qwen3", "llama", "gpt_oss")]
 CASES += ["test_base[0-qwen2]", "test_base[3-llama]", "test_base[3-gpt_oss]"]
 CASES += ["test_compiled", "test_two_tensor_parallel_ranks"]
+CASES += ["test_a_base_of_other_weights_is_refused"]
 
 
 @pytest.mark.slow

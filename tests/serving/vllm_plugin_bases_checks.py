@@ -106,14 +106,14 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerF
     gc.collect()
 
 
-def check(model: OSPrunerForCausalLM, folder: Path, **further: Any) -> None:
-    """Tokens as plain vLLM's, probabilities as transformers'."""
+def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: Any) -> None:
+    """Tokens as plain vLLM's, probabilities as transformers', of so many prompts."""
     fmt = model.token_format
     breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
     visible = [i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE]
     generator = torch.Generator().manual_seed(1)
     prompts = [
-        torch.randint(5, 600, (20 + 3 * i,), generator=generator).tolist() for i in range(12)
+        torch.randint(5, 600, (20 + 3 * i,), generator=generator).tolist() for i in range(count)
     ]
     common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
     # Few tokens, none of them for long, so that paragraphs end.
@@ -154,7 +154,7 @@ def test_base(
 
 def test_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
     """The base in vLLM's compiled graph, the tail outside of it."""
-    check(make("qwen2", 2), tmp_path, enforce_eager=False)
+    check(make("qwen2", 2), tmp_path, count=64, enforce_eager=False)
 
 
 def test_two_tensor_parallel_ranks(
@@ -162,3 +162,14 @@ def test_two_tensor_parallel_ranks(
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     check(make("qwen2", 2), tmp_path, tensor_parallel_size=2)
+
+
+def test_a_base_of_other_weights_is_refused(
+    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path
+) -> None:
+    """Its sizes are those that the policy needs; its final norm tells."""
+    base = make("qwen2", 2).base
+    base.model.norm.weight.data.mul_(1.1)
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"the base '.*base' has the sizes.*but other weights"):
+        start_policy(tmp_path / "policy")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.row_ospruner import Phase
 from modeling_ospruner.serving.vllm_plugin import PROCESSOR, WORKER_EXTENSION
-from modeling_ospruner.serving.vllm_plugin_model import check_start
 from modeling_ospruner.serving.vllm_plugin_processor import StopProcessor
+from modeling_ospruner.serving.vllm_plugin_requests import StopRequest
 from ospruner.train.toy.shipped import Reasoner
 
 from .plugin_replay import TOLERANCE, make_policy, make_prompts, replay
@@ -232,6 +231,56 @@ def test_limits_and_stop_strings_end_requests_as_ever(
     assert all(token in scores for token, scores in zip(whole, scored.logprobs, strict=True))
 
 
+def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
+    served: LLM,
+    plain: list[list[list[int]]],
+    model: OSPrunerForCausalLM,
+    mixed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all others stop at once: at their first step end."""
+    [processor] = [
+        one for one in served.collective_rpc(_processors)[0] if isinstance(one, StopProcessor)
+    ]
+    defaults = {"stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.0}
+    monkeypatch.setattr(
+        processor, "_defaults", StopRequest(defaults | {"stop_control": 0.5}, server=True)
+    )
+    before = counted()
+    params = [greedy({"stop_id": f"k{i}"}) for i in range(40)]
+    outputs = run(served, mixed[:40], params)
+    end = model.token_format.think_end_id
+    reasons: dict[str, int] = {}
+    for i, [ids] in enumerate(outputs):
+        told = record(served, f"k{i}")
+        reasons[told["reason"]] = reasons.get(told["reason"], 0) + 1
+        if told["reason"] == "policy":
+            assert len(told["step_ends"]) == 1
+        else:
+            thinking = [*ids, end].index(end)
+            assert ids[:thinking] == plain[i][0][:thinking]
+            assert len(told["step_ends"]) > 1
+    counts = {key: value - before.get(key, 0) for key, value in counted().items()}
+    print(reasons, counts)
+    assert counts["policy", "policy"] == reasons["policy"] > 10
+    assert counts["control", "natural"] == reasons["natural"] > 5
+    assert not any(counts.get(key) for key in (("control", "policy"), ("policy", "natural")))
+
+
+def _processors(worker: Any) -> list[Any]:
+    return list(worker.model_runner.input_batch.logitsprocs.all)
+
+
+def counted() -> dict[tuple[str, str], float]:
+    """The ended requests so far, by group and reason."""
+    return {
+        (sample.labels["group"], sample.labels["reason"]): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "ospruner_thinking_ended_total"
+    }
+
+
 def test_requests_that_are_aborted_leave_the_others_alone(
     served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
 ) -> None:
@@ -291,53 +340,3 @@ def test_probabilities_are_those_of_transformers(
     print(f"{len(seen)} probabilities within {TOLERANCE}, from {min(seen)} to {max(seen)}")
     assert len(seen) > 200
     assert max(seen) - min(seen) > 0.3
-
-
-def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
-    """As much of vLLM's configuration as `check_start` reads."""
-    values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
-    values |= {"config": model.config} | differing
-    return SimpleNamespace(
-        use_v2_model_runner=values["v2"],
-        speculative_config=values["speculative"],
-        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
-        model_config=SimpleNamespace(
-            logits_processors=values["processors"], hf_config=values["config"]
-        ),
-    )
-
-
-def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
-    """Its configuration with other fields, of the base where the policy has none of them."""
-    config = copy.deepcopy(model.config)
-    for name, value in fields.items():
-        setattr(config if name in vars(config) else config.text_config, name, value)
-    return config
-
-
-def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> None:
-    check_start(started(model))
-    check_start(started(model, processors=["a:B", StopProcessor]))
-    gpt2 = changed(model)
-    gpt2.text_config.model_type = "gpt2"
-    for differing, message in (
-        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
-        ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
-        ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
-        ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
-        (
-            {"config": gpt2},
-            "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama, gpt_oss",
-        ),
-        ({"config": changed(model, tuning="lora")}, r"is adapters beside it \(tuning 'lora'\)"),
-        (
-            {"config": changed(model, method="flashthink")},
-            "is a verifier; inside vLLM it has to be",
-        ),
-        ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_start(started(model, **differing))
-    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
-    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
-        check_start(started(model, config=absent))

@@ -1,0 +1,153 @@
+"""What needs vLLM, but no engine: refusals at start, and how chat replies are split into thinking
+and answer. Run by test_vllm_plugin.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from vllm.reasoning import ReasoningParserManager
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.reasoning_format import HARMONY
+from modeling_ospruner.serving.vllm_plugin import HARMONY_PARSER, PROCESSOR, register
+from modeling_ospruner.serving.vllm_plugin_model import check_start
+from modeling_ospruner.serving.vllm_plugin_parser import HarmonyThinkingParser
+from modeling_ospruner.serving.vllm_plugin_processor import StopProcessor
+from ospruner.train.toy.shipped import Reasoner
+
+from .plugin_replay import make_policy
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+CALL = " to=functions.add<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
+
+
+@pytest.fixture(scope="module")
+def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
+    return make_policy(reasoner, tmp_path_factory.mktemp("policy"))
+
+
+def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
+    """As much of vLLM's configuration as `check_start` reads."""
+    values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
+    values |= {"config": model.config, "parser": "ospruner"} | differing
+    return SimpleNamespace(
+        use_v2_model_runner=values["v2"],
+        speculative_config=values["speculative"],
+        structured_outputs_config=SimpleNamespace(reasoning_parser=values["parser"]),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
+        model_config=SimpleNamespace(
+            logits_processors=values["processors"], hf_config=values["config"]
+        ),
+    )
+
+
+def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
+    """Its configuration with other fields, of the base where the policy has none of them."""
+    config = copy.deepcopy(model.config)
+    for name, value in fields.items():
+        setattr(config if name in vars(config) else config.text_config, name, value)
+    return config
+
+
+def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> None:
+    check_start(started(model))
+    check_start(started(model, processors=["a:B", StopProcessor]))
+    gpt2 = changed(model)
+    gpt2.text_config.model_type = "gpt2"
+    for differing, message in (
+        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
+        ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
+        ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
+        (
+            {"config": gpt2},
+            "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama, gpt_oss",
+        ),
+        ({"parser": "openai_gptoss"}, "'openai_gptoss'.*type is gpt_oss.*parser ospruner_harmony"),
+        ({"config": changed(model, tuning="lora")}, r"is adapters beside it \(tuning 'lora'\)"),
+        (
+            {"config": changed(model, method="flashthink")},
+            "is a verifier; inside vLLM it has to be",
+        ),
+        ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_start(started(model, **differing))
+    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
+    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
+        check_start(started(model, config=absent))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
+    folder = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} does not exist")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_it_is_registered() -> None:
+    register()
+    assert ReasoningParserManager.get_reasoning_parser(HARMONY_PARSER) is HarmonyThinkingParser
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        (f"{ANALYSIS}So 1.\n\nThen 2.{FINAL}\\boxed{{5}}", "So 1.\n\nThen 2.", "\\boxed{5}"),
+        (f"{ANALYSIS}So{HARMONY.closing}It is 5.<|end|>", "So", "It is 5."),
+        ("<|channel|>final<|message|>5", None, "5"),
+        (f"{ANALYSIS}1 < 2 <| 3 <", "1 < 2 <| 3 <", None),  # what could be half a marker
+        (f"of an open analysis{FINAL}5", "of an open analysis", "5"),
+        (
+            f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{ANALYSIS}So",
+            "So",
+            "I add.",
+        ),
+        (f"{ANALYSIS}So<|end|><|start|>assistant{CALL}", "So", None),
+        (f"{ANALYSIS}So<|end|><|start|>assistant{ANALYSIS}on", "So\non", None),
+        ("<|channel|>ana", None, None),
+        ("", None, None),
+    ],
+)
+def test_harmony_is_split(
+    tokenizer: PreTrainedTokenizerBase, text: str, thinking: str | None, answer: str | None
+) -> None:
+    parser = HarmonyThinkingParser(tokenizer)
+    assert parser.extract_reasoning(text, None) == (thinking, answer)
+    for width in (1, 3, len(text)):  # streamed in pieces that cut markers
+        parser, parts = HarmonyThinkingParser(tokenizer), []
+        for end in range(width, len(text) + width, max(width, 1)):
+            parts.append(parser.extract_reasoning_streaming("", text[:end], "", [], [], []))
+        parts.append(parser.finish_streaming())
+        told = [part for part in parts if part is not None]
+        assert ("".join(part.reasoning or "" for part in told) or None) == thinking
+        assert ("".join(part.content or "" for part in told) or None) == answer
+
+
+def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    parser = HarmonyThinkingParser(tokenizer)
+    thought = tokenizer.encode("So 1.\n\nThen 2.", add_special_tokens=False)
+    said = tokenizer.encode("\\boxed{5}", add_special_tokens=False)
+    before = tokenizer.encode(ANALYSIS, add_special_tokens=False)
+    closing = tokenizer.encode(FINAL, add_special_tokens=False)
+    whole = [*before, *thought, *closing, *said]
+    assert parser.count_reasoning_tokens(whole) == len(thought)
+    assert parser.extract_content_ids(whole) == said
+    # A grammar holds in the answer alone.
+    opened = len(before) + len(thought) + len(closing)
+    ended = [parser.is_reasoning_end(whole[:end]) for end in range(len(whole) + 1)]
+    assert ended == [False] * opened + [True] * (len(said) + 1)
+    assert not parser.is_reasoning_end([*whole, *tokenizer.encode("<|return|><|start|>user")])
+
+
+def test_harmony_keeps_markers_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    request = SimpleNamespace(skip_special_tokens=True)
+    assert HarmonyThinkingParser(tokenizer).adjust_request(request).skip_special_tokens is False
