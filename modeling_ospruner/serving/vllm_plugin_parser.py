@@ -72,8 +72,8 @@ class HarmonyThinkingParser(ReasoningParser):
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
         """What has come to either since the last call."""
-        self._text = current_text
-        return self._send(_HALF_MARKER.sub("", current_text))
+        self._text += delta_text  # vLLM gathers none for parsers with `engine_based_streaming`
+        return self._send(_HALF_MARKER.sub("", self._text))
 
     def finish_streaming(self) -> DeltaMessage | None:
         """What was held back, because it looked like half a marker."""

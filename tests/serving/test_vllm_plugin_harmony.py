@@ -88,7 +88,7 @@ def client(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_harmony_chat_is_stopped_and_split(
     client: OpenAI, extra: dict[str, Any], reason: str | None, thinking: str, answer: str | None
 ) -> None:
-    asked: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 26}
+    asked: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 24}
     asked |= {"messages": [{"role": "user", "content": "2 + 3?"}]}
     asked |= {"extra_body": {"vllm_xargs": extra | {"stop_id": str(reason)}}}
     reply = client.chat.completions.create(**asked)

@@ -124,8 +124,9 @@ def test_harmony_is_split(
     assert parser.extract_reasoning(text, None) == (thinking, answer)
     for width in (1, 3, len(text)):  # streamed in pieces that cut markers
         parser, parts = HarmonyThinkingParser(tokenizer), []
-        for end in range(width, len(text) + width, max(width, 1)):
-            parts.append(parser.extract_reasoning_streaming("", text[:end], "", [], [], []))
+        for at in range(0, len(text), max(width, 1)):
+            piece = text[at : at + width]
+            parts.append(parser.extract_reasoning_streaming("", piece, piece, [], [], []))
         parts.append(parser.finish_streaming())
         told = [part for part in parts if part is not None]
         assert ("".join(part.reasoning or "" for part in told) or None) == thinking
