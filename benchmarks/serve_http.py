@@ -1,0 +1,222 @@
+"""Latency over HTTP, policy off and on: vLLM's load generator against `ospruner serve`.
+
+    python benchmarks/serve_http.py [--quick] [--json FILE] [--seed N]
+
+One server on the embedded reasoner's policy, then one on that of random weights in 28 layers. Each
+gets the same chat requests twice, 64 at a time, streamed: with the policy off, and stopping at the
+first step end after a budget. The load generator is that of `vllm bench serve`, called as a module.
+The random base writes tokens of a short list, of which one ends a paragraph, up to `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve import STREAMS, Case, random_case, reasoner_case  # sets vLLM up for CPUs, too
+from timing import environment
+from transformers import AutoTokenizer
+from vllm.benchmarks.serve import add_cli_args
+from vllm.benchmarks.serve import main as generate_load
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from modeling_ospruner.reasoning_format import TokenFormat, guess
+from modeling_ospruner.token_states import VISIBLE
+from ospruner.eval.benchmarks import user_message
+from ospruner.train.toy.shipped import draw_split
+
+MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end
+PERCENTILES = (50, 99)
+WORDS = 40  # tokens that the random base may write; each is a break with 1/40
+START_SECONDS = 900  # as long as a server takes on two busy cores
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server is sent.
+
+    Attributes:
+        name: of its base.
+        policy: the folder that is served.
+        problems: a JSON-lines file of prompts.
+        requests: how many there are.
+        max_tokens: of each.
+        common: of each request's body.
+        budget: `max_thinking_tokens`, with the policy on.
+    """
+
+    name: str
+    policy: Path
+    problems: Path
+    requests: int
+    max_tokens: int
+    common: dict[str, Any]
+    budget: int
+
+
+def load_of(case: Case, common: dict[str, Any]) -> Load:
+    """The chat requests of a case of benchmarks/serve.py."""
+    fmt = guess(AutoTokenizer.from_pretrained(case.policy))
+    problems = draw_split("test", len(case.prompts), 0)
+    lines = [json.dumps({"prompt": user_message(p, fmt)}) for p in problems]
+    file = case.policy.with_name("problems.jsonl")
+    file.write_text("\n".join(lines) + "\n")
+    requests, budget = len(lines), case.budgets[0]
+    return Load(case.name, case.policy, file, requests, case.max_tokens, common, budget)
+
+
+def random_words(case: Case) -> dict[str, Any]:
+    """What makes random weights write paragraphs: all tokens of a list are about as likely."""
+    tokenizer = AutoTokenizer.from_pretrained(case.policy)
+    kinds = TokenFormat.compile(guess(tokenizer), tokenizer).kinds
+    visible = [i for i, kind in enumerate(kinds) if kind == VISIBLE][: WORDS - 1]
+    return {"temperature": 1.0, "allowed_token_ids": [case.extra[0]["break_id"], *visible]}
+
+
+@contextlib.contextmanager
+def served(policy: Path, log: Path) -> Iterator[str]:
+    """A server on a policy, ready to answer; all of its processes end afterwards.
+
+    Raises:
+        RuntimeError: it does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "ospruner_cli", "serve", str(policy), "--opt-in"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    # Otherwise the second pass would find the first one's prompts computed.
+    command += ["--block-size", "32", "--no-enable-prefix-caching"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        for _ in range(START_SECONDS):
+            with contextlib.suppress(urllib.error.URLError, TimeoutError, ConnectionError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            if process.poll() is not None:
+                break
+            time.sleep(1)
+        else:
+            raise RuntimeError(f"no answer in {START_SECONDS} s: {log.read_text()[-4000:]}")
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended: {log.read_text()[-4000:]}")
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int) -> dict[str, Any]:
+    """One pass of the load generator.
+
+    Args:
+        url: the server.
+        load: what is sent.
+        keys: of `vllm_xargs`.
+        requests: how many of the load's, the first ones.
+        seed: of the requests' order.
+
+    Returns:
+        p50 and p99 of each measure in ms, and tokens: generated, and all but the answers' texts.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    arguments = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
+    arguments += ["--base-url", url, "--model", str(load.policy), "--served-model-name", "policy"]
+    arguments += ["--dataset-name", "custom", "--dataset-path", str(load.problems)]
+    arguments += ["--skip-chat-template", "--custom-output-len", str(load.max_tokens)]
+    arguments += ["--num-prompts", str(requests), "--max-concurrency", str(STREAMS)]
+    arguments += ["--seed", str(seed), "--disable-tqdm", "--save-detailed"]
+    arguments += ["--percentile-metrics", ",".join(MEASURES)]
+    arguments += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
+    arguments += ["--extra-body", json.dumps({**load.common, "vllm_xargs": dict(keys)})]
+    with contextlib.redirect_stdout(sys.stderr):
+        result = generate_load(parser.parse_args(arguments))
+    if result["failed"]:
+        raise RuntimeError(f"{result['failed']} of {requests} requests failed: {result['errors']}")
+    told: dict[str, Any] = {
+        f"{measure}_p{percent}_ms": round(result[f"p{percent}_{measure}_ms"], 1)
+        for measure in MEASURES
+        for percent in PERCENTILES
+    }
+    tokenizer = AutoTokenizer.from_pretrained(load.policy)
+    answers = sum(len(tokenizer.encode(text)) for text in result["generated_texts"])
+    told["generated_tokens"] = result["total_output_tokens"]
+    told["thinking_tokens"] = result["total_output_tokens"] - answers
+    return told
+
+
+def measure(load: Load, seed: int) -> dict[str, dict[str, Any]]:
+    """Both arms on one server, printed as a table."""
+    on = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_answer_tokens": 8}
+    arms = {"off": {"stop_policy": False}, "on": on | {"max_thinking_tokens": load.budget}}
+    with served(load.policy, load.policy.with_name("server.log")) as url:
+        for keys in arms.values():
+            send(url, load, keys, min(load.requests, STREAMS), seed)  # warms up
+        told = {arm: send(url, load, keys, load.requests, seed) for arm, keys in arms.items()}
+    print(
+        f"{load.name}: {load.requests} requests, {STREAMS} at a time, to {load.max_tokens} tokens"
+    )
+    print(f"  {'':20}{'policy off':>12}{f'on, {load.budget}':>12}{'on/off':>10}")
+    for key, off in told["off"].items():
+        print(f"  {key:20}{off:>12}{told['on'][key]:>12}{told['on'][key] / off:>10.2f}")
+    sys.stdout.flush()
+    return told
+
+
+def main() -> None:
+    """Runs the benchmark; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few requests; its numbers are rough")
+    parser.add_argument("--hidden", type=int, default=256, help="of the random base")
+    parser.add_argument("--requests", type=int, help="of each pass; 5 times those at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    requests = given.requests or (STREAMS if given.quick else 5 * STREAMS)
+    tokens = 96 if given.quick else 256
+    # The server has an engine process; `serve` turned that off for engines of its own.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reasoner = reasoner_case(folder / "reasoner", requests, 600)
+        random = random_case(folder / "random", requests, given.hidden, tokens, given.seed)
+        loads = {
+            "reasoner": load_of(reasoner, {"temperature": 0.0}),
+            "random": load_of(random, random_words(random)),
+        }
+        result: dict[str, Any] = {key: measure(load, given.seed) for key, load in loads.items()}
+    result |= {"streams": STREAMS, "requests": requests, "hidden": given.hidden, "tokens": tokens}
+    result |= environment()
+    if given.quick:
+        print("--quick: these numbers are rough; quote those of a run without it")
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
