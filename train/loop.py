@@ -27,7 +27,7 @@ from .checks import (
 )
 from .packing import LabelledTraces
 from .policies import StageResult, fresh_policy
-from .processes import Processes
+from .processes import Processes, no_denormals
 from .progress import Progress, silent
 from .run import Run, TrainingDivergedError
 from .run_folder import RunFolder, labels_hash
@@ -145,7 +145,7 @@ def train_together(
         raise ValueError(
             f"cache_on_disk is for one process, and {together.size} train together: leave it out"
         )
-    with ExitStack() as stack:
+    with no_denormals(), ExitStack() as stack:
         folders = []
         for settings, out_dir in zip(targets, out_dirs, strict=True):
             identity = {"settings": _what_is_trained(settings), **shared}
