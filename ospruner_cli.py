@@ -115,6 +115,9 @@ def train_command(
         int | None, typer.Option(help="Problems held out: 500, or a fifth of few.")
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the traces for each lambda.")] = 1,
+    first_epochs: Annotated[
+        int | None, typer.Option(help="Passes for the first one; as many where absent.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Traces an optimiser step.")] = 32,
     learning_rate: Annotated[float, typer.Option(help="AdamW's, of the tuned layers.")] = 1e-5,
     head_learning_rate: Annotated[
@@ -163,6 +166,7 @@ def train_command(
         lambdas,
         method=method,
         epochs_per_stage=epochs,
+        first_stage_epochs=first_epochs,
         batch_size=batch_size,
         learning_rate=learning_rate,
         head_learning_rate=head_learning_rate,

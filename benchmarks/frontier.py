@@ -32,6 +32,7 @@ from ospruner.eval.table import FloatArray
 from ospruner.train.from_labels import Labels, load_labels
 from ospruner.train.packing import LabelledTraces
 from ospruner.train.policies import StageResult, predict
+from ospruner.train.toy.demo import STEEP_RUN
 from ospruner.train.toy.shipped import Reasoner
 
 THRESHOLDS = sorted({round(0.05 * k, 2) for k in range(1, 20)} | set(PAPER_THRESHOLDS))
@@ -79,7 +80,9 @@ def trained(
     splits: Splits, runs: Sequence[Path], method: str
 ) -> tuple[Family, dict[str, list[Outcome]]]:
     """A trained method's family, and each policy's outcomes on test, one a seed."""
-    stages = [stages_of(run / method) for run in runs]
+    names = [STEEP_RUN, method] if method == "os-pruner" else [method]
+    folders = [name for name in names if (runs[0] / name).is_dir()]
+    stages = [[stage for name in folders for stage in stages_of(run / name)] for run in runs]
     validation: list[Outcome] = []
     test: list[Outcome] = []
     by_seed: dict[str, list[Outcome]] = {}

@@ -45,6 +45,8 @@ class TrainSettings:
         verifier: that model, a folder or Hub id; "" for the other methods.
         length_penalties: lambdas in falling order, one stage each; () for the baselines.
         epochs_per_stage: passes over the training traces in each stage.
+        first_stage_epochs: passes in the first stage, which begins with an untrained head; None for
+            as many as in the others.
         last_stage_epochs: passes in the last stage; None for as many as in the others.
         batch_size: traces an optimiser step.
         learning_rate: AdamW's, of the tail's layers.
@@ -79,6 +81,7 @@ class TrainSettings:
     verifier: str = ""
     length_penalties: Sequence[float] = ()
     epochs_per_stage: int = 1
+    first_stage_epochs: int | None = None
     last_stage_epochs: int | None = None
     batch_size: int = 32
     learning_rate: float = 1e-5
@@ -112,6 +115,7 @@ class TrainSettings:
         _check_penalties(self.method, self.length_penalties)
         for name, least in (
             ("epochs_per_stage", 1),
+            ("first_stage_epochs", 1),
             ("last_stage_epochs", 1),
             ("batch_size", 1),
             ("num_policy_layers", 0),
@@ -122,7 +126,7 @@ class TrainSettings:
             ("cache_limit_bytes", 0),
         ):
             value = vars(self)[name]
-            if name == "last_stage_epochs" and value is None:
+            if name in ("first_stage_epochs", "last_stage_epochs") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is {value!r}; it must be an integer")
@@ -149,7 +153,8 @@ class TrainSettings:
         if self.method != "os-pruner":
             names = [(self.method, 0.0)]
         epochs = [self.epochs_per_stage] * len(names)
-        epochs[-1] = self.last_stage_epochs or self.epochs_per_stage
+        epochs[0] = self.first_stage_epochs or epochs[0]
+        epochs[-1] = self.last_stage_epochs or epochs[-1]
         return [Stage(name, penalty, n) for (name, penalty), n in zip(names, epochs, strict=True)]
 
     @property
@@ -164,6 +169,7 @@ class TrainSettings:
             method=method,
             length_penalties=(),
             epochs_per_stage=self.total_epochs,
+            first_stage_epochs=None,
             last_stage_epochs=None,
         )
 
@@ -182,7 +188,7 @@ class TrainSettings:
             )
         found = {}
         for k, penalty in enumerate(self.length_penalties):
-            left = self.total_epochs - k * self.epochs_per_stage
+            left = sum(stage.epochs for stage in self.stages[k:])
             found[f"lam{penalty_name(penalty)}"] = dataclasses.replace(
                 self,
                 length_penalties=self.length_penalties[: k + 1],

@@ -20,6 +20,7 @@ SIZE = dataclasses.replace(
     validation=10,
     test=10,
     seeds=2,
+    steep_penalties=(5e-3,),
     length_penalties=(1e-3, 5e-4),
     epochs_per_stage=1,
     baseline_epochs=1,
@@ -48,5 +49,5 @@ def test_it_reads_a_demo(
     assert set(found["areas"]) == trained | free
     assert set(found["area_differences"]) == (trained | free) - {"OS-Pruner"}
     assert list(found["gap_closed"]) == ["0.0005", "0.0002", "0.0001"]
-    assert list(found["seed_spread"]) == ["lam1e-3", "lam5e-4"]
+    assert list(found["seed_spread"]) == ["lam5e-3", "lam1e-3", "lam5e-4"]
     assert all(0 <= area["value"] <= 1 for area in found["areas"].values())

@@ -48,6 +48,21 @@ def test_stages_and_baselines_of_equal_length() -> None:
     assert (probe.total_epochs, probe.seed) == (settings.total_epochs, 7)
 
 
+def test_a_longer_first_stage_counts_in_every_target() -> None:
+    settings = TrainSettings(
+        length_penalties=[1e-3, 1e-4, 0], epochs_per_stage=2, first_stage_epochs=5
+    )
+    assert [stage.epochs for stage in settings.stages] == [5, 2, 2]
+    epochs = {name: [s.epochs for s in one.stages] for name, one in settings.targets().items()}
+    assert epochs == {
+        "lam1e-3": [9],
+        "lam1e-4": [5, 4],
+        "lam0": [5, 2, 2],
+        "probe": [9],
+        "convergence": [9],
+    }
+
+
 @pytest.mark.parametrize(
     ("penalty", "name"), [(0.0, "0"), (1e-4, "1e-4"), (0.05, "5e-2"), (10.0, "1e1")]
 )

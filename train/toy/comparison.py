@@ -32,14 +32,14 @@ class Predictions:
         length_penalty: Lambda; 0 for the baselines.
         validation: For each seed, (N, T) on the validation traces.
         test: For each seed, (N, T) on the test traces.
-        warm_up: Whether the lambda only starts the annealing: it is shown, but never chosen.
+        eligible: Whether this policy may be chosen; else it is only shown.
     """
 
     method: str
     length_penalty: float
     validation: list[npt.NDArray[np.float32]]
     test: list[npt.NDArray[np.float32]]
-    warm_up: bool = False
+    eligible: bool = True
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def compare_methods(
     base = replay_full(validation)
     ours = [p for p in predictions if p.method == "os-pruner"]
     frontier = [_candidate(p, validation, test) for p in ours]
-    eligible = [i for i, p in enumerate(ours) if not p.warm_up]
+    eligible = [i for i, p in enumerate(ours) if p.eligible]
     on_validation = [frontier[i].validation for i in eligible]
     accurate = choose(on_validation, base, "reduction", max_loss=MAX_LOSS)
     if accurate is None:

@@ -31,6 +31,7 @@ from ospruner.hub_cards.results import Measurement, ResultsTable
 from ..loop import StageResult, train
 from ..packing import LabelledTraces
 from ..policies import predict
+from ..processes import no_denormals
 from ..settings import TrainSettings
 from .bars import PhaseBars
 from .comparison import Comparison, Predictions, compare_methods
@@ -38,6 +39,7 @@ from .fresh_process import generate_side_by_side
 from .problems import Split
 from .shipped import Reasoner, draw_split
 
+STEEP_RUN = "os-pruner-steep"
 BASELINES: tuple[Literal["probe", "convergence"], ...] = ("probe", "convergence")
 
 
@@ -51,10 +53,13 @@ class DemoSize:
         validation: Problems on which lambda and thresholds are chosen.
         test: Problems that are looked at once, at the end.
         seeds: Training runs of each method; their outcomes are pooled.
-        length_penalties: The annealed lambdas, in reward a thinking token.
-        warm_up: How many of them, the highest, only start the annealing: the policies are shown,
-            but none of them is chosen.
-        epochs_per_stage: Passes over the training traces for each lambda.
+        steep_penalties: Lambdas above those, for the short end of the frontier, in reward a
+            thinking token. They are a run of their own: annealing that starts with one of them
+            stays with its early stops (docs/training.md).
+        length_penalties: The annealed lambdas.
+        not_chosen: How many of all these, the highest, are shown, but not chosen from.
+        epochs_per_stage: Passes over the training traces for each lambda, twice as many for the
+            first one, which begins with an untrained head.
         baseline_epochs: Passes for each baseline, which would overfit with as many in all.
     """
 
@@ -63,31 +68,35 @@ class DemoSize:
     validation: int
     test: int
     seeds: int
+    steep_penalties: tuple[float, ...]
     length_penalties: tuple[float, ...]
-    warm_up: int
+    not_chosen: int
     epochs_per_stage: int
     baseline_epochs: int
 
 
+STEEP_PENALTIES = (5e-3,)
 LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
-QUICK = DemoSize("quick", 96, 48, 64, 1, (2e-3, 1e-3, 5e-4), 1, 2, 4)
-STANDARD = DemoSize("standard", 1200, 400, 500, 1, LENGTH_PENALTIES, 2, 2, 4)
-FULL = DemoSize("full", 4000, 1500, 1500, 3, LENGTH_PENALTIES, 2, 2, 4)
+QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 4)
+STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
+FULL = DemoSize("full", 4000, 1500, 1500, 3, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
 
 
-def train_settings(size: DemoSize, seed: int) -> TrainSettings:
+def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float]) -> TrainSettings:
     """The toy's optimiser settings (the paper's learning rate is for 7B models)."""
     return TrainSettings(
-        length_penalties=size.length_penalties,
+        length_penalties=length_penalties,
         epochs_per_stage=size.epochs_per_stage,
+        first_stage_epochs=2 * size.epochs_per_stage,
         batch_size=32,
         learning_rate=5e-4,
         head_learning_rate=3e-3,
-        final_learning_rate_share=0.1,
+        final_learning_rate_share=0.02,
         seed=seed,
     )
 
 
+@no_denormals()
 def run_demo(
     out_dir: Path,
     size: DemoSize,
@@ -117,7 +126,7 @@ def run_demo(
     comparison = compare_methods(
         traces["validation"].table,
         traces["test"].table,
-        _predict_all(reasoner, runs, traces["test"], size.warm_up, console),
+        _predict_all(reasoner, runs, traces["test"], size.not_chosen, console),
     )
     picture = out_dir / "pareto.png"
     save_pareto(
@@ -191,25 +200,30 @@ def _train_all(
     runs = []
     label_settings: LabelSettings = reasoner.label_settings(seed)
     for number in range(seed, seed + size.seeds):
-        settings = train_settings(size, number)
-        plans = {"os-pruner": settings} | {
-            method: dataclasses.replace(
-                settings.baseline(method), epochs_per_stage=size.baseline_epochs
+        settings = train_settings(size, number, size.length_penalties)
+        plans: list[tuple[str, TrainSettings]] = [("os-pruner", settings)]
+        if size.steep_penalties:
+            steep = train_settings(size, number, size.steep_penalties)
+            plans.insert(0, (STEEP_RUN, dataclasses.replace(steep, first_stage_epochs=None)))
+        for method in BASELINES:
+            baseline = settings.baseline(method)
+            plans.append(
+                (method, dataclasses.replace(baseline, epochs_per_stage=size.baseline_epochs))
             )
-            for method in BASELINES
-        }
-        by_method = {}
-        for method, chosen in plans.items():
-            with PhaseBars(console, f"{method}, seed {number}") as bars:
-                by_method[method] = train(
-                    reasoner.model,
-                    reasoner.tokenizer,
-                    traces["train"],
-                    traces["validation"],
-                    chosen,
-                    label_settings,
-                    out_dir / "policies" / f"seed{number}" / method,
-                    progress=bars,
+        by_method: dict[str, list[StageResult]] = {}
+        for name, chosen in plans:
+            with PhaseBars(console, f"{name}, seed {number}") as bars:
+                by_method.setdefault(chosen.method, []).extend(
+                    train(
+                        reasoner.model,
+                        reasoner.tokenizer,
+                        traces["train"],
+                        traces["validation"],
+                        chosen,
+                        label_settings,
+                        out_dir / "policies" / f"seed{number}" / name,
+                        progress=bars,
+                    )
                 )
         runs.append(by_method)
     return runs
@@ -219,7 +233,7 @@ def _predict_all(
     reasoner: Reasoner,
     runs: Sequence[dict[str, list[StageResult]]],
     test: LabelledTraces,
-    warm_up: int,
+    not_chosen: int,
     console: Console,
 ) -> list[Predictions]:
     """Stop probabilities of every saved policy, loaded from its folder, on the test traces."""
@@ -236,7 +250,7 @@ def _predict_all(
                         stage.length_penalty,
                         [s.validation_probabilities() for s in stages],
                         [predict(policy, test) for policy in policies],
-                        warm_up=method == "os-pruner" and position < warm_up,
+                        eligible=method != "os-pruner" or position >= not_chosen,
                     )
                 )
                 bars("policies", len(predictions) * len(runs), total)
@@ -251,8 +265,9 @@ def _print(comparison: Comparison, size: DemoSize, picture: Path, console: Conso
             comparison.results, comparison.limits, title="On the test problems", stacked=narrow
         )
     )
-    first = ", ".join(f"{penalty:g}" for penalty in size.length_penalties[: size.warm_up])
-    console.print(f"λ = {first} only start the annealing: shown, not chosen from.")
+    penalties = (*size.steep_penalties, *size.length_penalties)[: size.not_chosen]
+    highest = ", ".join(f"{penalty:g}" for penalty in penalties)
+    console.print(f"λ = {highest}: the frontier's short end, shown, but not chosen from.")
     why = "fewest tokens within 1 point of the full trace" if comparison.accurate else "best AES"
     if not comparison.accurate:
         console.print("No λ kept the accuracy within 1 point on validation.")
