@@ -172,4 +172,4 @@ def test_a_base_of_other_weights_is_refused(
     base.model.norm.weight.data.mul_(1.1)
     base.save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match=r"the base '.*base' has the sizes.*but other weights"):
-        start_policy(tmp_path / "policy")
+        start_policy(tmp_path / "policy", max_model_len=512)
