@@ -175,6 +175,8 @@ def no_denormals() -> Iterator[None]:
     The gradients of saturated stop probabilities fade through them, and computing on them made a
     training step twice as slow. Threads inherit this from the one that starts them, so begin early.
     """
+    for dtype in (np.float32, np.float64):
+        np.finfo(dtype)  # NumPy looks at a type when first asked, and would warn
     torch.set_flush_denormal(True)
     try:
         yield
