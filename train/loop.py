@@ -126,7 +126,8 @@ def train_together(
         For each target what `train` returns.
 
     Raises:
-        ValueError: as for `train`, or targets that cannot share batches.
+        ValueError: as for `train`, targets that cannot share batches, or several of adapters in
+            processes that split the base.
         TrainingDivergedError: the loss of one became NaN or infinite.
         MemoryError: memory ran out.
     """
@@ -144,6 +145,11 @@ def train_together(
     if together.size > 1 and targets[0].cache_on_disk:
         raise ValueError(
             f"cache_on_disk is for one process, and {together.size} train together: leave it out"
+        )
+    if together.sharded and len(targets) > 1 and targets[0].tuning == "lora":
+        raise ValueError(
+            f"{len(targets)} targets of adapters share the base's own layers, which can be split "
+            "for one alone: leave out --shard (adapters are small), or train them without --multi"
         )
     with no_denormals(), ExitStack() as stack:
         folders = []

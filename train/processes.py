@@ -120,8 +120,9 @@ class Processes:
         decoder = base.get_decoder()
         for layer in layers[:trunk]:
             fully_shard(layer, mesh=self._mesh())
-        gone = {parameter for layer in layers[trunk:] for parameter in layer.parameters()}
-        fully_shard(decoder, mesh=self._mesh(), ignored_params=gone)
+        # What tails share with the decoder (those of adapters, the norm too) is split with them.
+        others = {p for module in (*layers[trunk:], *policies) for p in module.parameters()}
+        fully_shard(decoder, mesh=self._mesh(), ignored_params=others)
 
     def place_tail(self, trained: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
         """What computes a tail's logits on all processes: as given, in DDP, or split (FSDP2).

@@ -110,6 +110,31 @@ def test_the_command_runs_under_accelerate(labels: Path, tmp_path: Path) -> None
     assert (out / "lam1e-3" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("multi", [(), ("--multi",)])
+def test_adapters_in_two_processes(multi: tuple[str, ...], labels: Path, tmp_path: Path) -> None:
+    line = ["-m", "ospruner_cli", "train", "--labels", labels, "--tuning", "lora", *multi]
+    line += ["--lambdas", "1e-3,2e-4", "--batch-size", 7, "--learning-rate", "5e-4"]
+    # Several targets share the base's layers, which cannot be split for each: they are copied.
+    launch(*line, "--out", tmp_path / "two", *(() if multi else ("--shard",)))
+    one = [sys.executable, *map(str, line), "--out", str(tmp_path / "one")]
+    subprocess.run(one, check=True, capture_output=True, timeout=500)
+    for target in ("lam1e-3", "lam2e-4", "probe", "convergence") if multi else (".",):
+        assert losses(tmp_path / "two" / target) == pytest.approx(
+            losses(tmp_path / "one" / target), abs=1e-4
+        )
+
+
+def test_adapters_of_several_targets_are_not_split(labels: Path, tmp_path: Path) -> None:
+    processes = Processes()
+    processes.sharded = True
+    settings = dataclasses.replace(SETTINGS, tuning="lora")
+    with pytest.raises(ValueError, match=r"4 targets of adapters share .*: leave out --shard"):
+        train_from_labels(
+            labels, tmp_path / "run", lambda table: settings, multi=True, processes=processes
+        )
+
+
 class Diary(GeneralTracker):
     """A tracker that remembers."""
 
