@@ -51,6 +51,7 @@ class HarmonyThinkingParser(ReasoningParser):
         }
         self._text = ""
         self._sent = [0, 0]
+        self._open = ""  # the kind of text that is being sent, where no marker has begun
 
     def adjust_request(self, request: Any) -> Any:
         """Keeps special tokens in the reply's text."""
@@ -59,7 +60,7 @@ class HarmonyThinkingParser(ReasoningParser):
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         """The thinking and the answer of a whole reply."""
-        thinking, answer = _split(model_output)
+        thinking, answer, _ = _split(model_output)
         return thinking or None, answer or None
 
     def extract_reasoning_streaming(
@@ -73,6 +74,9 @@ class HarmonyThinkingParser(ReasoningParser):
     ) -> DeltaMessage | None:
         """What has come to either since the last call."""
         self._text += delta_text  # vLLM gathers none for parsers with `engine_based_streaming`
+        if self._open and "<" not in delta_text:  # without a look at all that came before
+            self._sent[self._open == _ANSWER] += len(delta_text)
+            return _delta(*((delta_text, "") if self._open == _THINKING else ("", delta_text)))
         return self._send(_HALF_MARKER.sub("", self._text))
 
     def finish_streaming(self) -> DeltaMessage | None:
@@ -97,12 +101,11 @@ class HarmonyThinkingParser(ReasoningParser):
         return self._kinds(token_ids).count(_THINKING)
 
     def _send(self, text: str) -> DeltaMessage | None:
-        parts = [part[sent:] for part, sent in zip(_split(text), self._sent, strict=True)]
+        *wholes, kind = _split(text)
+        self._open = kind if text == self._text else ""
+        parts = [part[sent:] for part, sent in zip(wholes, self._sent, strict=True)]
         self._sent = [sent + len(part) for part, sent in zip(parts, self._sent, strict=True)]
-        thinking, answer = parts
-        if not thinking and not answer:
-            return None
-        return DeltaMessage(reasoning=thinking or None, content=answer or None)
+        return _delta(*parts)
 
     def _kinds(self, ids: Sequence[int]) -> list[str]:
         """For each token, what the message is in whose body it stands; "" outside of bodies."""
@@ -123,19 +126,27 @@ class HarmonyThinkingParser(ReasoningParser):
         return kinds
 
 
-def _split(text: str) -> tuple[str, str]:
-    """The thinking and the answer of a text with its markers."""
+def _delta(thinking: str, answer: str) -> DeltaMessage | None:
+    if not thinking and not answer:
+        return None
+    return DeltaMessage(reasoning=thinking or None, content=answer or None)
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """The thinking and the answer of a text with its markers, and which of them it ends in."""
     first, *pieces = _MARKER.split(text)
     found = {_THINKING: [first], _ANSWER: [], "": []}
-    header = ""
+    header, last = "", (_THINKING, first)
     for marker, piece in zip(pieces[::2], pieces[1::2], strict=True):
         if marker == "message":
-            found[_kind(header)].append(piece)
+            last = _kind(header), piece
+            found[last[0]].append(piece)
             header = ""
         else:
+            last = "", piece
             header = piece if marker == "start" else f"{header} {piece}"
     thinking, answer = (list(filter(None, found[kind])) for kind in (_THINKING, _ANSWER))
-    return "\n".join(thinking), "\n".join(answer)
+    return "\n".join(thinking), "\n".join(answer), last[0] if last[1] else ""
 
 
 def _kind(header: str) -> str:
