@@ -17,7 +17,7 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train.packing import LabelledTraces
 from ospruner.train.policies import batch_loss
-from ospruner.train.processes import Processes
+from ospruner.train.processes import Processes, no_denormals
 from ospruner.train.settings import TrainSettings
 from ospruner.train.trained import TrainedPolicy
 
@@ -95,3 +95,11 @@ def test_bfloat16_tail_keeps_weights_head_and_loss_in_float32(
 def test_other_precisions_are_refused() -> None:
     with pytest.raises(ValueError, match="precision is 'float8'; it must be float32 or bfloat16"):
         TrainSettings(length_penalties=(1e-2,), precision="float8")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot")
+def test_denormal_numbers_count_as_zero_while_training() -> None:
+    smallest = torch.tensor([1e-39])
+    with no_denormals():
+        assert (smallest * 0.5).item() == 0
+    assert (smallest * 0.5).item() > 0
