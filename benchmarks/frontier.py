@@ -26,7 +26,7 @@ from ospruner.eval.frontier import Family, area_differences, areas, gap_closed
 from ospruner.eval.limits import budget_candidates
 from ospruner.eval.metrics import estimate
 from ospruner.eval.policies import METHOD_NAMES, PAPER_THRESHOLDS
-from ospruner.eval.replay import Outcome, pool, replay, replay_full
+from ospruner.eval.replay import Outcome, pool, replay
 from ospruner.eval.rules import parse_rule, replay_rule
 from ospruner.eval.table import FloatArray
 from ospruner.train.from_labels import Labels, load_labels
@@ -42,6 +42,7 @@ RULES = {
     "answer agreement": [f"agreement:{k}" for k in (2, 3, 4, 5, 6, 8, 10, 15, 20)],
 }
 BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
+SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
 
 
 class Splits:
@@ -78,14 +79,14 @@ class Splits:
 
 def trained(
     splits: Splits, runs: Sequence[Path], method: str
-) -> tuple[Family, dict[str, list[Outcome]]]:
-    """A trained method's family, and each policy's outcomes on test, one a seed."""
+) -> tuple[Family, dict[str, dict[str, float]]]:
+    """A trained method's family, and how far each policy's outcomes on test spread."""
     names = [STEEP_RUN, method] if method == "os-pruner" else [method]
     folders = [name for name in names if (runs[0] / name).is_dir()]
     stages = [[stage for name in folders for stage in stages_of(run / name)] for run in runs]
     validation: list[Outcome] = []
     test: list[Outcome] = []
-    by_seed: dict[str, list[Outcome]] = {}
+    spreads: dict[str, dict[str, float]] = {}
     for position, stage in enumerate(stages[0]):
         found = [splits.probabilities(of_seed[position]) for of_seed in stages]
         modes: list[float | None] = [None] if method == "os-pruner" else [*THRESHOLDS]
@@ -105,8 +106,8 @@ def trained(
             validation.append(pool(both["validation"]))
             test.append(pool(both["test"]))
             if threshold is None:
-                by_seed[stage.name] = both["test"]
-    return Family(METHOD_NAMES[method], validation, test), by_seed
+                spreads[stage.name] = spread(both["test"], stage.length_penalty)
+    return Family(METHOD_NAMES[method], validation, test), spreads
 
 
 def stages_of(run: Path) -> list[StageResult]:
@@ -139,7 +140,7 @@ def measure(run: Path, penalties: Sequence[float]) -> dict[str, Any]:
     runs = sorted((run / "policies").glob("seed*"))
     if not runs:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
-    ours, by_seed = trained(splits, runs, "os-pruner")
+    ours, spreads = trained(splits, runs, "os-pruner")
     baselines = [m for m in METHOD_NAMES if m != "os-pruner" and (runs[0] / m).is_dir()]
     free, left_out = untrained(splits)
     families = [ours, *(trained(splits, runs, m)[0] for m in baselines), *free]
@@ -165,19 +166,19 @@ def measure(run: Path, penalties: Sequence[float]) -> dict[str, Any]:
             }
             for penalty in penalties
         },
-        "seed_spread": {name: spread(outcomes, test) for name, outcomes in by_seed.items()},
+        "seed_spread": spreads,
         **environment(),
     }
 
 
-def spread(outcomes: Sequence[Outcome], test: Any) -> dict[str, float]:
-    """Largest less smallest over the seeds: accuracy in points, tokens as shares."""
+def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, float]:
+    """Largest less smallest over the seeds: accuracy and reward in points, tokens as a share."""
     accuracy = np.array([100 * outcome.accuracy for outcome in outcomes])
     tokens: FloatArray = np.array([outcome.mean_tokens for outcome in outcomes])
     return {
         "accuracy_points": float(np.ptp(accuracy)),
         "tokens_percent": float(100 * np.ptp(tokens) / tokens.mean()),
-        "tokens_percent_of_full": float(100 * np.ptp(tokens) / replay_full(test).mean_tokens),
+        "reward_points": float(np.ptp(accuracy - 100 * length_penalty * tokens)),
     }
 
 
@@ -201,14 +202,16 @@ def report(result: dict[str, Any]) -> None:
     for name in result["areas"]:
         cells = [result["gap_closed"][penalty][name] for penalty in result["gap_closed"]]
         print(f"{name:30}" + "".join(f"{_percent(cell):>24}" for cell in cells))
-    print(
-        f"\n{'spread over the seeds':30}{'accuracy, points':>18}{'tokens, %':>12}{'of full, %':>12}"
-    )
+    columns = {
+        "accuracy_points": "accuracy, points",
+        "tokens_percent": "tokens, %",
+        "reward_points": "reward, points",
+    }
+    print(f"\n{'spread over the seeds':30}" + "".join(f"{c:>18}" for c in columns.values()))
     for name, values in result["seed_spread"].items():
-        print(
-            f"{name:30}{values['accuracy_points']:18.2f}{values['tokens_percent']:12.1f}"
-            f"{values['tokens_percent_of_full']:12.1f}"
-        )
+        held = all(values[key] <= bar for key, bar in SPREAD_BARS.items())
+        cells = "".join(f"{values[key]:18.2f}" for key in columns)
+        print(f"{name:30}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
 
 
 def _points(values: dict[str, float]) -> str:
