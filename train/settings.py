@@ -53,6 +53,9 @@ class TrainSettings:
         head_learning_rate: that of the linear head; None for the same.
         final_learning_rate_share: share of the learning rates left at each stage's end, to which
             they fall linearly; 1 keeps them constant, as the paper does.
+        stage_learning_rate_decay: factor from the learning rates that a stage begins with to those
+            of the next; 1 for none, as in the paper. Where lambda is low, the reward hardly tells
+            a longer policy from a shorter one, and full rates let seeds drift apart.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
@@ -87,6 +90,7 @@ class TrainSettings:
     learning_rate: float = 1e-5
     head_learning_rate: float | None = None
     final_learning_rate_share: float = 1.0
+    stage_learning_rate_decay: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -142,6 +146,11 @@ class TrainSettings:
             raise ValueError(
                 f"final_learning_rate_share is {self.final_learning_rate_share!r}; it must lie in "
                 "[0, 1]"
+            )
+        if not 0 < self.stage_learning_rate_decay <= 1:
+            raise ValueError(
+                f"stage_learning_rate_decay is {self.stage_learning_rate_decay!r}; it must lie in "
+                "(0, 1]"
             )
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ValueError(f"weight_decay is {self.weight_decay!r}; it must be finite and >= 0")

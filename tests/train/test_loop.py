@@ -238,11 +238,15 @@ def test_killed_run_ends_with_the_same_bits(
     assert same_bits(tmp_path / "whole", tmp_path / "killed", ("lam2e-2", "lam1e-2"))
 
 
-def test_learning_rates_fall_within_each_stage(
+def test_learning_rates_fall_within_each_stage_and_from_stage_to_stage(
     fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
 ) -> None:
     settings = dataclasses.replace(
-        SHORT, length_penalties=(2e-2, 1e-2), epochs_per_stage=2, final_learning_rate_share=0.5
+        SHORT,
+        length_penalties=(2e-2, 1e-2),
+        epochs_per_stage=2,
+        final_learning_rate_share=0.5,
+        stage_learning_rate_decay=0.8,
     )
     rates: list[list[float]] = []
     checkpoint = tmp_path / "run" / "checkpoint.pt"
@@ -256,7 +260,7 @@ def test_learning_rates_fall_within_each_stage(
     fit(every, make_labels(40), progress=progress)
     # 2 stages x 10 steps; after the last step of a stage, 9/10 of the fall is done.
     head = sorted({rate[0] for rate in rates})
-    assert head[0] == pytest.approx(1e-2 * (0.5 + 0.5 * 0.1))
+    assert head[0] == pytest.approx(0.8 * 1e-2 * (0.5 + 0.5 * 0.1))
     assert head[-1] == pytest.approx(1e-2)
     assert all(rate[1] == pytest.approx(rate[0] / 5) for rate in rates)
 

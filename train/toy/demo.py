@@ -92,6 +92,7 @@ def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float])
         learning_rate=5e-4,
         head_learning_rate=3e-3,
         final_learning_rate_share=0.02,
+        stage_learning_rate_decay=0.6,
         seed=seed,
     )
 
