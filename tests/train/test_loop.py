@@ -258,10 +258,10 @@ def test_learning_rates_fall_within_each_stage_and_from_stage_to_stage(
 
     every = dataclasses.replace(settings, checkpoint_every=1)
     fit(every, make_labels(40), progress=progress)
-    # 2 stages x 10 steps; after the last step of a stage, 9/10 of the fall is done.
-    head = sorted({rate[0] for rate in rates})
-    assert head[0] == pytest.approx(0.8 * 1e-2 * (0.5 + 0.5 * 0.1))
-    assert head[-1] == pytest.approx(1e-2)
+    # 2 stages x 10 steps, of each of which the next one finds the checkpoint.
+    stages = [1e-2 * (1 - 0.5 * k / 10) for k in range(10)]
+    expected = [*stages, *(0.8 * rate for rate in stages[:-1])]
+    assert [rate[0] for rate in rates] == pytest.approx(expected)
     assert all(rate[1] == pytest.approx(rate[0] / 5) for rate in rates)
 
 
