@@ -246,7 +246,7 @@ def test_learning_rates_fall_within_each_stage_and_from_stage_to_stage(
         length_penalties=(2e-2, 1e-2),
         epochs_per_stage=2,
         final_learning_rate_share=0.5,
-        stage_learning_rate_decay=0.8,
+        stage_learning_rate_shares=(1.0, 0.8),
     )
     rates: list[list[float]] = []
     checkpoint = tmp_path / "run" / "checkpoint.pt"
