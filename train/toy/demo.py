@@ -92,9 +92,7 @@ def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float])
         learning_rate=5e-4,
         head_learning_rate=3e-3,
         final_learning_rate_share=0.02,
-        stage_learning_rate_shares=[1.0, 1.0, *([0.3] * len(length_penalties))][
-            : len(length_penalties)
-        ],
+        stage_learning_rate_shares=[1.0 if k < 2 else 0.3 for k in range(len(length_penalties))],
         seed=seed,
     )
 
