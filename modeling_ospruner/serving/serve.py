@@ -8,12 +8,21 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 
 from .optional import needed
-from .vllm_plugin import HARMONY_PARSER, PARSER, PROCESSOR, WORKER_EXTENSION, check_version
+from .vllm_plugin import (
+    HARMONY_PARSER,
+    NO_GRAPHS,
+    PARSER,
+    PROCESSOR,
+    UNTESTED,
+    WORKER_EXTENSION,
+    check_version,
+)
 from .vllm_plugin_requests import DEFAULTS, StopRequest
 
 __all__ = ["serve", "server_command"]
@@ -48,6 +57,9 @@ def server_command(
     parser = _PARSERS.get((config.reasoning_format or {}).get("name", ""))
     if parser is not None and _value_of("--reasoning-parser", arguments) is None:
         command += ["--reasoning-parser", parser]
+    chosen = any(one.startswith(("-cc", "--compilation-config")) for one in arguments)
+    if not chosen and os.environ.get(UNTESTED) != "1":
+        command.append(NO_GRAPHS)
     return [*command, *arguments], {
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 does not take the processor
         "VLLM_PLUGINS": ",".join(_plugins()),
@@ -70,7 +82,7 @@ def serve(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) ->
 
 
 def _value_of(name: str, arguments: Sequence[str]) -> str | None:
-    for one, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for one, following in pairwise([*arguments, ""]):
         if one == name:
             return following
         if one.startswith(f"{name}="):

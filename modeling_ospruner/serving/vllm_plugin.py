@@ -39,7 +39,11 @@ WORKER_EXTENSION = "modeling_ospruner.serving.vllm_plugin.StopRecords"
 """What `--worker-extension-cls` is given, where requests' records are to be read."""
 
 UNTESTED = "OSPRUNER_UNTESTED_VLLM"
-"""The environment variable that, set to 1, lets any version pass (`make test-vllm-latest`)."""
+"""The environment variable that, set to 1, lets any version pass (`make test-vllm-latest`), and
+CUDA graphs."""
+
+NO_GRAPHS = "-cc.cudagraph_mode=NONE"
+"""What keeps vLLM from capturing CUDA graphs."""
 
 _MODULES = {
     "OSPrunerVLLM": "vllm_plugin_model",

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, OpenAIEr
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.serving.serve import server_command
-from modeling_ospruner.serving.vllm_plugin import PROCESSOR
+from modeling_ospruner.serving.vllm_plugin import NO_GRAPHS, PROCESSOR, UNTESTED
 from ospruner.train.toy.shipped import Reasoner
 
 from .plugin_replay import make_policy, make_prompts, replay
@@ -292,12 +292,20 @@ def test_plain_vllm_without_the_processor_fails_at_start(
     assert f"Start vLLM with --logits-processors {PROCESSOR}" in done.stdout
 
 
-def test_the_command_of_a_server(policy: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_the_command_of_a_server(
+    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(UNTESTED, raising=False)
     folder = str(policy[1])
     defaults = {"stop_policy": True, "stop_control": 0.1}
     command, environment = server_command(folder, defaults, ["--port", "81"])
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    assert command[-4:] == ["--reasoning-parser", "ospruner", "--port", "81"]
+    assert command[-5:] == ["--reasoning-parser", "ospruner", NO_GRAPHS, "--port", "81"]
+    mode = "--compilation-config.cudagraph_mode=FULL"
+    assert server_command(folder, defaults, [mode])[0][-2:] == ["ospruner", mode]
+    with monkeypatch.context() as patched:
+        patched.setenv(UNTESTED, "1")
+        assert NO_GRAPHS not in server_command(folder, defaults, [])[0]
     assert command[command.index("--logits-processors") + 1] == PROCESSOR
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.reasoning_format import HARMONY
-from modeling_ospruner.serving.vllm_plugin import HARMONY_PARSER, PROCESSOR, register
+from modeling_ospruner.serving.vllm_plugin import HARMONY_PARSER, PROCESSOR, UNTESTED, register
 from modeling_ospruner.serving.vllm_plugin_model import check_start
 from modeling_ospruner.serving.vllm_plugin_parser import HarmonyThinkingParser
 from modeling_ospruner.serving.vllm_plugin_processor import StopProcessor
@@ -36,12 +38,14 @@ def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPru
 def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
     """As much of vLLM's configuration as `check_start` reads."""
     values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
-    values |= {"config": model.config, "parser": "ospruner"} | differing
+    values |= {"config": model.config, "parser": "ospruner", "graphs": CUDAGraphMode.NONE}
+    values |= differing
     return SimpleNamespace(
         use_v2_model_runner=values["v2"],
         speculative_config=values["speculative"],
         structured_outputs_config=SimpleNamespace(reasoning_parser=values["parser"]),
         parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
+        compilation_config=SimpleNamespace(cudagraph_mode=values["graphs"]),
         model_config=SimpleNamespace(
             logits_processors=values["processors"], hf_config=values["config"]
         ),
@@ -56,7 +60,9 @@ def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
     return config
 
 
-def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> None:
+def test_what_would_not_stop_is_refused_at_start(
+    model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_start(started(model))
     check_start(started(model, processors=["a:B", StopProcessor]))
     gpt2 = changed(model)
@@ -80,6 +86,16 @@ def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> 
     ):
         with pytest.raises(ValueError, match=message):
             check_start(started(model, **differing))
+    monkeypatch.delenv(UNTESTED, raising=False)
+    graphs = started(model, graphs=CUDAGraphMode.FULL_AND_PIECEWISE)
+    check_start(graphs)  # on a CPU there are none
+    with monkeypatch.context() as patched:
+        patched.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        check_start(started(model))
+        with pytest.raises(ValueError, match="FULL_AND_PIECEWISE, and .*-cc.cudagraph_mode=NONE"):
+            check_start(graphs)
+        patched.setenv(UNTESTED, "1")
+        check_start(graphs)
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, config=absent))
