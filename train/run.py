@@ -171,10 +171,8 @@ class Run:
         """Linear fall within the stage; a function of the position alone, so resuming is exact."""
         left = 1.0 - epochs_done / stage.epochs
         end = self.settings.final_learning_rate_share
-        shares = self.settings.stage_learning_rate_shares or [1.0] * (self.stage + 1)
-        share = shares[self.stage] * (end + (1.0 - end) * left)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * share
+            group["lr"] = group["initial_lr"] * (end + (1.0 - end) * left)
 
     def _step(self, stage: Stage, rows: IntArray, hidden: Tensor) -> float:
         """One optimiser step on a batch, of which `hidden` are this process's traces."""

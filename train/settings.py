@@ -53,9 +53,6 @@ class TrainSettings:
         head_learning_rate: that of the linear head; None for the same.
         final_learning_rate_share: share of the learning rates left at each stage's end, to which
             they fall linearly; 1 keeps them constant, as the paper does.
-        stage_learning_rate_shares: share of the learning rates that each stage begins with; () for
-            all of them, as in the paper. Where lambda is low, the reward hardly tells a longer
-            policy from a shorter one, and full rates let seeds drift apart.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
@@ -90,7 +87,6 @@ class TrainSettings:
     learning_rate: float = 1e-5
     head_learning_rate: float | None = None
     final_learning_rate_share: float = 1.0
-    stage_learning_rate_shares: Sequence[float] = ()
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -147,13 +143,6 @@ class TrainSettings:
                 f"final_learning_rate_share is {self.final_learning_rate_share!r}; it must lie in "
                 "[0, 1]"
             )
-        shares = tuple(map(float, self.stage_learning_rate_shares))
-        object.__setattr__(self, "stage_learning_rate_shares", shares)
-        if shares and (len(shares) != len(self.stages) or not all(0 < x <= 1 for x in shares)):
-            raise ValueError(
-                f"stage_learning_rate_shares is {list(shares)}; give one share in (0, 1] for each "
-                f"of the {len(self.stages)} stages, or none"
-            )
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ValueError(f"weight_decay is {self.weight_decay!r}; it must be finite and >= 0")
 
@@ -179,7 +168,6 @@ class TrainSettings:
             self,
             method=method,
             length_penalties=(),
-            stage_learning_rate_shares=(),
             epochs_per_stage=self.total_epochs,
             first_stage_epochs=None,
             last_stage_epochs=None,
@@ -204,7 +192,6 @@ class TrainSettings:
             found[f"lam{penalty_name(penalty)}"] = dataclasses.replace(
                 self,
                 length_penalties=self.length_penalties[: k + 1],
-                stage_learning_rate_shares=self.stage_learning_rate_shares[: k + 1],
                 last_stage_epochs=left,
                 only_last_policy=True,
             )
@@ -219,7 +206,6 @@ class TrainSettings:
         return values | {
             "length_penalties": list(self.length_penalties),
             "betas": list(self.betas),
-            "stage_learning_rate_shares": list(self.stage_learning_rate_shares),
         }
 
 

@@ -26,8 +26,6 @@ from ospruner.train.settings import TrainSettings, penalty_name
         ({"head_learning_rate": -1.0}, "head_learning_rate is -1.0"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
         ({"final_learning_rate_share": 1.5}, "final_learning_rate_share is 1.5"),
-        ({"stage_learning_rate_shares": (1, 0)}, r"shares is \[1.0, 0.0\]; give one share in"),
-        ({"stage_learning_rate_shares": (1,)}, r"\[1.0\]; .* for each of the 2 stages"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
     ],
 )

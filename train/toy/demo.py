@@ -58,8 +58,7 @@ class DemoSize:
             stays with its early stops (docs/training.md).
         length_penalties: The annealed lambdas.
         not_chosen: How many of all these, the highest, are shown, but not chosen from.
-        epochs_per_stage: Passes over the training traces for each lambda, twice as many for the
-            first one, which begins with an untrained head.
+        epochs_per_stage: Passes over the training traces for each lambda.
         baseline_epochs: Passes for each baseline, which would overfit with as many in all.
     """
 
@@ -87,12 +86,10 @@ def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float])
     return TrainSettings(
         length_penalties=length_penalties,
         epochs_per_stage=size.epochs_per_stage,
-        first_stage_epochs=2 * size.epochs_per_stage,
         batch_size=32,
         learning_rate=5e-4,
         head_learning_rate=3e-3,
-        final_learning_rate_share=0.02,
-        stage_learning_rate_shares=[1.0 if k < 2 else 0.3 for k in range(len(length_penalties))],
+        final_learning_rate_share=0.1,
         seed=seed,
     )
 
@@ -204,8 +201,7 @@ def _train_all(
         settings = train_settings(size, number, size.length_penalties)
         plans: list[tuple[str, TrainSettings]] = [("os-pruner", settings)]
         if size.steep_penalties:
-            steep = train_settings(size, number, size.steep_penalties)
-            plans.insert(0, (STEEP_RUN, dataclasses.replace(steep, first_stage_epochs=None)))
+            plans.insert(0, (STEEP_RUN, train_settings(size, number, size.steep_penalties)))
         for method in BASELINES:
             baseline = settings.baseline(method)
             plans.append(
