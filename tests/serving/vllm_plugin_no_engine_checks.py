@@ -37,6 +37,7 @@ def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPru
 
 def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
     """As much of vLLM's configuration as `check_start` reads."""
+    values: dict[str, Any]
     values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
     values |= {"config": model.config, "parser": "ospruner", "graphs": CUDAGraphMode.NONE}
     values |= differing
