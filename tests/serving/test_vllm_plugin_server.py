@@ -31,6 +31,8 @@ needs_vllm = pytest.mark.skipif(
 )
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SOAK_SECONDS = 600.0
+# While this process replays, the server gives up idle connections, which must not be used again.
+CLOSE = {"Connection": "close"}
 ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
@@ -195,7 +197,11 @@ class Soak:
         self, client: OpenAI, model: OSPrunerForCausalLM, prompts: list[list[int]]
     ) -> None:
         self.client = AsyncOpenAI(
-            base_url=client.base_url, api_key="none", max_retries=0, timeout=600
+            base_url=client.base_url,
+            api_key="none",
+            max_retries=0,
+            timeout=600,
+            default_headers=CLOSE,
         )
         self.root = str(client.base_url).removesuffix("/v1/")
         self.model = model
@@ -241,7 +247,7 @@ class Soak:
                 reply = await asking
                 ids: list[int] = reply.choices[0].token_ids  # type: ignore[attr-defined]
                 url = f"{self.root}/ospruner/stops/{name}"
-                told = (await self.client._client.get(url)).json()
+                told = (await self.client._client.get(url, headers=CLOSE)).json()
                 replayed = replay(self.model, prompt, ids, extra, told["probabilities"]).record
                 assert (replayed.reason, replayed.step_ends) == (told["reason"], told["step_ends"])
                 self.checked += 1
