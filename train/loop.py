@@ -27,11 +27,12 @@ from .checks import (
 )
 from .packing import LabelledTraces
 from .policies import StageResult, fresh_policy
-from .processes import Processes, no_denormals
+from .processes import Processes
 from .progress import Progress, silent
 from .run import Run, TrainingDivergedError
 from .run_folder import RunFolder, labels_hash
 from .settings import TrainSettings
+from .trained import no_denormals
 
 __all__ = [
     "StageResult",

@@ -9,7 +9,6 @@ frozen trunk (FSDP2). Only the first process writes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ from modeling_ospruner.bases_ospruner import decoder_layers
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.eval.table import FloatArray, IntArray
 
-__all__ = ["Processes", "load_whole", "no_denormals", "open_processes", "whole"]
+__all__ = ["Processes", "load_whole", "open_processes", "whole"]
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -167,22 +166,6 @@ def open_processes(
     if tracker is not None:
         accelerator.init_trackers("ospruner")
     return Processes(accelerator, shard)
-
-
-@contextmanager
-def no_denormals() -> Iterator[None]:
-    """Counts numbers too small for a float's full precision as 0, on CPUs.
-
-    The gradients of saturated stop probabilities fade through them, and computing on them made a
-    training step twice as slow. Threads inherit this from the one that starts them, so begin early.
-    """
-    for dtype in (np.float32, np.float64):
-        np.finfo(dtype)  # NumPy looks at a type when first asked, and would warn
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def _forget(module: nn.Module, used: Sequence[nn.Module]) -> None:

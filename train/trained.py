@@ -1,10 +1,12 @@
-"""What is trained, as one module: the policy's logits at step ends."""
+"""How the policy is computed while it trains: its logits at step ends, as one module."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +17,7 @@ from .fast_tail import step_logits
 from .processes import Processes
 from .settings import TrainSettings
 
-__all__ = ["TrainedPolicy"]
+__all__ = ["TrainedPolicy", "no_denormals"]
 
 
 class TrainedPolicy(nn.Module):
@@ -49,3 +51,19 @@ class TrainedPolicy(nn.Module):
         """The logits (B, T), float32; see `step_logits`."""
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self._autocast):
             return step_logits(self.policy, hidden, positions, self._fast)
+
+
+@contextmanager
+def no_denormals() -> Iterator[None]:
+    """Counts numbers too small for a float's full precision as 0, on CPUs.
+
+    The gradients of saturated stop probabilities fade through them, and computing on them made a
+    training step twice as slow. Threads inherit this from the one that starts them, so begin early.
+    """
+    for dtype in (np.float32, np.float64):
+        np.finfo(dtype)  # NumPy looks at a type when first asked, and would warn
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)

@@ -17,9 +17,9 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train.packing import LabelledTraces
 from ospruner.train.policies import batch_loss
-from ospruner.train.processes import Processes, no_denormals
+from ospruner.train.processes import Processes
 from ospruner.train.settings import TrainSettings
-from ospruner.train.trained import TrainedPolicy
+from ospruner.train.trained import TrainedPolicy, no_denormals
 
 from .conftest import MakeLabels
 

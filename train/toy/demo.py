@@ -31,8 +31,8 @@ from ospruner.hub_cards.results import Measurement, ResultsTable
 from ..loop import StageResult, train
 from ..packing import LabelledTraces
 from ..policies import predict
-from ..processes import no_denormals
 from ..settings import TrainSettings
+from ..trained import no_denormals
 from .bars import PhaseBars
 from .comparison import Comparison, Predictions, compare_methods
 from .fresh_process import generate_side_by_side
