@@ -153,17 +153,20 @@ def _sizes(base: PreTrainedModel) -> list[Finding]:
             for one in (torch.float32, torch.bfloat16)
         )
         found.append(Finding(f"tail, n={n}", f"{_count(size)} parameters, {by_dtype}"))
-        cache = cache_bytes(policy, dtype)
-        said = "could not be computed" if cache is None else f"{in_bytes(cache)} in {_name(dtype)}"
+        try:
+            said = f"{in_bytes(cache_bytes(policy, dtype))} in {_name(dtype)}"
+        except (RuntimeError, NotImplementedError) as error:
+            said = f"not known ({' '.join(str(error).split())})"
         name = f"cache, n={n}"
         found.append(Finding(name, f"{said} for the first {_CACHED_TOKENS:,} tokens of a row"))
     return found
 
 
-def cache_bytes(policy: StoppingPolicy, dtype: torch.dtype) -> int | None:
+def cache_bytes(policy: StoppingPolicy, dtype: torch.dtype) -> int:
     """Bytes of the policy's cache after 1,000 tokens of one row, from a pass without weights.
 
-    None where the architecture's layers cannot be run without weights.
+    Raises:
+        RuntimeError: the architecture's layers cannot be run without weights.
     """
     assert policy.tail is not None
     cache = policy.new_cache()
@@ -174,10 +177,7 @@ def cache_bytes(policy: StoppingPolicy, dtype: torch.dtype) -> int | None:
     with torch.device("meta"), torch.no_grad():
         hidden = torch.empty(1, _CACHED_TOKENS, hidden_size, dtype=torch.bfloat16)
         positions = torch.arange(_CACHED_TOKENS)[None]
-        try:
-            policy(hidden, positions, None, cache)
-        except (RuntimeError, NotImplementedError):
-            return None
+        policy(hidden, positions, None, cache)
     tensors = [
         value
         for layer in cache.layers

@@ -133,6 +133,15 @@ def test_cache_of_other_architectures(name: str) -> None:
     assert said == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
 
+def test_why_a_cache_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no kernel\n  on meta")
+
+    monkeypatch.setattr(StoppingPolicy, "forward", fails)
+    said = value_of(examine(str(SHIPPED)), "cache, n=2")
+    assert said == "not known (no kernel on meta) for the first 1,000 tokens of a row"
+
+
 def test_a_sound_policy(sound_policy: Path) -> None:
     report = examine(str(sound_policy))
     assert report.healthy, wrong(report)
