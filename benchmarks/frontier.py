@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from timing import environment
+from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -235,10 +235,7 @@ def main() -> None:
     args = parser.parse_args()
     result = measure(args.run, [float(x) for x in args.lambdas.split(",")])
     report(result)
-    line = json.dumps(result)
-    if args.json:
-        Path(args.json).write_text(line + "\n", "utf-8")
-    print(line)
+    print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ tokens are checked to be the same), or stops at half of the trace and answers wi
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import Ratio, Timed, environment, interleaved, median_ratio, timed
+from timing import Ratio, Timed, environment, interleaved, median_ratio, print_last_line, timed
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -278,11 +277,7 @@ def main() -> None:
             f"{result[f'policy_share_batch{batch}']:.1%} of the time",
             flush=True,
         )
-    line = json.dumps(result)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print("\n" + line)
+    print_last_line(result, args.json)
 
 
 def _arguments() -> argparse.Namespace:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Timed, environment, timed
+from timing import Timed, environment, print_last_line, timed
 from transformers import DynamicCache, PreTrainedModel
 
 from modeling_ospruner import TokenFormat
@@ -253,11 +253,7 @@ def main() -> None:
         "seed": args.seed,
     }
     _print(result, forking, encoding)
-    line = json.dumps(result)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print("\n" + line)
+    print_last_line(result, args.json)
 
 
 def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:

@@ -9,11 +9,10 @@ Times the exact expectation of one policy that draws its stops, 64 sampled runs 
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import numpy as np
-from timing import environment, timed
+from timing import environment, print_last_line, timed
 
 from ospruner.eval.replay import replay, replay_at, replay_full
 from ospruner.eval.results import Rule, summarise
@@ -101,11 +100,7 @@ def main() -> None:
         print(f"{text:36}{result[f'{key}_seconds']:8.2f} s")
     result["sampled_over_exact"] = result["sampled_seconds"] / result["exact_seconds"]
     print(f"{'sampled over exact':36}{result['sampled_over_exact']:8.1f}")
-    line = json.dumps(result)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print("\n" + line)
+    print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

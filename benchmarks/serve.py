@@ -11,7 +11,6 @@ stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -27,7 +26,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
-from timing import Ratio, Timed, environment, median_ratio, timed
+from timing import Ratio, Timed, environment, median_ratio, print_last_line, timed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
@@ -291,9 +290,7 @@ def main() -> None:
     result |= {"tokens": tokens, **environment()}
     if given.quick:
         print("--quick: these numbers are rough; quote those of a run without it")
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    print_last_line(result, given.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from serve import STREAMS, Case, random_case, reasoner_case  # sets vLLM up for CPUs, too
-from timing import environment
+from timing import environment, print_last_line
 from transformers import AutoTokenizer
 from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
@@ -213,9 +213,7 @@ def main() -> None:
     result |= environment()
     if given.quick:
         print("--quick: these numbers are rough; quote those of a run without it")
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    print_last_line(result, given.json)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""What the benchmarks share: pairs timed in turn, and medians with an interval."""
+"""What the benchmarks share: pairs timed in turn, medians with an interval, the last line."""
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -96,6 +99,14 @@ def environment() -> dict[str, str | int]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def print_last_line(result: Mapping[str, Any], file: str | Path | None) -> None:
+    """Prints a benchmark's numbers as one JSON object; writes them to a file if one is given."""
+    line = json.dumps(result)
+    if file is not None:
+        Path(file).write_text(line + "\n", "utf-8")
+    print(line)
 
 
 def _synchronize() -> None:

@@ -20,18 +20,16 @@ here.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from timing import Timed, environment, median_ratio, timed
+from timing import Timed, environment, median_ratio, print_last_line, timed
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -288,10 +286,7 @@ def main() -> None:
     for name, (low, high) in result["intervals"].items():
         print(f"{name:24}{result[name]:8.2f} [{low:.2f}, {high:.2f}]")
     print(f"{'losses differ by at most':24}{result['loss_difference']:8.1e}")
-    line = json.dumps(result)
-    if args.json:
-        Path(args.json).write_text(line + "\n", "utf-8")
-    print(line)
+    print_last_line(result, args.json)
 
 
 def _arguments() -> argparse.Namespace:

