@@ -123,6 +123,12 @@ def train_command(
     head_learning_rate: Annotated[
         float | None, typer.Option(help="That of the linear head; the same where absent.")
     ] = None,
+    final_learning_rate_share: Annotated[
+        float, typer.Option(help="What is left of both at each lambda's end; 1 keeps them.")
+    ] = 1.0,
+    swa_share: Annotated[
+        float, typer.Option(help="Share of each lambda's steps, the last ones, to average over.")
+    ] = 0.0,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
     tuning: Annotated[str, typer.Option(help="layers, attention, lora or head.")] = "layers",
     lora_rank: Annotated[int, typer.Option(help="Of the adapters, with --tuning lora.")] = 16,
@@ -170,6 +176,8 @@ def train_command(
         batch_size=batch_size,
         learning_rate=learning_rate,
         head_learning_rate=head_learning_rate,
+        final_learning_rate_share=final_learning_rate_share,
+        swa_share=swa_share,
         num_policy_layers=layers,
         tuning=tuning,
         lora_rank=lora_rank,

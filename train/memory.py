@@ -26,7 +26,8 @@ class MemoryNeed:
         targets: how many.
         base_bytes: the frozen base, once for all.
         tail_bytes: the float32 weights of one target's tail and head.
-        moments_bytes: AdamW's two moments for what one target trains.
+        optimizer_bytes: AdamW's two moments for what one target trains, and the mean of its weights
+            where they are averaged.
         gradient_bytes: of the one target that is taking its step.
         states_bytes: the trunk's states of all traces, where they are kept in memory.
         disk_bytes: those that are kept in files instead.
@@ -35,7 +36,7 @@ class MemoryNeed:
     targets: int
     base_bytes: int
     tail_bytes: int
-    moments_bytes: int
+    optimizer_bytes: int
     gradient_bytes: int
     states_bytes: int
     disk_bytes: int
@@ -43,15 +44,15 @@ class MemoryNeed:
     @property
     def total_bytes(self) -> int:
         """Everything."""
-        own = self.targets * (self.tail_bytes + self.moments_bytes)
+        own = self.targets * (self.tail_bytes + self.optimizer_bytes)
         return self.base_bytes + own + self.gradient_bytes + self.states_bytes
 
     def __str__(self) -> str:
-        own = self.targets * (self.tail_bytes + self.moments_bytes)
+        own = self.targets * (self.tail_bytes + self.optimizer_bytes)
         return (
             f"{self.targets} target(s) will hold {_size(self.total_bytes)} besides activations: "
-            f"base {_size(self.base_bytes)}, tails with AdamW's moments {self.targets} x "
-            f"({_size(self.tail_bytes)} + {_size(self.moments_bytes)}) = {_size(own)}, gradients "
+            f"base {_size(self.base_bytes)}, tails with AdamW's state {self.targets} x "
+            f"({_size(self.tail_bytes)} + {_size(self.optimizer_bytes)}) = {_size(own)}, gradients "
             f"of one {_size(self.gradient_bytes)}, trunk's states {_size(self.states_bytes)}"
             + (f"; on disk {_size(self.disk_bytes)} of them" if self.disk_bytes else "")
         )
@@ -88,7 +89,7 @@ def memory_need(
         targets=len(targets),
         base_bytes=base.get_memory_footprint(),
         tail_bytes=_FLOAT32 * sum(p.numel() for n, p in policy.named_parameters() if n in own),
-        moments_bytes=2 * _FLOAT32 * trained,
+        optimizer_bytes=(2 + bool(settings.swa_share)) * _FLOAT32 * trained,
         gradient_bytes=_FLOAT32 * trained,
         states_bytes=states,
         disk_bytes=disk,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.table import IntArray
@@ -144,6 +145,7 @@ class Run:
             loss = self._step(stage, rows, hidden)
             self.batch += 1
             self.steps += 1
+            self._average(self.epoch * len(batches) + self.batch, stage.epochs * len(batches))
             self.progress(
                 "train", number * len(batches) + self.batch, total, f"{stage.name} loss {loss:.3f}"
             )
@@ -193,6 +195,32 @@ class Run:
         self.tally.add(len(rows), float(value), int(found[0]), float(found[1]), int(found[2]))
         return float(value)
 
+    def _average(self, done: int, total: int) -> None:
+        """Takes the weights after `done` of a stage's `total` steps into their mean."""
+        before = total - round(self.settings.swa_share * total)
+        if done <= before:
+            return
+        # The means stand in the optimiser's state, so that checkpoints gather and split them.
+        parameters = self._parameters()
+        states = [self.optimizer.state[p] for p in parameters]
+        if done == before + 1:
+            for state, p in zip(states, parameters, strict=True):
+                state["swa"] = p.detach().clone()
+        else:
+            means = [state["swa"] for state in states]
+            get_swa_multi_avg_fn()(means, [p.detach() for p in parameters], done - before - 1)
+
+    @torch.no_grad()
+    def _take_average(self) -> None:
+        """Makes the mean of the stage's last weights, where there is one, the weights."""
+        for p in self._parameters():
+            mean = self.optimizer.state[p].pop("swa", None)
+            if mean is not None:
+                p.copy_(mean)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def _diverged(
         self, loss: float, stage: Stage, rows: IntArray, batch: Batch, logits: Tensor
     ) -> None:
@@ -205,6 +233,7 @@ class Run:
         )
 
     def _finish_stage(self, stage: Stage) -> None:
+        self._take_average()
         self.stage += 1
         if self.stage == len(self.settings.stages) or not self.settings.only_last_policy:
             self._save_policy(stage)

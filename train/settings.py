@@ -53,6 +53,9 @@ class TrainSettings:
         head_learning_rate: that of the linear head; None for the same.
         final_learning_rate_share: share of the learning rates left at each stage's end, to which
             they fall linearly; 1 keeps them constant, as the paper does.
+        swa_share: share of each stage's steps, the last ones, whose weights are averaged
+            (stochastic weight averaging, arXiv 1803.05407): the mean is saved and trained on.
+            0 keeps the last step's weights, as the paper does.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
@@ -87,6 +90,7 @@ class TrainSettings:
     learning_rate: float = 1e-5
     head_learning_rate: float | None = None
     final_learning_rate_share: float = 1.0
+    swa_share: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -138,11 +142,9 @@ class TrainSettings:
                 raise ValueError(f"{name} is {value!r}; it must be finite and > 0")
         if self.precision not in ("float32", "bfloat16"):
             raise ValueError(f"precision is {self.precision!r}; it must be float32 or bfloat16")
-        if not 0 <= self.final_learning_rate_share <= 1:
-            raise ValueError(
-                f"final_learning_rate_share is {self.final_learning_rate_share!r}; it must lie in "
-                "[0, 1]"
-            )
+        for name in ("final_learning_rate_share", "swa_share"):
+            if not 0 <= vars(self)[name] <= 1:
+                raise ValueError(f"{name} is {vars(self)[name]!r}; it must lie in [0, 1]")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ValueError(f"weight_decay is {self.weight_decay!r}; it must be finite and >= 0")
 

@@ -17,6 +17,7 @@ SETTINGS = TrainSettings(
     length_penalties=(1e-3, 2e-4),
     batch_size=7,  # odd: two processes take different shares, and of the last batch one has none
     learning_rate=5e-4,
+    swa_share=0.5,
     cache_limit_bytes=0,
     checkpoint_every=1,
 )

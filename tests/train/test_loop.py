@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -216,6 +217,7 @@ def test_killed_run_ends_with_the_same_bits(
         epochs_per_stage=2,
         checkpoint_every=3,
         final_learning_rate_share=0.1,
+        swa_share=0.9,
     )  # 2 stages x 2 epochs x 5 steps
     kill_at = 14  # in the second stage's first epoch, two steps after a checkpoint
     command = [
@@ -258,6 +260,39 @@ def test_learning_rates_fall_within_each_stage(
     stages = [1e-2 * (1 - 0.5 * k / 10) for k in range(10)]
     assert [rate[0] for rate in rates] == pytest.approx([*stages, *stages[:-1]])
     assert all(rate[1] == pytest.approx(rate[0] / 5) for rate in rates)
+
+
+def test_a_stage_ends_with_the_mean_of_its_last_weights(
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    def run(swa_share: float) -> tuple[list[Tensor], list[Tensor]]:
+        """The head's weights before each step but the first, and those that were saved."""
+        out, before = tmp_path / f"{swa_share}", []
+
+        def progress(phase: str, done: int, total: int, note: str = "") -> None:
+            if phase == "train" and done > 1:
+                state = torch.load(out / "checkpoint.pt", weights_only=True)
+                before.append(state["policy"]["head.weight"])
+
+        settings = dataclasses.replace(
+            SHORT, length_penalties=(2e-2, 1e-2), epochs_per_stage=2, checkpoint_every=1
+        )  # 2 stages x 10 steps
+        stages = fit(
+            dataclasses.replace(settings, swa_share=swa_share),
+            make_labels(40),
+            out,
+            progress=progress,
+        )
+        files = [load_file(stage.path / "model.safetensors") for stage in stages]
+        return before, [tensors["policy.head.weight"] for tensors in files]
+
+    last, (last_saved, _) = run(0)
+    mean, (mean_saved, _) = run(0.4)
+    assert all(map(torch.equal, last[:9], mean[:9]))  # what is averaged trains as before
+    torch.testing.assert_close(mean_saved, (sum(last[6:9]) + last_saved) / 4)
+    assert not torch.allclose(mean_saved, last_saved)
+    assert torch.equal(last[9], last_saved)
+    assert torch.equal(mean[9], mean_saved)  # where the next stage begins
 
 
 @pytest.mark.parametrize("kill_at", [3, 8])

@@ -49,7 +49,10 @@ def test_the_statement_is_what_tensors_then_take(
     assert need.gradient_bytes == held(p.grad for p in model.policy.parameters())
     optimizer.step()
     moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert need.moments_bytes == held(moments)
+    assert need.optimizer_bytes == held(moments)
+    averaged = [dataclasses.replace(target, swa_share=0.5) for target in targets]
+    more = memory_need(tiny_base, averaged, traces, traces)
+    assert more.total_bytes - need.total_bytes == len(targets) * need.gradient_bytes
     assert need.states_bytes == 2 * traces.cache_states(model, 2**30)
     small = memory_need(
         tiny_base,
@@ -60,6 +63,6 @@ def test_the_statement_is_what_tensors_then_take(
     assert (small.states_bytes, small.disk_bytes) == (0, need.states_bytes)
     assert "on disk" in str(small)
     assert need.base_bytes == tiny_base.get_memory_footprint()
-    each = 4 * (need.tail_bytes + need.moments_bytes)
+    each = 4 * (need.tail_bytes + need.optimizer_bytes)
     assert need.total_bytes == need.base_bytes + each + need.gradient_bytes + need.states_bytes
     assert str(need).startswith("4 target(s) will hold ")

@@ -63,7 +63,7 @@ def test_every_command_runs(labelled: Path, repo_dir: Path, tiny_base_dir: Path)
         done.append(result.output)
     assert len(done) == len(lines) - 2
     assert (labelled / "runs" / "watched" / "dynamics.png").is_file()
-    assert "4 target(s) will hold" in done[2]
+    assert any("4 target(s) will hold" in output for output in done)
     for name in ("OS-Pruner", "probe", "FlashThink", "answer entropy", "DEER"):
         assert name in done[-1]
 
