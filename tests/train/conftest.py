@@ -1,18 +1,35 @@
-"""What the training tests share: made-up labelled traces whose answer can be seen in the tokens."""
+"""What the training tests share: made-up traces whose tokens show the answer, and runs on them."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from ospruner.eval.schema import FEATURES
+from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.train.loop import StageResult, train
+from ospruner.train.packing import LabelledTraces
+from ospruner.train.settings import TrainSettings
 
 MakeLabels = Callable[..., Dataset]
+PENALTY = 5e-3
+SETTINGS = TrainSettings(
+    # Started at 1e-2, this problem collapses to "never stop", as the paper describes.
+    length_penalties=(3e-2, 1e-2, PENALTY),
+    epochs_per_stage=5,
+    batch_size=8,
+    learning_rate=2e-3,
+    head_learning_rate=1e-2,
+)
+SHORT = dataclasses.replace(SETTINGS, length_penalties=(1e-2,), epochs_per_stage=1)
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +80,35 @@ def make_labels(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeLabels:
         return Dataset.from_list(rows, features=FEATURES)
 
     return make
+
+
+@pytest.fixture
+def fit(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tiny_base_dir: Path,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+) -> Callable[..., list[StageResult]]:
+    """Trains on 64 made-up traces, unless told otherwise."""
+
+    def run(
+        settings: TrainSettings = SETTINGS,
+        labels: Dataset | LabelledTraces | None = None,
+        out: Path = tmp_path / "run",
+        **changes: Any,
+    ) -> list[StageResult]:
+        labels = make_labels(64) if labels is None else labels
+        held_out = changes.pop("validation", make_labels(40, seed=1, prefix="v"))
+        label_settings = LabelSettings(
+            base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict()
+        )
+        return train(
+            tiny_base, tiny_tokenizer, labels, held_out, settings, label_settings, out, **changes
+        )
+
+    return run
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]

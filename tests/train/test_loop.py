@@ -1,77 +1,27 @@
-"""Training: it learns, continues after a kill with the same bits, and refuses what cannot work."""
+"""Training: it learns, logs what it does, and refuses what cannot work."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import concatenate_datasets
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.reasoning_format import DEEPSEEK_R1
 from ospruner.eval.replay import replay, replay_full
-from ospruner.eval.schema import LabelSettings, TraceTable
-from ospruner.train.loop import StageResult, TrainingDivergedError, train
-from ospruner.train.packing import LabelledTraces
+from ospruner.eval.schema import TraceTable
+from ospruner.train.loop import StageResult, TrainingDivergedError
 from ospruner.train.policies import predict
-from ospruner.train.settings import TrainSettings
 
-MakeLabels = Callable[..., Dataset]
-PENALTY = 5e-3
-SETTINGS = TrainSettings(
-    # Started at 1e-2, this problem collapses to "never stop", as the paper describes.
-    length_penalties=(3e-2, 1e-2, PENALTY),
-    epochs_per_stage=5,
-    batch_size=8,
-    learning_rate=2e-3,
-    head_learning_rate=1e-2,
-)
-SHORT = dataclasses.replace(SETTINGS, length_penalties=(1e-2,), epochs_per_stage=1)
-
-
-@pytest.fixture
-def fit(
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tiny_base_dir: Path,
-    make_labels: MakeLabels,
-    tmp_path: Path,
-) -> Callable[..., list[StageResult]]:
-    """Trains on 64 made-up traces, unless told otherwise."""
-
-    def run(
-        settings: TrainSettings = SETTINGS,
-        labels: Dataset | LabelledTraces | None = None,
-        out: Path = tmp_path / "run",
-        **changes: Any,
-    ) -> list[StageResult]:
-        labels = make_labels(64) if labels is None else labels
-        held_out = changes.pop("validation", make_labels(40, seed=1, prefix="v"))
-        label_settings = LabelSettings(
-            base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict()
-        )
-        return train(
-            tiny_base, tiny_tokenizer, labels, held_out, settings, label_settings, out, **changes
-        )
-
-    return run
-
-
-def log_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+from .conftest import PENALTY, SETTINGS, SHORT, MakeLabels, log_of
 
 
 def test_trained_policy_earns_more_than_never_stopping(
@@ -156,90 +106,6 @@ def test_baseline_learns_its_label_with_as_many_epochs(
     assert (said == target[table.mask]).mean() > 0.9
 
 
-WORKER = """
-import os, signal, sys
-import torch
-from datasets import load_from_disk
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from ospruner.eval.schema import LabelSettings
-from ospruner.train.loop import train
-from ospruner.train.settings import TrainSettings
-import json
-torch.set_num_threads(1)
-base, data, out, settings, kill_at = sys.argv[1:]
-def progress(phase, done, total, note=""):
-    if phase == "train" and done == int(kill_at):
-        os.kill(os.getpid(), signal.SIGKILL)
-train(AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base),
-      load_from_disk(data + "/train"), load_from_disk(data + "/validation"),
-      TrainSettings(**json.loads(settings)), LabelSettings.load(data + "/settings.json"), out,
-      progress=progress)
-"""
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums in the order of the worker, which computes on one thread too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def same_bits(one: Path, other: Path, stages: tuple[str, ...]) -> bool:
-    for name in stages:
-        ours, theirs = (load_file(run / name / "model.safetensors") for run in (one, other))
-        assert ours.keys() == theirs.keys()
-        assert ours["policy.head.weight"].abs().max() > 0
-        if not all(torch.equal(ours[key], theirs[key]) for key in ours):
-            return False
-    logs = [[{k: v for k, v in e.items() if k != "seconds"} for e in log_of(run)] for run in
-            (one, other)]  # fmt: skip
-    return logs[0] == logs[1]
-
-
-def test_killed_run_ends_with_the_same_bits(
-    fit: Callable[..., list[StageResult]],
-    one_thread: None,
-    make_labels: MakeLabels,
-    tiny_base_dir: Path,
-    tmp_path: Path,
-) -> None:
-    labels, held_out = make_labels(40), make_labels(10, seed=1, prefix="v")
-    labels.save_to_disk(tmp_path / "train")
-    held_out.save_to_disk(tmp_path / "validation")
-    LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict()).save(
-        tmp_path / "settings.json"
-    )
-    settings = dataclasses.replace(
-        SETTINGS,
-        length_penalties=(2e-2, 1e-2),
-        epochs_per_stage=2,
-        checkpoint_every=3,
-        final_learning_rate_share=0.1,
-        swa_share=0.9,
-    )  # 2 stages x 2 epochs x 5 steps
-    kill_at = 14  # in the second stage's first epoch, two steps after a checkpoint
-    command = [
-        sys.executable, "-c", WORKER, str(tiny_base_dir), str(tmp_path), str(tmp_path / "killed"),
-        json.dumps(settings.to_dict()), str(kill_at),
-    ]  # fmt: skip
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGKILL
-    assert (tmp_path / "killed" / "lam2e-2").is_dir()
-    assert not (tmp_path / "killed" / "lam1e-2").exists()
-    steps: list[int] = []
-
-    def progress(phase: str, done: int, total: int, note: str = "") -> None:
-        if phase == "train":
-            steps.append(done)
-
-    fit(settings, labels, tmp_path / "killed", validation=held_out, progress=progress)
-    assert steps == list(range(13, 21))  # goes on after step 12
-    fit(settings, labels, tmp_path / "whole", validation=held_out)
-    assert same_bits(tmp_path / "whole", tmp_path / "killed", ("lam2e-2", "lam1e-2"))
-
-
 def test_learning_rates_fall_within_each_stage(
     fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
 ) -> None:
@@ -293,38 +159,6 @@ def test_a_stage_ends_with_the_mean_of_its_last_weights(
     assert not torch.allclose(mean_saved, last_saved)
     assert torch.equal(last[9], last_saved)
     assert torch.equal(mean[9], mean_saved)  # where the next stage begins
-
-
-@pytest.mark.parametrize("kill_at", [3, 8])
-def test_run_without_checkpoints_within_epochs_repeats_the_epoch(
-    kill_at: int, fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    def progress(phase: str, done: int, total: int, note: str = "") -> None:
-        if phase == "train" and done == kill_at:
-            raise Killed
-
-    labels = make_labels(40)
-    settings = dataclasses.replace(SHORT, epochs_per_stage=2)
-    with pytest.raises(Killed):
-        fit(settings, labels, tmp_path / "killed", progress=progress)
-    fit(settings, labels, tmp_path / "killed")
-    fit(settings, labels, tmp_path / "whole")
-    assert same_bits(tmp_path / "whole", tmp_path / "killed", ("lam1e-2",))
-
-
-def test_finished_run_is_returned_as_it_is_and_may_be_moved(
-    fit: Callable[..., list[StageResult]], tmp_path: Path
-) -> None:
-    (first,) = fit(SHORT)
-    weights = (first.path / "model.safetensors").stat()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    (again,) = fit(SHORT, out=tmp_path / "moved")
-    assert again.path == tmp_path / "moved" / "lam1e-2"
-    assert (again.path / "model.safetensors").stat().st_mtime_ns == weights.st_mtime_ns
-    assert again.accuracy == first.accuracy
 
 
 def test_base_stays_as_it_was(
@@ -400,20 +234,6 @@ def test_what_cannot_be_learnt_from_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_folder_of_another_run_is_refused(
-    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
-) -> None:
-    fit(SHORT)
-    with pytest.raises(ValueError, match=r"another training run \(settings: .*'seed': 5"):
-        fit(dataclasses.replace(SHORT, seed=5))
-    with pytest.raises(ValueError, match=r"another training run \(train_labels: "):
-        fit(SHORT, make_labels(64, seed=9))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match=r"another run's files \(thesis\.tex\)"):
-        fit(SHORT, out=tmp_path / "other")
-
-
 @pytest.mark.parametrize(("n", "tuning"), [(0, "layers"), (1, "attention"), (2, "head")])
 def test_other_depths_and_tunings_train(
     n: int, tuning: Any, fit: Callable[..., list[StageResult]], tmp_path: Path
@@ -447,39 +267,3 @@ def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
     assert loaded.policy.tail.dtype == torch.bfloat16
     said = predict(loaded, make_labels(40, seed=1, prefix="v"))
     np.testing.assert_allclose(said, result.validation_probabilities(), atol=5e-2)
-
-
-def test_run_goes_on_with_other_checkpoints_and_cache(
-    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
-) -> None:
-    (kept,) = fit(SHORT, make_labels(40), tmp_path / "kept")
-    free = dataclasses.replace(SHORT, cache_limit_bytes=0, checkpoint_every=1)
-    (computed,) = fit(free, make_labels(40), tmp_path / "computed")
-    assert log_of(tmp_path / "kept")[0]["trunk_states_bytes"] > 0
-    assert log_of(tmp_path / "computed")[0]["trunk_states_bytes"] == 0
-    assert computed.tokens == pytest.approx(kept.tokens, rel=1e-4)
-    (again,) = fit(free, make_labels(40), tmp_path / "kept")
-    assert again == kept
-
-
-def test_states_on_disk_train_the_same_bits_and_are_found_again(
-    fit: Callable[..., list[StageResult]],
-    one_thread: None,
-    make_labels: MakeLabels,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (kept,) = fit(SHORT, make_labels(40), tmp_path / "memory")
-    settings = dataclasses.replace(SHORT, cache_limit_bytes=0, cache_on_disk=True)
-    (disk,) = fit(settings, make_labels(40), tmp_path / "disk")
-    files = [tmp_path / "disk" / f"trunk_states.{name}" for name in ("train", "validation")]
-    traces = LabelledTraces.from_dataset(make_labels(40))
-    assert files[0].stat().st_size == 4 * 32 * int(traces.token_lengths.sum())
-    ours, theirs = (load_file(stage.path / "model.safetensors") for stage in (kept, disk))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    # A run that begins anew there reads them; no trunk runs.
-    for name in ("checkpoint.pt", "log.jsonl"):
-        (tmp_path / "disk" / name).unlink()
-    monkeypatch.setattr(LabelledTraces, "_run_trunk", None)
-    (again,) = fit(settings, make_labels(40), tmp_path / "disk")
-    assert again == disk
