@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.reasoning_format import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
+from ospruner.train.loop import StageResult
 from ospruner.train.memory import memory_need
 from ospruner.train.packing import LabelledTraces
 from ospruner.train.policies import batch_loss, new_policy
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
 
-from .conftest import MakeLabels
+from .conftest import SHORT, MakeLabels
 
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -50,9 +51,6 @@ def test_the_statement_is_what_tensors_then_take(
     optimizer.step()
     moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert need.optimizer_bytes == held(moments)
-    averaged = [dataclasses.replace(target, swa_share=0.5) for target in targets]
-    more = memory_need(tiny_base, averaged, traces, traces)
-    assert more.total_bytes - need.total_bytes == len(targets) * need.gradient_bytes
     assert need.states_bytes == 2 * traces.cache_states(model, 2**30)
     small = memory_need(
         tiny_base,
@@ -66,3 +64,24 @@ def test_the_statement_is_what_tensors_then_take(
     each = 4 * (need.tail_bytes + need.optimizer_bytes)
     assert need.total_bytes == need.base_bytes + each + need.gradient_bytes + need.states_bytes
     assert str(need).startswith("4 target(s) will hold ")
+
+
+def test_averaged_weights_are_part_of_the_statement(
+    fit: Callable[..., list[StageResult]],
+    tiny_base: Qwen2ForCausalLM,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+) -> None:
+    settings = dataclasses.replace(SHORT, swa_share=1.0, checkpoint_every=1)
+    found: list[int] = []
+
+    def progress(phase: str, done: int, total: int, note: str = "") -> None:
+        if phase == "train" and done > 1:
+            checkpoint = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+            found.append(held(s["swa"] for s in checkpoint["optimizer"]["state"].values()))
+
+    fit(settings, make_labels(64), progress=progress)
+    traces = LabelledTraces.from_dataset(make_labels(12))
+    plain = dataclasses.replace(settings, swa_share=0.0)
+    with_means, without = (memory_need(tiny_base, [s], traces, traces) for s in (settings, plain))
+    assert set(found) == {with_means.optimizer_bytes - without.optimizer_bytes}

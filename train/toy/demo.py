@@ -60,6 +60,8 @@ class DemoSize:
         not_chosen: How many of all these, the highest, are shown, but not chosen from.
         epochs_per_stage: Passes over the training traces for each lambda.
         baseline_epochs: Passes for each baseline, which would overfit with as many in all.
+        swa_share: Share of a stage's last steps whose weights are averaged, at constant learning
+            rates; 0 keeps the last weights, at rates that fall to a tenth.
     """
 
     name: str
@@ -72,13 +74,15 @@ class DemoSize:
     not_chosen: int
     epochs_per_stage: int
     baseline_epochs: int
+    swa_share: float = 0.0
 
 
 STEEP_PENALTIES = (5e-3,)
 LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
 QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 4)
 STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
-FULL = DemoSize("full", 4000, 1500, 1500, 3, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
+FULL_PENALTIES = (1e-3, 5e-4, 2e-4, 0.0)
+FULL = DemoSize("full", 12000, 1500, 1500, 3, STEEP_PENALTIES, FULL_PENALTIES, 3, 4, 2, 0.75)
 
 
 def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float]) -> TrainSettings:
@@ -89,7 +93,8 @@ def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float])
         batch_size=32,
         learning_rate=5e-4,
         head_learning_rate=3e-3,
-        final_learning_rate_share=0.1,
+        final_learning_rate_share=1.0 if size.swa_share else 0.1,
+        swa_share=size.swa_share,
         seed=seed,
     )
 
