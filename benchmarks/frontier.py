@@ -172,11 +172,17 @@ def measure(run: Path, penalties: Sequence[float]) -> dict[str, Any]:
 
 
 def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, float]:
-    """Largest less smallest over the seeds: accuracy and reward in points, tokens as a share."""
+    """Largest less smallest over the seeds: accuracy and reward in points, tokens as a share.
+
+    `accuracy_standard_error` is that of the difference between the two most unlike seeds, by
+    problem: policies that are equally good spread by about so much on these problems.
+    """
     accuracy = np.array([100 * outcome.accuracy for outcome in outcomes])
     tokens: FloatArray = np.array([outcome.mean_tokens for outcome in outcomes])
+    least, most = (outcomes[int(k)].correct for k in (accuracy.argmin(), accuracy.argmax()))
     return {
         "accuracy_points": float(np.ptp(accuracy)),
+        "accuracy_standard_error": float(100 * np.std(most - least) / len(most) ** 0.5),
         "tokens_percent": float(100 * np.ptp(tokens) / tokens.mean()),
         "reward_points": float(np.ptp(accuracy - 100 * length_penalty * tokens)),
     }
@@ -204,6 +210,7 @@ def report(result: dict[str, Any]) -> None:
         print(f"{name:30}" + "".join(f"{_percent(cell):>24}" for cell in cells))
     columns = {
         "accuracy_points": "accuracy, points",
+        "accuracy_standard_error": "its s.e.",
         "tokens_percent": "tokens, %",
         "reward_points": "reward, points",
     }

@@ -24,6 +24,7 @@ SIZE = dataclasses.replace(
     length_penalties=(1e-3, 5e-4),
     epochs_per_stage=1,
     baseline_epochs=1,
+    swa_share=0.5,
 )
 
 
@@ -50,4 +51,7 @@ def test_it_reads_a_demo(
     assert set(found["area_differences"]) == (trained | free) - {"OS-Pruner"}
     assert list(found["gap_closed"]) == ["0.0005", "0.0002", "0.0001"]
     assert list(found["seed_spread"]) == ["lam5e-3", "lam1e-3", "lam5e-4"]
+    for spread in found["seed_spread"].values():
+        assert spread["accuracy_points"] > 0
+        assert spread["accuracy_standard_error"] > 0
     assert all(0 <= area["value"] <= 1 for area in found["areas"].values())
