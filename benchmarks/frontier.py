@@ -28,7 +28,7 @@ from ospruner.eval.metrics import estimate
 from ospruner.eval.policies import METHOD_NAMES, PAPER_THRESHOLDS
 from ospruner.eval.replay import Outcome, pool, replay
 from ospruner.eval.rules import parse_rule, replay_rule
-from ospruner.eval.table import FloatArray
+from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.train.from_labels import Labels, load_labels
 from ospruner.train.packing import LabelledTraces
 from ospruner.train.policies import StageResult, predict
@@ -43,6 +43,7 @@ RULES = {
 }
 BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
+SHIFTS = np.arange(-8.0, 9.0)  # of stop logits, by which a policy is made longer or shorter
 
 
 class Splits:
@@ -106,7 +107,9 @@ def trained(
             validation.append(pool(both["validation"]))
             test.append(pool(both["test"]))
             if threshold is None:
-                spreads[stage.name] = spread(both["test"], stage.length_penalty)
+                spreads[stage.name] = spread(both["test"], stage.length_penalty) | valley(
+                    splits.traces["test"].table, [pi["test"] for pi in found], stage.length_penalty
+                )
     return Family(METHOD_NAMES[method], validation, test), spreads
 
 
@@ -188,6 +191,39 @@ def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, floa
     }
 
 
+def valley(
+    table: TraceTable, probabilities: Sequence[FloatArray], length_penalty: float
+) -> dict[str, float]:
+    """How closely lambda tells a policy's length, seen by shifting the seeds' stop logits.
+
+    `indifferent_tokens_percent` is the width of the range of mean tokens, the seeds pooled, whose
+    reward is within one standard error (paired, by problem) of the best shift's. Beyond what data
+    can tell, seeds may differ; `equal_tokens_accuracy_points` is the accuracy's spread once each
+    seed is shifted to the length that all have on average.
+    """
+    by_seed = [[replay(table, shifted(pi, shift)) for shift in SHIFTS] for pi in probabilities]
+    pooled = [pool(list(outcomes)) for outcomes in zip(*by_seed, strict=True)]
+    rewards = np.array([o.correct - length_penalty * o.tokens for o in pooled])  # (shifts, N)
+    lost = rewards[rewards.mean(1).argmax()] - rewards
+    near = lost.mean(1) <= lost.std(1) / len(table) ** 0.5
+    tokens = np.array([outcome.mean_tokens for outcome in pooled])
+    length = tokens[SHIFTS == 0].item()
+    accuracy = [
+        np.interp(length, [o.mean_tokens for o in seed[::-1]], [o.accuracy for o in seed[::-1]])
+        for seed in by_seed  # a higher shift stops earlier
+    ]
+    return {
+        "indifferent_tokens_percent": float(100 * np.ptp(tokens[near]) / length),
+        "equal_tokens_accuracy_points": float(100 * np.ptp(accuracy)),
+    }
+
+
+def shifted(probabilities: FloatArray, shift: float) -> FloatArray:
+    """Probabilities whose logits are `shift` higher."""
+    odds = float(np.exp(shift))
+    return probabilities * odds / (1 - probabilities + probabilities * odds)
+
+
 def report(result: dict[str, Any]) -> None:
     """Prints the numbers, and which of the bars hold."""
     print(f"{result['test_traces']} test traces, {result['seeds']} training seeds")
@@ -213,12 +249,14 @@ def report(result: dict[str, Any]) -> None:
         "accuracy_standard_error": "its s.e.",
         "tokens_percent": "tokens, %",
         "reward_points": "reward, points",
+        "indifferent_tokens_percent": "tokens within 1 s.e.",
+        "equal_tokens_accuracy_points": "acc. at = tokens",
     }
-    print(f"\n{'spread over the seeds':30}" + "".join(f"{c:>18}" for c in columns.values()))
+    print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>20}" for c in columns.values()))
     for name, values in result["seed_spread"].items():
         held = all(values[key] <= bar for key, bar in SPREAD_BARS.items())
-        cells = "".join(f"{values[key]:18.2f}" for key in columns)
-        print(f"{name:30}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
+        cells = "".join(f"{values[key]:20.2f}" for key in columns)
+        print(f"{name:22}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
 
 
 def _points(values: dict[str, float]) -> str:

@@ -54,4 +54,5 @@ def test_it_reads_a_demo(
     for spread in found["seed_spread"].values():
         assert spread["accuracy_points"] > 0
         assert spread["accuracy_standard_error"] > 0
+        assert spread["indifferent_tokens_percent"] >= 0
     assert all(0 <= area["value"] <= 1 for area in found["areas"].values())
