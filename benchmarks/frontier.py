@@ -252,10 +252,10 @@ def report(result: dict[str, Any]) -> None:
         "indifferent_tokens_percent": "tokens within 1 s.e.",
         "equal_tokens_accuracy_points": "acc. at = tokens",
     }
-    print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>20}" for c in columns.values()))
+    print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>22}" for c in columns.values()))
     for name, values in result["seed_spread"].items():
         held = all(values[key] <= bar for key, bar in SPREAD_BARS.items())
-        cells = "".join(f"{values[key]:20.2f}" for key in columns)
+        cells = "".join(f"{values[key]:22.2f}" for key in columns)
         print(f"{name:22}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
 
 
