@@ -79,7 +79,7 @@ def demo(
         "runs/demo"
     ),
     quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The proof: 3 seeds, an hour.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The proof: 3 seeds, some hours.")] = False,
     json_file: JsonFile = None,
     seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
 ) -> None:
