@@ -129,6 +129,10 @@ def train_command(
     swa_share: Annotated[
         float, typer.Option(help="Share of each lambda's steps, the last ones, to average over.")
     ] = 0.0,
+    entropy_bonus: Annotated[
+        float,
+        typer.Option(help="Tokens a nat of the stopping time's entropy is worth; 0 in the paper."),
+    ] = 0.0,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
     tuning: Annotated[str, typer.Option(help="layers, attention, lora or head.")] = "layers",
     lora_rank: Annotated[int, typer.Option(help="Of the adapters, with --tuning lora.")] = 16,
@@ -178,6 +182,7 @@ def train_command(
         head_learning_rate=head_learning_rate,
         final_learning_rate_share=final_learning_rate_share,
         swa_share=swa_share,
+        entropy_bonus=entropy_bonus,
         num_policy_layers=layers,
         tuning=tuning,
         lora_rank=lora_rank,

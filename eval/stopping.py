@@ -23,6 +23,7 @@ __all__ = [
     "last_step_mask",
     "log_stop_distribution",
     "stop_distribution_from_probabilities",
+    "stop_entropy",
     "threshold_stop",
 ]
 
@@ -110,6 +111,29 @@ def expected_reward(
     probability = log_stop_distribution(logits, mask).exp()  # (N, T)
     reward = correct.to(probability.dtype) - length_penalty * lengths.to(probability.dtype)
     return (probability * reward.masked_fill(~mask, 0.0)).sum(dim=1)
+
+
+def stop_entropy(logits: Tensor, mask: Tensor) -> Tensor:
+    """Entropy of the step at which the policy stops, H(tau) = -sum_i P(tau = i) log P(tau = i).
+
+    It is also the entropy of the choices that are met on the way, each weighted with the
+    probability that the policy gets there. Differentiable.
+
+    Args:
+        logits: (N, T) stop logits.
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        (N,) entropies in nats, in the logits' precision (float32 at least); 0 where a trace has
+        one step.
+
+    Raises:
+        TypeError, ValueError: see `log_stop_distribution`.
+    """
+    log_probability = log_stop_distribution(logits, mask)  # (N, T)
+    # Logs are finite on real steps: 0 log 0 is 0, and so is its gradient.
+    terms = log_probability.exp() * log_probability.masked_fill(~mask, 0.0)
+    return -terms.sum(dim=1)
 
 
 def stop_distribution_from_probabilities(probabilities: Tensor, mask: Tensor) -> Tensor:

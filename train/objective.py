@@ -2,21 +2,30 @@
 
 R = sum_i [prod_{j<i} (1 - pi_j)] pi_i (A_i - lambda L_i) is differentiable in the stop logits, and
 A_i, L_i are labels: no trace is sampled while training.
+
+An entropy bonus c counts c H(tau) tokens less. Gradients fade with pi (1 - pi): once most choices
+are all but certain, runs stay with what they happened to learn first; the bonus keeps those open
+on which little depends (maximum-entropy policy gradients; docs/training.md tells what it does).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ospruner.eval.stopping import expected_reward
+from ospruner.eval.stopping import expected_reward, stop_entropy
 
 __all__ = ["objective_loss"]
 
 
 def objective_loss(
-    logits: Tensor, correct: Tensor, lengths: Tensor, length_penalty: float, mask: Tensor
+    logits: Tensor,
+    correct: Tensor,
+    lengths: Tensor,
+    length_penalty: float,
+    mask: Tensor,
+    entropy_bonus: float = 0.0,
 ) -> Tensor:
-    """-(1/N) sum_n R_n over a batch of N traces.
+    """-(1/N) sum_n (R_n + lambda c H_n) over a batch of N traces.
 
     Args:
         logits: (N, T) stop logits at step ends.
@@ -24,6 +33,7 @@ def objective_loss(
         lengths: (N, T) L_i in tokens.
         length_penalty: lambda >= 0.
         mask: (N, T) bool, true on real steps.
+        entropy_bonus: c >= 0, tokens that a nat of the stopping time's entropy is worth.
 
     Returns:
         A scalar.
@@ -31,4 +41,7 @@ def objective_loss(
     Raises:
         TypeError, ValueError: see `expected_reward`.
     """
-    return -expected_reward(logits, correct, lengths, length_penalty, mask).mean()
+    gain = expected_reward(logits, correct, lengths, length_penalty, mask)  # (N,)
+    if entropy_bonus:
+        gain = gain + length_penalty * entropy_bonus * stop_entropy(logits, mask)
+    return -gain.mean()

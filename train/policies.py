@@ -143,7 +143,13 @@ def _prepared(model: AnyTrainable, settings: TrainSettings) -> AnyTrainable:
     return model
 
 
-def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float) -> Tensor:
+def batch_loss(
+    method: str,
+    logits: Tensor,
+    batch: Batch,
+    length_penalty: float,
+    entropy_bonus: float = 0.0,
+) -> Tensor:
     """The loss of one batch.
 
     Args:
@@ -151,12 +157,13 @@ def batch_loss(method: str, logits: Tensor, batch: Batch, length_penalty: float)
         logits: (B, T) stop logits at step ends.
         batch: the labels.
         length_penalty: lambda; only "os-pruner" has one.
+        entropy_bonus: of the stopping time, in tokens a nat; only "os-pruner" has one.
     """
     mask = batch.mask.to(logits.device)
     correct = batch.correct.to(logits.device)
     if method == "os-pruner":
         lengths = batch.lengths.to(logits.device)
-        return objective_loss(logits, correct, lengths, length_penalty, mask)
+        return objective_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
     targets = batch.matches_final.to(logits.device) if method == "convergence" else correct
     return classification_loss(logits, targets, mask)
 

@@ -183,7 +183,9 @@ class Run:
         logits = self.trained(hidden, part.positions.to(hidden.device))  # (B, T)
         counts = self.processes.rank < len(rows)  # else a stand-in
         weight = counts * loss_weight(self.settings.method, part, batch)
-        loss = weight * batch_loss(self.settings.method, logits, part, stage.length_penalty)
+        loss = weight * batch_loss(
+            self.settings.method, logits, part, stage.length_penalty, self.settings.entropy_bonus
+        )
         seen = choices_of(logits.detach().cpu(), part.mask)
         value, *found = self.processes.sum(np.array([loss.item(), *(counts * n for n in seen)]))
         if not math.isfinite(value):

@@ -56,6 +56,9 @@ class TrainSettings:
         swa_share: share of each stage's steps, the last ones, whose weights are averaged
             (stochastic weight averaging, arXiv 1803.05407): the mean is saved and trained on.
             0 keeps the last step's weights, as the paper does.
+        entropy_bonus: thinking tokens that a nat of the stopping time's entropy is worth, which
+            keeps stop probabilities from saturating; 0 is the paper's objective. Half the tokens of
+            a step to all of them is a good one (docs/training.md). The baselines have none.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
@@ -91,6 +94,7 @@ class TrainSettings:
     head_learning_rate: float | None = None
     final_learning_rate_share: float = 1.0
     swa_share: float = 0.0
+    entropy_bonus: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -145,8 +149,14 @@ class TrainSettings:
         for name in ("final_learning_rate_share", "swa_share"):
             if not 0 <= vars(self)[name] <= 1:
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must lie in [0, 1]")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay is {self.weight_decay!r}; it must be finite and >= 0")
+        for name in ("weight_decay", "entropy_bonus"):
+            if not (math.isfinite(vars(self)[name]) and vars(self)[name] >= 0):
+                raise ValueError(f"{name} is {vars(self)[name]!r}; it must be finite and >= 0")
+        if self.entropy_bonus and self.method != "os-pruner":
+            raise ValueError(
+                f"entropy_bonus is {self.entropy_bonus:g}, but method {self.method!r} is a "
+                "classifier and has none: leave it out (TrainSettings.baseline does)"
+            )
 
     @property
     def stages(self) -> list[Stage]:
@@ -170,6 +180,7 @@ class TrainSettings:
             self,
             method=method,
             length_penalties=(),
+            entropy_bonus=0.0,
             epochs_per_stage=self.total_epochs,
             first_stage_epochs=None,
             last_stage_epochs=None,

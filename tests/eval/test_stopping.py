@@ -13,6 +13,7 @@ from ospruner.eval.stopping import (
     last_step_mask,
     log_stop_distribution,
     stop_distribution_from_probabilities,
+    stop_entropy,
     threshold_stop,
 )
 
@@ -46,6 +47,39 @@ def brute_force(logits: Tensor, correct: Tensor, lengths: Tensor, mask: Tensor) 
             survival = survival * (1 - pi)
         rewards.append(reward + 0.0 * logits[n].sum())  # T = 1 depends on no logit
     return torch.stack(rewards)
+
+
+@given(st.integers(1, 30), st.sampled_from([0.5, 5.0, 50.0]), st.integers(0, 10**6))
+@settings(deadline=None)
+def test_entropy_is_that_of_the_choices_on_the_way(steps: int, scale: float, seed: int) -> None:
+    logits, _, _, mask = ragged(4, steps, scale, seed)
+    for n, row in enumerate(stop_entropy(logits, mask)):
+        expected, survival = 0.0, 1.0
+        for i in range(int(mask[n].sum()) - 1):
+            p = torch.sigmoid(logits[n, i]).item()
+            q = torch.sigmoid(-logits[n, i]).item()
+            expected -= survival * (p * math.log(p) + q * math.log(q))
+            survival *= q
+        assert row.item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_entropy_of_uniform_stopping_is_the_logarithm_of_the_steps() -> None:
+    T = 8
+    logits = torch.tensor([[math.log(1 / (T - 1 - i)) for i in range(T - 1)] + [3.0]])
+    entropy = stop_entropy(logits, torch.ones(1, T, dtype=torch.bool))
+    assert entropy.item() == pytest.approx(math.log(T), rel=1e-6)
+
+
+def test_entropy_has_a_finite_gradient_where_no_probability_is_left() -> None:
+    logits = torch.tensor([[200.0, 5.0, -300.0, 1.0], [-300.0, 200.0, 0.0, 9.0]])
+    logits.requires_grad_(True)
+    mask = torch.tensor([[True, True, True, True], [True, True, True, False]])
+    entropy = stop_entropy(logits, mask)
+    entropy.sum().backward()
+    assert entropy.tolist() == [0.0, 0.0]
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

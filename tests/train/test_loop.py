@@ -60,6 +60,21 @@ def test_trained_policy_earns_more_than_never_stopping(
     assert all(0 <= e["saturated_share"] <= 1 for e in epochs)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_entropy_bonus_keeps_a_run_from_never_stopping(
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path, seed: int
+) -> None:
+    labels = make_labels(128)
+    settings = dataclasses.replace(SETTINGS, length_penalties=(1e-2,), seed=seed)
+    (stuck,) = fit(settings, labels, tmp_path / "without")
+    (free,) = fit(dataclasses.replace(settings, entropy_bonus=5.0), labels, tmp_path / "with")
+    assert stuck.tokens > 0.99 * stuck.full_tokens  # 1e-2 is too low a lambda to begin with
+    assert free.tokens < 0.8 * free.full_tokens
+    assert free.accuracy > 0.98
+    without, with_bonus = (log_of(tmp_path / name)[-2] for name in ("without", "with"))
+    assert with_bonus["saturated_share"] < 0.8 < without["saturated_share"]
+
+
 def test_validation_result_is_that_of_the_saved_policy(
     fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM
 ) -> None:

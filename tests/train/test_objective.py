@@ -30,7 +30,7 @@ def make_batch(seed: int = 0) -> Batch:
     )
 
 
-def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float) -> float:
+def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float, bonus: float) -> float:
     """The loss from its definition, one trace and step after the other."""
     reward, entropy, steps = 0.0, 0.0, 0
     for n, T in enumerate(NUM_STEPS):
@@ -39,7 +39,7 @@ def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float) -> 
             p = 1 / (1 + math.exp(-float(logits[n, i])))
             stop = 1.0 if i == T - 1 else p
             gain = float(batch.correct[n, i]) - penalty * float(batch.lengths[n, i])
-            reward += survival * stop * gain
+            reward += survival * stop * (gain - penalty * bonus * math.log(survival * stop))
             survival *= 1 - stop
             target = batch.correct if method == "probe" else batch.matches_final
             y = float(target[n, i])
@@ -48,23 +48,27 @@ def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float) -> 
     return -reward / len(NUM_STEPS) if method == "os-pruner" else entropy / steps
 
 
-@pytest.mark.parametrize("method", ["os-pruner", "probe", "convergence"])
-def test_batch_loss_and_its_gradient(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "bonus"),
+    [("os-pruner", 0.0), ("os-pruner", 10.0), ("probe", 0.0), ("convergence", 0.0)],
+)
+def test_batch_loss_and_its_gradient(method: str, bonus: float) -> None:
     batch, penalty = make_batch(), 3e-3
     draws = torch.Generator().manual_seed(1)
     logits = torch.randn(batch.mask.shape, generator=draws, dtype=torch.float64) * 2
     logits.requires_grad_(True)
-    loss = batch_loss(method, logits, batch, penalty)
-    assert loss.item() == pytest.approx(by_hand(method, logits.detach(), batch, penalty), abs=1e-12)
+    loss = batch_loss(method, logits, batch, penalty, bonus)
+    expected = by_hand(method, logits.detach(), batch, penalty, bonus)
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
     loss.backward()
     assert logits.grad is not None
     step = 1e-6
     for n, i in torch.cartesian_prod(*map(torch.arange, logits.shape)).tolist():
         moved = logits.detach().clone()
         moved[n, i] += step
-        above = batch_loss(method, moved, batch, penalty).item()
+        above = batch_loss(method, moved, batch, penalty, bonus).item()
         moved[n, i] -= 2 * step
-        below = batch_loss(method, moved, batch, penalty).item()
+        below = batch_loss(method, moved, batch, penalty, bonus).item()
         assert logits.grad[n, i].item() == pytest.approx((above - below) / (2 * step), abs=1e-8)
     assert (logits.grad[~batch.mask] == 0).all()
     assert (logits.grad[batch.mask] != 0).sum() >= 6

@@ -25,6 +25,11 @@ from ospruner.train.settings import TrainSettings, penalty_name
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be finite and > 0"),
         ({"head_learning_rate": -1.0}, "head_learning_rate is -1.0"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
+        ({"entropy_bonus": float("nan")}, "entropy_bonus is nan; it must be finite and >= 0"),
+        (
+            {"method": "probe", "length_penalties": (), "entropy_bonus": 10.0},
+            "entropy_bonus is 10, but method 'probe' is a classifier",
+        ),
         ({"final_learning_rate_share": 1.5}, "final_learning_rate_share is 1.5"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
     ],
@@ -40,12 +45,15 @@ def test_count_that_is_no_integer_is_refused() -> None:
 
 
 def test_stages_and_baselines_of_equal_length() -> None:
-    settings = TrainSettings(length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, seed=7)
+    settings = TrainSettings(
+        length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, entropy_bonus=10.0, seed=7
+    )
     stages = [(stage.name, stage.length_penalty, stage.epochs) for stage in settings.stages]
     assert stages == [("lam1e-3", 1e-3, 4), ("lam2.5e-5", 2.5e-5, 4), ("lam0", 0.0, 4)]
     probe = settings.baseline("probe")
     assert [(stage.name, stage.epochs) for stage in probe.stages] == [("probe", 12)]
     assert (probe.total_epochs, probe.seed) == (settings.total_epochs, 7)
+    assert probe.entropy_bonus == 0
 
 
 def test_a_longer_first_stage_counts_in_every_target() -> None:
