@@ -58,8 +58,7 @@ class DemoSize:
             stays with its early stops (docs/training.md).
         length_penalties: The annealed lambdas.
         not_chosen: How many of all these, the highest, are shown, but not chosen from.
-        steep_epochs: Passes over the training traces for each steep lambda.
-        epochs_per_stage: Passes for each annealed lambda.
+        epochs_per_stage: Passes over the training traces for each lambda.
         baseline_epochs: Passes for each baseline, which would overfit with as many in all.
         swa_share: Share of a stage's last steps whose weights are averaged, at constant learning
             rates; 0 keeps the last weights, at rates that fall to a tenth.
@@ -73,7 +72,6 @@ class DemoSize:
     steep_penalties: tuple[float, ...]
     length_penalties: tuple[float, ...]
     not_chosen: int
-    steep_epochs: int
     epochs_per_stage: int
     baseline_epochs: int
     swa_share: float = 0.0
@@ -81,11 +79,11 @@ class DemoSize:
 
 STEEP_PENALTIES = (5e-3,)
 LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
-QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 2, 4)
-STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 2, 4)
+QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 4)
+STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
 FULL_PENALTIES = (1e-3, 5e-4, 2e-4)  # at 0 seeds end far apart: docs/training.md
 FULL = DemoSize(
-    "full", 12000, 1500, 6000, 3, STEEP_PENALTIES, FULL_PENALTIES, 2, 2, 8, 2, swa_share=0.5
+    "full", 12000, 1500, 6000, 3, STEEP_PENALTIES, FULL_PENALTIES, 3, 4, 2, swa_share=0.75
 )
 
 
@@ -210,10 +208,7 @@ def _train_all(
         settings = train_settings(size, number, size.length_penalties)
         plans: list[tuple[str, TrainSettings]] = [("os-pruner", settings)]
         if size.steep_penalties:
-            steep = train_settings(size, number, size.steep_penalties)
-            plans.insert(
-                0, (STEEP_RUN, dataclasses.replace(steep, epochs_per_stage=size.steep_epochs))
-            )
+            plans.insert(0, (STEEP_RUN, train_settings(size, number, size.steep_penalties)))
         for method in BASELINES:
             baseline = settings.baseline(method)
             plans.append(
