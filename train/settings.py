@@ -57,8 +57,8 @@ class TrainSettings:
             (stochastic weight averaging, arXiv 1803.05407): the mean is saved and trained on.
             0 keeps the last step's weights, as the paper does.
         entropy_bonus: thinking tokens that a nat of the stopping time's entropy is worth, which
-            keeps stop probabilities from saturating; 0 is the paper's objective. Half the tokens of
-            a step to all of them is a good one (docs/training.md). The baselines have none.
+            keeps stop probabilities from saturating; 0 is the paper's objective. The mean tokens of
+            a step are a good one (docs/training.md). The baselines have none.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
