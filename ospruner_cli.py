@@ -131,7 +131,7 @@ def train_command(
     ] = 0.0,
     entropy_bonus: Annotated[
         float,
-        typer.Option(help="Tokens a nat of the stopping time's entropy is worth; 0 in the paper."),
+        typer.Option(help="Reward for a nat of the stopping time's entropy; 0 in the paper."),
     ] = 0.0,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
     tuning: Annotated[str, typer.Option(help="layers, attention, lora or head.")] = "layers",

@@ -3,9 +3,9 @@
 R = sum_i [prod_{j<i} (1 - pi_j)] pi_i (A_i - lambda L_i) is differentiable in the stop logits, and
 A_i, L_i are labels: no trace is sampled while training.
 
-An entropy bonus c counts c H(tau) tokens less. Gradients fade with pi (1 - pi): once most choices
-are all but certain, runs stay with what they happened to learn first; the bonus keeps those open
-on which little depends (maximum-entropy policy gradients; docs/training.md tells what it does).
+An entropy bonus adds alpha H(tau). Gradients fade with pi (1 - pi): once most choices are all but
+certain, runs stay with what they happened to learn first; the bonus keeps those open on which
+little depends (maximum-entropy policy gradients; docs/training.md tells what it does).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def objective_loss(
     mask: Tensor,
     entropy_bonus: float = 0.0,
 ) -> Tensor:
-    """-(1/N) sum_n (R_n + lambda c H_n) over a batch of N traces.
+    """-(1/N) sum_n (R_n + alpha H_n) over a batch of N traces.
 
     Args:
         logits: (N, T) stop logits at step ends.
@@ -33,7 +33,7 @@ def objective_loss(
         lengths: (N, T) L_i in tokens.
         length_penalty: lambda >= 0.
         mask: (N, T) bool, true on real steps.
-        entropy_bonus: c >= 0, tokens that a nat of the stopping time's entropy is worth.
+        entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
 
     Returns:
         A scalar.
@@ -43,5 +43,5 @@ def objective_loss(
     """
     gain = expected_reward(logits, correct, lengths, length_penalty, mask)  # (N,)
     if entropy_bonus:
-        gain = gain + length_penalty * entropy_bonus * stop_entropy(logits, mask)
+        gain = gain + entropy_bonus * stop_entropy(logits, mask)
     return -gain.mean()

@@ -157,7 +157,7 @@ def batch_loss(
         logits: (B, T) stop logits at step ends.
         batch: the labels.
         length_penalty: lambda; only "os-pruner" has one.
-        entropy_bonus: of the stopping time, in tokens a nat; only "os-pruner" has one.
+        entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
     """
     mask = batch.mask.to(logits.device)
     correct = batch.correct.to(logits.device)

@@ -56,9 +56,9 @@ class TrainSettings:
         swa_share: share of each stage's steps, the last ones, whose weights are averaged
             (stochastic weight averaging, arXiv 1803.05407): the mean is saved and trained on.
             0 keeps the last step's weights, as the paper does.
-        entropy_bonus: thinking tokens that a nat of the stopping time's entropy is worth, which
-            keeps stop probabilities from saturating; 0 is the paper's objective. The mean tokens of
-            a step are a good one (docs/training.md). The baselines have none.
+        entropy_bonus: reward for a nat of the stopping time's entropy, which keeps stop
+            probabilities from saturating (docs/training.md); 0 is the paper's objective. In
+            the reward's unit: 0.01 is a point of accuracy. The baselines have none.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.

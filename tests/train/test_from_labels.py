@@ -37,13 +37,13 @@ def test_the_command_trains_a_frontier_and_a_baseline(labels: Path, tmp_path: Pa
     numbers = tmp_path / "stages.json"
     where = ["--out", str(tmp_path / "a"), "--json", str(numbers)]
     rates = ["--first-epochs", "2", "--final-learning-rate-share", "0.02", "--swa-share", "0.5"]
-    rates += ["--entropy-bonus", "10"]
+    rates += ["--entropy-bonus", "0.005"]
     done = CliRunner().invoke(app, ["train", *shared, "--lambdas", "1e-3,0", *rates, *where])
     assert done.exit_code == 0, done.output
     settings = json.loads((tmp_path / "a" / "run.json").read_text())["settings"]
     assert settings["first_stage_epochs"] == 2
     assert (settings["final_learning_rate_share"], settings["swa_share"]) == (0.02, 0.5)
-    assert settings["entropy_bonus"] == 10
+    assert settings["entropy_bonus"] == 0.005
     stages = json.loads(numbers.read_text())
     assert [stage["length_penalty"] for stage in stages] == [1e-3, 0.0]
     for stage in stages:

@@ -27,8 +27,8 @@ from ospruner.train.settings import TrainSettings, penalty_name
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
         ({"entropy_bonus": float("nan")}, "entropy_bonus is nan; it must be finite and >= 0"),
         (
-            {"method": "probe", "length_penalties": (), "entropy_bonus": 10.0},
-            "entropy_bonus is 10, but method 'probe' is a classifier",
+            {"method": "probe", "length_penalties": (), "entropy_bonus": 0.01},
+            "entropy_bonus is 0.01, but method 'probe' is a classifier",
         ),
         ({"final_learning_rate_share": 1.5}, "final_learning_rate_share is 1.5"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
@@ -46,7 +46,7 @@ def test_count_that_is_no_integer_is_refused() -> None:
 
 def test_stages_and_baselines_of_equal_length() -> None:
     settings = TrainSettings(
-        length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, entropy_bonus=10.0, seed=7
+        length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, entropy_bonus=0.01, seed=7
     )
     stages = [(stage.name, stage.length_penalty, stage.epochs) for stage in settings.stages]
     assert stages == [("lam1e-3", 1e-3, 4), ("lam2.5e-5", 2.5e-5, 4), ("lam0", 0.0, 4)]
