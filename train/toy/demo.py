@@ -62,6 +62,7 @@ class DemoSize:
         baseline_epochs: Passes for each baseline, which would overfit with as many in all.
         swa_share: Share of a stage's last steps whose weights are averaged, at constant learning
             rates; 0 keeps the last weights, at rates that fall to a tenth.
+        entropy_bonus: Of the annealed and the steep policies, in reward a nat.
     """
 
     name: str
@@ -75,6 +76,7 @@ class DemoSize:
     epochs_per_stage: int
     baseline_epochs: int
     swa_share: float = 0.0
+    entropy_bonus: float = 0.0
 
 
 STEEP_PENALTIES = (5e-3,)
@@ -83,7 +85,18 @@ QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 4)
 STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
 FULL_PENALTIES = (1e-3, 5e-4, 2e-4)  # at 0 seeds end far apart: docs/training.md
 FULL = DemoSize(
-    "full", 12000, 1500, 6000, 3, STEEP_PENALTIES, FULL_PENALTIES, 3, 4, 2, swa_share=0.75
+    "full",
+    12000,
+    1500,
+    6000,
+    3,
+    STEEP_PENALTIES,
+    FULL_PENALTIES,
+    2,
+    4,
+    2,
+    swa_share=0.5,
+    entropy_bonus=0.01,
 )
 
 
@@ -97,6 +110,7 @@ def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float])
         head_learning_rate=3e-3,
         final_learning_rate_share=1.0 if size.swa_share else 0.1,
         swa_share=size.swa_share,
+        entropy_bonus=size.entropy_bonus,
         seed=seed,
     )
 
