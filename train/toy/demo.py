@@ -83,7 +83,7 @@ STEEP_PENALTIES = (5e-3,)
 LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
 QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 4)
 STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
-FULL_PENALTIES = (1e-3, 5e-4, 2e-4)  # at 0 seeds end far apart: docs/training.md
+FULL_PENALTIES = (1e-3, 5e-4, 2e-4)
 FULL = DemoSize(
     "full",
     12000,
