@@ -8,8 +8,10 @@ step ends. The baselines go through the same loop with another loss.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,9 @@ def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
     free = {"cache_limit_bytes", "cache_on_disk", "checkpoint_every"}
     free |= {"gradient_checkpointing", "validate_every"}
     return {name: value for name, value in settings.to_dict().items() if name not in free}
+
+
+if __name__ == "__main__":  # accelerate launch -m ospruner.train.loop: the command `ospruner train`
+    (command,) = entry_points(group="console_scripts", name="ospruner")
+    sys.argv.insert(1, "train")
+    command.load()()

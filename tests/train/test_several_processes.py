@@ -102,9 +102,12 @@ def test_one_process_starts_and_two_end(
 
 
 @pytest.mark.slow
-def test_the_command_runs_under_accelerate(labels: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [("ospruner_cli", "train"), ("ospruner.train.loop",)])
+def test_the_command_runs_under_accelerate(
+    module: tuple[str, ...], labels: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    line = ["-m", "ospruner_cli", "train", "--labels", labels, "--out", out, "--batch-size", 8]
+    line = ["-m", *module, "--labels", labels, "--out", out, "--batch-size", 8]
     said = launch(*line, "--lambdas", "1e-3", "--tuning", "head")
     assert said.count("On the validation traces") == 1  # one process prints
     assert (out / "lam1e-3" / "model.safetensors").is_file()
