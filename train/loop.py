@@ -215,6 +215,5 @@ def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":  # accelerate launch -m ospruner.train.loop: the command `ospruner train`
-    (command,) = entry_points(group="console_scripts", name="ospruner")
     sys.argv.insert(1, "train")
-    command.load()()
+    entry_points(group="console_scripts")["ospruner"].load()()

@@ -83,7 +83,6 @@ STEEP_PENALTIES = (5e-3,)
 LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
 QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 4)
 STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
-FULL_PENALTIES = (1e-3, 5e-4, 2e-4)
 FULL = DemoSize(
     "full",
     train=12000,
@@ -91,7 +90,7 @@ FULL = DemoSize(
     test=6000,
     seeds=3,
     steep_penalties=STEEP_PENALTIES,
-    length_penalties=FULL_PENALTIES,
+    length_penalties=(1e-3, 5e-4, 2e-4),
     not_chosen=2,
     epochs_per_stage=4,
     baseline_epochs=2,
