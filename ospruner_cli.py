@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from ospruner.eval.evaluation import Evaluation
+    from ospruner.eval.online.evaluation import Evaluation
 
 app = typer.Typer(
     name="ospruner",
@@ -166,11 +166,10 @@ def train_command(
     json_file: JsonFile = None,
 ) -> None:
     """Train policies on labelled traces: one run anneals through all lambdas."""
+    from modeling_ospruner.common.progress import PhaseBars, silent
     from ospruner.train.from_labels import settings_for, train_from_labels
+    from ospruner.train.loop import print_stages
     from ospruner.train.processes import open_processes
-    from ospruner.train.progress import silent
-    from ospruner.train.stage_report import print_stages
-    from ospruner.train.toy.bars import PhaseBars
 
     settings = settings_for(
         lambdas,
@@ -271,11 +270,11 @@ def label_command(
     json_file: JsonFile = None,
 ) -> None:
     """Sample traces of problems, force and grade the answer after every step."""
-    from modeling_ospruner.serving.open_engine import EngineOptions
-    from ospruner.train.label_run import ProblemOptions, parse_columns, run_label
-    from ospruner.train.label_stats import print_run
-    from ospruner.train.scale_ray import RayOptions
-    from ospruner.train.toy.bars import PhaseBars
+    from modeling_ospruner.common.progress import PhaseBars
+    from modeling_ospruner.engines.opening import EngineOptions
+    from ospruner.train.labels.command import ProblemOptions, parse_columns, run_label
+    from ospruner.train.labels.looking import print_run
+    from ospruner.train.labels.on_ray import RayOptions
 
     if scale not in (None, "ray"):
         raise typer.BadParameter(f"--scale is {scale!r}; it can only be ray.")
@@ -320,7 +319,7 @@ def labels_stats(
     json_file: JsonFile = None,
 ) -> None:
     """Print and draw what the labels say: accuracy along the trace, first right answer, steps."""
-    from ospruner.train.label_stats import print_stats
+    from ospruner.train.labels.looking import print_stats
 
     print_stats(folder, picture, console, json_file)
 
@@ -334,7 +333,7 @@ def labels_show(
     ] = None,
 ) -> None:
     """Print a trace with its steps coloured by the grade of the answer forced there."""
-    from ospruner.train.label_show import show_trace
+    from ospruner.train.labels.looking import show_trace
 
     show_trace(folder, row, tokenizer, console)
 
@@ -363,10 +362,10 @@ def labels_import(
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
-    from modeling_ospruner.serving.open_engine import EngineOptions
-    from ospruner.train.label_run import parse_columns, run_import
-    from ospruner.train.label_stats import print_run
-    from ospruner.train.toy.bars import PhaseBars
+    from modeling_ospruner.common.progress import PhaseBars
+    from modeling_ospruner.engines.opening import EngineOptions
+    from ospruner.train.labels.command import parse_columns, run_import
+    from ospruner.train.labels.looking import print_run
 
     options = EngineOptions(base, revision, batch_size, dtype, device, tuple(url or ()))
     settings = {
@@ -397,9 +396,9 @@ def labels_regrade(
     json_file: JsonFile = None,
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
-    from ospruner.train.label_stats import print_regrade
-    from ospruner.train.regrade import regrade
-    from ospruner.train.toy.bars import PhaseBars
+    from modeling_ospruner.common.progress import PhaseBars
+    from ospruner.train.labels.looking import print_regrade
+    from ospruner.train.labels.regrading import regrade
 
     with PhaseBars(console) as bars:
         changes = regrade(folder, bars)
@@ -423,7 +422,7 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a policy with vLLM: an OpenAI-compatible server; further options are vLLM's own."""
-    from modeling_ospruner.serving.serve import serve as become_server
+    from modeling_ospruner.vllm_plugin.server import serve as become_server
 
     given = {
         "stop_mode": mode,
@@ -447,7 +446,7 @@ def doctor(
     json_file: JsonFile = None,
 ) -> None:
     """Print versions, what was understood of a base or a policy, and what is wrong (status 1)."""
-    from modeling_ospruner.doctor import run_doctor
+    from modeling_ospruner.doctor.examination import run_doctor
 
     if not run_doctor(subject, revision, reasoning_format, console, json_file):
         raise typer.Exit(1)
@@ -463,7 +462,7 @@ def toy_train(
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
 ) -> None:
     """Train the embedded reasoner from scratch by the recipe that made the shipped weights."""
-    from ospruner.train.toy.bars import PhaseBars
+    from modeling_ospruner.common.progress import PhaseBars
     from ospruner.train.toy.recipe import Recipe, train_reasoner
 
     with PhaseBars(console, "reasoner") as bars:
@@ -509,8 +508,8 @@ def eval_replay(
     json_file: JsonFile = None,
 ) -> None:
     """Expected accuracy and length of policies and rules on labelled traces, exactly."""
+    from modeling_ospruner.common.progress import PhaseBars
     from ospruner.train.replay_labels import replay_labels
-    from ospruner.train.toy.bars import PhaseBars
 
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
@@ -554,9 +553,9 @@ def eval_online(
     json_file: JsonFile = None,
 ) -> None:
     """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
-    from ospruner.eval.online_run import OnlineRequest, run_online
-    from ospruner.eval.online_settings import preset as preset_settings
-    from ospruner.train.toy.bars import PhaseBars
+    from modeling_ospruner.common.progress import PhaseBars
+    from ospruner.eval.online.command import OnlineRequest, run_online
+    from ospruner.eval.online.settings import preset as preset_settings
 
     settings = preset_settings(
         preset, samples=samples, temperature=temperature, top_p=top_p, answer=answer, seed=seed,
@@ -590,9 +589,9 @@ def eval_report(
     title: Annotated[str, typer.Option(help="Of the page.")] = "Stopping rules compared",
 ) -> None:
     """Write one HTML page, the paper's tables (markdown, CSV, LaTeX) and its pictures."""
-    from ospruner.eval.html_report import write_report
     from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
-    from ospruner.eval.summary import parse_lambdas
+    from ospruner.eval.report.page import write_report
+    from ospruner.eval.report.summary import parse_lambdas
 
     written = write_report(
         folder, out=out, validation=validation, dynamics=dynamics or (), title=title,
@@ -614,14 +613,14 @@ def eval_compare(
     json_file: JsonFile = None,
 ) -> None:
     """Print results of a folder side by side, or beside the paper's published ones."""
-    from ospruner.eval.compare import print_comparison
+    from ospruner.eval.report.summary import print_comparison
 
     print_comparison(folder, console, paper=paper, model=model, benchmark=name, json_file=json_file)
 
 
 def _show(evaluation: "Evaluation", out: Path, penalties: str, json_file: Path | None) -> None:
     """Print an evaluation and save it."""
-    from ospruner.eval.summary import parse_lambdas, print_evaluation, save_evaluation
+    from ospruner.eval.report.summary import parse_lambdas, print_evaluation, save_evaluation
 
     lambdas = parse_lambdas(penalties)
     results = save_evaluation(evaluation, out, length_penalties=lambdas)
@@ -675,7 +674,7 @@ def publish_labels(
     out: DryRunFolder = None,
 ) -> None:
     """Publish labels in one commit: traces, prefixes, card, provenance."""
-    from ospruner.eval.columns import COLUMNS, PREFIX_COLUMNS
+    from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS
     from ospruner.hub_cards import commands
     from ospruner.hub_cards.labels import LabelsRelease
 
@@ -710,7 +709,7 @@ def _stoppable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from ospruner.train.label_stats import print_stopped
+        from ospruner.train.labels.looking import print_stopped
 
         print_stopped(out, console)
         raise typer.Exit(130) from None

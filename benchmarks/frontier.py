@@ -24,16 +24,16 @@ from transformers import PreTrainedModel
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.frontier import Family, area_differences, areas, gap_closed
 from ospruner.eval.limits import budget_candidates
+from ospruner.eval.methods import METHOD_NAMES, PAPER_THRESHOLDS
 from ospruner.eval.metrics import estimate
-from ospruner.eval.policies import METHOD_NAMES, PAPER_THRESHOLDS
 from ospruner.eval.replay import Outcome, pool, replay
 from ospruner.eval.rules import parse_rule, replay_rule
 from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.train.fresh import StageResult, predict
 from ospruner.train.from_labels import Labels, load_labels
-from ospruner.train.packing import LabelledTraces
-from ospruner.train.policies import StageResult, predict
 from ospruner.train.toy.demo import STEEP_RUN
 from ospruner.train.toy.shipped import Reasoner
+from ospruner.train.trunk import LabelledTraces
 
 THRESHOLDS = sorted({round(0.05 * k, 2) for k in range(1, 20)} | set(PAPER_THRESHOLDS))
 RULES = {

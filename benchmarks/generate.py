@@ -20,7 +20,7 @@ from timing import Ratio, Timed, environment, interleaved, median_ratio, print_l
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.token_states import BREAK, ENDS_NEWLINE
+from modeling_ospruner.formats_ospruner import BREAK, ENDS_NEWLINE
 from ospruner.train.toy.shipped import SHIPPED
 
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average

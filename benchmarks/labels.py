@@ -26,7 +26,7 @@ from timing import Timed, environment, print_last_line, timed
 from transformers import DynamicCache, PreTrainedModel
 
 from modeling_ospruner import TokenFormat
-from modeling_ospruner.serving import (
+from modeling_ospruner.engines import (
     Engine,
     ForkedAnswer,
     ForkRequest,
@@ -34,12 +34,11 @@ from modeling_ospruner.serving import (
     SamplingSettings,
     TokenCount,
 )
-from ospruner.eval.benchmarks import user_message
-from ospruner.eval.grading import read_box
-from ospruner.eval.task import prompt_token_ids
-from ospruner.train.grades import grade_rows
+from ospruner.eval.grading.boxed import read_box
+from ospruner.eval.problems.problem import user_message
+from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.train.labels.rows import TraceKey, grade_rows, wanted_traces
 from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
-from ospruner.train.traces import TraceKey, wanted_traces
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
 
@@ -176,7 +175,7 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
     """Computed over unique tokens of vLLM on the same forks; None where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    from modeling_ospruner.serving.vllm_engine import VLLMEngine
+    from modeling_ospruner.engines.vllm import VLLMEngine
 
     fmt = reasoner.token_format
     longest = 64 + max(len(r.prompt_ids) + len(r.trace_ids) for r in requests)

@@ -20,11 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 import torch
 from timing import Ratio, Timed, environment, median_ratio, print_last_line, timed
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -32,11 +27,17 @@ from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.serving.vllm_plugin import PROCESSOR
-from modeling_ospruner.token_states import BREAK, VISIBLE
-from ospruner.eval.benchmarks import user_message
-from ospruner.eval.task import prompt_token_ids
+from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from modeling_ospruner.vllm_plugin.plugin import PROCESSOR
+from ospruner.eval.problems.problem import user_message
+from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.train.toy.shipped import Reasoner, draw_split
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
 
 STREAMS = 64
 ARMS = ("plain", "never", "early")

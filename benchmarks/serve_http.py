@@ -34,9 +34,8 @@ from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from modeling_ospruner.reasoning_format import TokenFormat, guess
-from modeling_ospruner.token_states import VISIBLE
-from ospruner.eval.benchmarks import user_message
+from modeling_ospruner.formats_ospruner import VISIBLE, TokenFormat, guess
+from ospruner.eval.problems.problem import user_message
 from ospruner.train.toy.shipped import draw_split
 
 MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end

@@ -34,14 +34,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.eval.columns import FEATURES
+from ospruner.eval.schema import FEATURES
 from ospruner.eval.table import IntArray
-from ospruner.train.fast_tail import step_logits
-from ospruner.train.packing import Batch, LabelledTraces
-from ospruner.train.policies import batch_loss, new_policy
+from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
+from ospruner.train.tail import step_logits
 from ospruner.train.toy.shipped import Reasoner
+from ospruner.train.trunk import Batch, LabelledTraces
 
 PENALTY = 1e-4
 

@@ -1,26 +1,19 @@
-"""Evaluation of stopping rules: a labelled trace, its exact expected reward, replay and reports.
+"""Evaluation of stopping rules: labelled traces, their exact expected reward, replay, reports.
 
-One concept, one module; nothing is imported here, so that `ospruner.eval.grading` needs no torch:
+schema     one labelled trace a row, and the settings of a label run
+table      the same traces as padded arrays
+stopping   survival, stopping distribution, expected reward (torch, differentiable)
+replay     expected accuracy and length of a rule on labelled traces
+rules      rules by name, such as "budget:200"
+methods    which policies are evaluated and how they decide
+metrics    reduction, AES, intervals by problem, paired differences
+limits     what no rule can beat, and exactly solved stopping problems
+selection  choosing an operating point on validation
+frontier   the area under a method's frontier, the share of the oracle's gap it closes
+results    outcomes summarised: every number with its interval
 
-    schema           one labelled trace a row, and the settings of a label run
-    table            the same traces as padded arrays
-    benchmarks       problems with reference answers, and the user message that asks one
-    problem_sources  where problems come from: benchmarks by name, files, the Hub
-    task             problems with their prompt, answer reading and grader; another domain is one
-    grading          boxed answers, compared by Math-Verify under a time limit
-    stopping         survival, stopping distribution and expected reward (torch, differentiable)
-    replay           expected accuracy and length of a rule on labelled traces
-    rules, policies  what is evaluated, by name
-    online           the same by generating; online_runners: with the hook, or any engine
-    metrics          reduction, AES, intervals by problem, paired differences
-    results          outcomes summarised: every number with its interval
-    evaluation       rules on the traces of one model and benchmark, kept in a folder
-    selection        choosing an operating point on validation
-    limits           what no rule can beat, and exactly solved stopping problems
-    frontier         the area under a method's frontier, the share of the oracle's gap it closes
-    summary, report  an evaluation in the terminal and as a file
-    picture, panels  Pareto fronts, training dynamics, accuracy by difficulty
-    paper            the paper's numbers; paper_tables: its tables from ours, as grid_tables
-    html_report      one page of a folder of evaluations; viewer: traces step by step
-    hub_results      results as the Hub's card metadata
+problems/  where problems come from and how they are asked
+grading/   boxed answers, compared by Math-Verify under a time limit
+online/    the same rules by generating
+report/    terminal, tables, pictures, one HTML page, the paper's numbers
 """

@@ -27,7 +27,7 @@ from .metrics import (
 from .replay import Outcome
 from .table import FloatArray, IntArray
 
-__all__ = ["Result", "Rule", "compare", "summarise"]
+__all__ = ["Result", "Rule", "best_rows", "compare", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -258,3 +258,13 @@ def compare(
         )
         for name, statistic in statistics.items()
     }
+
+
+def best_rows(results: Sequence[Result]) -> dict[str, int]:
+    """For each method the number of its row of the highest AES; of equals the first."""
+    best: dict[str, int] = {}
+    for number, result in enumerate(results):
+        there = best.get(result.method)
+        if there is None or result.aes.value > results[there].aes.value:
+            best[result.method] = number
+    return best

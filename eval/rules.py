@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from modeling_ospruner.stop_rules import (
+from modeling_ospruner.rules_ospruner import (
     Agreement,
     AnswerEntropy,
     Ask,
@@ -26,7 +26,7 @@ from modeling_ospruner.stop_rules import (
     Verdict,
 )
 
-from .grading import equal
+from .grading.boxed import equal
 from .replay import Outcome, replay_at, replay_budget, replay_step
 from .table import TraceTable
 

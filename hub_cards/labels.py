@@ -14,13 +14,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from .names import check_repo_id, collection_title, labels_name
-from .publish import (
-    Published,
-    add_to_collection,
-    commit_message,
-    find_base,
-    publish_folder,
-)
+from .publish import Published, add_to_collection, commit_message, find_base, publish_folder
 from .render import CARD_FILE
 from .results import markdown_table
 from .staging import Base, Staged, copy_files, scrubbed, seal, write_record

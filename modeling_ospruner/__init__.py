@@ -7,13 +7,20 @@ Importing this package lets `AutoModel` and `AutoModelForCausalLM` load policies
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_ospruner import VERSION, OSPrunerConfig
-from .draws_ospruner import uniform
+from .formats_ospruner import DEEPSEEK_R1, HARMONY, QWEN3, ReasoningFormat, TokenFormat, guess
 from .generation_ospruner import generate_pruned, generate_with_rule
 from .modeling_ospruner import OSPrunerForCausalLM
 from .policy_ospruner import StoppingPolicy
-from .reasoning_format import DEEPSEEK_R1, HARMONY, QWEN3, ReasoningFormat, TokenFormat, guess
-from .settings_ospruner import StopPolicyConfig, StopRecord
-from .stop_rules import Agreement, AnswerEntropy, Budget, LearnedPolicy, StopRule, TrialConfidence
+from .rules_ospruner import (
+    Agreement,
+    AnswerEntropy,
+    Budget,
+    LearnedPolicy,
+    StopRule,
+    TrialConfidence,
+    uniform,
+)
+from .stopping_ospruner import StopPolicyConfig, StopRecord
 
 __version__ = VERSION
 

@@ -1,33 +1,534 @@
 """`generate` with a stop policy: any base's, hooked in one place.
 
-The hook itself is in `hook_ospruner.py`, what it refuses in `refusals_ospruner.py`.
+In this order: what is refused before anything runs, because stopping inside generate would do it
+wrong in silence; the capture of what enters the policy while the base runs; the hook; generate.
+
+The hook is a logits processor with a stopping criterion. It looks at each token as soon as it is
+chosen; the decision after a step's last token and the first forced token fall into the same decode
+step. Until its stop, every row is what plain generate would have written.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
+    Cache,
+    GenerationConfig,
     GenerationMixin,
+    LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.configuration_utils import GenerationMode
 
-from .capture_ospruner import Capture
-from .hook_ospruner import AnswerEnd, StopHook
-from .policy_ospruner import StoppingPolicy
-from .reasoning_format import TokenFormat, guess
-from .refusals_ospruner import refuse_base, refuse_closing, refuse_unsupported
-from .settings_ospruner import StopPolicyConfig, StopRecord
-from .stop_rules import StopRule
-from .trial_answers import TrialAnswers
+from .formats_ospruner import TokenFormat, guess
+from .policy_ospruner import StoppingPolicy, decoder_layers
+from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers
+from .stopping_ospruner import Phase, RowPlan, StopPolicyConfig, StopRecord, StopRow
+
+_HINT = "or pass stop_policy=False"
+
+# Arguments of generate, and why they cannot be combined with a stop policy.
+_ARGUMENTS = {
+    "custom_generate": "it replaces the decoding that the policy works in",
+    "inputs_embeds": "steps are found in token ids: pass input_ids alone",
+    "position_ids": "the policy derives them from the attention mask: pass input_ids alone",
+    "negative_prompt_ids": "a second pass of the base would reach the policy",
+    "pixel_values": "the policy reads text alone",
+    "input_features": "the policy reads text alone",
+}
+
+
+def refuse_unsupported(
+    inputs: torch.Tensor | None, config: GenerationConfig, arguments: Mapping[str, Any]
+) -> None:
+    """Refuses decoding options and inputs that don't go together with a stop policy.
+
+    Args:
+        inputs: generate's first argument.
+        config: the generation config with generate's keyword arguments applied.
+        arguments: all keyword arguments of generate.
+
+    Raises:
+        TypeError: the prompt is not a tensor.
+        ValueError: naming the option and what to do.
+    """
+    _refuse_decoding(config, arguments)
+    for name, why in _ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} and stop_policy exclude each other; {why}")
+    _refuse_inputs(inputs, arguments)
+    cache = arguments.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values holds tokens that the stopping policy has not seen; pass the whole "
+            "text as input_ids without them"
+        )
+    if config.eos_token_id is None:
+        raise ValueError(
+            "the generation config has no eos_token_id, so rows cannot end by themselves; set it "
+            "in base.generation_config"
+        )
+
+
+def _refuse_decoding(config: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"stop_policy works with greedy decoding and sampling, not with {mode.value}: leave "
+            "out num_beams, assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers "
+            f"and the like, {_HINT}"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache is False; stop_policy needs the cache: leave use_cache out")
+    if "paged" in (config.cache_implementation, arguments.get("cache_implementation")):
+        raise ValueError(
+            "cache_implementation is 'paged', that is, continuous batching, in which stop_policy "
+            f"cannot work: leave it out, use the vLLM or SGLang engine, {_HINT}"
+        )
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise ValueError(
+            f"guidance_scale is {config.guidance_scale}; its second pass of the base would reach "
+            f"the policy: leave it out, {_HINT}"
+        )
+    if config.token_healing:
+        raise ValueError(
+            f"token_healing rewrites the prompt by a generate of its own: leave it out, {_HINT}"
+        )
+
+
+def _refuse_inputs(inputs: torch.Tensor | None, arguments: Mapping[str, Any]) -> None:
+    input_ids = arguments.get("input_ids") if inputs is None else inputs
+    if input_ids is not None and not isinstance(input_ids, torch.Tensor):
+        raise TypeError(
+            f"the prompt is a {type(input_ids).__name__}; it must be a tensor of token ids (B, S): "
+            "tokenize with return_tensors='pt', and pass what a tokenizer gives as **inputs"
+        )
+    if input_ids is None or input_ids.numel() == 0:
+        raise ValueError("the prompt is empty: stop_policy needs input_ids with a prompt")
+    if input_ids.dim() != 2:
+        raise ValueError(
+            f"input_ids has the shape {tuple(input_ids.shape)}; it must be (B, S): one row a prompt"
+        )
+    mask = arguments.get("attention_mask")
+    if mask is None:
+        return
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(mask.shape)}, input_ids "
+            f"{tuple(input_ids.shape)}; they must be the same"
+        )
+    if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
+        raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")
+    if holes := (mask[:, 1:] < mask[:, :-1]).any(-1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
+            "left: set tokenizer.padding_side = 'left'"
+        )
+
+
+def refuse_base(base: Any) -> None:
+    """Refuses bases in which hooks do not do their work.
+
+    Args:
+        base: the model whose generate is called.
+
+    Raises:
+        ValueError: it is compiled, or an encoder-decoder.
+    """
+    if "_orig_mod" in dict(base.named_children()):
+        raise ValueError(
+            "the base is what torch.compile(base) returned, whose generate runs the model behind "
+            f"it uncompiled anyway: pass that model itself (base._orig_mod), {_HINT}"
+        )
+    for name, module in base.named_modules():
+        if module._compiled_call_impl is not None or _has_compiled_forward(module):
+            where = f"its module {name!r} is" if name else "it is"
+            raise ValueError(
+                "the base is compiled by torch.compile, which skips hooks placed later in silence "
+                f"({where}): stop_policy needs it as it was loaded, {_HINT}"
+            )
+    if base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base).__name__} is an encoder-decoder; stop_policy works with decoder-only "
+            "language models"
+        )
+
+
+def _has_compiled_forward(module: nn.Module) -> bool:
+    """Whether its forward was replaced by `torch.compile(module.forward)`."""
+    replaced: Callable[..., Any] | None = vars(module).get("forward")
+    return replaced is not None and "_torchdynamo_orig_callable" in vars(replaced)
+
+
+def refuse_closing(token_format: TokenFormat, eos_ids: frozenset[int]) -> None:
+    """Refuses a closing that generate would take for the end of the text.
+
+    Args:
+        token_format: the base's way of thinking.
+        eos_ids: ids that end a text.
+
+    Raises:
+        ValueError: naming the tokens that are both.
+    """
+    if both := sorted(set(token_format.forced_suffix("forced")) & eos_ids):
+        raise ValueError(
+            f"the tokens {both} close the thinking (format {token_format.format.name!r}) and are "
+            "eos_token_id, too, so that a row would end before its answer: take them out of "
+            "base.generation_config.eos_token_id"
+        )
+
+
+_MOST_WAITING = 1024  # columns; a row that lags more is taken in unasked, to free their memory
+
+
+class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)
+    """Raised inside a forward once the hidden states that enter the tail are known."""
+
+
+def hidden_entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states (B, S, H) among a decoder layer's arguments."""
+    hidden: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return hidden
+
+
+class _CapturedRow:
+    """What the policy has seen of one row.
+
+    Attributes:
+        start: the column of the row's first token; padding stands before it.
+        seen: the columns, padding included, that are in `cache`.
+        cache: the policy's.
+        probability: after the last column seen.
+    """
+
+    def __init__(self, start: int, cache: Cache | None) -> None:
+        self.start = start
+        self.seen = start
+        self.cache = cache
+        self.probability = float("nan")
+
+
+class Capture:
+    """A context in which the base's forwards feed the policy, lazily.
+
+    Hidden states are kept until a row's probability is asked for. Then the tail runs on all that
+    is new in that row at once, extending the row's own cache, so that a row costs what it costs
+    alone, whatever stands beside it. In the tail's last layer all tokens leave keys and values,
+    but only the last one goes on through the MLP: no other is looked at, then or later. Only
+    forwards of the thread that opened the context count.
+
+    Args:
+        base: the causal LM.
+        policy: its policy.
+    """
+
+    def __init__(self, base: PreTrainedModel, policy: StoppingPolicy) -> None:
+        self.policy = policy
+        self._base = base
+        self._decoder = base.get_decoder()
+        self._thread = threading.get_ident()
+        self._handles: list[Any] = []
+        # Hidden states (B, S, H) by their first column, in order; for n = 0 the last column only.
+        self._chunks: list[tuple[int, torch.Tensor]] = []
+        self._columns = 0  # of the batch so far, padding included
+        self._last_positions = torch.empty(0, 1)  # (B, 1)
+        self._rows: dict[int, _CapturedRow] = {}
+        self._wanted: Collection[int] | None = None
+        self._running = False
+
+    def __enter__(self) -> Capture:
+        decoder = self._decoder
+        self._handles.append(
+            decoder.register_forward_pre_hook(self._keep_positions, with_kwargs=True)
+        )
+        if self.policy.tail is None:
+            self._handles.append(decoder.register_forward_hook(self._keep_last))
+        else:
+            layer = decoder_layers(self._base)[-len(self.policy.layers)]
+            self._handles.append(layer.register_forward_pre_hook(self._keep, with_kwargs=True))
+            mlp = dict(self.policy.layers[-1].named_children()).get("mlp")
+            if mlp is not None:
+                self._handles.append(
+                    mlp.register_forward_pre_hook(self._last_only, with_kwargs=True)
+                )
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops capturing and forgets everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._chunks.clear()
+        self._rows.clear()
+
+    def only(self, rows: Collection[int]) -> None:
+        """Says which rows may still be asked for: what no other needs is forgotten."""
+        self._wanted = rows
+        for row in self._rows.keys() - set(rows):
+            del self._rows[row]
+
+    @torch.no_grad()
+    def probability(self, row: int) -> float:
+        """The stop probability after a row's last token."""
+        if self.policy.tail is None:
+            logits = self.policy(self._chunks[-1][1][row : row + 1])  # (1, 1)
+            return float(torch.sigmoid(logits[0, -1]))
+        if not self._rows:
+            starts = (self._columns - 1 - self._last_positions[:, 0]).tolist()
+            wanted = range(len(starts)) if self._wanted is None else self._wanted
+            self._rows = {i: _CapturedRow(starts[i], self.policy.new_cache()) for i in wanted}
+        for i, state in self._rows.items():
+            waiting = self._columns - state.seen
+            if waiting > (0 if i == row else _MOST_WAITING):
+                self._take_in(i, state)
+        needed = min(state.seen for state in self._rows.values())
+        while self._chunks and self._chunks[0][0] + self._chunks[0][1].shape[1] <= needed:
+            del self._chunks[0]
+        return self._rows[row].probability
+
+    def _take_in(self, row: int, state: _CapturedRow) -> None:
+        """Runs the tail on the columns of a row that it has not seen."""
+        parts = [
+            chunk[row, max(0, state.seen - first) :]
+            for first, chunk in self._chunks
+            if first + chunk.shape[1] > state.seen
+        ]
+        hidden = torch.cat(parts)[None]  # (1, S, H)
+        begin, end = state.seen - state.start, self._columns - state.start
+        positions = torch.arange(begin, end, device=hidden.device)[None]
+        self._running = True
+        try:
+            logits = self.policy(hidden, positions, None, state.cache)  # (1, S)
+        finally:
+            self._running = False
+        state.seen = self._columns
+        state.probability = float(torch.sigmoid(logits[0, -1]))
+
+    def _keep_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+        B, S = ids.shape
+        self._columns += S
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            self._last_positions = torch.full((B, 1), self._columns - 1, device=ids.device)
+        else:
+            self._last_positions = positions[:, -1:].expand(B, 1)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            hidden = hidden_entering(args, kwargs).detach()
+            self._chunks.append((self._columns - hidden.shape[1], hidden))
+
+    def _keep_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            hidden = output.last_hidden_state[:, -1:].detach()
+            self._chunks[:] = [(self._columns - 1, hidden)]
+
+    def _last_only(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Leaves an MLP (1, 1, H) of (1, S, H); its output is then added to every position."""
+        if not self._running or threading.get_ident() != self._thread:
+            return None
+        last = hidden_entering(args, kwargs)[:, -1:]
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": last}
+        return (last, *args[1:]), kwargs
+
+
+class StopHook(LogitsProcessor):
+    """Decides at step ends and forces what follows; see the module.
+
+    Args:
+        settings: how to stop.
+        rule: what decides.
+        token_format: the base's way of thinking.
+        eos_ids: ids that end a text.
+        capture: gives the learned policy's probabilities; for a rule that asks for them.
+        trials: gives trial answers; for a rule that asks for them.
+        decode: from token ids to text; for a rule that asks for texts.
+    """
+
+    def __init__(
+        self,
+        settings: StopPolicyConfig,
+        rule: StopRule,
+        token_format: TokenFormat,
+        eos_ids: frozenset[int],
+        capture: Capture | None = None,
+        trials: TrialAnswers | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.plan = RowPlan(settings, rule, token_format, eos_ids)
+        self.rows: list[StopRow] = []
+        self._capture = capture
+        self._trials = trials
+        self._decode = decode
+        self._warned = False
+        self._released = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """One decode step: decides where steps have ended, and shapes the scores (B, V)."""
+        if not self.rows:
+            self._start(input_ids)
+        for i, row in enumerate(self.rows):
+            if row.at_boundary:
+                self._decide(i, row, scores)
+        self._release()
+        return self._shape(scores)
+
+    def _start(self, input_ids: torch.Tensor) -> None:
+        first = self.plan.settings.first_sample_index
+        for i, ids in enumerate(input_ids.tolist()):
+            self.rows.append(StopRow(self.plan, ids, first + i))
+        if self._trials is not None:
+            self._trials.check()
+
+    def _decide(self, i: int, row: StopRow, scores: torch.Tensor) -> None:
+        def trial_answer(max_tokens: int) -> TrialAnswer:
+            assert self._trials is not None  # the rule asks for trial answers
+            answer, tokens = self._trials.answer(i, max_tokens)
+            row.record.probe_tokens += tokens
+            return answer
+
+        row.decide(
+            stop_probability=lambda: self._probability(i),
+            trial_answer=trial_answer,
+            next_text=lambda: self._text([int(scores[i].argmax())]),
+        )
+        if row.record.nan_steps:
+            self._warn_of_nan()
+
+    def _probability(self, i: int) -> float:
+        """The learned policy's for one row."""
+        assert self._capture is not None  # the rule asks for stop probabilities
+        return self._capture.probability(i)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        assert self._decode is not None  # the rule asks for texts
+        return self._decode(ids)
+
+    def _warn_of_nan(self) -> None:
+        if not self._warned:
+            warnings.warn(
+                "the stopping policy gave NaN: rows continue. Its weights, or the base's "
+                "hidden states, are broken; StopRecord.nan_steps counts the steps",
+                stacklevel=2,
+            )
+        self._warned = True
+
+    def _shape(self, scores: torch.Tensor) -> torch.Tensor:
+        """Masks markers in answers, then leaves one token where it is forced, or greedy."""
+        forced = [i for i, row in enumerate(self.rows) if row.phase is Phase.FORCING]
+        answers = [i for i, row in enumerate(self.rows) if row.phase is Phase.ANSWER]
+        if not forced and not answers:
+            return scores
+        device = scores.device
+        scores = scores.clone()
+        reentry = list(self.plan.token_format.reentry_ids)
+        if reentry and (masked := [i for i in answers if self.rows[i].masked]):
+            scores[torch.tensor(masked, device=device)[:, None], reentry] = -torch.inf
+        greedy = [i for i in answers if self.rows[i].greedy]
+        if not forced and not greedy:
+            return scores
+        rows = torch.tensor(forced + greedy, device=device)
+        ids = [self.rows[i].forced[0] for i in forced]
+        chosen = torch.cat(
+            [
+                torch.tensor(ids, dtype=torch.long, device=device),
+                scores[rows[len(ids) :]].argmax(-1),
+            ]
+        )
+        scores[rows] = -torch.inf
+        scores[rows, chosen] = 0.0
+        return scores
+
+    def finish(self, input_ids: torch.Tensor, ended: torch.Tensor | None = None) -> list[int]:
+        """After a token was chosen in each row: takes it in.
+
+        Args:
+            input_ids: (B, S).
+            ended: rows (B,) that something else ends with this token.
+
+        Returns:
+            The rows that have completed their answer.
+        """
+        others = [False] * len(self.rows) if ended is None else ended.tolist()
+        done = []
+        for i, token in enumerate(input_ids[:, -1].tolist()):
+            if self.rows[i].push(token):
+                done.append(i)
+            if others[i]:
+                self.rows[i].end()
+        return done
+
+    def records(self) -> list[StopRecord]:
+        """One record a row, after generate has ended."""
+        return [row.record for row in self.rows]
+
+    def _release(self) -> None:
+        if self._released:
+            return
+        thinking = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
+        if self._capture is not None:
+            self._capture.only(thinking)
+        if not thinking:
+            self._released = True
+            for source in (self._capture, self._trials):
+                if source is not None:
+                    source.close()
+
+
+class AnswerEnd(StoppingCriteria):
+    """Ends a row as soon as its answer is complete, or where one of `others` ends it.
+
+    The others are the caller's own criteria: a row that they end is not looked at any more.
+    """
+
+    def __init__(self, hook: StopHook, others: StoppingCriteriaList) -> None:
+        self.hook = hook
+        self.others = others
+        self._none: torch.Tensor | None = None
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Which rows (B,) end with their last token."""
+        ended = self.others(input_ids, scores, **kwargs) if len(self.others) else None
+        done = self.hook.finish(input_ids, ended)
+        if self._none is None:
+            self._none = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        if not done:
+            return self._none if ended is None else ended
+        result = self._none.clone() if ended is None else ended.clone()
+        result[done] = True
+        return result
 
 
 class LastStop(threading.local):

@@ -27,7 +27,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+    from modeling_ospruner.formats_ospruner import TokenFormat
 
 
 def pytest_unconfigure() -> None:
@@ -147,3 +149,26 @@ def tiny_base_dir(
     _make_tiny_base(tiny_tokenizer).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return path
+
+
+def _compiled(folder: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
+    if not folder.is_dir():
+        pytest.skip(f"{folder} does not exist")
+    from transformers import AutoTokenizer
+
+    from modeling_ospruner.formats_ospruner import TokenFormat, guess
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer, TokenFormat.compile(guess(tokenizer), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def real_r1(shared_dir: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
+    """R1-Distill-Qwen's tokenizer, and the format guessed from it."""
+    return _compiled(shared_dir / "data" / "tokenizers" / "deepseek-r1-distill-qwen")
+
+
+@pytest.fixture(scope="session")
+def real_harmony(shared_dir: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
+    """GPT-OSS's tokenizer, and the format guessed from it."""
+    return _compiled(shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony")

@@ -24,16 +24,15 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.bases_ospruner import plain_text_config
 from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.loading_ospruner import load_base, load_policy
-from modeling_ospruner.policy_ospruner import StoppingPolicy
-from modeling_ospruner.scoring_ospruner import PolicyScores
+from modeling_ospruner.modeling_ospruner import PolicyScores
+from modeling_ospruner.policy_ospruner import StoppingPolicy, plain_text_config
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
 
-from .packing import LabelledTraces
 from .settings import TrainSettings
+from .trunk import LabelledTraces
 
 __all__ = ["PROMPT", "Verifier", "load_verifier_base", "tokens_read", "verifier_traces"]
 

@@ -19,21 +19,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from modeling_ospruner.reasoning_format import ReasoningFormat, TokenFormat
-from ospruner.eval.benchmarks import Problem, user_message
+from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.eval.problems.problem import Problem, user_message
+from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.eval.task import prompt_token_ids
 
 from .flashthink import load_verifier_base, verifier_traces
-from .label_folder import MANIFEST, read_labels, read_manifest
+from .labels.folder import MANIFEST, read_labels, read_manifest
 from .loop import StageResult, train_together
 from .memory import memory_need
-from .packing import LabelledTraces
 from .processes import Processes
-from .progress import Progress, silent
-from .schedules import SCHEDULES, automatic_penalties
-from .settings import TrainSettings
+from .settings import SCHEDULES, TrainSettings, automatic_penalties
+from .trunk import LabelledTraces
 
 __all__ = [
     "Labels",

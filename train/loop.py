@@ -8,6 +8,7 @@ step ends. The baselines go through the same loop with another loss.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,33 +16,133 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling_ospruner.common.progress import Progress, silent
+from ospruner.eval.report.pictures import save_dynamics
 from ospruner.eval.schema import LabelSettings
 
-from .checks import (
-    is_out_of_memory,
-    refuse_shared_problems,
-    refuse_unlike_targets,
-    usable_rows,
-)
-from .packing import LabelledTraces
-from .policies import StageResult, fresh_policy
+from .fresh import StageResult, fresh_policy
 from .processes import Processes
-from .progress import Progress, silent
-from .run import Run, TrainingDivergedError
-from .run_folder import RunFolder, labels_hash
-from .settings import TrainSettings
-from .trained import no_denormals
+from .run import Run, RunFolder, TrainingDivergedError, labels_hash
+from .settings import TrainSettings, penalty_name
+from .tail import no_denormals
+from .trunk import LabelledTraces
 
 __all__ = [
     "StageResult",
     "TrainingDivergedError",
+    "is_out_of_memory",
+    "print_stages",
+    "refuse_shared_problems",
+    "refuse_unlike_targets",
     "train",
     "train_together",
+    "usable_rows",
 ]
+
+
+MIN_TRACES = 8
+
+
+def usable_rows(traces: LabelledTraces, settings: TrainSettings) -> npt.NDArray[np.int64]:
+    """The traces that are trained on: those that ended by themselves.
+
+    Raises:
+        ValueError: too few of them, or labels that are all equal.
+    """
+    table = traces.table
+    rows = np.flatnonzero(~table.capped)
+    if len(rows) < max(MIN_TRACES, settings.batch_size):
+        raise ValueError(
+            f"there are {len(rows)} training traces that ended naturally "
+            f"({int(table.capped.sum())} were cut at the cap); training needs at least "
+            f"{MIN_TRACES}, and batch_size ({settings.batch_size}): label more problems"
+        )
+    mask = table.mask[rows]
+    convergence = settings.method == "convergence"
+    name = "matches_final" if convergence else "forced_correct"
+    values = (table.matches_final if convergence else table.correct)[rows][mask]
+    if (values == values[0]).all():
+        raise ValueError(
+            f"{name} is {values[0]} at every step of all {len(rows)} training traces: there is "
+            "nothing to learn from labels that are all equal (check the grading, or choose "
+            "problems that the base sometimes solves)"
+        )
+    return rows
+
+
+def refuse_shared_problems(train: LabelledTraces, validation: LabelledTraces) -> None:
+    """Raises a ValueError where training and validation share a problem."""
+    shared = set(train.table.problem_ids) & set(validation.table.problem_ids)
+    if shared:
+        raise ValueError(
+            f"{len(shared)} problems are in both the training and the validation traces, such as "
+            f"{min(shared)!r}: split by problem (ospruner.eval.schema.split_of)"
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not allocate memory; on the CPU that is a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def refuse_unlike_targets(targets: Sequence[TrainSettings], out_dirs: Sequence[object]) -> None:
+    """Raises a ValueError where targets cannot be trained on the same batches and states."""
+    if not targets or len(targets) != len(out_dirs) or len(set(out_dirs)) < len(out_dirs):
+        raise ValueError(
+            f"{len(targets)} targets for the folders {[str(f) for f in out_dirs]}: give at least "
+            "one target, and each a folder of its own"
+        )
+    for name in ("batch_size", "seed", "num_policy_layers", "tuning", "cache_limit_bytes"):
+        values = {vars(settings)[name] for settings in targets}
+        if len(values) > 1:
+            raise ValueError(
+                f"targets trained together must share {name}; they have {sorted(values)}"
+            )
+
+
+def print_stages(
+    stages: Sequence[StageResult], console: Console, json_file: Path | None = None
+) -> None:
+    """Prints a table of the stages, draws each run's dynamics, and writes JSON where asked.
+
+    Args:
+        stages: results of one run.
+        console: where to print.
+        json_file: a list of `StageResult.to_dict`.
+    """
+    full = stages[0]
+    table = Table(title="On the validation traces")
+    for heading in ("policy", "λ", "accuracy %", "thinking tokens", "reduction %"):
+        table.add_column(heading)
+    table.add_row(
+        "full trace", "", f"{100 * full.full_accuracy:.1f}", f"{full.full_tokens:.0f}", "0.0"
+    )
+    for stage in stages:
+        penalty = penalty_name(stage.length_penalty) if stage.method == "os-pruner" else ""
+        reduction = 1 - stage.tokens / stage.full_tokens
+        table.add_row(
+            stage.name,
+            penalty,
+            f"{100 * stage.accuracy:.1f}",
+            f"{stage.tokens:.0f}",
+            f"{100 * reduction:.1f}",
+        )
+    console.print(table)
+    for folder in dict.fromkeys(stage.path.parent for stage in stages):
+        console.print(f"Policies: {folder}", soft_wrap=True)
+    for folder in dict.fromkeys(s.path.parent for s in stages if s.method == "os-pruner"):
+        save_dynamics(folder, [folder / "dynamics.png"], title="On the validation traces")
+        console.print(f"Dynamics: {folder / 'dynamics.png'}", soft_wrap=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps([s.to_dict() for s in stages], indent=2) + "\n", "utf-8")
 
 
 def train(

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from modeling_ospruner.adapters_ospruner import add_adapters
-from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.policy_ospruner import StoppingPolicy, add_adapters
 
-from .packing import LabelledTraces
 from .settings import TrainSettings
+from .trunk import LabelledTraces
 
 __all__ = ["MemoryNeed", "memory_need"]
 

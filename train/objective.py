@@ -1,20 +1,25 @@
-"""OS-Pruner's loss: the negative expected reward of the policy, exactly (the paper's Eq. 3-4).
+"""The losses: OS-Pruner's negative expected reward, and the baselines' classification.
 
 R = sum_i [prod_{j<i} (1 - pi_j)] pi_i (A_i - lambda L_i) is differentiable in the stop logits, and
-A_i, L_i are labels: no trace is sampled while training.
+A_i, L_i are labels (the paper's Eq. 3-4): no trace is sampled while training.
 
 An entropy bonus adds alpha H(tau). Gradients fade with pi (1 - pi): once most choices are all but
 certain, runs stay with what they happened to learn first; the bonus keeps those open on which
 little depends (maximum-entropy policy gradients; docs/training.md tells what it does).
+
+Both baselines classify prefixes, and compare the probability with a threshold when generating: the
+classification probe of "the answer forced here is right", and answer convergence, "the answer
+forced here is the trace's final answer" (the paper's section on baselines).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from ospruner.eval.stopping import expected_reward, stop_entropy
 
-__all__ = ["objective_loss"]
+__all__ = ["classification_loss", "objective_loss"]
 
 
 def objective_loss(
@@ -45,3 +50,23 @@ def objective_loss(
     if entropy_bonus:
         gain = gain + entropy_bonus * stop_entropy(logits, mask)
     return -gain.mean()
+
+
+def classification_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    """Binary cross-entropy, the mean over the batch's real steps.
+
+    Args:
+        logits: (N, T) at step ends.
+        targets: (N, T) in [0, 1]: correctness A_i for the probe, equality with the answer forced
+            at T for convergence.
+        mask: (N, T) bool, true on real steps.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: there is no real step.
+    """
+    if not bool(mask.any()):
+        raise ValueError("mask has no real step: there is nothing to classify")
+    return F.binary_cross_entropy_with_logits(logits[mask], targets[mask].to(logits.dtype))

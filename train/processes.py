@@ -23,8 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from modeling_ospruner.bases_ospruner import decoder_layers
-from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
 from ospruner.eval.table import FloatArray, IntArray
 
 __all__ = ["Processes", "load_whole", "open_processes", "whole"]

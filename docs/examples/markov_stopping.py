@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ospruner.eval.limits import StoppingProblem, best_threshold, policy_value, solve
-from ospruner.eval.picture import FRONTIER_COLOUR, INK, MUTED, STYLES, furnish
+from ospruner.eval.report.pictures import FRONTIER_COLOUR, INK, MUTED, STYLES, furnish
 from ospruner.eval.stopping import expected_reward
 from ospruner.eval.table import FloatArray
 

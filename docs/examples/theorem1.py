@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ospruner.eval.limits import best_threshold, solve, theorem1_problem
-from ospruner.eval.picture import FAINT, INK, MUTED, STYLES, furnish
+from ospruner.eval.report.pictures import FAINT, INK, MUTED, STYLES, furnish
 
 GAPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 PENALTIES = (0.1, 0.5, 0.9)

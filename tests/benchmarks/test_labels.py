@@ -1,4 +1,4 @@
-"""The benchmark of labels does what it says; vLLM's part of it is tested in tests/serving."""
+"""The benchmark of labels does what it says; vLLM's part of it is tested in tests/engines."""
 
 from __future__ import annotations
 

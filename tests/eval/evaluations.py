@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ospruner.eval.evaluation import Evaluation
-from ospruner.eval.picture import FRONTIER, FULL, ORACLE
+from ospruner.eval.methods import FRONTIER, FULL, ORACLE
+from ospruner.eval.online.evaluation import Evaluation
 from ospruner.eval.replay import Outcome
 from ospruner.eval.results import Rule
 

@@ -8,14 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ospruner.eval.metrics import AES_RELATIVE, aes
-from ospruner.eval.replay import (
-    pool,
-    replay,
-    replay_at,
-    replay_budget,
-    replay_full,
-    replay_step,
-)
+from ospruner.eval.replay import pool, replay, replay_at, replay_budget, replay_full, replay_step
 from ospruner.eval.results import Result, Rule, compare, summarise
 from ospruner.eval.table import FloatArray, TraceTable
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from modeling_ospruner.stop_rules import (
+from modeling_ospruner.rules_ospruner import (
     Agreement,
     AnswerEntropy,
     Budget,

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from ospruner.eval.columns import ADDED, completed, with_added_columns
-from ospruner.eval.schema import FEATURES, LabelSettings, TraceTable, split_of, validate_row
+from ospruner.eval.schema import (
+    ADDED,
+    FEATURES,
+    LabelSettings,
+    TraceTable,
+    completed,
+    split_of,
+    validate_row,
+    with_added_columns,
+)
 
 
 def make_row(problem: str = "p0", sample: int = 0, steps: int = 3) -> dict[str, Any]:

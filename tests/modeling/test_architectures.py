@@ -17,8 +17,7 @@ from transformers import (
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.bases_ospruner import decoder_layers
-from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,

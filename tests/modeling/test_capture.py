@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from modeling_ospruner import capture_ospruner
-from modeling_ospruner.capture_ospruner import Capture
+from modeling_ospruner import generation_ospruner
+from modeling_ospruner.generation_ospruner import Capture
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 PADS = (0, 4, 1)
@@ -91,7 +91,7 @@ def test_what_nobody_waits_for_is_forgotten(
                 capture.probability(1)
                 assert capture._chunks == []
     with Capture(tiny_base, policy) as capture:
-        monkeypatch.setattr(capture_ospruner, "_MOST_WAITING", 5)
+        monkeypatch.setattr(generation_ospruner, "_MOST_WAITING", 5)
         for _ in pieces(tiny_base, prompt=5):
             capture.probability(0)
             assert sum(chunk.shape[1] for _, chunk in capture._chunks) <= 11

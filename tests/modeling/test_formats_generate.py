@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.reasoning_format import HARMONY
+from modeling_ospruner.formats_ospruner import HARMONY
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}

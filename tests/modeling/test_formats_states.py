@@ -7,8 +7,13 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_ospruner.reasoning_format import HARMONY, BoxState, TokenFormat
-from modeling_ospruner.token_states import BoundaryState, kind_of
+from modeling_ospruner.formats_ospruner import (
+    HARMONY,
+    BoundaryState,
+    BoxState,
+    TokenFormat,
+    kind_of,
+)
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 TEXTS = ("assistant", "analysis", "final", "commentary", " to=x", "a", " ", "\n", ".\n\n", "}\n\nb")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.reasoning_format import (
+from modeling_ospruner.formats_ospruner import (
     DEEPSEEK_R1,
     HARMONY,
     QWEN3,

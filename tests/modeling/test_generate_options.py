@@ -20,7 +20,7 @@ from modeling_ospruner import (
     generate_with_rule,
     uniform,
 )
-from ospruner.eval.benchmarks import user_message
+from ospruner.eval.problems.problem import user_message
 from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}

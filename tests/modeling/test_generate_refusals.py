@@ -26,8 +26,7 @@ from modeling_ospruner import (
     generate_pruned,
     generate_with_rule,
 )
-from modeling_ospruner.stop_rules import Ask, RowRule
-from modeling_ospruner.trial_answers import fork_row
+from modeling_ospruner.rules_ospruner import Ask, RowRule, fork_row
 from ospruner.train.toy.shipped import Reasoner
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat, generate_with_rule
-from modeling_ospruner.stop_rules import Ask, RowRule, StepEnd, TrialAnswer, Verdict
+from modeling_ospruner.rules_ospruner import Ask, RowRule, StepEnd, TrialAnswer, Verdict
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
 NEW_TOKENS = 24

@@ -20,8 +20,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, ReasoningFormat
-from modeling_ospruner.modeling_ospruner import FLAT_FILES
-from modeling_ospruner.outputs_ospruner import OSPrunerOutput
+from modeling_ospruner.modeling_ospruner import FLAT_FILES, OSPrunerOutput
 
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from modeling_ospruner.reasoning_format import (
+from modeling_ospruner.formats_ospruner import (
     DEEPSEEK_R1,
     HARMONY,
     PRESETS,
@@ -23,8 +23,8 @@ from modeling_ospruner.reasoning_format import (
     ReasoningFormat,
     TokenFormat,
     guess,
+    kind_of,
 )
-from modeling_ospruner.token_states import kind_of
 
 Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 PIECES = ["a", " ", "\n", "\n\n", ".\n", ".\n\n", "\n\n\n", "}\n\n//", "\n\n//", " \n", "<think>"]

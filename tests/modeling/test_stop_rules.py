@@ -21,8 +21,8 @@ from modeling_ospruner import (
     generate_with_rule,
     uniform,
 )
-from modeling_ospruner.stop_rules import TrialAnswer, Verdict
-from ospruner.eval.benchmarks import user_message
+from modeling_ospruner.rules_ospruner import TrialAnswer, Verdict
+from ospruner.eval.problems.problem import user_message
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
 

@@ -1,14 +1,14 @@
-"""Imports go down only, and the flat model files stay loadable from the Hub.
+"""Imports go down only, no circle anywhere, and the flat model files stay loadable from the Hub.
 
-1 modeling_ospruner/*.py -> 2 modeling_ospruner/serving, hub_cards -> 3 eval -> 4 train
--> 5 ospruner_cli. A file may import what lies on a lower floor, and its own package.
+A file may import its own room and rooms on lower floors. Uploaded files import each other alone.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -18,16 +18,25 @@ REPO = Path(__file__).resolve().parents[2]
 
 # The longest matching name decides.
 FLOORS = {
-    "modeling_ospruner": 1,
-    "modeling_ospruner.serving": 2,
+    "modeling_ospruner.common": 0,
+    "modeling_ospruner": 1,  # the uploaded files
+    "modeling_ospruner.engines": 2,
+    "modeling_ospruner.vllm_plugin": 2,
+    "modeling_ospruner.doctor": 2,
     "ospruner.hub_cards": 2,
-    "ospruner.eval": 3,
-    "ospruner.train": 4,
-    "ospruner_cli": 5,
+    "ospruner.eval.grading": 3,
+    "ospruner.eval.problems": 4,
+    "ospruner.eval": 4,
+    "ospruner.eval.online": 5,
+    "ospruner.eval.report": 6,
+    "ospruner.train.labels": 7,
+    "ospruner.train": 8,
+    "ospruner.train.toy": 9,
+    "ospruner_cli": 10,
 }
 MAPPED = ("train", "eval", "hub_cards")  # folders installed as ospruner.<folder>
 FLAT_THIRD_PARTY = {"torch", "transformers", "safetensors"}
-PIP_ONLY = ("__init__", "doctor")  # how files beside the flat ones begin: they are not uploaded
+FLAT_SUFFIX = "_ospruner.py"  # of the files that are uploaded beside the weights
 NOT_PACKAGES = {"tests", "benchmarks", "docs", "typings"}
 
 
@@ -49,7 +58,7 @@ def package_of(module: str) -> str | None:
 
 def is_flat(path: PurePosixPath) -> bool:
     """Whether the file is uploaded to the Hub beside the weights."""
-    return path.parent == PurePosixPath("modeling_ospruner") and not path.name.startswith(PIP_ONLY)
+    return path.parent == PurePosixPath("modeling_ospruner") and path.name.endswith(FLAT_SUFFIX)
 
 
 def imports_of(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
@@ -89,10 +98,9 @@ def floor_faults(path: PurePosixPath, target: str, relative: bool) -> Iterator[s
         if own is not None and target.split(".")[0] in NOT_PACKAGES:
             yield f"a package imports {target}"
         return
-    if other == own:
-        if not relative and own.startswith("ospruner."):
-            yield f"{target} imported by its full name inside its own package: make it relative"
-    elif FLOORS[other] >= FLOORS[own]:
+    if own.startswith("ospruner.") and own.split(".")[:2] == other.split(".")[:2] and not relative:
+        yield f"{target} imported by its full name inside its own package: make it relative"
+    if other != own and FLOORS[other] >= FLOORS[own]:
         yield f"imports up: {own} is floor {FLOORS[own]}, {target} is floor {FLOORS[other]}"
 
 
@@ -139,7 +147,42 @@ def python_files() -> list[PurePosixPath]:
     return sorted(PurePosixPath(file.relative_to(REPO).as_posix()) for file in files)
 
 
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The circles of an import graph: modules that reach each other, each group once."""
+    order = {name: number for number, name in enumerate(graph)}
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set[str](), [start]
+        while waiting:
+            for name in graph[waiting.pop()] - seen:
+                seen.add(name)
+                waiting.append(name)
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    groups = {
+        tuple(sorted((b for b in reach[a] if a in reach[b]), key=order.__getitem__))
+        for a in graph
+        if a in reach[a]
+    }
+    return sorted([list(group) for group in groups])
+
+
+def import_graph(files: Mapping[PurePosixPath, str]) -> dict[str, set[str]]:
+    """For each module of the packages the modules that it imports, at any depth of its code."""
+    modules = {module_name(path) for path in files}
+    graph: dict[str, set[str]] = {}
+    for path, source in files.items():
+        found = set()
+        for node, _ in imports_of(ast.parse(source)):
+            for target in targets_of(node, path):
+                found |= {name for name in (target, target.rpartition(".")[0]) if name in modules}
+        graph[module_name(path)] = found - {module_name(path)}
+    return graph
+
+
 FILES = python_files()
+IN_PACKAGES = [path for path in FILES if path.parts[0] not in NOT_PACKAGES]
 FLAT = {path.stem for path in FILES if is_flat(path)}
 
 
@@ -150,10 +193,44 @@ def test_every_file_keeps_the_floors() -> None:
     assert {path: what for path, what in found.items() if what} == {}
 
 
-def test_every_package_lies_on_a_floor() -> None:
-    named = {path for path in FILES if path.parts[0] not in NOT_PACKAGES}
-    assert {str(path) for path in named if package_of(module_name(path)) is None} == set()
-    assert {package_of(module_name(path)) for path in named} == set(FLOORS)
+def test_every_room_lies_on_a_floor() -> None:
+    """A new folder is a room, and has to be given a floor; engines/ and its folder are one."""
+    rooms = {module_name(path.parent / "__init__.py") for path in IN_PACKAGES if path.parts[1:]}
+    assert rooms - set(FLOORS) == {"modeling_ospruner.engines.transformers"}
+    assert {package_of(module_name(path)) for path in IN_PACKAGES} == set(FLOORS)
+
+
+def test_no_circle_of_imports() -> None:
+    sources = {path: (REPO / path).read_text(encoding="utf-8") for path in IN_PACKAGES}
+    assert circles(import_graph(sources)) == []
+
+
+def test_a_circle_is_found() -> None:
+    files = {
+        PurePosixPath("train/run.py"): "from .loop import f",
+        PurePosixPath("train/loop.py"): "def f():\n    from . import tail",
+        PurePosixPath("train/tail.py"): "from ospruner.train.run import g",
+        PurePosixPath("train/trunk.py"): "from .tail import h",
+    }
+    named = ["ospruner.train.run", "ospruner.train.loop", "ospruner.train.tail"]
+    assert circles(import_graph(files)) == [named]
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c", "a"}}) == [
+        ["a", "b"],
+        ["c", "d"],
+    ]
+    assert circles({"a": {"b"}, "b": set()}) == []
+
+
+def test_no_two_modules_of_a_tree_share_a_name() -> None:
+    for tree in ("modeling_ospruner", *MAPPED):
+        names = [path.stem for path in IN_PACKAGES if path.parts[0] == tree]
+        assert {name for name in names if names.count(name) > 1} <= {"__init__"}, tree
+
+
+def test_folders_and_uploaded_files_stay_few() -> None:
+    counts = Counter(path.parent for path in IN_PACKAGES if path.name != "__init__.py")
+    assert {str(folder): n for folder, n in counts.items() if n > 12} == {}
+    assert len(FLAT) <= 9  # and generate.py, a copy of one: ten Python files to audit
 
 
 def test_hub_loader_finds_the_same_imports() -> None:
@@ -165,32 +242,45 @@ def test_hub_loader_finds_the_same_imports() -> None:
 
 
 FLAT_FILE = "modeling_ospruner/policy_ospruner.py"
-KNOWN_FLAT = {"policy_ospruner", "reasoning_format"}
+KNOWN_FLAT = {"policy_ospruner", "formats_ospruner"}
 
 
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        (FLAT_FILE, "from . import reasoning_format", "only as `from .x import y`"),
-        (FLAT_FILE, "from .serving.engine import Engine", "only as `from .x import y`"),
-        (FLAT_FILE, "from .serving.engine import Engine", "imports up"),
+        (FLAT_FILE, "from . import formats_ospruner", "only as `from .x import y`"),
+        (FLAT_FILE, "from .engines.interface import Engine", "only as `from .x import y`"),
+        (FLAT_FILE, "from .engines.interface import Engine", "imports up"),
         (FLAT_FILE, "from ..eval import schema", "only as `from .x import y`"),
         (FLAT_FILE, "from .ghost import y", "names no flat file"),
-        (FLAT_FILE, "from modeling_ospruner.reasoning_format import f", "by name"),
+        (FLAT_FILE, "from modeling_ospruner.formats_ospruner import f", "by name"),
         (FLAT_FILE, "def f():\n    import modeling_ospruner", "by name"),
         (FLAT_FILE, "import numpy as np", "numpy outside try"),
         (FLAT_FILE, "def f():\n    from peft import LoraConfig", "peft outside try"),
         (FLAT_FILE, "try:\n    x = 1\nexcept ValueError:\n    import peft", "peft outside try"),
         (FLAT_FILE, "try:\n    import peft\nfinally:\n    x = 1", "peft outside try"),
         (FLAT_FILE, "from ospruner.eval.stopping import f", "imports up"),
-        ("modeling_ospruner/__init__.py", "from .serving import engine", "imports up"),
-        ("modeling_ospruner/__init__.py", "from . import serving", "imports up"),
-        ("modeling_ospruner/serving/engine.py", "from ospruner.eval import schema", "imports up"),
-        ("modeling_ospruner/serving/engine.py", "import ospruner.hub_cards.facts", "imports up"),
+        ("modeling_ospruner/__init__.py", "from .engines import interface", "imports up"),
+        ("modeling_ospruner/__init__.py", "from . import engines", "imports up"),
+        (
+            "modeling_ospruner/engines/interface.py",
+            "from ospruner.eval import schema",
+            "imports up",
+        ),
+        ("modeling_ospruner/engines/interface.py", "import ospruner.hub_cards.facts", "imports up"),
         ("hub_cards/facts.py", "from ..eval.metrics import aes", "imports up"),
-        ("hub_cards/facts.py", "from modeling_ospruner.serving import engine", "imports up"),
+        ("hub_cards/facts.py", "from modeling_ospruner.engines import interface", "imports up"),
         ("eval/replay.py", "from ospruner import train", "imports up"),
-        ("eval/replay.py", "def f():\n    from ospruner.train.labels import label", "imports up"),
+        ("eval/grading/boxed.py", "from ..schema import FEATURES", "imports up"),
+        ("eval/online/runners.py", "from ..report.terminal import f", "imports up"),
+        ("train/labels/rows.py", "from ..loop import train", "imports up"),
+        ("train/loop.py", "from .toy import recipe", "imports up"),
+        (FLAT_FILE, "from .common.durable import f", "only as `from .x import y`"),
+        (
+            "eval/replay.py",
+            "def f():\n    from ospruner.train.labels.making import label",
+            "imports up",
+        ),
         ("eval/replay.py", "from ospruner.eval.schema import FEATURES", "make it relative"),
         ("train/loop.py", "import ospruner_cli", "imports up"),
         ("train/loop.py", "from .. import train, eval\nimport ospruner_cli", "imports up"),
@@ -209,18 +299,27 @@ def test_broken_rule_is_found(path: str, source: str, complaint: str) -> None:
     ("path", "source"),
     [
         (FLAT_FILE, "import torch.nn as nn\nfrom transformers.cache_utils import DynamicCache"),
-        (FLAT_FILE, "import math\nfrom .reasoning_format import ReasoningFormat"),
+        (FLAT_FILE, "import math\nfrom .formats_ospruner import ReasoningFormat"),
         (FLAT_FILE, "try:\n    import peft\nexcept ImportError:\n    peft = None"),
         (FLAT_FILE, "def f():\n    try:\n        import peft.x\n    except ImportError: raise"),
         ("modeling_ospruner/__init__.py", "from .policy_ospruner import StoppingPolicy"),
-        ("modeling_ospruner/serving/engine.py", "from ..reasoning_format import ReasoningFormat"),
-        ("modeling_ospruner/serving/vllm_engine.py", "import vllm"),
+        (
+            "modeling_ospruner/engines/interface.py",
+            "from ..formats_ospruner import ReasoningFormat",
+        ),
+        ("modeling_ospruner/engines/vllm.py", "import vllm"),
         ("eval/replay.py", "from .schema import FEATURES\nimport math_verify"),
-        ("eval/replay.py", "from modeling_ospruner.serving.engine import Engine"),
-        ("train/labels.py", "from ospruner.eval.schema import FEATURES\nfrom . import traces"),
-        ("train/toy/recipe.py", "from ..traces import sample\nfrom . import problems"),
-        ("ospruner_cli.py", "from ospruner.train.toy import recipe\nimport ospruner.eval.report"),
-        ("tests/train/test_x.py", "from ospruner.train.labels import label"),
+        ("eval/replay.py", "from modeling_ospruner.engines.interface import Engine"),
+        (
+            "train/labels/making.py",
+            "from ospruner.eval.schema import FEATURES\nfrom . import rows",
+        ),
+        ("train/toy/recipe.py", "from ..loop import train\nfrom . import problems"),
+        (
+            "ospruner_cli.py",
+            "from ospruner.train.toy import recipe\nimport ospruner.eval.report.terminal",
+        ),
+        ("tests/train/test_x.py", "from ospruner.train.labels.making import label"),
     ],
 )
 def test_kept_rules_are_not_complained_of(path: str, source: str) -> None:
@@ -232,7 +331,7 @@ def test_kept_rules_are_not_complained_of(path: str, source: str) -> None:
     [
         ("train/toy/recipe.py", "ospruner.train.toy.recipe"),
         ("eval/__init__.py", "ospruner.eval"),
-        ("modeling_ospruner/serving/engine.py", "modeling_ospruner.serving.engine"),
+        ("modeling_ospruner/engines/interface.py", "modeling_ospruner.engines.interface"),
         ("ospruner_cli.py", "ospruner_cli"),
     ],
 )

@@ -22,7 +22,7 @@ bare = [name for name in ("train", "eval", "hub_cards") if importlib.util.find_s
 assert not bare, f"importable under bare names: {bare}"
 for name in ("ospruner.train", "ospruner.train.toy", "ospruner.eval", "ospruner.hub_cards"):
     print(importlib.util.find_spec(name).origin)
-print(importlib.util.find_spec("modeling_ospruner.serving").origin)
+print(importlib.util.find_spec("modeling_ospruner.engines").origin)
 print(importlib.util.find_spec("ospruner_cli").origin)
 """
 

@@ -13,11 +13,11 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import FEATURES, LabelSettings
 from ospruner.train.loop import StageResult, train
-from ospruner.train.packing import LabelledTraces
 from ospruner.train.settings import TrainSettings
+from ospruner.train.trunk import LabelledTraces
 
 MakeLabels = Callable[..., Dataset]
 PENALTY = 5e-3

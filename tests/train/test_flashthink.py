@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig
-from ospruner.eval.online_run import OnlineRequest, run_online
-from ospruner.eval.policies import parse_policies
+from ospruner.eval.methods import parse_policies
+from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels

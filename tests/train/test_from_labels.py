@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from ospruner.eval.policies import parse_policies
+from ospruner.eval.methods import parse_policies
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.from_labels import (
     held_out_split,
@@ -19,9 +19,9 @@ from ospruner.train.from_labels import (
     settings_for,
     train_from_labels,
 )
-from ospruner.train.packing import LabelledTraces
-from ospruner.train.schedules import R1_PENALTIES
+from ospruner.train.settings import R1_PENALTIES
 from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
+from ospruner.train.trunk import LabelledTraces
 from ospruner_cli import app
 
 

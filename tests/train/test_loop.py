@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import TraceTable
+from ospruner.train.fresh import predict
 from ospruner.train.loop import StageResult, TrainingDivergedError
-from ospruner.train.policies import predict
 
 from .conftest import PENALTY, SETTINGS, SHORT, MakeLabels, log_of
 

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
+from ospruner.train.fresh import predict
 from ospruner.train.loop import train
-from ospruner.train.packing import LabelledTraces
-from ospruner.train.policies import predict
 from ospruner.train.settings import TrainSettings
+from ospruner.train.trunk import LabelledTraces
 
 from .conftest import MakeLabels
 

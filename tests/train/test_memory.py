@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
+from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.loop import StageResult
 from ospruner.train.memory import memory_need
-from ospruner.train.packing import LabelledTraces
-from ospruner.train.policies import batch_loss, new_policy
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
+from ospruner.train.trunk import LabelledTraces
 
 from .conftest import SHORT, MakeLabels
 

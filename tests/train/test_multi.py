@@ -12,11 +12,11 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.loop import StageResult, train, train_together
-from ospruner.train.packing import LabelledTraces
 from ospruner.train.settings import TrainSettings
+from ospruner.train.trunk import LabelledTraces
 
 from .conftest import MakeLabels
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ospruner.train.baselines import classification_loss
-from ospruner.train.packing import Batch
-from ospruner.train.policies import batch_loss
+from ospruner.train.fresh import batch_loss
+from ospruner.train.objective import classification_loss
+from ospruner.train.trunk import Batch
 
 NUM_STEPS = (5, 1, 3)
 

@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.packed_trunk import pack, takes_packing
-from ospruner.train.packing import LabelledTraces
+from ospruner.train.trunk import LabelledTraces, pack, takes_packing
 
 from .conftest import MakeLabels
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.fast_tail import step_logits, takes_fast_tail
-from ospruner.train.packing import LabelledTraces, epoch_batches, length_batches
-from ospruner.train.policies import predict
+from ospruner.train.fresh import predict
+from ospruner.train.tail import step_logits, takes_fast_tail
+from ospruner.train.trunk import LabelledTraces, epoch_batches, length_batches
 
 MakeLabels = Callable[..., Dataset]
 TINY: dict[str, Any] = {

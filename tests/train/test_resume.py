@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling_ospruner.reasoning_format import DEEPSEEK_R1
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.loop import StageResult
-from ospruner.train.packing import LabelledTraces
+from ospruner.train.trunk import LabelledTraces
 
 from .conftest import SETTINGS, SHORT, MakeLabels, log_of
 

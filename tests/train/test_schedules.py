@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ospruner.eval.table import TraceTable
-from ospruner.train.schedules import GPT_OSS_PENALTIES, R1_PENALTIES, automatic_penalties
+from ospruner.train.settings import GPT_OSS_PENALTIES, R1_PENALTIES, automatic_penalties
 
 from .conftest import MakeLabels
 

@@ -15,11 +15,11 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.packing import LabelledTraces
-from ospruner.train.policies import batch_loss
+from ospruner.train.fresh import batch_loss
 from ospruner.train.processes import Processes
 from ospruner.train.settings import TrainSettings
-from ospruner.train.trained import TrainedPolicy, no_denormals
+from ospruner.train.tail import TrainedPolicy, no_denormals
+from ospruner.train.trunk import LabelledTraces
 
 from .conftest import MakeLabels
 

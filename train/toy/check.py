@@ -15,10 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from modeling_ospruner.serving.engine import ForkRequest
-from ospruner.eval.grading import grade, read_box
+from modeling_ospruner.common.progress import PhaseBars
+from modeling_ospruner.engines.interface import ForkRequest
+from ospruner.eval.grading.boxed import grade, read_box
 
-from .bars import PhaseBars
 from .fallible_reasoner import BACKWARDS, RECHECKS
 from .shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
 

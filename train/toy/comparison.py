@@ -9,16 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
+from ospruner.eval.methods import FRONTIER, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
 from ospruner.eval.metrics import Estimate
-from ospruner.eval.picture import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome, pool, replay, replay_budget, replay_full
 from ospruner.eval.results import Result, Rule, compare, summarise
 from ospruner.eval.selection import Criterion, best_aes, choose
 from ospruner.eval.table import TraceTable
 
-PAPER_THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9)
 TUNED_THRESHOLDS = tuple(round(0.05 * k, 2) for k in range(1, 20))
-NAMES = {"os-pruner": FRONTIER, "probe": "probe", "convergence": "answer convergence"}
 MAX_LOSS = 0.01
 MIN_REDUCTION = 0.35
 
@@ -199,7 +197,7 @@ def _candidate(
             (test, predictions.test),
         )
     )
-    name = NAMES[predictions.method]
+    name = METHOD_NAMES[predictions.method]
     if threshold is None:
         return _Candidate(Rule(name, on_test, predictions.length_penalty, "λ"), on_validation)
     return _Candidate(Rule(name, on_test, threshold, "threshold"), on_validation)

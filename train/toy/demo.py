@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.progress import PhaseBars
 from ospruner.eval.metrics import Estimate
-from ospruner.eval.picture import save_pareto
-from ospruner.eval.report import (
+from ospruner.eval.report.pictures import save_pareto
+from ospruner.eval.report.terminal import (
     differences_table,
     parameter_text,
     results_table,
@@ -28,12 +29,11 @@ from ospruner.hub_cards.facts import hash_files, provenance
 from ospruner.hub_cards.render import write_policy_card
 from ospruner.hub_cards.results import Measurement, ResultsTable
 
+from ..fresh import predict
 from ..loop import StageResult, train
-from ..packing import LabelledTraces
-from ..policies import predict
 from ..settings import TrainSettings
-from ..trained import no_denormals
-from .bars import PhaseBars
+from ..tail import no_denormals
+from ..trunk import LabelledTraces
 from .comparison import Comparison, Predictions, compare_methods
 from .fresh_process import generate_side_by_side
 from .problems import Split

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from ospruner.eval.benchmarks import Problem
+from ospruner.eval.problems.problem import Problem
 
 Split = Literal["reasoner", "train", "validation", "test"]
 

@@ -14,13 +14,13 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from modeling_ospruner.reasoning_format import DEEPSEEK_R1, TokenFormat
-from modeling_ospruner.serving.transformers_engine import TransformersEngine
-from ospruner.eval.benchmarks import Problem
+from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 
-from ..labels import label
-from ..progress import Progress, silent
+from ..labels.making import label
 from .problems import Split, iterate_problems
 
 SHIPPED = Path(__file__).with_name("reasoner")

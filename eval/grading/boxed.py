@@ -1,0 +1,159 @@
+r"""Boxed answers and their grades, by Math-Verify under a time limit.
+
+Most answers are decided here: equal texts and plain integers need no computer algebra. The rest
+goes to child processes (`grading_pool.py`), which can be killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+from .pool import GradingPool, Verdict
+
+__all__ = [
+    "MAX_ANSWER_CHARS",
+    "TIME_LIMIT_SECONDS",
+    "Verdict",
+    "compare_many",
+    "equal",
+    "extract_boxed",
+    "grade",
+    "read_box",
+]
+
+TIME_LIMIT_SECONDS = 5
+"""What one parse or one comparison may take; an answer beyond it stays ungraded."""
+
+MAX_ANSWER_CHARS = 1_000
+"""Longer answers stay ungraded: the longest reference of our benchmarks has 53 characters."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)")
+
+
+def read_box(text: str) -> str | None:
+    r"""The content of a box that is already open: everything before its closing brace.
+
+    For forced answers, whose `\boxed{` is forced and not part of the generated text.
+
+    Returns:
+        The content, stripped; None where the box never closes.
+    """
+    depth = 1
+    position = 0
+    while position < len(text):
+        character = text[position]
+        if character == "\\":  # an escaped brace, as in \left\{, neither opens nor closes
+            position += 2
+            continue
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:position].strip()
+        position += 1
+    return None
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""The content of the last closed `\boxed{...}` (or `\fbox{...}`), braces balanced.
+
+    A box inside the last one is part of its content. None where there is no closed box. One pass,
+    so that a text of nothing but opening boxes is no trap.
+    """
+    answer = None
+    open_braces: list[int | None] = []  # where a box's content starts; None for a plain brace
+    position = 0
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            box = _BOX.match(text, position)
+            if box:
+                open_braces.append(box.end())
+            position = box.end() if box else position + 2
+            continue
+        if character == "{":
+            open_braces.append(None)
+        elif character == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None:
+                answer = text[start:position].strip()  # an enclosing box closes later and wins
+        position += 1
+    return answer
+
+
+def grade(answer: str | None, reference: str) -> bool | None:
+    """Is the answer right?
+
+    Args:
+        answer: what stood in the box; None or "" where nothing did.
+        reference: the reference answer.
+
+    Returns:
+        True or False; None where no verdict was reached: no answer, one of more than
+        MAX_ANSWER_CHARS characters, or one that Math-Verify cannot read or decide in time.
+
+    Raises:
+        ValueError: the reference is empty.
+    """
+    if not reference.strip():
+        raise ValueError("reference is empty: there is nothing to grade the answer against")
+    return _compare(reference, answer).correct
+
+
+def equal(a: str | None, b: str | None) -> bool | None:
+    """Do two answers mean the same? None where either is missing or there is no verdict."""
+    return _compare(a, b).correct
+
+
+def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Verdict]:
+    """Compares many pairs (reference, answer), several at once in processes of their own.
+
+    An answer that hangs, is unreadable or kills its process gets no verdict, and a reason.
+
+    Returns:
+        A verdict for each pair, in order; equal pairs are compared once.
+    """
+    stripped = [((reference or "").strip(), (answer or "").strip()) for reference, answer in pairs]
+    verdicts: dict[tuple[str, str], Verdict] = {}
+    hard = []
+    for pair in dict.fromkeys(stripped):
+        known = _at_once(*pair)
+        if known is None:
+            hard.append(pair)
+        else:
+            verdicts[pair] = known
+    if hard:
+        # A process takes a second to start: a few pairs are not worth many.
+        with ThreadPoolExecutor(min(_POOL.size, 1 + len(hard) // 8)) as threads:
+            verdicts |= zip(hard, threads.map(lambda pair: _ask(*pair), hard), strict=True)
+    return [verdicts[pair] for pair in stripped]
+
+
+def _compare(reference: str | None, answer: str | None) -> Verdict:
+    pair = (reference or "").strip(), (answer or "").strip()
+    return _at_once(*pair) or _ask(*pair)
+
+
+def _at_once(reference: str, answer: str) -> Verdict | None:
+    """The verdict where no computer algebra is needed."""
+    if not reference or not answer:
+        return Verdict(None, "no answer")
+    if max(len(reference), len(answer)) > MAX_ANSWER_CHARS:
+        return Verdict(None, "too long")
+    if reference == answer:
+        return Verdict(True)
+    if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
+        return Verdict(int(reference.replace(",", "")) == int(answer.replace(",", "")))
+    return None
+
+
+@lru_cache(maxsize=200_000)
+def _ask(reference: str, answer: str) -> Verdict:
+    return _POOL.compare(reference, answer, TIME_LIMIT_SECONDS)
+
+
+_POOL = GradingPool()
+atexit.register(_POOL.close)

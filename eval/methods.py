@@ -1,0 +1,182 @@
+"""The methods that are compared: names, colours, thresholds, and what `--policies` means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from modeling_ospruner import OSPrunerConfig
+
+__all__ = [
+    "FRONTIER",
+    "FRONTIER_COLOUR",
+    "FULL",
+    "LIMIT",
+    "METHOD_NAMES",
+    "ORACLE",
+    "PAPER_THRESHOLDS",
+    "STYLES",
+    "PolicyUse",
+    "parse_policies",
+    "refuse_other_base",
+]
+
+FULL = "full trace"
+ORACLE = "hindsight oracle"
+LIMIT = "best fixed"  # budget or step
+FRONTIER = "OS-Pruner"
+
+PAPER_THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9)
+"""The inference thresholds of the paper's baselines (section 5)."""
+
+METHOD_NAMES = {
+    "os-pruner": FRONTIER,
+    "probe": "probe",
+    "convergence": "answer convergence",
+    "flashthink": "FlashThink",
+}
+"""What tables and pictures call the methods of `OSPrunerConfig`."""
+
+# Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
+FRONTIER_COLOUR = "#0072B2"
+STYLES = (
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+    ("#8C6D31", "X"),
+    ("#882255", "<"),
+)
+
+
+@dataclass(frozen=True)
+class PolicyUse:
+    """A policy and how it decides.
+
+    Attributes:
+        path: its folder, or its id on the Hub.
+        config: its configuration.
+        mode: "sample" stops with the probability given (the paper), "threshold" from a threshold.
+        threshold: with mode "threshold".
+    """
+
+    path: str
+    config: OSPrunerConfig
+    mode: Literal["sample", "threshold"]
+    threshold: float | None = None
+
+    @property
+    def method(self) -> str:
+        """What tables call its method; thresholded OS-Pruner is a method of its own."""
+        name = METHOD_NAMES.get(self.config.method, self.config.method)
+        if self.config.method == "os-pruner" and self.mode == "threshold":
+            return f"{name} (≥{self.threshold:g})"
+        if self.config.method != "os-pruner" and self.mode == "sample":
+            return f"{name} (sampled)"
+        return name
+
+    @property
+    def parameter(self) -> float | None:
+        """Lambda, or a baseline's threshold."""
+        return self.config.length_penalty if self.config.method == "os-pruner" else self.threshold
+
+    @property
+    def parameter_name(self) -> str:
+        """What the parameter is."""
+        if self.config.method == "os-pruner":
+            return "λ"
+        return "threshold" if self.mode == "threshold" else ""
+
+
+def parse_policies(specs: Sequence[str]) -> list[PolicyUse]:
+    """The policies that a user named.
+
+    Args:
+        specs: folders or Hub ids, each alone or with "@" and thresholds ("probe@.7,.8"), or
+            "@sample". A folder of policies stands for all of them, and so does the folder of
+            `ospruner train --multi`. Alone, OS-Pruner decides as its configuration says, and a
+            baseline at each of the paper's thresholds.
+
+    Raises:
+        ValueError: no policy there, a bad threshold, or the same use twice.
+    """
+    uses = [use for spec in specs for use in _parse(spec)]
+    seen = set()
+    for use in uses:
+        key = (use.method, use.parameter)
+        if key in seen:
+            raise ValueError(
+                f"two policies are {use.method} with parameter {use.parameter}: rows of a table "
+                "are told apart by these; evaluate them into two folders (training seeds, say)"
+            )
+        seen.add(key)
+    return uses
+
+
+def _parse(spec: str) -> list[PolicyUse]:
+    path, at, how = spec.partition("@")
+    folders = [path]
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        stages, targets = Path(path).glob("*/config.json"), Path(path).glob("*/*/config.json")
+        folders = [str(config.parent) for config in sorted(stages) or sorted(targets)]
+        if not folders:
+            raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
+    uses = []
+    found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
+    for folder, config in sorted(found, key=lambda one: -one[1].length_penalty):
+        uses += [PolicyUse(folder, config, *mode) for mode in _modes(config, at and how, spec)]
+    return uses
+
+
+def _modes(
+    config: OSPrunerConfig, how: str, spec: str
+) -> list[tuple[Literal["sample", "threshold"], float | None]]:
+    if how == "sample":
+        return [("sample", None)]
+    if not how:
+        if config.method != "os-pruner":
+            return [("threshold", value) for value in PAPER_THRESHOLDS]
+        if config.default_mode == "sample":
+            return [("sample", None)]
+        return [("threshold", config.default_threshold)]
+    try:
+        values = [float(number) for number in how.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if any(not 0 <= value <= 1 for value in values):
+        raise ValueError(
+            f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or @sample"
+        )
+    return [("threshold", value) for value in values]
+
+
+def refuse_other_base(
+    use: PolicyUse, base: str, revision: str | None, reasoning_format: Mapping[str, Any]
+) -> None:
+    """Raises ValueError where a policy was made for another base, or another way of thinking."""
+    config = use.config
+    theirs = (_place(config.base_model_name_or_path), config.base_revision)
+    if theirs != (_place(base), revision):
+        raise ValueError(
+            f"{use.path} is a policy for {config.base_model_name_or_path} at revision "
+            f"{config.base_revision}, the traces are of {base} at {revision}: a policy reads its "
+            "own base's hidden states; label with its base, or train one for this base"
+        )
+    literals = config.reasoning_format or {}
+    if different := sorted(
+        name
+        for name in {*literals, *reasoning_format}
+        if literals.get(name) != reasoning_format.get(name)
+    ):
+        name = different[0]
+        raise ValueError(
+            f"{use.path} was trained on traces with {name} {literals.get(name)!r}, these have "
+            f"{reasoning_format.get(name)!r}: label with the policy's own reasoning format"
+        )
+
+
+def _place(base: str) -> str:
+    return str(Path(base).resolve()) if Path(base).is_dir() else base

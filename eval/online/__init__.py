@@ -1,0 +1,1 @@
+"""Online evaluation: real generation with a stopping rule, resumable, compared with replay."""

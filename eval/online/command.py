@@ -1,0 +1,134 @@
+"""A whole online evaluation, as `ospruner eval online` starts it: everything by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+
+from ..methods import PolicyUse, parse_policies, refuse_other_base
+from ..problems.sources import load_source
+from ..problems.task import load_task_class
+from ..rules import parse_rule
+from .batches import Method, Runner, evaluate_online
+from .evaluation import Evaluation
+from .runners import EngineRunner, HookRunner, Setup
+from .settings import OnlineSettings
+
+__all__ = ["OnlineRequest", "run_online"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineRequest:
+    """What to evaluate.
+
+    Attributes:
+        dataset: problems: a benchmark's name, a file, or a dataset of the Hub (`load_source`).
+        policies: see `policies.parse_policies`.
+        rules: see `rules.parse_rule`.
+        base: the model; None for the one that the policies pin.
+        engine: one of `open_engine.ENGINES`.
+        engine_arguments: of `EngineOptions`, such as `urls`.
+        task: a file with a subclass of `Task`; None for mathematics.
+        prompt: one of `task.PROMPT_PRESETS`.
+        model: what tables call the base; None for the last part of its name.
+        benchmark: what tables call the problems; None for the dataset's name.
+        files: a benchmark's rows from files.
+        limit: only the first so many problems.
+        settings: how to sample.
+    """
+
+    dataset: str
+    policies: Sequence[str] = ()
+    rules: Sequence[str] = ()
+    base: str | None = None
+    engine: str = "transformers"
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    task: str | Path | None = None
+    prompt: str = "default"
+    model: str | None = None
+    benchmark: str | None = None
+    files: Sequence[str] = ()
+    limit: int | None = None
+    settings: OnlineSettings = field(default_factory=OnlineSettings)
+
+
+def run_online(
+    request: OnlineRequest,
+    out_dir: str | Path,
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+) -> Evaluation:
+    """Evaluates by generating; whatever can be refused is refused before an engine starts.
+
+    Args:
+        request: what.
+        out_dir: an empty folder, or that of an interrupted run of the same request.
+        progress: called with phase "generate", in batches of one method.
+
+    Raises:
+        FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
+    """
+    uses = parse_policies(request.policies)
+    named = [parse_rule(text) for text in request.rules]
+    base, revision, literals = _base(request.base, uses)
+    task_class = load_task_class(request.task)
+    loaded = load_source(request.dataset, files=request.files, limit=request.limit)
+    task = task_class(
+        request.benchmark or Path(request.dataset).name.partition(".")[0],
+        loaded.problems,
+        request.prompt,
+    )
+    tokenizer = load_tokenizer(base, revision)
+    chosen = guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals)
+    fmt = TokenFormat.compile(chosen, tokenizer)
+    options = EngineOptions(base, revision, **request.engine_arguments)
+    here = options if request.engine == "transformers" else EngineOptions(base, revision)
+    local = open_engine("transformers", tokenizer, here)
+    assert isinstance(local, TransformersEngine)  # the policy runs in it, whatever samples
+    setup = Setup(local.model, tokenizer, fmt, task, request.settings)
+    runner: Runner
+    if request.engine == "transformers":
+        runner = HookRunner(setup)
+    else:
+        runner = EngineRunner(setup, open_engine(request.engine, tokenizer, options))
+    methods = [Method(use.method, use.parameter, use.parameter_name, use) for use in uses]
+    methods += [Method(r.method, r.parameter, r.parameter_name, r.rule) for r in named]
+    about = {
+        "model": request.model or Path(base).name,
+        "base": base,
+        "revision": revision,
+        "reasoning_format": chosen.to_dict(),
+        "engine": request.engine,
+        "task": task_class.__name__,
+    }
+    return evaluate_online(task, methods, runner, request.settings, about, out_dir, progress)
+
+
+def _base(
+    asked: str | None, uses: Sequence[PolicyUse]
+) -> tuple[str, str | None, dict[str, str] | None]:
+    """The base, its revision and its format: what was asked for, and what all policies pin."""
+    if not uses:
+        if asked is None:
+            raise ValueError("no base: give --base, or policies that pin one")
+        return asked, None, None
+    first = uses[0].config
+    literals = first.reasoning_format or {}
+    if any(use.config.method == "flashthink" for use in uses):
+        raise ValueError(
+            "FlashThink is a baseline for replay: its verifier is a second model, which generate "
+            "does not run. Evaluate it with `ospruner eval replay`"
+        )
+    for use in uses[1:]:
+        refuse_other_base(use, first.base_model_name_or_path, first.base_revision, literals)
+    if asked is None:
+        return first.base_model_name_or_path, first.base_revision, literals
+    # A base named by hand is taken to be the pinned one, lying elsewhere: loading a policy
+    # compares its sizes and refuses another.
+    same = asked == first.base_model_name_or_path
+    return asked, first.base_revision if same else None, literals

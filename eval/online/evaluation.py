@@ -1,0 +1,265 @@
+"""One evaluation: rules on the traces of one model and benchmark, kept in a folder.
+
+    evaluation.json    what was evaluated: settings, rules, problems
+    outcomes.npz       each rule's outcome, trace by trace
+    traces.json        some traces step by step, for the report's viewer (may be absent)
+
+Results, tables and pictures are computed from these whenever they are asked for, so that AES
+variant, lambdas and the choice of operating points can change without evaluating again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..metrics import AES_ABSOLUTE, AesVariant
+from ..replay import Outcome
+from ..results import Result, Rule, summarise
+from ..table import FloatArray, IntArray, TraceTable
+
+__all__ = ["Evaluation", "find_evaluations", "trace_hash"]
+
+FILE, OUTCOMES, TRACES = "evaluation.json", "outcomes.npz", "traces.json"
+_VERSION = 1
+_NAMED = ("model", "benchmark", "answer", "mode")
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Rules on N traces of one model and benchmark.
+
+    Attributes:
+        settings: "model", "benchmark", "answer" ("forced" or "free"), "mode" ("replay" or
+            "online"), and whatever else has to agree before two runs may be mixed. JSON-ready.
+        rules: the first is the full trace, to which reductions refer.
+        limits: what no rule can reach, or none should need.
+        problem_ids: the P problems.
+        problem_index: (N,) the problem of each trace.
+        families: (N,) family of each trace's problem.
+        natural_correct: (N,) grade of the answer after the trace's own end; NaN where there is
+            none. It is never mixed with forced answers.
+        traces: some traces for the viewer; see `viewer.trace_views`.
+    """
+
+    settings: dict[str, Any]
+    rules: list[Rule]
+    limits: list[Rule]
+    problem_ids: list[str]
+    problem_index: IntArray
+    families: list[str]
+    natural_correct: FloatArray
+    traces: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in _NAMED if not self.settings.get(name)]:
+            raise ValueError(f"settings lacks {missing}; an evaluation is named by {list(_NAMED)}")
+        if not self.rules:
+            raise ValueError("rules is empty; the first must be the full trace")
+
+    def __len__(self) -> int:
+        return len(self.problem_index)
+
+    @property
+    def name(self) -> str:
+        """Model, benchmark, answer and mode in one line."""
+        return ", ".join(str(self.settings[name]) for name in _NAMED)
+
+    @property
+    def full(self) -> Outcome:
+        """The full traces."""
+        return self.rules[0].outcome
+
+    @classmethod
+    def of_table(
+        cls,
+        table: TraceTable,
+        settings: dict[str, Any],
+        rules: Sequence[Rule],
+        limits: Sequence[Rule] = (),
+        traces: Sequence[dict[str, Any]] = (),
+    ) -> Evaluation:
+        """An evaluation of labelled traces."""
+        return cls(
+            settings=settings,
+            rules=list(rules),
+            limits=list(limits),
+            problem_ids=table.problem_ids,
+            problem_index=table.problem_index,
+            families=table.families,
+            natural_correct=table.natural_correct,
+            traces=list(traces),
+        )
+
+    def results(
+        self,
+        *,
+        variant: AesVariant = AES_ABSOLUTE,
+        length_penalties: Sequence[float] = (),
+        seed: int = 0,
+    ) -> tuple[list[Result], list[Result]]:
+        """Rules and limits with their numbers and intervals."""
+        summaries = summarise(
+            [*self.rules, *self.limits],
+            self.full,
+            self.problem_index,
+            variant=variant,
+            length_penalties=length_penalties,
+            seed=seed,
+        )
+        return summaries[: len(self.rules)], summaries[len(self.rules) :]
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the evaluation into a folder; one of the same settings there is replaced.
+
+        Raises:
+            ValueError: the folder holds an evaluation of other settings, or other files.
+        """
+        folder = Path(folder)
+        refuse_other_settings(folder, self.settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        everything = [*self.rules, *self.limits]
+        unfinished = folder / f".{OUTCOMES}.{os.getpid()}.npz"
+        np.savez_compressed(
+            unfinished,
+            outcomes=np.stack([rule.outcome.columns() for rule in everything]),  # (R, N, K)
+            problem_index=self.problem_index,
+            natural_correct=self.natural_correct,
+        )
+        unfinished.replace(folder / OUTCOMES)
+        _write_json(folder / TRACES, self.traces)
+        about = {
+            "format_version": _VERSION,
+            "settings": self.settings,
+            "rules": [_named(rule) for rule in self.rules],
+            "limits": [_named(rule) for rule in self.limits],
+            "problem_ids": self.problem_ids,
+            "families": self.families,
+        }
+        _write_json(folder / FILE, about)  # last: its presence says that the others are whole
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Evaluation:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: the folder holds no evaluation, or one of another version.
+        """
+        folder = Path(folder)
+        about = _read(folder)
+        with np.load(folder / OUTCOMES, allow_pickle=False) as arrays:
+            outcomes = [Outcome(*values.T) for values in arrays["outcomes"]]
+            index, natural = arrays["problem_index"], arrays["natural_correct"]
+        rules = [
+            Rule(one["method"], outcome, one["parameter"], one["parameter_name"])
+            for one, outcome in zip([*about["rules"], *about["limits"]], outcomes, strict=True)
+        ]
+        traces = folder / TRACES
+        return cls(
+            settings=about["settings"],
+            rules=rules[: len(about["rules"])],
+            limits=rules[len(about["rules"]) :],
+            problem_ids=about["problem_ids"],
+            problem_index=index,
+            families=about["families"],
+            natural_correct=natural,
+            traces=json.loads(traces.read_text("utf-8")) if traces.is_file() else [],
+        )
+
+
+def refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raises ValueError where a folder holds another evaluation, or something else."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / FILE).is_file():
+        return _refuse_strangers(folder)
+    there = _read(folder)["settings"]
+    names = sorted({*there, *settings})
+    differences = [
+        f"{name}: {there.get(name)!r} there, {settings.get(name)!r} asked for"
+        for name in names
+        if there.get(name) != settings.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"{folder} holds an evaluation of other settings ({'; '.join(differences)}): "
+            "choose another --out, or delete it"
+        )
+
+
+def _refuse_strangers(folder: Path) -> None:
+    strangers = sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith((".", "online"))
+    )
+    if strangers:
+        raise ValueError(
+            f"{folder} holds other files ({', '.join(strangers[:5])}) and no evaluation: "
+            "choose an empty folder"
+        )
+
+
+def find_evaluations(folder: str | Path) -> list[Evaluation]:
+    """The evaluations in a folder and below, in the order of their paths.
+
+    Raises:
+        ValueError: there is none, or two of the same model, benchmark, answer and mode.
+    """
+    found: dict[str, tuple[Path, Evaluation]] = {}
+    for path in sorted(Path(folder).rglob(FILE)):
+        evaluation = Evaluation.load(path.parent)
+        if evaluation.name in found:
+            raise ValueError(
+                f"{path.parent} and {found[evaluation.name][0]} both hold {evaluation.name}: "
+                "tables show each once; move one away, or name the benchmark apart (--name)"
+            )
+        found[evaluation.name] = path.parent, evaluation
+    if not found:
+        raise ValueError(
+            f"{folder} holds no evaluation: make one with `ospruner eval replay` or "
+            "`ospruner eval online`"
+        )
+    return [evaluation for _, evaluation in found.values()]
+
+
+def trace_hash(table: TraceTable) -> str:
+    """A short hash of the labels: which traces, which steps, which grades."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update("\x00".join(table.problem_ids).encode())
+    for array in (table.problem_index, table.lengths, table.correct):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _named(rule: Rule) -> dict[str, Any]:
+    return {
+        "method": rule.method,
+        "parameter": rule.parameter,
+        "parameter_name": rule.parameter_name,
+    }
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no evaluation ({FILE} is missing)")
+    about: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    if about.get("format_version") != _VERSION:
+        raise ValueError(
+            f"{path} has format_version {about.get('format_version')!r}; this version of ospruner "
+            f"reads {_VERSION}: evaluate again"
+        )
+    return about
+
+
+def _write_json(path: Path, content: Any) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1)
+    unfinished.write_text(text + "\n", "utf-8")
+    unfinished.replace(path)

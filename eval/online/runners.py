@@ -1,0 +1,376 @@
+"""What generates the batches of an online evaluation: transformers with the hook, or any engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.engines.interface import (
+    Engine,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    end_ids,
+)
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
+from modeling_ospruner.rules_ospruner import StopRule, mix64, uniform
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
+
+from ..methods import PolicyUse
+from ..problems.task import Task, prompt_token_ids
+from .batches import Batch, Method, SampleRow
+from .settings import OnlineSettings
+
+__all__ = ["EngineRunner", "HookRunner", "Setup"]
+
+NATURAL_ANSWER_TOKENS = 512
+"""Cap of the answer that the model writes after its own end."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both runners need.
+
+    Attributes:
+        model: the base, in transformers.
+        tokenizer: the base's.
+        fmt: its reasoning format.
+        task: asks and grades.
+        settings: how to sample.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fmt: TokenFormat
+    task: Task
+    settings: OnlineSettings
+
+    def prompts(self, batch: Batch) -> list[list[int]]:
+        """The prompt of each row."""
+        by_problem = [
+            prompt_token_ids(p.id, self.task.message(p, self.fmt), self.tokenizer, self.fmt)
+            for p in batch.problems
+        ]
+        return [prompt for prompt in by_problem for _ in range(batch.samples)]
+
+    def row(
+        self, batch: Batch, index: int, tokens: int, reason: str, answer_ids: Sequence[int]
+    ) -> SampleRow:
+        """A graded row; the answer is read as the mode says."""
+        text = str(self.tokenizer.decode(list(answer_ids), skip_special_tokens=False))
+        forced = self.settings.answer == "forced"
+        answer = self.task.read_forced(text) if forced else self.task.read_free(text)
+        verdict = self.task.grade(answer or None, batch.rows[index][0])
+        return SampleRow(tokens, len(answer_ids), answer or "", float(bool(verdict)), reason)
+
+    def natural_grade(self, batch: Batch, index: int, answer_ids: Sequence[int]) -> float:
+        """Grade of what the model wrote after its own end; NaN where there is nothing."""
+        if not len(answer_ids):
+            return math.nan
+        text = str(self.tokenizer.decode(list(answer_ids), skip_special_tokens=False))
+        verdict = self.task.grade(self.task.read_free(text), batch.rows[index][0])
+        return float(bool(verdict))
+
+    def fork(self, engine: Engine, requests: Sequence[ForkRequest]) -> list[list[list[int]]]:
+        """The answers' ids after every cut of every request."""
+        forced = self.settings.answer == "forced"
+        answers = engine.fork(
+            requests,
+            self.fmt.forced_suffix(self.settings.answer),
+            self.settings.max_answer_tokens,
+            self.fmt.box_state if forced else None,
+        )
+        return [[answer.ids for answer in of_one] for of_one in answers]
+
+
+class HookRunner:
+    """transformers' `generate` with the hook in it, the way users run a policy; its time counts.
+
+    The full trace is plain `generate`, whose time is the yardstick; its forced answer at T is
+    forked afterwards, and so are answers of rows cut at the token cap, outside the time.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._engine = TransformersEngine(setup.model, setup.tokenizer)
+        self._eos = end_ids(setup.model.generation_config, setup.tokenizer)
+        self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
+
+    def run(
+        self, methods: Sequence[Method], batch: Batch
+    ) -> Iterator[tuple[Method, list[SampleRow]]]:
+        """Generates the batch anew for each method, from the same seed."""
+        prompts = self.setup.prompts(batch)
+        for method in methods:
+            yield method, self._generate(method, batch, prompts)
+
+    def _generate(
+        self, method: Method, batch: Batch, prompts: Sequence[Sequence[int]]
+    ) -> list[SampleRow]:
+        settings, fmt, device = self.setup.settings, self.setup.fmt, self.setup.model.device
+        width = max(map(len, prompts))
+        pad = min(self._eos)  # masked, so that any id will do
+        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        room = len(fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
+        if method.how is None:
+            room = max(room, NATURAL_ANSWER_TOKENS)
+        arguments: dict[str, Any] = {
+            **settings.generate_arguments(),
+            "attention_mask": mask,
+            "max_new_tokens": settings.max_thinking_tokens + room,
+            "pad_token_id": pad,
+        }
+        call = self._call(method, batch)
+        with torch.random.fork_rng():
+            torch.manual_seed(mix64(mix64(settings.seed) ^ batch.first_problem) >> 1)
+            started = time.perf_counter()
+            output, records = call(ids, arguments)
+            generated = output[:, width:].tolist()  # also waits for the device
+            seconds = (time.perf_counter() - started) / len(prompts)
+        rows = self._rows(batch, prompts, generated, records)
+        return [replace(row, seconds=seconds) for row in rows]
+
+    def _call(self, method: Method, batch: Batch) -> Any:
+        """What generates: (ids, arguments) -> (output, records or None)."""
+        model: Any = self.setup.model
+        settings = self.setup.settings
+        common: dict[str, Any] = {
+            "seed": settings.seed,
+            "first_sample_index": batch.first_sample_index,
+            "answer": settings.answer,
+            "max_answer_tokens": settings.max_answer_tokens,
+        }
+        if method.how is None:
+            return lambda ids, more: (model.generate(ids, **more), None)
+        if isinstance(method.how, PolicyUse):
+            use = method.how
+            threshold = 0.5 if use.threshold is None else use.threshold
+            config = StopPolicyConfig(mode=use.mode, threshold=threshold, **common)
+            policy = self._policy(use.path).policy
+            return lambda ids, more: generate_pruned(
+                model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
+            )
+        config = StopPolicyConfig(rule=method.how, **common)
+        return lambda ids, more: generate_with_rule(
+            model, self.setup.tokenizer, config, ids, self.setup.fmt, **more
+        )
+
+    def _policy(self, path: str) -> OSPrunerForCausalLM:
+        if self._loaded is None or self._loaded[0] != path:
+            self._loaded = (path, OSPrunerForCausalLM.from_base(self.setup.model, path))
+        return self._loaded[1]
+
+    def _rows(
+        self,
+        batch: Batch,
+        prompts: Sequence[Sequence[int]],
+        generated: Sequence[Sequence[int]],
+        records: Sequence[StopRecord] | None,
+    ) -> list[SampleRow]:
+        settings, setup = self.setup.settings, self.setup
+        cap = settings.max_thinking_tokens
+        answers: dict[int, list[int]] = {}
+        lengths, reasons, probes, natural = [], [], [], []
+        for i, ids in enumerate(generated):
+            if records is None:
+                length, reason, probe = *self._natural_end(ids), 0
+            else:
+                record = records[i]
+                length, reason, probe = record.thinking_tokens, record.reason, record.probe_tokens
+            if length > cap or reason == "length":
+                length, reason = min(length, cap), "cap"
+            lengths.append(length)
+            reasons.append(reason)
+            probes.append(probe)
+            closed = reason != "cap" and ids[length] not in self._eos - {setup.fmt.think_end_id}
+            own_end = records is None and closed
+            free = self._until_eos(ids[length + 1 :]) if own_end else []
+            natural.append(setup.natural_grade(batch, i, free))
+            if closed and settings.answer == "free" and (own_end or reason == "natural"):
+                answers[i] = self._until_eos(ids[length + 1 :])[: settings.max_answer_tokens]
+            elif closed and records is not None:
+                start = length + len(setup.fmt.forced_suffix(settings.answer))
+                answers[i] = self._answer(ids[start:])
+        missing = [i for i in range(len(generated)) if i not in answers]
+        requests = [
+            ForkRequest(prompts[i], generated[i][: lengths[i]], [lengths[i]]) for i in missing
+        ]
+        for i, forked in zip(missing, setup.fork(self._engine, requests), strict=True):
+            answers[i] = forked[0]
+        rows = []
+        for i, (length, reason) in enumerate(zip(lengths, reasons, strict=True)):
+            row = setup.row(batch, i, length, reason, answers[i])
+            rows.append(replace(row, probe_tokens=probes[i], natural_correct=natural[i]))
+        return rows
+
+    def _natural_end(self, ids: Sequence[int]) -> tuple[int, str]:
+        """Where plain generation ended its thinking."""
+        ends = self._eos | {self.setup.fmt.think_end_id}
+        length = next((n for n, token in enumerate(ids) if token in ends), None)
+        return (len(ids), "length") if length is None else (length, "natural")
+
+    def _until_eos(self, ids: Sequence[int]) -> list[int]:
+        return list(ids[: next((n for n, t in enumerate(ids) if t in self._eos), len(ids))])
+
+    def _answer(self, ids: Sequence[int]) -> list[int]:
+        """The answer's own tokens, through the brace that closes a forced one."""
+        kept = self._until_eos(ids)[: self.setup.settings.max_answer_tokens]
+        if self.setup.settings.answer == "forced":
+            box = self.setup.fmt.box_state()
+            closed = next((n for n, token in enumerate(kept) if box.push(token)), len(kept))
+            kept = kept[: closed + 1]
+        return kept
+
+
+class EngineRunner:
+    """Any engine: whole traces from the engine, the policy in transformers, answers forked.
+
+    Accuracy and lengths are those of generation with the policy inside; wall-clock is not
+    measured. Rules that try answers need them at every step: label, and replay.
+    """
+
+    def __init__(self, setup: Setup, engine: Engine) -> None:
+        self.setup = setup
+        self.engine = engine
+
+    def run(
+        self, methods: Sequence[Method], batch: Batch
+    ) -> Iterator[tuple[Method, list[SampleRow]]]:
+        """Samples the batch once, and forks it wherever a method stops."""
+        setup, settings = self.setup, self.setup.settings
+        for method in methods:
+            if isinstance(method.how, StopRule) and method.how.asks:
+                raise ValueError(
+                    f"{method.method} tries answers at every step: with this engine, label the "
+                    "problems and use `ospruner eval replay`, or use --engine transformers"
+                )
+        prompts = setup.prompts(batch)
+        sampled = self.engine.sample(
+            prompts,
+            SamplingSettings(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                max_new_tokens=settings.max_thinking_tokens,
+                max_answer_tokens=NATURAL_ANSWER_TOKENS,
+                seed=settings.seed,
+            ),
+            setup.fmt,
+            [f"{problem.id}/{k}" for problem, k in batch.rows],
+        )
+        ends = [setup.fmt.step_ends(trace.trace_ids) or [0] for trace in sampled]
+        stops = {
+            method.key: self._stops(method, batch, prompts, sampled, ends) for method in methods
+        }
+        cuts = [sorted({stops[key][i] for key in stops}) for i in range(len(sampled))]
+        requests = [
+            ForkRequest(prompt, trace.trace_ids, cut)
+            for prompt, trace, cut in zip(prompts, sampled, cuts, strict=True)
+        ]
+        forks = [
+            dict(zip(cut, answers, strict=True))
+            for cut, answers in zip(cuts, setup.fork(self.engine, requests), strict=True)
+        ]
+        for method in methods:
+            at = stops[method.key]
+            yield (
+                method,
+                [
+                    self._row(batch, i, trace, at[i], forks[i][at[i]])
+                    for i, trace in enumerate(sampled)
+                ],
+            )
+
+    def _row(
+        self, batch: Batch, index: int, trace: Sampled, stop: int, forked: Sequence[int]
+    ) -> SampleRow:
+        full = len(trace.trace_ids)
+        at_end = stop == full
+        reason = "policy" if not at_end else "cap" if trace.ended == "cap" else "natural"
+        if self.setup.settings.answer == "free" and reason == "natural":
+            forked = trace.answer_ids[: self.setup.settings.max_answer_tokens]
+        row = self.setup.row(batch, index, stop, reason, forked)
+        natural = self.setup.natural_grade(batch, index, trace.answer_ids)
+        return replace(row, natural_correct=natural if at_end else math.nan)
+
+    def _stops(
+        self,
+        method: Method,
+        batch: Batch,
+        prompts: Sequence[Sequence[int]],
+        sampled: Sequence[Sampled],
+        ends: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """The thinking tokens at which a method stops each row."""
+        if method.how is None:
+            return [of_row[-1] for of_row in ends]
+        if isinstance(method.how, PolicyUse):
+            return self._policy_stops(method.how, batch, prompts, sampled, ends)
+        stops = []
+        for of_row in ends:
+            rule = method.how.for_row()
+            passed = (end for n, end in enumerate(of_row) if rule.at_step_end(_Passed(n, end)).stop)
+            stops.append(next(passed, of_row[-1]))
+        return stops
+
+    def _policy_stops(
+        self,
+        use: PolicyUse,
+        batch: Batch,
+        prompts: Sequence[Sequence[int]],
+        sampled: Sequence[Sampled],
+        ends: Sequence[Sequence[int]],
+    ) -> list[int]:
+        model = OSPrunerForCausalLM.from_base(self.setup.model, use.path)
+        stops = []
+        for i, (prompt, trace, of_row) in enumerate(zip(prompts, sampled, ends, strict=True)):
+            if len(of_row) < 2:  # the natural end is the only step
+                stops.append(of_row[-1])
+                continue
+            pi = model.stop_probabilities(
+                [*prompt, *trace.trace_ids], prompt_length=len(prompt)
+            ).tolist()
+            sample_index = batch.first_sample_index + i
+            chosen = of_row[-1]
+            for step, end in enumerate(of_row[:-1]):
+                if use.threshold is not None and use.mode == "threshold":
+                    stop = pi[step] >= use.threshold
+                else:
+                    stop = uniform(self.setup.settings.seed, sample_index, step) < pi[step]
+                if stop:
+                    chosen = end
+                    break
+            stops.append(chosen)
+        return stops
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A step end for rules that read lengths alone."""
+
+    step: int
+    thinking_tokens: int
+    sample_index: int = 0
+    may_stop: bool = True
+
+    def stop_probability(self) -> float:
+        """Not for such rules."""
+        raise TypeError("a rule without asks asked for a stop probability")
+
+    def trial_answer(self, max_tokens: int) -> Any:
+        """Not for such rules."""
+        raise TypeError("a rule without asks asked for a trial answer")
+
+    def next_text(self) -> str:
+        """Not for such rules."""
+        raise TypeError("a rule without asks asked for a text")

@@ -1,0 +1,1 @@
+"""Problems: where they come from, how they are asked."""

@@ -1,0 +1,337 @@
+"""Where problems come from: benchmarks by name, datasets of the Hub, and local files.
+
+The same problem in two sets is found by its normalised text, whatever its id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .problem import COLUMNS, Columns, Problem, problems_from_rows, read_rows
+
+__all__ = [
+    "BENCHMARKS",
+    "Loaded",
+    "drop_overlaps",
+    "held_out_keys",
+    "hold_out",
+    "load_source",
+    "normalised_text",
+    "text_key",
+]
+
+
+# LaTeX commands that change how a formula looks, not what it says.
+_LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]")
+_SAID = re.compile(r"[^\W_]|(?<=\d)\.(?=\d)|[-+*/^_=<>|!%()]")
+
+
+def normalised_text(text: str) -> str:
+    r"""What a problem says: its letters, digits, decimal points and operators, in lower case.
+
+    Copies of a problem differ in spacing, `$` and `\[`, braces, punctuation and `\dfrac`.
+    """
+    text = _LOOKS.sub("", unicodedata.normalize("NFKC", text).lower())
+    return "".join(_SAID.findall(re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)))
+
+
+def text_key(text: str) -> str:
+    """A short name (16 hex digits) of a problem's normalised text: equal in all its copies."""
+    return hashlib.blake2b(normalised_text(text).encode(), digest_size=8).hexdigest()
+
+
+def drop_overlaps(
+    problems: Sequence[Problem], others: Iterable[Problem]
+) -> tuple[list[Problem], list[tuple[str, str]]]:
+    """Drops the problems that another set holds too.
+
+    Args:
+        problems: such as a training set.
+        others: such as the problems that the result will be evaluated on.
+
+    Returns:
+        The problems left, and (dropped id, the other's id) of the rest.
+    """
+    known = {text_key(other.problem): other.id for other in others}
+    kept, dropped = [], []
+    for problem in problems:
+        other = known.get(text_key(problem.problem))
+        if other is None:
+            kept.append(problem)
+        else:
+            dropped.append((problem.id, other))
+    return kept, dropped
+
+
+def hold_out(problems: Sequence[Problem], count: int, seed: int = 0) -> list[Problem]:
+    """A seeded choice of problems by their text: the same in any order and beside any others.
+
+    Raises:
+        ValueError: `count` is below 1 or leaves nothing.
+    """
+    if not 1 <= count < len(problems):
+        raise ValueError(
+            f"count is {count}; it must lie in 1..{len(problems) - 1}, which leaves problems"
+        )
+
+    def draw(problem: Problem) -> bytes:
+        name = f"{seed}\x00{text_key(problem.problem)}".encode()
+        return hashlib.blake2b(name, digest_size=8).digest()
+
+    return sorted(problems, key=draw)[:count]
+
+
+HOLDOUT_FILE = Path(__file__).with_name("deepscaler_holdout.json")
+_FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One dataset of the Hub that makes up a benchmark.
+
+    Attributes:
+        hub_id: its id.
+        config: its configuration; None for the default.
+        splits: our split name -> the dataset's.
+        prefix: put before the ids of its problems.
+    """
+
+    hub_id: str
+    config: str | None
+    splits: Mapping[str, str]
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark known by name.
+
+    Attributes:
+        parts: the datasets that make it up.
+        columns: where the fields of a problem stand, in its datasets and in files of ours.
+        read: turns a row into one with plain fields; given the row and its number.
+    """
+
+    parts: tuple[Part, ...]
+    columns: Columns
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda row: row
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of its splits; the first is the default."""
+        return list(self.parts[0].splits)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Problems, and what is worth knowing about where they came from.
+
+    Attributes:
+        problems: the problems.
+        source: JSON-ready: dataset, split, revision or files, and how many rows were left out
+            and why.
+    """
+
+    problems: list[Problem]
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+def _gsm8k_row(row: dict[str, Any]) -> dict[str, Any]:
+    """GSM8K's answers are solutions that end with `#### 1,234`."""
+    answer = str(row.get("answer") or "").rpartition("####")[2].strip()
+    return {**row, "answer": re.sub(r"(?<=\d),(?=\d{3})", "", answer)}
+
+
+def _math500_row(row: dict[str, Any]) -> dict[str, Any]:
+    """`test/precalculus/807.json` -> `precalculus/807`."""
+    if isinstance(name := row.get("unique_id"), str):
+        row = {**row, "unique_id": name.removeprefix("test/").removesuffix(".json")}
+    return row
+
+
+def _deepscaler_row(row: dict[str, Any]) -> dict[str, Any]:
+    """DeepScaleR has no ids: its problems are named by their text."""
+    return row if row.get("id") is not None else {**row, "id": text_key(str(row.get("problem")))}
+
+
+_AIME24 = Part("HuggingFaceH4/aime_2024", None, {"test": "train"}, "aime24/")
+_AIME25 = Part("MathArena/aime_2025", None, {"test": "train"}, "aime25/")
+_AIME_COLUMNS: Columns = {"id": ("id", "problem_idx"), "family": ("family", "year")}
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "gsm8k": Benchmark(
+        (Part("openai/gsm8k", "main", {"train": "train", "test": "test"}, "gsm8k/{split}/"),),
+        {"problem": ("problem", "question")},
+        _gsm8k_row,
+    ),
+    "math500": Benchmark(
+        (Part("HuggingFaceH4/MATH-500", None, {"test": "test"}, "math500/"),),
+        {"id": ("id", "unique_id"), "family": ("family", "subject")},
+        _math500_row,
+    ),
+    "aime24": Benchmark((_AIME24,), _AIME_COLUMNS),
+    "aime25": Benchmark((_AIME25,), _AIME_COLUMNS),
+    "aime": Benchmark((_AIME24, _AIME25), _AIME_COLUMNS),
+    "deepscaler": Benchmark(
+        (
+            Part(
+                "agentica-org/DeepScaleR-Preview-Dataset",
+                None,
+                {"train": "train", "holdout": "train"},
+                "deepscaler/",
+            ),
+        ),
+        {"family": ("family", "subset")},
+        _deepscaler_row,
+    ),
+}
+
+
+def load_source(
+    dataset: str,
+    *,
+    files: Sequence[str | Path] = (),
+    split: str | None = None,
+    columns: Columns | None = None,
+    revision: str | None = None,
+    limit: int | None = None,
+) -> Loaded:
+    """Loads problems by a benchmark's name, from a file, or from a dataset of the Hub.
+
+    Args:
+        dataset: a name of `BENCHMARKS`, a path to a `.jsonl`, `.jsonl.gz` or `.parquet` file, or
+            the id of a dataset on the Hub (or a folder that `datasets` reads).
+        files: for a benchmark's name: its rows from these files instead of the Hub, in our
+            columns or in its dataset's.
+        split: of the benchmark or dataset; the benchmark's first, or "train", where None.
+            DeepScaleR has "train" and "holdout": the 500 problems of `held_out_keys`.
+        columns: where the fields stand; see `benchmarks.COLUMNS`.
+        revision: of the Hub's dataset.
+        limit: keep only the first so many.
+
+    Raises:
+        FileNotFoundError: a file that does not exist.
+        ValueError: an unknown name or split, or rows that are no problems.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1, or None for all problems")
+    if dataset in BENCHMARKS:
+        return _load_benchmark(dataset, files, split, columns or {}, revision, limit)
+    if files:
+        raise ValueError(
+            f"files are given for the dataset {dataset!r}; they go with the name of a benchmark "
+            f"({', '.join(BENCHMARKS)}): give a file's path as the dataset itself"
+        )
+    source: dict[str, Any] = {"dataset": dataset}
+    rows: Iterable[Mapping[str, Any]]
+    if dataset.endswith(_FILE_ENDINGS):
+        if split is not None:
+            raise ValueError(f"split is {split!r}, but {dataset} is a file, which has no splits")
+        rows = read_rows(dataset)
+    else:
+        split = split or "train"
+        rows = _hub_rows(dataset, None, split, revision)
+        source |= {"split": split, "revision": revision}
+    problems = problems_from_rows(rows, limit=limit, columns=columns or COLUMNS, source=dataset)
+    return Loaded(problems, source)
+
+
+def held_out_keys() -> frozenset[str]:
+    """`text_key` of the 500 DeepScaleR problems that are kept out of training.
+
+    The paper's own are unknown; these were drawn once, with seed 0, from the AIME and MATH parts
+    and a sample of the rest.
+    """
+    return frozenset(json.loads(HOLDOUT_FILE.read_text("utf-8"))["keys"])
+
+
+def _load_benchmark(
+    name: str,
+    files: Sequence[str | Path],
+    split: str | None,
+    columns: Columns,
+    revision: str | None,
+    limit: int | None,
+) -> Loaded:
+    benchmark = BENCHMARKS[name]
+    split = split or benchmark.splits[0]
+    if split not in benchmark.splits:
+        raise ValueError(f"{name} has the splits {benchmark.splits}, not {split!r}")
+    columns = {**benchmark.columns, **columns}
+    left_out = {"without_answer": 0, "duplicates": 0}
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for rows, prefix, where in _sources(benchmark, files, split, revision):
+        usable = _usable(map(benchmark.read, map(dict, rows)), columns, seen, left_out)
+        for problem in problems_from_rows(usable, columns=columns, source=where):
+            named = problem.id if problem.id.startswith(name[:4]) else prefix + problem.id
+            problems.append(Problem(named, problem.problem, problem.answer, problem.family))
+    if name == "deepscaler":
+        held_out = held_out_keys()
+        wanted = split == "holdout"
+        problems = [p for p in problems if (text_key(p.problem) in held_out) == wanted]
+        if not problems:
+            raise ValueError(f"{name} holds no problem of its split {split!r}")
+    source: dict[str, Any] = {"dataset": name, "split": split, "left_out": left_out}
+    source |= {"files": [str(file) for file in files]} if files else {"revision": revision}
+    return Loaded(problems[:limit], source)
+
+
+def _sources(
+    benchmark: Benchmark, files: Sequence[str | Path], split: str, revision: str | None
+) -> Iterator[tuple[Iterable[Mapping[str, Any]], str, str]]:
+    """Rows, the prefix of their ids, and what to call them."""
+    if files:
+        for file in files:
+            stem = Path(file).name.partition(".")[0]
+            yield read_rows(file), f"{stem}/", str(file)
+        return
+    for part in benchmark.parts:
+        rows = _hub_rows(part.hub_id, part.config, part.splits[split], revision)
+        yield rows, part.prefix.format(split=split), part.hub_id
+
+
+def _hub_rows(
+    hub_id: str, config: str | None, split: str, revision: str | None
+) -> Iterable[Mapping[str, Any]]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        rows: Iterable[Mapping[str, Any]] = load_dataset(
+            hub_id, config, split=split, revision=revision
+        )
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"{hub_id!r} is no dataset that can be loaded ({error}); give one of "
+            f"{', '.join(BENCHMARKS)}, a .jsonl, .jsonl.gz or .parquet file, or a dataset's id on "
+            "the Hub"
+        ) from error
+    return rows
+
+
+def _usable(
+    rows: Iterable[dict[str, Any]], columns: Columns, seen: set[str], left_out: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """The first row of each problem that has an answer; those without an id get their number."""
+    fields = {name: columns.get(name, (name,)) for name in ("id", "problem", "answer")}
+    for number, row in enumerate(rows):
+        found = {name: [row[c] for c in names if c in row] for name, names in fields.items()}
+        answer, problem = found["answer"], found["problem"]
+        if answer and (answer[0] is None or not str(answer[0]).strip()):
+            left_out["without_answer"] += 1
+            continue
+        if problem and (key := text_key(str(problem[0]))) in seen:
+            left_out["duplicates"] += 1
+            continue
+        elif problem:
+            seen.add(key)
+        has_id = any(value is not None for value in found["id"])
+        yield row if has_id else {**row, fields["id"][0]: str(number)}

@@ -1,0 +1,1 @@
+"""Reports: terminal, pictures, tables, one HTML page, and the paper's own numbers."""

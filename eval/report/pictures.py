@@ -1,0 +1,559 @@
+"""Pictures: Pareto fronts, training dynamics, accuracy by difficulty.
+
+One colour and marker a method throughout (Okabe and Ito's palette), thin lines, no colour that
+grey print would lose: markers and line styles say everything twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..methods import FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
+from ..metrics import Estimate, bootstrap_interval
+from ..online.evaluation import Evaluation
+from ..results import Result
+from ..table import FloatArray
+from .terminal import parameter_text, penalty_text
+
+__all__ = [
+    "FAINT",
+    "INK",
+    "MUTED",
+    "assign_styles",
+    "draw_front",
+    "draw_pareto",
+    "front",
+    "furnish",
+    "label_points",
+    "save_difficulty",
+    "save_dynamics",
+    "save_panels",
+    "save_pareto",
+]
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
+
+
+INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
+_LIMIT_MARKERS = ("D", "s", "^")
+
+# Labels: offsets in points and directions, the best first (a frontier rises to the right).
+_DISTANCES = (6.0, 9.0, 13.0, 18.0, 24.0)
+_DIRECTIONS = ((1, -1), (-1, 1), (1, 0), (0, 1), (0, -1), (-1, 0), (1, 1), (-1, -1))
+_HORIZONTAL: dict[int, Literal["left", "center", "right"]] = {1: "left", 0: "center", -1: "right"}
+_VERTICAL: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", -1: "top"}
+_LEADER_FROM = 13.0
+_LEADER = {"arrowstyle": "-", "lw": 0.5, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
+
+
+def save_pareto(
+    results: Sequence[Result],
+    path: str | Path,
+    *,
+    title: str = "",
+    chosen: Result | None = None,
+) -> None:
+    """Draws the results into a file (PNG, or what its suffix says).
+
+    Args:
+        results: rules on the same traces; see `draw_pareto`.
+        path: the file to write.
+        title: above the picture.
+        chosen: one of the results to ring, the one chosen on validation.
+
+    Raises:
+        ValueError: no results.
+    """
+    # An own canvas: pyplot's global state and window system are never touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.8), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    draw_pareto(axes, results, chosen=chosen)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(4, len(labels)),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+        handletextpad=0.5,
+        columnspacing=1.6,
+    )
+    space = label_points(axes, [r for r in results if r.method == FRONTIER], FRONTIER_COLOUR)
+    for method in dict.fromkeys(result.method for result in results):
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.charged_tokens)
+        if method != FRONTIER:
+            label_points(axes, rows[:1] + rows[1:][-1:], MUTED, 7, space)
+    figure.savefig(path)
+
+
+def assign_styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each method that has no look of its own, in order of appearance."""
+    plain, limits = itertools.cycle(STYLES), itertools.cycle(_LIMIT_MARKERS)
+    styles: dict[str, tuple[str, str]] = {}
+    for method in dict.fromkeys(result.method for result in results):
+        if method.startswith(LIMIT):
+            styles[method] = (MUTED, next(limits))
+        elif method not in (FRONTIER, FULL) and not method.startswith(ORACLE):
+            styles[method] = next(plain)
+    return styles
+
+
+def draw_pareto(
+    axes: Axes,
+    results: Sequence[Result],
+    *,
+    chosen: Result | None = None,
+    styles: Mapping[str, tuple[str, str]] | None = None,
+) -> None:
+    """Draws accuracy against thinking tokens: the frontier joined, all others as points.
+
+    Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
+    ORACLE (a star) have looks of their own, and those of LIMIT are hollow; any other method gets
+    a colour and a marker.
+    A legend and `label_points` are the caller's, as several panels may share them.
+
+    Args:
+        axes: where to draw.
+        results: rules on the same traces.
+        chosen: one of the results, ringed.
+        styles: of `assign_styles`, where several pictures share one legend; None for this one's.
+
+    Raises:
+        ValueError: no results.
+    """
+    if not results:
+        raise ValueError("results is empty: there is nothing to draw")
+    methods = dict.fromkeys(result.method for result in results)
+    styles = assign_styles(results) if styles is None else styles
+    for method in methods:
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.charged_tokens)
+        x = [r.charged_tokens for r in rows]
+        y = [100 * r.accuracy.value for r in rows]
+        if method == FRONTIER:
+            low, high = [100 * r.accuracy.low for r in rows], [100 * r.accuracy.high for r in rows]
+            axes.fill_between(x, low, high, color=FRONTIER_COLOUR, alpha=0.10, lw=0, zorder=0)
+            axes.plot(
+                x, y, "-o", color=FRONTIER_COLOUR, lw=1.8, ms=5.5, label=method, zorder=4,
+                mec="white", mew=0.8,
+            )  # fmt: skip
+        elif method == FULL:
+            axes.axhline(y[0], color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
+            axes.plot(x, y, "o", color=INK, ms=7, label=method, zorder=3)
+        elif method.startswith(ORACLE):
+            filled = MUTED if method == ORACLE else "white"  # hollow: its variants
+            axes.plot(x, y, "*", color=MUTED, ms=11, label=method, zorder=3, mfc=filled, mew=0.9)
+        else:
+            colour, marker = styles[method]
+            fill, edge = ("white", colour) if method.startswith(LIMIT) else (colour, "white")
+            axes.plot(
+                x, y, ls="none", marker=marker, color=colour, ms=5.5, label=method, zorder=3,
+                mfc=fill, mec=edge, mew=0.7,
+            )  # fmt: skip
+    if chosen is not None:
+        axes.plot(
+            [chosen.charged_tokens], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=INK,
+            mew=1.2, ls="none", label="chosen on validation", zorder=5,
+        )  # fmt: skip
+    probes = any(result.probe_tokens.value > 0 for result in results)
+    spent = "thinking and probe tokens per trace" if probes else "thinking tokens per trace"
+    furnish(axes, spent, "accuracy, %")
+    axes.margins(x=0.1, y=0.12)
+    axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+
+
+def furnish(axes: Axes, x_name: str, y_name: str) -> None:
+    """Names the axes, and takes away what is not needed to read them."""
+    axes.set_xlabel(x_name, fontsize=9.5, color=INK)
+    axes.set_ylabel(y_name, fontsize=9.5, color=INK)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=8.5)
+
+
+def label_points(
+    axes: Axes,
+    results: Sequence[Result],
+    colour: str,
+    size: float = 8,
+    space: FreeSpace | None = None,
+) -> FreeSpace:
+    """Writes each result's parameter beside its point, where nothing else stands.
+
+    Places are tried from near to far, eight directions each, the far ones with a leader; a label
+    that fits nowhere is left out: a crowded picture is better short of a label than unreadable.
+
+    Args:
+        axes: a drawn picture; its limits must be final, as free places are found in pixels.
+        results: the results to label, all drawn on `axes`.
+        colour: of the text.
+        size: of the text, in points.
+        space: what earlier labels on `axes` left free; None lays the figure out anew.
+
+    Returns:
+        What is free now.
+    """
+    from matplotlib.patheffects import Normal, Stroke
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    if space is None:
+        figure.draw_without_rendering()
+        space = FreeSpace(axes, figure.dpi / 72.0)
+    for result in sorted(results, key=lambda r: r.charged_tokens):
+        point = (result.charged_tokens, 100 * result.accuracy.value)
+        text = parameter_text(result)
+        for away, (right, up) in itertools.product(_DISTANCES if text else (), _DIRECTIONS):
+            reach = away if 0 in (right, up) else 0.7 * away
+            place: dict[str, Any] = {
+                "xytext": (right * reach, up * reach),
+                "textcoords": "offset points",
+                "fontsize": size,
+                "color": colour,
+                "ha": _HORIZONTAL[right],
+                "va": _VERTICAL[up],
+                "zorder": 6,
+                "path_effects": [Stroke(linewidth=2.5, foreground="white"), Normal()],
+            }
+            label = axes.annotate(text, point, **place)
+            pixel = axes.transData.transform(point)
+            with_leader = away >= _LEADER_FROM
+            if space.take(label.get_window_extent(), pixel, with_leader):
+                if with_leader:
+                    label.remove()
+                    axes.annotate(text, point, arrowprops={**_LEADER, "color": colour}, **place)
+                break
+            label.remove()
+    return space
+
+
+class FreeSpace:
+    """Where labels may stand on drawn axes, in pixels; `take` reserves a place."""
+
+    def __init__(self, axes: Axes, scale: float) -> None:
+        from matplotlib.text import Text
+
+        self.scale = scale  # pixels a point
+        self.inside = axes.get_window_extent()
+        self.labels = [Text.get_window_extent(text) for text in axes.texts]  # not their leaders
+        self.taken = list(_drawn_boxes(axes, scale))
+        marked = [line for line in axes.get_lines() if line.get_marker() not in ("None", None)]
+        self.points = np.concatenate(
+            [axes.transData.transform(np.asarray(line.get_xydata())) for line in marked]
+        )  # (points, 2)
+
+    def take(self, box: Bbox, point: FloatArray, with_leader: bool) -> bool:
+        """Reserves the box for the label of `point` if it is free; says whether it was."""
+        if not (self.inside.x0 <= box.x0 and box.x1 <= self.inside.x1):
+            return False
+        if not (self.inside.y0 <= box.y0 and box.y1 <= self.inside.y1):
+            return False
+        spaced = box.padded(2.2 * self.scale)
+        if any(spaced.overlaps(other) for other in self.taken):
+            return False
+        middle = np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2
+        leader = list(_stroke(point, middle, self.scale)) if with_leader else []
+        if any(part.overlaps(other) for part in leader for other in self.labels):
+            return False
+        others = self.points[np.abs(self.points - point).max(axis=1) > 0.5]
+        if any(part.padded(3 * self.scale).contains(*other) for part in leader for other in others):
+            return False
+        if not with_leader:  # a reader takes it for the label of the nearest point
+            half = np.array([box.width, box.height]) / 2
+            gaps = np.hypot(*np.maximum(np.abs(self.points - middle) - half, 0).T)
+            if gaps.min() < np.hypot(*np.maximum(np.abs(point - middle) - half, 0)) - 0.5:
+                return False
+        self.labels.append(box)
+        self.taken.extend([box, *leader])
+        return True
+
+
+def _drawn_boxes(axes: Axes, scale: float) -> Iterator[Bbox]:
+    """What labels must not touch: markers, and lines as strings of small boxes, in pixels."""
+    from matplotlib.transforms import Bbox
+
+    for text in axes.texts:
+        yield text.get_window_extent()
+    for line in axes.get_lines():
+        pixels = line.get_transform().transform(np.asarray(line.get_xydata(), np.float64))
+        half = scale * line.get_markersize() / 2 if line.get_marker() not in ("None", None) else 0.0
+        for x, y in pixels:
+            if half:
+                yield Bbox([[x - half, y - half], [x + half, y + half]])
+        if line.get_linestyle() == "None":
+            continue
+        for start, end in itertools.pairwise(pixels):
+            yield from _stroke(start, end, scale)
+
+
+def _stroke(start: FloatArray, end: FloatArray, scale: float) -> Iterator[Bbox]:
+    """Boxes of two points' width along a line from `start` to `end`, all in pixels."""
+    from matplotlib.transforms import Bbox
+
+    count = max(2, int(np.hypot(*(end - start)) / (2 * scale)))
+    for x, y in start + np.linspace(0, 1, count)[:, None] * (end - start):
+        yield Bbox([[x - scale, y - scale], [x + scale, y + scale]])
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def front(results: Sequence[Result]) -> list[Result]:
+    """The results that no other beats in both tokens and accuracy, by rising tokens."""
+    order = sorted(results, key=lambda r: (r.charged_tokens, -r.accuracy.value))
+    highest = itertools.accumulate((r.accuracy.value for r in order), max, initial=-np.inf)
+    return [r for r, before in zip(order, highest, strict=False) if r.accuracy.value > before]
+
+
+def draw_front(axes: Axes, results: Sequence[Result]) -> None:
+    """The front of all methods as a line; hindsight, which nobody has, is left out."""
+    points = front([r for r in results if not r.method.startswith(ORACLE)])
+    axes.plot(
+        [r.charged_tokens for r in points],
+        [100 * r.accuracy.value for r in points],
+        "-", color=MUTED, lw=3.2, alpha=0.28, zorder=1.5, label="front of all methods",
+    )  # fmt: skip
+
+
+def save_panels(
+    panels: Mapping[str, Sequence[Result]],
+    paths: Sequence[Path],
+    *,
+    title: str = "",
+    columns: int = 3,
+) -> None:
+    """Accuracy against thinking tokens, one panel a benchmark, methods alike in all.
+
+    Args:
+        panels: heading -> results on the same traces.
+        paths: the files to write (PNG, SVG, PDF by their suffixes).
+        title: above the picture.
+        columns: panels side by side.
+
+    Raises:
+        ValueError: no panels, or one without results.
+    """
+    if not panels:
+        raise ValueError("panels is empty: there is nothing to draw")
+    wide = min(columns, len(panels))
+    high = -(-len(panels) // wide)
+    figure = _figure(max(5.2, 4.4 * wide), 3.9 * high)
+    grid = figure.subplots(high, wide, squeeze=False)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    handles: dict[str, Any] = {}
+    styles = assign_styles([result for results in panels.values() for result in results])
+    for axes, (heading, results) in zip(grid.flat, panels.items(), strict=False):
+        draw_pareto(axes, results, styles=styles)
+        draw_front(axes, results)
+        axes.set_title(heading, loc="left", fontsize=10, color=INK)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    _finish(figure, handles, title)
+    figure.draw_without_rendering()  # labels find their places in pixels
+    for axes, results in zip(grid.flat, panels.values(), strict=False):
+        space = FreeSpace(axes, figure.dpi / 72.0)
+        ours = [r for r in results if r.method == FRONTIER]
+        label_points(axes, ours, FRONTIER_COLOUR, 7.5, space)
+        others = [r for r in results if r.method not in (FRONTIER, FULL) and parameter_text(r)]
+        label_points(axes, others, MUTED, 6.5, space)
+    _save(figure, paths)
+
+
+def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str = "") -> None:
+    """Validation accuracy and length in the course of a training run (the paper's Figure 1).
+
+    Drawn over optimiser steps where the run validated between the stages' ends
+    (`ospruner train --validate-every`), else over epochs, a point a stage.
+
+    Args:
+        run_folder: a folder of `ospruner train`, with `log.jsonl`.
+        paths: the files to write.
+        title: above the picture.
+
+    Raises:
+        ValueError: the folder holds no training log, or one without a finished stage.
+    """
+    stages, ends, points, unit = _read_log(Path(run_folder))
+    if not stages:
+        raise ValueError(f"{run_folder} has no finished stage in log.jsonl: nothing to draw yet")
+    figure = _figure(7.2, 4.8)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    marker = "o" if len(points) < 40 else ""
+    for axes, key, full, scale, name in (
+        (upper, "accuracy", "full_accuracy", 100, "accuracy, %"),
+        (lower, "tokens", "full_tokens", 1, "thinking tokens"),
+    ):
+        values = [scale * point[key] for _, point in points]
+        axes.axhline(scale * stages[0][full], color=INK, lw=1.0, ls=(0, (1, 2)), label="full trace")
+        axes.plot(
+            [x for x, _ in points], values, "-", marker=marker, color=FRONTIER_COLOUR, lw=1.8,
+            ms=5.5, mec="white", mew=0.8, label="policy on validation", zorder=3,
+        )  # fmt: skip
+        for number, end in enumerate(ends[:-1]):
+            label = "λ annealed" if number == 0 else None
+            axes.axvline(end, color=MUTED, lw=0.8, ls=(0, (5, 3)), zorder=0, label=label)
+        furnish(axes, unit if axes is lower else "", name)
+        axes.set_xlim(0, ends[-1] * 1.04)
+        axes.margins(y=0.2)
+    for stage, start, end in zip(stages, [0, *ends[:-1]], ends, strict=True):
+        upper.annotate(
+            f"λ={penalty_text(stage['length_penalty'])}",
+            ((start + end) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+            textcoords="offset points", ha="center", fontsize=7, color=MUTED,
+            rotation=0 if len(stages) < 10 else 45,
+        )  # fmt: skip
+    handles = dict(zip(*reversed(upper.get_legend_handles_labels()), strict=True))
+    _finish(figure, handles, title)
+    _save(figure, paths)
+
+
+def save_difficulty(
+    evaluation: Evaluation,
+    rules: Sequence[int],
+    paths: Sequence[Path],
+    *,
+    title: str = "",
+    bins: int = 5,
+) -> None:
+    """Accuracy and share of tokens kept, by how hard a problem is for the base itself.
+
+    Problems are ordered by the mean length of their full traces (what the base found hard, whether
+    or not it was right) and cut into groups of equal size.
+
+    Args:
+        evaluation: the evaluation.
+        rules: numbers of the rules to show beside the full trace.
+        paths: the files to write.
+        title: above the picture.
+        bins: how many groups, at most.
+    """
+    groups = difficulty_groups(evaluation, bins)
+    figure = _figure(8.6, 3.9)
+    left, right = figure.subplots(1, 2)
+    chosen = [0, *rules]
+    styles = itertools.cycle([(FRONTIER_COLOUR, "o"), *STYLES])
+    x = np.arange(len(groups))
+    for place, number in enumerate(chosen):
+        rule = evaluation.rules[number]
+        colour, marker = (INK, "o") if number == 0 else next(styles)
+        name = " ".join([rule.method, parameter_text(rule)]).strip()
+        offset = (place - (len(chosen) - 1) / 2) * 0.12
+        by_group = [
+            (
+                bootstrap_interval(rule.outcome.correct[rows], _renumbered(evaluation, rows)),
+                bootstrap_interval(rule.outcome.tokens[rows], _renumbered(evaluation, rows)),
+            )
+            for rows in groups
+        ]
+        for axes, which, scale in ((left, 0, 100), (right, 1, 1)):
+            numbers: list[Estimate] = [pair[which] for pair in by_group]
+            y = np.array([scale * n.value for n in numbers])
+            ends = np.array([[scale * n.low for n in numbers], [scale * n.high for n in numbers]])
+            axes.errorbar(
+                x + offset, y, yerr=np.abs(ends - y), fmt=f"-{marker}", color=colour, lw=1.2,
+                ms=5, mec="white", mew=0.6, capsize=0, elinewidth=0.9, label=name,
+            )  # fmt: skip
+    lengths = [evaluation.full.tokens[rows].mean() for rows in groups]
+    for axes, name in ((left, "accuracy, %"), (right, "thinking tokens")):
+        furnish(axes, "mean tokens of the full traces, in groups of problems", name)
+        axes.set_xticks(x, [f"{length:.0f}" for length in lengths])
+    right.set_ylim(bottom=0)
+    handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+    _finish(figure, handles, title)
+    _save(figure, paths)
+
+
+def difficulty_groups(evaluation: Evaluation, bins: int = 5) -> list[Any]:
+    """Row numbers of each group of problems, easiest first; groups differ by at most a problem.
+
+    Raises:
+        ValueError: bins < 1.
+    """
+    if bins < 1:
+        raise ValueError(f"bins is {bins}; it must be at least 1")
+    problems = len(evaluation.problem_ids)
+    totals = np.bincount(evaluation.problem_index, evaluation.full.tokens, minlength=problems)
+    counts = np.bincount(evaluation.problem_index, minlength=problems)
+    order = np.argsort(totals / counts, kind="stable")
+    return [
+        np.flatnonzero(np.isin(evaluation.problem_index, part))
+        for part in np.array_split(order, min(bins, problems))
+    ]
+
+
+def _renumbered(evaluation: Evaluation, rows: Any) -> Any:
+    return np.unique(evaluation.problem_index[rows], return_inverse=True)[1]
+
+
+def _read_log(
+    folder: Path,
+) -> tuple[list[dict[str, Any]], list[float], list[tuple[float, dict[str, Any]]], str]:
+    """The stages' validation results, where each ends, the points to draw, and the unit of both."""
+    log = folder / "log.jsonl"
+    if not log.is_file():
+        raise ValueError(f"{folder} has no log.jsonl: give the folder of a training run")
+    entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    stages = {e["validation"]["name"]: e["validation"] for e in entries if "validation" in e}
+    epochs = {e["stage"]: e for e in entries if "epoch" in e and e["stage"] in stages}
+    between = [e["dynamics"] for e in entries if "dynamics" in e]
+    if between:
+        ends = [float(epochs[name]["steps"]) for name in stages]
+        points = [(float(point["steps"]), point) for point in between]
+    else:
+        lengths = [epochs[name]["epoch"] + 1 if name in epochs else 1 for name in stages]
+        ends, points = [float(end) for end in np.cumsum(lengths)], []
+    points += zip(ends, stages.values(), strict=True)
+    points = sorted((p for p in points if p[0] <= max(ends)), key=lambda p: p[0]) if ends else []
+    return list(stages.values()), ends, points, "optimiser steps" if between else "epochs"
+
+
+def _figure(width: float, height: float) -> Figure:
+    # An own canvas: pyplot's global state and window system are never touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _finish(figure: Figure, handles: Mapping[str, Any], title: str) -> None:
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=max(1, min(len(handles), int(figure.get_figwidth() // 1.9))),
+        frameon=False,
+        fontsize=8,
+        labelcolor=INK,
+    )
+
+
+def _save(figure: Figure, paths: Sequence[Path]) -> None:
+    for path in paths:
+        figure.savefig(path)

@@ -1,0 +1,1 @@
+"""What every floor may use: durable writes, progress, optional packages."""

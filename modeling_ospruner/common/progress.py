@@ -1,0 +1,74 @@
+"""How long-running work tells what is done: a callback, so that library code never prints."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from rich import progress as bars
+from rich.console import Console
+
+__all__ = ["PhaseBars", "Progress", "silent"]
+
+
+class Progress(Protocol):
+    """Called as work advances; a rich bar can be attached."""
+
+    def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """Takes the state of one phase.
+
+        Args:
+            phase: what is being done ("sample", "fork", "grade", "trunk", "train", "validate").
+            done: units done in this phase, resumed ones included.
+            total: units in all.
+            note: a few words worth showing, such as the loss.
+        """
+
+
+def silent(phase: str, done: int, total: int, note: str = "") -> None:
+    """The callback that shows nothing."""
+
+
+UNITS = {"sample": "traces", "fork": "traces", "trunk": "traces", "train": "batches"}
+
+
+class PhaseBars:
+    """One bar a phase, drawn while the context is open; call it as a `Progress`.
+
+    Attributes:
+        name: What the phases belong to, written before each phase's name.
+    """
+
+    def __init__(self, console: Console, name: str = "") -> None:
+        self.name = name
+        self._progress = bars.Progress(
+            bars.TextColumn("{task.description:<26}"),
+            bars.BarColumn(bar_width=24),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[unit]}"),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+        self._tasks: dict[str, bars.TaskID] = {}
+
+    def __enter__(self) -> PhaseBars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
+        """Show the state of one phase."""
+        label = f"{self.name}: {phase}" if self.name else phase
+        if label not in self._tasks:
+            unit = UNITS.get(phase, phase)
+            self._tasks[label] = self._progress.add_task(label, unit=unit, note="")
+        self._progress.update(self._tasks[label], completed=done, total=total, note=note)

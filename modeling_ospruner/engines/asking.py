@@ -1,0 +1,534 @@
+"""Sampling and forking by single requests: what vLLM, SGLang and HTTP endpoints have in common.
+
+`Dispatcher` hands jobs of several requests to servers as these have room, and takes them back from
+dead ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from modeling_ospruner.engines.transformers.rows import row_keys, row_state
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.rules_ospruner import mix64, top_entropy
+
+from .interface import (
+    ENTROPY_TOKENS,
+    AnswerStop,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+    TokenTrie,
+    unique_fork_tokens,
+)
+
+__all__ = [
+    "Ask",
+    "AskingEngine",
+    "Dispatcher",
+    "EnginesDownError",
+    "Reply",
+    "Server",
+    "ServerDownError",
+    "first_error",
+]
+
+
+_T = TypeVar("_T")
+
+
+class EnginesDownError(ConnectionError):
+    """No server is left to do the work. What was finished before has been handed on."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a prompt to be continued.
+
+    Attributes:
+        prompt_ids: the prompt.
+        max_new_tokens: cap on the continuation.
+        end_ids: ids that end it.
+        temperature: 0 decodes greedily.
+        top_p: as in `SamplingSettings`.
+        top_k: as in `SamplingSettings`.
+        seed: of the draws, below 2**63; None for a greedy request.
+        scored: whether log-probabilities are asked for.
+        stop: makes the rule that completes it, beside `end_ids`. A server may go on beyond that,
+            or stop before it, wherever the rule's `final_text` appears.
+    """
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    end_ids: frozenset[int]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    scored: bool = False
+    stop: Callable[[], AnswerStop] | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered.
+
+    Attributes:
+        ids: the continuation, without the token that ended it.
+        end_id: the one of `Ask.end_ids` that ended it; None where something else did.
+        cached_tokens: of the prompt's tokens, how many were not computed again.
+        logprobs: natural log-probability of each of `ids` at temperature 1, where asked for.
+        top_logprobs: those of the ENTROPY_TOKENS most likely first tokens, where asked for.
+    """
+
+    ids: list[int]
+    end_id: int | None
+    cached_tokens: int
+    logprobs: list[float]
+    top_logprobs: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        ask: Ask,
+        ids: Sequence[int],
+        cached_tokens: int,
+        logprobs: Sequence[float] = (),
+        top_logprobs: Sequence[float] = (),
+        server_ended: bool = False,
+    ) -> Reply:
+        """The reply in generated ids, of which the last may be the one that ended them.
+
+        Args:
+            ask: what was asked.
+            ids: what was generated.
+            cached_tokens: see the class.
+            logprobs: of all of `ids`.
+            top_logprobs: of the most likely first tokens, in any order, or a few more of them.
+            server_ended: the server says that the last one ends a text for it.
+        """
+        ends = bool(ids) and (server_ended or ids[-1] in ask.end_ids)
+        kept = len(ids) - ends
+        top = sorted(top_logprobs, reverse=True)[:ENTROPY_TOKENS]
+        return cls(
+            list(ids[:kept]), ids[-1] if ends else None, cached_tokens, list(logprobs[:kept]), top
+        )
+
+
+class Server(Protocol):
+    """Something that answers requests, one of possibly many."""
+
+    async def ask(self, ask: Ask) -> Reply:
+        """Answers one request.
+
+        Raises:
+            ServerDownError: it cannot be used any more.
+            ValueError: it refuses this request.
+        """
+
+
+class AskingEngine(ABC):
+    """An `Engine` over servers that answer single requests and share prefixes by themselves.
+
+    All forks of a trace go to one server, in order, the one that sampled it where it has room.
+    Tokens are counted as the servers report them; a request that a server had to interrupt and
+    compute again is not seen.
+
+    Args:
+        eos_ids: ids that end a text.
+        concurrency: requests that a server works on at once.
+
+    Raises:
+        ValueError: a concurrency below 1.
+    """
+
+    shares_within_batches = True
+    """Whether a server shares the prefixes of requests that it computes at the same time. Where it
+    does not, the longest fork of a trace is answered before its others are asked for."""
+
+    def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
+        self.eos_ids = eos_ids
+        self.concurrency = concurrency
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+        self._homes: dict[int, int] = {}  # hash of prompt and trace: the server that knows them
+
+    @abstractmethod
+    def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
+        """The servers, for one call."""
+
+    @abstractmethod
+    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        """Gets ready to sample rows with these keys, or refuses to."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        """Samples one trace and its natural answer per prompt; see `Engine.sample`.
+
+        The thinking and the answer are two requests, so that each has its own cap.
+
+        Raises:
+            ValueError: a prompt is empty, or a server refuses a request.
+            EnginesDownError: no server is left.
+        """
+        if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
+            raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
+        named = row_keys(prompts, keys)
+        if settings.temperature > 0:
+            self._prepare_sampling(settings, named)
+        results: dict[int, Sampled] = {}
+        trie = TokenTrie()
+
+        async def work(server: Server, index: int, part: int) -> Sampled:
+            state = row_state(settings.seed, named[index])
+            return await self._trace(server, list(prompts[index]), settings, fmt, state, trie)
+
+        def done(index: int, sampled: list[Sampled], server: int) -> None:
+            results[index] = sampled[0]
+            self._homes[_trace_hash(prompts[index], sampled[0].trace_ids)] = server
+            if on_done is not None:
+                on_done(index, sampled[0])
+
+        _run(self._dispatch(work, done, [1] * len(prompts), [None] * len(prompts)))
+        self.sample_counts.unique += len(trie)
+        return [results[i] for i in range(len(prompts))]
+
+    def fork(
+        self,
+        requests: Sequence[ForkRequest],
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
+    ) -> list[list[ForkedAnswer]]:
+        """Decodes greedily after every cut of every trace; see `Engine.fork`.
+
+        Raises:
+            ValueError: the suffix is empty, `max_new_tokens` is below 1, or a server refuses a
+                request.
+            EnginesDownError: no server is left.
+        """
+        if not len(suffix_ids):
+            raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        results: dict[int, list[ForkedAnswer]] = {}
+        orders = [self._order(request.cuts) for request in requests]
+        begun = [asyncio.Event() for _ in requests]
+
+        async def work(server: Server, index: int, part: int) -> ForkedAnswer:
+            request, place = requests[index], orders[index][part]
+            if part and not self.shares_within_batches:
+                await begun[index].wait()
+            kept = request.trace_ids[: request.cuts[place]]
+            prompt = [*request.prompt_ids, *kept, *suffix_ids]
+            answer = await self._answer(server, prompt, max_new_tokens, stop)
+            begun[index].set()
+            return answer
+
+        def done(index: int, answers: list[ForkedAnswer], server: int) -> None:
+            placed = dict(zip(orders[index], answers, strict=True))
+            results[index] = [placed[place] for place in range(len(placed))]
+            if on_done is not None:
+                on_done(index, results[index])
+
+        hashes = [_trace_hash(request.prompt_ids, request.trace_ids) for request in requests]
+        homes = [self._homes.pop(known, None) for known in hashes]
+        _run(self._dispatch(work, done, [len(r.cuts) for r in requests], homes))
+        self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
+        return [results[i] for i in range(len(requests))]
+
+    def _order(self, cuts: Sequence[int]) -> list[int]:
+        """In which order the forks of a trace are asked for, by their places in `cuts`."""
+        places = list(range(len(cuts)))
+        if self.shares_within_batches:
+            return places
+        return sorted(places, key=lambda place: cuts[place], reverse=True)
+
+    async def _dispatch(
+        self,
+        work: Callable[[Server, int, int], Awaitable[_T]],
+        done: Callable[[int, list[_T], int], None],
+        sizes: Sequence[int],
+        homes: Sequence[int | None],
+    ) -> None:
+        async with self._connect() as servers:
+            dispatcher = Dispatcher(
+                len(servers),
+                self.concurrency,
+                lambda server, index, part: work(servers[server], index, part),
+                done,
+            )
+            try:
+                await dispatcher.run(sizes, homes)
+            except ServerDownError as error:
+                reasons = "; ".join(map(str, dispatcher.down))
+                raise EnginesDownError(
+                    f"no server is left ({reasons}): see to them and run again; what was "
+                    "finished before is kept"
+                ) from error
+
+    async def _trace(
+        self,
+        server: Server,
+        prompt: list[int],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        state: int,
+        trie: TokenTrie,
+    ) -> Sampled:
+        """Samples one thinking part and, where the model ended it by its marker, the answer."""
+
+        async def continued(
+            ids: list[int], limit: int, end_ids: frozenset[int], draw: int
+        ) -> Reply:
+            ask = Ask(
+                ids,
+                limit,
+                end_ids,
+                settings.temperature,
+                settings.top_p,
+                settings.top_k,
+                mix64(state ^ draw) >> 1 if settings.temperature > 0 else None,
+            )
+            reply = await server.ask(ask)
+            _count(self.sample_counts, ask, reply)
+            return reply
+
+        ends = self.eos_ids | {fmt.think_end_id}
+        trace = await continued(prompt, settings.max_new_tokens, ends, 0)
+        tokens = [*prompt, *trace.ids]
+        if trace.end_id is None:
+            _check_length(trace, settings.max_new_tokens)
+            trie.add(tokens[:-1])
+            return Sampled(trace.ids, [], "cap")
+        if trace.end_id != fmt.think_end_id:
+            trie.add(tokens)
+            return Sampled(trace.ids, [], "natural")
+        tokens.append(trace.end_id)
+        answer = await continued(tokens, settings.max_answer_tokens, self.eos_ids, 1)
+        trie.add([*tokens, *answer.ids][: None if answer.end_id is not None else -1])
+        return Sampled(trace.ids, answer.ids, "natural")
+
+    async def _answer(
+        self,
+        server: Server,
+        prompt: list[int],
+        limit: int,
+        stop: Callable[[], AnswerStop] | None,
+    ) -> ForkedAnswer:
+        """Decodes one answer, asking on where a server stopped before the rule is satisfied."""
+        rule = stop() if stop is not None else None
+        ids: list[int] = []
+        logprobs: list[float] = []
+        entropy: float | None = None
+        while True:
+            ask = Ask([*prompt, *ids], limit - len(ids), self.eos_ids, scored=True, stop=stop)
+            reply = await server.ask(ask)
+            _count(self.counts, ask, reply)
+            if entropy is None:
+                entropy = float(top_entropy(torch.tensor(reply.top_logprobs)))
+            for token, logprob in zip(reply.ids, reply.logprobs, strict=True):
+                ids.append(token)
+                logprobs.append(logprob)
+                if rule is not None and rule.push(token):
+                    return ForkedAnswer(ids, "closed", logprobs, entropy)
+            if reply.end_id is not None:
+                return ForkedAnswer(ids, "eos", logprobs, entropy)
+            if len(ids) >= limit:
+                return ForkedAnswer(ids, "length", logprobs, entropy)
+            if rule is None or not reply.ids:
+                _check_length(reply, ask.max_new_tokens)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Runs to the end; of several errors in concurrent requests the first one is raised alone."""
+    try:
+        asyncio.run(work)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+def _count(count: TokenCount, ask: Ask, reply: Reply) -> None:
+    generated = len(reply.ids) + (reply.end_id is not None)
+    fed = max(generated - 1, 0)  # nothing follows the last token
+    count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
+
+
+def _check_length(reply: Reply, limit: int) -> None:
+    if len(reply.ids) < limit:
+        raise ValueError(
+            f"a server stopped after {len(reply.ids)} of {limit} tokens without saying why: is "
+            "its context (max_model_len, context-length) long enough for prompt and trace cap?"
+        )
+
+
+def _trace_hash(prompt_ids: Sequence[int], trace_ids: Sequence[int]) -> int:
+    return hash((tuple(prompt_ids), tuple(trace_ids)))
+
+
+class ServerDownError(Exception):
+    """A server cannot be used any more; another one may do its work.
+
+    Args:
+        server: its name.
+        reason: what it did.
+    """
+
+    def __init__(self, server: str, reason: str) -> None:
+        super().__init__(f"{server}: {reason}")
+
+
+@dataclass
+class _Job(Generic[_T]):
+    home: int | None
+    results: list[_T | None]
+    missing: set[int] = field(default_factory=set)
+
+
+class Dispatcher(Generic[_T]):
+    """Runs jobs on servers. A job is one or more requests that one server should do together.
+
+    Servers take jobs in turn, each when it has room for another request: first those that have it
+    as their home, then those without a home, then those of servers that have no room. A server
+    gets the requests of a job in order. The jobs of a server that goes down are done by the
+    others; finished requests are kept.
+
+    Args:
+        servers: how many there are.
+        concurrency: requests a server works on at once.
+        work: does request `part` of job `index` on a server: `work(server, index, part)`. It
+            raises `ServerDownError` where the server is to blame.
+        done: called with a job's index, its results and its server, as soon as all are there.
+    """
+
+    def __init__(
+        self,
+        servers: int,
+        concurrency: int,
+        work: Callable[[int, int, int], Awaitable[_T]],
+        done: Callable[[int, list[_T], int], None],
+    ) -> None:
+        self._servers = servers
+        self._concurrency = concurrency
+        self._work = work
+        self._done = done
+        self.down: list[ServerDownError] = []
+
+    async def run(self, sizes: Sequence[int], homes: Sequence[int | None]) -> None:
+        """Does every job.
+
+        Args:
+            sizes: how many requests each job has.
+            homes: for each job the server that knows it already, or None.
+
+        Raises:
+            ServerDownError: every server went down; the first one's reason.
+        """
+        self._jobs: list[_Job[_T]] = [
+            _Job(home, [None] * size, set(range(size)))
+            for size, home in zip(sizes, homes, strict=True)
+        ]
+        self._changed = asyncio.Condition()
+        self._waiting: dict[int | None, deque[int]] = {None: deque()}
+        self._waiting |= {server: deque() for server in range(self._servers)}
+        self._full: set[int] = set()  # servers without room
+        self._open = 0
+        for index, job in enumerate(self._jobs):
+            if job.missing:
+                self._open += 1
+                self._waiting[job.home].append(index)
+            else:
+                self._done(index, [], 0)
+        async with asyncio.TaskGroup() as group:
+            for server in range(self._servers):
+                group.create_task(self._serve(server))
+        if self._open:
+            raise self.down[0]
+
+    async def _serve(self, server: int) -> None:
+        taken: set[int] = set()
+        slots = asyncio.Semaphore(self._concurrency)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while (index := await self._take(server)) is not None:
+                    taken.add(index)
+                    for part in sorted(self._jobs[index].missing):
+                        await self._room(server, slots)
+                        group.create_task(self._part(server, index, part, slots))
+                    await asyncio.sleep(0)  # the next server's turn
+        except* ServerDownError as downs:
+            error = first_error(downs)
+            assert isinstance(error, ServerDownError)
+            self.down.append(error)
+            self._full.discard(server)
+            async with self._changed:
+                back = sorted(index for index in taken if self._jobs[index].missing)
+                own = self._waiting.pop(server)
+                self._waiting[None].extendleft(reversed([*back, *own]))
+                self._changed.notify_all()
+
+    async def _room(self, server: int, slots: asyncio.Semaphore) -> None:
+        if not slots.locked():
+            await slots.acquire()
+            return
+        self._full.add(server)
+        async with self._changed:
+            self._changed.notify_all()
+        await slots.acquire()
+        self._full.discard(server)
+
+    async def _take(self, server: int) -> int | None:
+        """The next job for a server; None once all are finished."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._queue(server) or not self._open)
+            queue = self._queue(server)
+            return queue.popleft() if queue else None
+
+    def _queue(self, server: int) -> deque[int]:
+        """Where the next job of a server waits; empty where there is none."""
+        for queue in (self._waiting[server], self._waiting[None]):
+            if queue:
+                return queue
+        others = [self._waiting[full] for full in self._full if full in self._waiting]
+        return max(others, key=len, default=deque())
+
+    async def _part(self, server: int, index: int, part: int, slots: asyncio.Semaphore) -> None:
+        try:
+            result = await self._work(server, index, part)
+        finally:
+            slots.release()
+        job = self._jobs[index]
+        job.results[part] = result
+        job.missing.discard(part)
+        if job.missing:
+            return
+        self._done(index, [r for r in job.results if r is not None], server)
+        async with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+
+def first_error(group: BaseException) -> BaseException:
+    """The first single exception in a (nested) group."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group

@@ -1,0 +1,261 @@
+"""The interface of engines: sampling traces, and forking answers off them, over token ids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.rules_ospruner import ENTROPY_TOKENS as ENTROPY_TOKENS
+
+__all__ = ["base_end_ids", "end_ids"]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How traces are sampled.
+
+    Attributes:
+        temperature: 0 decodes greedily.
+        top_p: mass of the most likely tokens that are kept, in (0, 1].
+        top_k: how many of the most likely tokens are kept; 0 keeps all.
+        max_new_tokens: cap on a trace's thinking tokens; the end marker is not counted.
+        max_answer_tokens: cap on the natural answer's tokens.
+        seed: with a row's key, decides all of its draws.
+    """
+
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int = 0
+    max_new_tokens: int = 15_000
+    max_answer_tokens: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (keep all) or more")
+        for name in ("max_new_tokens", "max_answer_tokens"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"{name} is {vars(self)[name]}; it must be 1 or more")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled trace.
+
+    Attributes:
+        trace_ids: the thinking tokens: no prompt, no end marker.
+        answer_ids: what followed the end marker, without the token that ends the text.
+        ended: "natural" where the model ended its thinking, "cap" where the cap did.
+    """
+
+    trace_ids: list[int]
+    answer_ids: list[int]
+    ended: Literal["natural", "cap"]
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """A trace and where to fork answers off it.
+
+    Attributes:
+        prompt_ids: the prompt.
+        trace_ids: the thinking tokens.
+        cuts: for each fork, how many thinking tokens it keeps, in 0..len(trace_ids).
+    """
+
+    prompt_ids: Sequence[int]
+    trace_ids: Sequence[int]
+    cuts: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt_ids):
+            raise ValueError("prompt_ids is empty; a fork needs a prompt")
+        if bad := [cut for cut in self.cuts if not 0 <= cut <= len(self.trace_ids)]:
+            raise ValueError(
+                f"cuts holds {bad}; each must lie in 0..{len(self.trace_ids)}, the trace's length"
+            )
+
+
+@dataclass(frozen=True)
+class ForkedAnswer:
+    """A greedy answer after prompt, cut trace and suffix.
+
+    Attributes:
+        ids: the answer's tokens after the suffix, without the token that ends the text; the
+            token that closed the box is included.
+        ended: "closed" by the stop rule, "eos", or "length" at the cap.
+        logprobs: natural log-probability of each of `ids` under the model's plain (temperature 1)
+            distribution.
+        entropy: in nats, of the distribution at the answer's first token over its ENTROPY_TOKENS
+            most likely tokens, renormalised.
+    """
+
+    ids: list[int]
+    ended: Literal["closed", "eos", "length"]
+    logprobs: list[float]
+    entropy: float
+
+
+@dataclass
+class TokenCount:
+    """Tokens computed, against those that could not have been shared.
+
+    Attributes:
+        computed: tokens that entered the model's forward, padding apart.
+        padding: slots of padding that entered it beside them.
+        unique: nodes of the tries over the requests' tokens that have to be computed (a last
+            sampled token is not: nothing follows it), one trie per call.
+    """
+
+    computed: int = 0
+    padding: int = 0
+    unique: int = 0
+
+
+class AnswerStop(Protocol):
+    """Says when one answer is complete; `TokenFormat.box_state` makes such."""
+
+    @property
+    def final_text(self) -> str:
+        """A text that stands in every token that completes an answer.
+
+        Servers behind HTTP know texts only: they stop there, and are asked on where it was not
+        the end.
+        """
+
+    def push(self, token_id: int) -> bool:
+        """Takes the answer's next token; whether the answer is complete."""
+
+
+class Engine(Protocol):
+    """What labelling and evaluation ask of any engine."""
+
+    counts: TokenCount
+    """Of all forks so far."""
+    sample_counts: TokenCount
+    """Of all sampling so far."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        """Samples one trace and its natural answer per prompt.
+
+        Args:
+            prompts: token ids.
+            settings: how to sample.
+            fmt: where the thinking ends.
+            keys: names of the rows, such as problem and sample index. A row's draws depend on
+                the seed and its key only. Default: the prompt's ids and how often they occurred
+                before in this call.
+            on_done: called with a row's index and result as soon as it is finished.
+        """
+
+    def fork(
+        self,
+        requests: Sequence[ForkRequest],
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
+    ) -> list[list[ForkedAnswer]]:
+        """Decodes greedily after every cut of every trace, computing shared tokens once.
+
+        Args:
+            requests: traces and their cuts.
+            suffix_ids: put after each cut: `TokenFormat.forced_suffix`.
+            max_new_tokens: cap on each answer.
+            stop: makes the rule that completes one answer: `fmt.box_state` after the box
+                prefix. Default: the end-of-text token alone.
+            on_done: called with a request's index and answers as soon as all are finished.
+        """
+
+
+class TokenTrie:
+    """Counts the tokens that requests cannot share: the nodes of the trie over them.
+
+    A node is the 64-bit hash of its path, so that a path is walked once, however many branch off.
+    """
+
+    ROOT = 0
+
+    def __init__(self) -> None:
+        self._nodes: set[int] = set()
+
+    def add(self, token_ids: Iterable[int], node: int = ROOT) -> list[int]:
+        """Adds a path below a node; returns the node before each token, and the last one."""
+        path = [node]
+        for token_id in token_ids:
+            node = hash((node, token_id))
+            path.append(node)
+        self._nodes.update(path[1:])
+        return path
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+
+def unique_fork_tokens(
+    requests: Sequence[ForkRequest],
+    suffix_ids: Sequence[int],
+    results: Mapping[int, Sequence[ForkedAnswer]],
+) -> int:
+    """Nodes of the trie over all forks' tokens that have to be computed.
+
+    Args:
+        requests: the traces and their cuts.
+        suffix_ids: what was put after each cut.
+        results: the answers of each request.
+    """
+    trie = TokenTrie()
+    for i, request in enumerate(requests):
+        if not len(request.cuts):
+            continue
+        kept = request.trace_ids[: max(request.cuts)]
+        path = trie.add([*request.prompt_ids, *kept])
+        for cut, answer in zip(request.cuts, results[i], strict=True):
+            fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
+            trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
+    return len(trie)
+
+
+def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a text, by a base's generation config and its tokenizer.
+
+    Raises:
+        ValueError: neither names one.
+    """
+    configured = None if config is None else config.eos_token_id
+    ids = [configured] if isinstance(configured, int) else list(configured or [])
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError(
+            "neither the model's generation config nor the tokenizer names a token that ends a "
+            "text; set tokenizer.eos_token"
+        )
+    return frozenset(ids)
+
+
+def base_end_ids(
+    base: str, revision: str | None, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """The same for a base that is not loaded here, by its folder or Hub id."""
+    try:
+        config = GenerationConfig.from_pretrained(base, revision=revision or "main")
+    except OSError:  # a base may come without one
+        config = None
+    return end_ids(config, tokenizer)

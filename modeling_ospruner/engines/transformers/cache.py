@@ -1,0 +1,178 @@
+"""A key-value cache that is written in place and whose rows can be replaced.
+
+On the CPU, attention over it does not copy keys and values for each query head (2-4x faster).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+_NAME = "ospruner_cpu"
+
+
+def _grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' sdpa attention, but masked query heads share their keys and values.
+
+    Args:
+        module: the attention layer.
+        query: (B, Hq, S, D).
+        key: (B, Hkv, L, D).
+        value: (B, Hkv, L, D).
+        attention_mask: additive, (B, 1, S, L).
+        dropout: share of weights dropped.
+        scaling: factor on the scores; 1/sqrt(D) by default.
+        kwargs: for transformers' sdpa attention.
+    """
+    if attention_mask is None or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    B, Hq, S, D = query.shape
+    Hkv = key.shape[1]
+    if S == 1:
+        grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
+        scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
+        out = torch.matmul(scores.softmax(-1), value).view(B, Hq, 1, value.shape[-1])
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=Hq != Hkv
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _grouped_attention)
+
+
+@contextmanager
+def fast_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Uses this attention in place of sdpa while the context lasts; masks must be 4-D or None."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    if before == "sdpa" and model.device.type == "cpu":
+        config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+_CHUNK = 64
+
+
+class SlotLayer(DynamicLayer):
+    """A layer that keeps spare columns, so that a decode step copies nothing.
+
+    `keys` and `values` are views (B, heads, columns, head size) of larger buffers.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new columns and returns all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            batch, heads, _, size = key_states.shape
+            self.key_buffer = key_states.new_zeros(batch, heads, 0, size)
+            self.value_buffer = value_states.new_zeros(batch, heads, 0, value_states.shape[-1])
+            self.columns = 0
+        start, end = self.columns, self.columns + key_states.shape[-2]
+        if end > self.key_buffer.shape[-2]:
+            capacity = max(end + _CHUNK, end * 5 // 4)
+            self.key_buffer = _grown(self.key_buffer, start, capacity)
+            self.value_buffer = _grown(self.value_buffer, start, capacity)
+        self.key_buffer[:, :, start:end] = key_states
+        self.value_buffer[:, :, start:end] = value_states
+        return self._show(end)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the given rows only, in this order."""
+        self.key_buffer = self.key_buffer.index_select(0, rows)
+        self.value_buffer = self.value_buffer.index_select(0, rows)
+        self._show(self.columns)
+
+    def shift(self, by: torch.Tensor) -> None:
+        """Moves each row's columns to the right by its entry of (B,); what leaves is lost."""
+        source = (torch.arange(self.columns, device=by.device) - by[:, None]).clamp(min=0)
+        for name in ("key_buffer", "value_buffer"):
+            old = vars(self)[name][:, :, : self.columns]  # (B, H, L, D)
+            index = source[:, None, :, None].expand_as(old)
+            setattr(self, name, old.gather(2, index))
+        self._show(self.columns)
+
+    def realign(self, first: int, columns: int) -> None:
+        """Drops the columns before `first` and moves the rest to end at column `columns`."""
+        moved = self.columns - first
+        for name in ("key_buffer", "value_buffer"):
+            old = vars(self)[name]
+            new = old.new_zeros(*old.shape[:2], columns + _CHUNK, old.shape[-1])
+            new[:, :, columns - moved : columns] = old[:, :, first : self.columns]
+            setattr(self, name, new)
+        self._show(columns)
+
+    def place(self, rows: torch.Tensor, other: SlotLayer) -> None:
+        """Overwrites rows with those of another cache, aligned at the last column."""
+        start = self.columns - other.columns
+        self.key_buffer[rows, :, start : self.columns] = other.key_buffer[:, :, : other.columns]
+        self.value_buffer[rows, :, start : self.columns] = other.value_buffer[:, :, : other.columns]
+
+    def _show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.columns = columns
+        keys, values = self.key_buffer[:, :, :columns], self.value_buffer[:, :, :columns]
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class SlotCache(Cache):
+    """One `SlotLayer` a decoder layer; for models whose layers all attend to everything."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.slots = [SlotLayer() for _ in range(num_layers)]
+        super().__init__(layers=list(self.slots))
+
+    @property
+    def columns(self) -> int:
+        """How many columns are filled."""
+        return self.slots[0].columns
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the given rows only, in this order."""
+        for layer in self.slots:
+            layer.select(rows)
+
+    def shift(self, by: torch.Tensor) -> None:
+        """Moves each row's columns to the right by its entry of (B,); what leaves is lost."""
+        for layer in self.slots:
+            layer.shift(by)
+
+    def realign(self, first: int, columns: int) -> None:
+        """Drops the columns before `first` and moves the rest to end at column `columns`."""
+        for layer in self.slots:
+            layer.realign(first, columns)
+
+    def place(self, rows: torch.Tensor, other: SlotCache) -> None:
+        """Overwrites rows with those of another cache, aligned at the last column."""
+        for layer, other_layer in zip(self.slots, other.slots, strict=True):
+            layer.place(rows, other_layer)
+
+
+def _grown(buffer: torch.Tensor, used: int, capacity: int) -> torch.Tensor:
+    new = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[-1])
+    new[:, :, :used] = buffer[:, :, :used]
+    return new

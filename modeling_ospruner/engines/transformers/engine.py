@@ -1,0 +1,265 @@
+"""The embedded engine: any transformers causal LM, with its own decode loop instead of generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from modeling_ospruner.engines.interface import (
+    AnswerStop,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+    TokenTrie,
+    end_ids,
+    unique_fork_tokens,
+)
+from modeling_ospruner.formats_ospruner import TokenFormat
+
+from .cache import SlotCache, fast_attention
+from .packed_forks import PackedForks
+from .packed_sampling import PackedSampler
+from .rows import SamplingRow, row_keys
+from .sequential import fork_one, sample_batch
+
+_PACKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask
+
+
+class TransformersEngine:
+    """Samples traces and forks answers with a model in this process.
+
+    Where every layer attends to everything (and the attention takes custom masks), rows are
+    replaced as they finish, and the forks of a trace are one packed tree. Other models (sliding
+    windows, recurrent states) go the sequential way: same results, slower.
+
+    Args:
+        model: a causal LM; it is put in eval mode.
+        tokenizer: its tokenizer, for the ids that end a text.
+        batch_size: rows sampled, and traces forked, together.
+        fork_tokens: cap on rows x columns of the traces forked together.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 128,
+        fork_tokens: int = 16_384,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be 1 or more")
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.fork_tokens = fork_tokens
+        self.eos_ids = end_ids(model.generation_config, tokenizer)
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+        self.packed = _takes_packed_trees(self.model)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        """Samples one trace and its natural answer per prompt; see `Engine.sample`.
+
+        Raises:
+            ValueError: a prompt is empty.
+        """
+        if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
+            raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
+        named = row_keys(prompts, keys)
+        rows = [
+            SamplingRow.start(i, prompt, key, settings.seed)
+            for i, (prompt, key) in enumerate(zip(prompts, named, strict=True))
+        ]
+        results: dict[int, Sampled] = {}
+
+        def done(index: int, sampled: Sampled) -> None:
+            results[index] = sampled
+            if on_done is not None:
+                on_done(index, sampled)
+
+        count = self.sample_counts
+        if self.packed and rows:
+            sampler = PackedSampler(
+                self.model,
+                self.model.config.get_text_config().num_hidden_layers,
+                self.batch_size,
+                settings,
+                fmt,
+                self.eos_ids,
+                count,
+            )
+            with fast_attention(self.model):
+                sampler.run(rows, done)
+        elif rows:
+            for start in range(0, len(rows), self.batch_size):
+                batch = rows[start : start + self.batch_size]
+                sample_batch(self.model, batch, settings, fmt, self.eos_ids, count, done)
+        trie = TokenTrie()
+        for row in rows:
+            trie.add([*row.prompt, *row.tokens[:-1]])
+        count.unique += len(trie)
+        return [results[i] for i in range(len(rows))]
+
+    @torch.inference_mode()
+    def fork(
+        self,
+        requests: Sequence[ForkRequest],
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
+    ) -> list[list[ForkedAnswer]]:
+        """Decodes greedily after every cut of every trace; see `Engine.fork`.
+
+        Raises:
+            ValueError: the suffix is empty, or `max_new_tokens` is below 1.
+        """
+        if not len(suffix_ids):
+            raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        own, places = _distinct(requests)
+        known: dict[int, list[ForkedAnswer]] = {}
+        results: dict[int, list[ForkedAnswer]] = {}
+
+        def hand_on() -> None:
+            """Finishes the requests all of whose answers are known."""
+            for i, row in enumerate(places):
+                if i not in results and all(owner in known for owner, _ in row):
+                    results[i] = [known[owner][k] for owner, k in row]
+                    if on_done is not None:
+                        on_done(i, results[i])
+
+        run = self._runner(suffix_ids, max_new_tokens, stop)
+        for group in self._groups(own):
+            known.update(zip(group, run([own[i] for i in group]), strict=True))
+            hand_on()
+        hand_on()
+        self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
+        return [results[i] for i in range(len(requests))]
+
+    def _runner(
+        self,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None,
+    ) -> Callable[[list[ForkRequest]], list[list[ForkedAnswer]]]:
+        """What forks the traces of a group: packed, or one after the other."""
+        rules = (suffix_ids, max_new_tokens, stop, self.eos_ids, self.counts)
+        if not self.packed:
+            return lambda group: [fork_one(self.model, request, *rules) for request in group]
+        layers = self.model.config.get_text_config().num_hidden_layers
+        forks = PackedForks(self.model, layers, *rules)
+
+        def run(group: list[ForkRequest]) -> list[list[ForkedAnswer]]:
+            with fast_attention(self.model):
+                return forks.run(group)
+
+        return run
+
+    def _groups(self, requests: Sequence[ForkRequest]) -> Iterator[list[int]]:
+        """Traces to be forked together: those of one prompt, then those of similar length."""
+        lengths = [len(request.prompt_ids) + len(request.trace_ids) for request in requests]
+        prompts = [tuple(request.prompt_ids) for request in requests]
+        longest: dict[tuple[int, ...], int] = {}
+        for prompt, length in zip(prompts, lengths, strict=True):
+            longest[prompt] = max(length, longest.get(prompt, 0))
+        order = sorted(
+            (i for i, request in enumerate(requests) if len(request.cuts)),
+            key=lambda i: (longest[prompts[i]], prompts[i], lengths[i]),
+            reverse=True,
+        )
+        group: list[int] = []
+        widest = 0
+        for i in order:
+            widest = max(widest, lengths[i])
+            if group and (
+                (len(group) + 1) * widest > self.fork_tokens or len(group) == self.batch_size
+            ):
+                yield group
+                group, widest = [], lengths[i]
+            group.append(i)
+        if group:
+            yield group
+
+
+def _distinct(
+    requests: Sequence[ForkRequest],
+) -> tuple[list[ForkRequest], list[list[tuple[int, int]]]]:
+    """Leaves each fork to the first request that has it: samples of a problem often begin alike.
+
+    Returns:
+        The requests with the cuts that are left to them, and for each original cut whose answer
+        it gets: the request's index, and which of its cuts.
+    """
+    trie = TokenTrie()
+    first: dict[int, tuple[int, int]] = {}
+    own, places = [], []
+    for i, request in enumerate(requests):
+        kept: list[int] = []
+        path = trie.add([*request.prompt_ids, *request.trace_ids[: max(request.cuts, default=0)]])
+        row = []
+        for cut in request.cuts:
+            node = path[len(request.prompt_ids) + cut]
+            if node not in first:
+                first[node] = (i, len(kept))
+                kept.append(cut)
+            row.append(first[node])
+        own.append(ForkRequest(request.prompt_ids, request.trace_ids, kept))
+        places.append(row)
+    return own, places
+
+
+@torch.inference_mode()
+def _takes_packed_trees(model: PreTrainedModel) -> bool:
+    """Whether a packed tree gives the logits of plain runs, tried on a few tokens."""
+    layers = DynamicCache(config=model.config).layers
+    if any(type(layer) is not DynamicLayer for layer in layers):
+        return False
+    if model.config.get_text_config()._attn_implementation not in _PACKED_ATTENTION:
+        return False
+    vocabulary = model.config.get_text_config().vocab_size
+    trunk = [(7 * i + 3) % vocabulary for i in range(6)]
+    tails = [(3, [(11 * i + 5) % vocabulary for i in range(3)]), (6, [2 % vocabulary] * 3)]
+    cache = SlotCache(len(layers))
+    device = model.device
+    model(input_ids=torch.tensor([trunk], device=device), past_key_values=cache, use_cache=True)
+    hidden = torch.finfo(model.dtype).min
+    mask = torch.full((1, 1, 6, 12), hidden, dtype=model.dtype, device=device)
+    positions = []
+    for k, (cut, tail) in enumerate(tails):
+        for i in range(len(tail)):
+            mask[0, 0, 3 * k + i, :cut] = 0
+            mask[0, 0, 3 * k + i, 6 + 3 * k : 6 + 3 * k + i + 1] = 0
+            positions.append(cut + i)
+    with fast_attention(model):
+        packed = model(
+            input_ids=torch.tensor([[i for _, tail in tails for i in tail]], device=device),
+            attention_mask=mask,
+            position_ids=torch.tensor([positions], device=device),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[0]
+    alone = torch.cat(
+        [
+            model(input_ids=torch.tensor([trunk[:cut] + tail], device=device)).logits[0, cut:]
+            for cut, tail in tails
+        ]
+    )
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    error = (packed.float() - alone.float()).abs().max()
+    return bool(error <= tolerance * alone.float().abs().max().clamp(min=1))

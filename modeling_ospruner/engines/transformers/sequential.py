@@ -1,0 +1,126 @@
+"""Sampling and forking for any causal LM, by its own kind of cache; slower than the packed way.
+
+For models with sliding windows, recurrent states or attention kernels that take no custom mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from modeling_ospruner.engines.interface import (
+    AnswerStop,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+)
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.rules_ospruner import greedy, top_entropy
+
+from .rows import Branch, SamplingRow, choose, uniforms
+
+
+def sample_batch(
+    model: PreTrainedModel,
+    rows: Sequence[SamplingRow],
+    settings: SamplingSettings,
+    fmt: TokenFormat,
+    eos_ids: frozenset[int],
+    count: TokenCount,
+    on_done: Callable[[int, Sampled], None],
+) -> None:
+    """Samples a left-padded batch until its last row is finished."""
+    lengths = torch.tensor([len(row.prompt) for row in rows])
+    B, P = len(rows), int(lengths.max())
+    ids = torch.zeros(B, P, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, P - len(row.prompt) :] = torch.as_tensor(row.prompt)
+    mask = (torch.arange(P) >= (P - lengths)[:, None]).long()  # (B, P)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    count.computed += int(lengths.sum())
+    count.padding += B * P - int(lengths.sum())
+    cache = DynamicCache(config=model.config)
+    states = np.array([row.state for row in rows], dtype=np.uint64)
+    live = [True] * B
+    step = 0
+    while True:
+        logits = model(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            position_ids=positions.to(model.device),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+        draws = uniforms(states, np.full(B, step, dtype=np.uint64))
+        tokens = choose(logits, draws, settings).cpu()
+        for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            if live[i] and row.push(token, settings, fmt, eos_ids):
+                live[i] = False
+                on_done(row.index, row.sampled(eos_ids))
+        if not any(live):
+            return
+        step += 1
+        ids = tokens[:, None]
+        mask = torch.cat([mask, mask.new_ones(B, 1)], dim=1)
+        positions = positions[:, -1:] + 1
+        count.computed += sum(live)
+        count.padding += B - sum(live)
+
+
+def fork_one(
+    model: PreTrainedModel,
+    request: ForkRequest,
+    suffix_ids: Sequence[int],
+    max_new_tokens: int,
+    stop: Callable[[], AnswerStop] | None,
+    eos_ids: frozenset[int],
+    count: TokenCount,
+) -> list[ForkedAnswer]:
+    """Walks one trace from cut to cut, and decodes each answer on a copy of the cache."""
+    cache = DynamicCache(config=model.config)
+    text = [*request.prompt_ids, *request.trace_ids]
+    done = 0
+    answers: dict[int, ForkedAnswer] = {}
+    for cut in sorted(set(request.cuts)):
+        end = len(request.prompt_ids) + cut
+        if end > done:
+            _feed(model, text[done:end], done, cache, count)
+            done = end
+        forked = copy.deepcopy(cache)
+        branch = Branch(cut, stop)
+        logits = _feed(model, suffix_ids, end, forked, count)
+        position = end + len(suffix_ids)
+        branch.entropy = float(top_entropy(logits))
+        while True:
+            token, logprob = greedy(logits)
+            branch.push(int(token), float(logprob), max_new_tokens, eos_ids)
+            if branch.ended is not None:
+                break
+            logits = _feed(model, branch.ids[-1:], position, forked, count)
+            position += 1
+        answers[cut] = branch.finished()
+    return [answers[cut] for cut in request.cuts]
+
+
+def _feed(
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    position: int,
+    cache: DynamicCache,
+    count: TokenCount,
+) -> torch.Tensor:
+    """Runs tokens on the cache; the logits (V,) after the last one."""
+    count.computed += len(token_ids)
+    positions = torch.arange(position, position + len(token_ids), device=model.device)
+    return model(
+        input_ids=torch.tensor([list(token_ids)], device=model.device),
+        position_ids=positions[None],
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[0, -1]

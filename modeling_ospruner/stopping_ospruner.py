@@ -1,0 +1,368 @@
+"""Stopping: what generate is told, one row's way to its answer, and the record of it.
+
+A row takes in the tokens that are chosen for it, one by one. After the last token of a step it is
+asked to decide; from a stop, or a natural end, on it says what the next token has to be. Generate
+and every engine share this code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, Literal
+
+from .configuration_ospruner import check_flag, check_integer, check_number
+from .formats_ospruner import AnswerMode, BoxState, TokenFormat
+from .rules_ospruner import Budget, LearnedPolicy, StopRule, TrialAnswer
+
+_OWNER = "stop_policy"
+
+
+@dataclass(frozen=True)
+class StopPolicyConfig:
+    """How generate stops rows: `stop_policy=True`, a dict of these fields, a `StopRule`, or this.
+
+    Attributes:
+        mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
+            threshold. None: the policy's default.
+        threshold: in [0, 1]. None: the policy's default.
+        seed: of the draws in mode "sample".
+        first_sample_index: the index of the call's first row, for runs over several calls. Rows
+            count up from it in the order of the output: with `num_return_sequences` k, the j-th
+            text of prompt i is row i * k + j.
+        min_thinking_tokens: no stop before so many.
+        max_thinking_tokens: stop at the first step end with at least so many. None: no budget.
+        answer: "forced" forces the closing and the box prefix, also after a natural end; "free"
+            forces the closing only.
+        max_answer_tokens: cap on the tokens after what is forced. None: generate's own limits.
+        answer_do_sample: whether forced answers are sampled as the trace is; else greedy. Free
+            answers are always sampled as the trace is.
+        mask_reentry: whether an answer that something was forced into may not open the thinking
+            again: its markers (`TokenFormat.reentry_ids`) get no probability.
+        rule: what stops rows in place of the learned policy, which then does not run; such as
+            `AnswerEntropy()`. It has settings of its own: mode, threshold and seed are not its.
+    """
+
+    mode: Literal["sample", "threshold"] | None = None
+    threshold: float | None = None
+    seed: int = 0
+    first_sample_index: int = 0
+    min_thinking_tokens: int = 0
+    max_thinking_tokens: int | None = None
+    answer: AnswerMode = "forced"
+    max_answer_tokens: int | None = None
+    answer_do_sample: bool = False
+    mask_reentry: bool = True
+    rule: StopRule | None = None
+
+    def __post_init__(self) -> None:
+        choices = {"mode": (None, "sample", "threshold"), "answer": ("forced", "free")}
+        for name, allowed in choices.items():
+            if (value := vars(self)[name]) not in allowed:
+                words = " or ".join(repr(one) for one in allowed if one is not None)
+                raise ValueError(f"{_OWNER}: {name} is {value!r}; it must be {words}")
+        if self.threshold is not None:
+            check_number(_OWNER, "threshold", self.threshold, 0, 1)
+        check_integer(_OWNER, "seed", self.seed)
+        check_integer(_OWNER, "first_sample_index", self.first_sample_index, 0)
+        check_integer(_OWNER, "min_thinking_tokens", self.min_thinking_tokens, 0)
+        for name in ("max_thinking_tokens", "max_answer_tokens"):
+            if (value := vars(self)[name]) is not None:
+                check_integer(_OWNER, name, value, 1)
+        check_flag(_OWNER, "answer_do_sample", self.answer_do_sample)
+        check_flag(_OWNER, "mask_reentry", self.mask_reentry)
+        budget = self.max_thinking_tokens
+        if budget is not None and budget < self.min_thinking_tokens:
+            raise ValueError(
+                f"{_OWNER}: max_thinking_tokens is {budget}, below min_thinking_tokens "
+                f"{self.min_thinking_tokens}; leave one out, or exchange them"
+            )
+        self._check_rule()
+
+    def _check_rule(self) -> None:
+        if self.rule is None:
+            return
+        if isinstance(self.rule, type) or not isinstance(self.rule, StopRule):
+            raise TypeError(
+                f"{_OWNER}: rule is {self.rule!r}; it must be a StopRule, such as AnswerEntropy()"
+            )
+        if self.mode is not None or self.threshold is not None:
+            raise ValueError(
+                f"{_OWNER}: mode and threshold are the learned policy's, and rule "
+                f"{type(self.rule).__name__} takes its place; leave them out, or the rule"
+            )
+
+    def with_defaults(self, mode: str, threshold: float) -> StopPolicyConfig:
+        """These settings, with a policy's own mode and threshold where none is given.
+
+        With another rule they are as they are.
+        """
+        if self.rule is not None:
+            return self
+        return replace(
+            self,
+            mode=mode if self.mode is None else self.mode,  # type: ignore[arg-type]  # checked
+            threshold=threshold if self.threshold is None else self.threshold,
+        )
+
+    def chosen_rule(self) -> StopRule:
+        """The rule that stops rows: the given one, or the learned policy.
+
+        Raises:
+            ValueError: for the learned policy, mode or threshold is missing.
+        """
+        if self.rule is not None:
+            return self.rule
+        if self.mode is None or self.threshold is None:
+            raise ValueError(
+                f"{_OWNER}: mode is {self.mode!r} and threshold {self.threshold}; without a rule "
+                "both must be given here (with_defaults fills them in from a policy)"
+            )
+        return LearnedPolicy(self.mode, self.threshold, self.seed)
+
+    @classmethod
+    def of(
+        cls, stop_policy: bool | Mapping[str, Any] | StopRule | StopPolicyConfig
+    ) -> StopPolicyConfig:
+        """What the argument `stop_policy` of generate means.
+
+        Raises:
+            TypeError, ValueError: it has another type, or unknown keys.
+        """
+        if isinstance(stop_policy, StopPolicyConfig):
+            return stop_policy
+        if isinstance(stop_policy, Mapping):
+            known = [one.name for one in fields(cls)]
+            if unknown := sorted(map(str, set(stop_policy) - set(known))):
+                raise ValueError(f"stop_policy has no {unknown}; its keys are {known}")
+            return cls(**stop_policy)
+        if stop_policy is True:
+            return cls()
+        if isinstance(stop_policy, StopRule) and not isinstance(stop_policy, type):
+            return cls(rule=stop_policy)
+        if type(stop_policy).__name__ == cls.__name__ and dataclasses.is_dataclass(stop_policy):
+            # The installed package's, given to a model whose code came with its repository (or
+            # the other way round): the same class by another name.
+            return cls.of(vars(stop_policy))
+        raise TypeError(
+            f"stop_policy is {stop_policy!r}; it must be True, False, a dict, a StopRule or a "
+            "StopPolicyConfig"
+        )
+
+
+@dataclass
+class StopRecord:
+    """What happened to one row.
+
+    Attributes:
+        step_ends: L_i of each step end that generate passed, in thinking tokens generated (those
+            that a prompt holds already are not counted).
+        probabilities: the learned policy's pi_i at each; NaN where it gave none. Empty under
+            another rule.
+        thinking_tokens: tokens generated before the end marker, or before what was forced.
+        reason: "policy" (the learned one, or another rule), "budget" (`max_thinking_tokens`, or
+            the rule `Budget`), "natural", or "length" (a limit of generate's own came first: its
+            length, time, stop strings or stopping criteria).
+        nan_steps: steps at which the policy or rule gave NaN, which means "continue".
+        signals: what another rule measured at each step end; NaN where it did not measure.
+        probe_tokens: tokens spent on trial answers: the forced ones and the answers' own.
+    """
+
+    step_ends: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    thinking_tokens: int = 0
+    reason: Literal["policy", "budget", "natural", "length"] = "length"
+    nan_steps: int = 0
+    signals: list[float] = field(default_factory=list)
+    probe_tokens: int = 0
+
+
+class Phase(Enum):
+    """Where a row is."""
+
+    THINKING = 1
+    FORCING = 2
+    ANSWER = 3
+    DONE = 4
+
+
+@dataclass
+class _RowEnd:
+    """The `StepEnd` of a row in generate or an engine."""
+
+    sample_index: int
+    step: int
+    thinking_tokens: int
+    may_stop: bool
+    stop_probability: Callable[[], float]
+    trial_answer: Callable[[int], TrialAnswer]
+    next_text: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What rows have in common.
+
+    Attributes:
+        settings: how to stop.
+        rule: what decides.
+        token_format: the base's way of thinking.
+        eos_ids: ids that end a text.
+    """
+
+    settings: StopPolicyConfig
+    rule: StopRule
+    token_format: TokenFormat
+    eos_ids: frozenset[int]
+    budget: Budget | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        limit = self.settings.max_thinking_tokens
+        object.__setattr__(self, "budget", None if limit is None else Budget(limit))
+
+
+class StopRow:
+    """One row while it is generated.
+
+    Args:
+        plan: what it has in common with others.
+        prompt_ids: its prompt, without padding; steps go on from the thinking it already holds.
+        sample_index: its index among all rows of the run.
+
+    Attributes:
+        phase: thinking, forced to close it, answering, or done.
+        record: what happened to it.
+        at_boundary: whether its last token ends a step, on which nothing is decided yet.
+        forced: what is forced next.
+        masked: whether its answer may not open the thinking again.
+    """
+
+    def __init__(self, plan: RowPlan, prompt_ids: Sequence[int], sample_index: int) -> None:
+        token_format = plan.token_format
+        span = token_format.thinking_span(prompt_ids)
+        self.phase = Phase.DONE if span.closed else Phase.THINKING
+        self.record = StopRecord(reason="natural" if span.closed else "length")
+        self.at_boundary = False
+        self.forced: deque[int] = deque()
+        self.masked = False
+        self._plan = plan
+        self._sample_index = sample_index
+        self._rule = plan.rule.for_row()
+        self._boundary = token_format.boundary_state(prompt_ids[span.start :])
+        self._prefilled_tokens = self._boundary.thinking_tokens
+        self._length = 0  # tokens generated so far
+        self._end_ids: frozenset[int] = frozenset()  # of its answer
+        self._box: BoxState | None = None
+        self._answer_tokens = 0
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end its text."""
+        return self._plan.eos_ids
+
+    @property
+    def boxed(self) -> bool:
+        """Whether its answer was opened by the box prefix."""
+        return self._box is not None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the model's most likely one, whatever the sampling."""
+        answers = self.phase is Phase.ANSWER and self.boxed
+        return answers and not self._plan.settings.answer_do_sample
+
+    def push(self, token: int) -> bool:
+        """Takes in the token chosen next; whether it completes the answer."""
+        self._length += 1
+        if self.phase is Phase.THINKING:
+            self._think(token)
+        elif self.phase is Phase.FORCING:
+            self.forced.popleft()
+            if not self.forced:
+                self.phase = Phase.ANSWER
+        elif self.phase is Phase.ANSWER:
+            self._answer_tokens += 1
+            closed = self._box is not None and self._box.push(token)
+            full = self._answer_tokens == self._plan.settings.max_answer_tokens
+            if closed or full or token in self._end_ids:
+                self.phase = Phase.DONE
+                return True
+        return False
+
+    def end(self) -> None:
+        """Something else has ended the row."""
+        self.phase = Phase.DONE
+        self.at_boundary = False
+
+    def decide(
+        self,
+        stop_probability: Callable[[], float],
+        trial_answer: Callable[[int], TrialAnswer],
+        next_text: Callable[[], str],
+    ) -> None:
+        """Decides on the step that has ended with the last token.
+
+        Args:
+            stop_probability: gives the learned policy's.
+            trial_answer: gives an answer forced here, of at most so many tokens.
+            next_text: gives the text of the most likely next token.
+        """
+        plan, record = self._plan, self.record
+        self.at_boundary = False
+        end = _RowEnd(
+            sample_index=self._sample_index,
+            step=len(record.step_ends),
+            thinking_tokens=self._length,
+            may_stop=self._length >= plan.settings.min_thinking_tokens,
+            stop_probability=stop_probability,
+            trial_answer=trial_answer,
+            next_text=next_text,
+        )
+        record.step_ends.append(self._length)
+        stop, signal = self._rule.at_step_end(end)
+        learned = "stop_probability" in plan.rule.asks
+        (record.probabilities if learned else record.signals).append(
+            math.nan if signal is None else signal
+        )
+        if signal is not None and math.isnan(signal):
+            record.nan_steps += 1
+            stop = False
+        if stop and end.may_stop:
+            record.reason = plan.rule.reason
+        elif plan.budget is not None and plan.budget.at_step_end(end).stop:
+            record.reason = plan.budget.reason
+        else:
+            return
+        self._close(natural=False)
+
+    def _think(self, token: int) -> None:
+        if token in self._plan.eos_ids and token != self._plan.token_format.think_end_id:
+            self.record.reason = "natural"
+            self.phase = Phase.DONE
+            return
+        self.at_boundary = self._boundary.push(token)
+        tokens = self._boundary.thinking_tokens - self._prefilled_tokens
+        self.record.thinking_tokens = max(0, tokens)
+        if self._boundary.ended:
+            self.record.reason = "natural"
+            self._close(natural=True)
+
+    def _close(self, natural: bool) -> None:
+        """Turns to the answer; after a natural end, the model has written some closing."""
+        plan, settings = self._plan, self._plan.settings
+        forced = settings.answer == "forced"
+        written = self._boundary.closing_written if natural else 0
+        suffix = plan.token_format.forced_suffix(settings.answer, written)
+        if natural and not forced:
+            suffix = []
+        self.forced.extend(suffix)
+        self.phase = Phase.FORCING if suffix else Phase.ANSWER
+        closed = forced or not natural  # by us, so that the answer's message is known to be open
+        self.masked = settings.mask_reentry and closed
+        self._end_ids = plan.eos_ids.union(plan.token_format.answer_end_ids if closed else ())
+        if forced:
+            self._box = plan.token_format.box_state()

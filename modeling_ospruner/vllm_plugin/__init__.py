@@ -1,0 +1,1 @@
+"""The policy served inside vLLM; the only room that knows vLLM's internals."""

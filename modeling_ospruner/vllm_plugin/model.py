@@ -1,0 +1,321 @@
+"""A base of vLLM's own with a policy's tail beside it.
+
+The base is vLLM's own model, compiled as vLLM compiles it. Its EAGLE-3 tap gives what enters layer
+L-n; the tail runs on that after it, outside the compiled graph, on layers of the base's own class
+whose keys and values lie in vLLM's pages, so that chunked prefill, prefix caching and preemption
+hold for both. Stop logits travel to the sampler behind the hidden states, row by row.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.model_loader import DefaultModelLoader
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    WeightsMapper,
+    init_vllm_registered_model,
+    maybe_prefix,
+)
+from vllm.platforms import current_platform
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.loading_ospruner import check_base
+
+from .plugin import HARMONY_PARSER, NO_GRAPHS, PROCESSOR, UNTESTED
+
+__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead"]
+
+STOP_HEAD = "stop_head"
+"""Under this name the processor finds the head, where vLLM's own layers are found."""
+
+_Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def _from_fields(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
+    return layer(
+        config=config.model_config.hf_config,
+        cache_config=config.cache_config,
+        quant_config=None,
+        prefix=prefix,
+    )
+
+
+def _from_whole(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
+    return layer(vllm_config=config, prefix=prefix)
+
+
+def _gpt_oss_layer(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
+    return layer(vllm_config=config, quant_config=None, prefix=prefix)
+
+
+def _load(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+    loaded: set[str] = AutoWeightsLoader(tail).load_weights(weights, mapper=mapper)
+    return loaded
+
+
+def _load_gpt_oss(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+    """Experts are loaded by methods of vLLM's model, borrowed for the tail has the same parts."""
+    from vllm.model_executor.models.gpt_oss import GptOssModel
+
+    vars(tail)["_load_weights_other"] = partial(GptOssModel._load_weights_other, tail)
+    vars(tail)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
+    loaded: set[str] = GptOssModel.load_weights(tail, mapper.apply(weights))
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What differs between bases.
+
+    Attributes:
+        architecture: vLLM's class.
+        make_layer: makes one layer of a class, from a configuration and a prefix.
+        load: fills a tail with tensors named as transformers names them.
+    """
+
+    architecture: str
+    make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
+    load: Callable[[_Tail, _Weights, WeightsMapper], set[str]] = _load
+
+
+_BASES = {  # by model_type
+    "qwen2": _Base("Qwen2ForCausalLM", _from_fields),
+    "qwen3": _Base("Qwen3ForCausalLM", _from_fields),
+    "llama": _Base("LlamaForCausalLM", _from_whole),
+    "gpt_oss": _Base("GptOssForCausalLM", _gpt_oss_layer, _load_gpt_oss),
+}
+
+
+class StopHead(nn.Linear):
+    """H to 1 in float32; it holds what it said about the rows that are sampled next.
+
+    Attributes:
+        logits: (B,) float32.
+        positions: (B,) int32, each row's last position that has been computed.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, dtype=torch.float32)
+        self.logits = torch.empty(0)
+        self.positions = torch.empty(0, dtype=torch.int32)
+
+
+class _Tail(nn.Module):
+    """The policy's copies of the base's last n layers and of its final norm."""
+
+    def __init__(self, base: Any, config: VllmConfig, num_layers: int) -> None:
+        super().__init__()
+        config = _for_tail(config)
+        self.config = config.model_config.hf_config
+        self.parallel_config = config.parallel_config
+        self._kind = _BASES[self.config.model_type]
+        self._mapper: WeightsMapper = type(base).hf_to_vllm_mapper
+        model = base.model
+        first = 3 * self.config.num_hidden_layers - num_layers
+        self.layers = nn.ModuleList(
+            self._kind.make_layer(type(model.layers[-1]), config, f"tail.layers.{first + i}")
+            for i in range(num_layers)
+        )
+        self.norm = RMSNorm(self.config.hidden_size, eps=model.norm.variance_epsilon)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """From what enters layer L-n, (T, H), to what follows the final norm, (T, H)."""
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
+
+    def load_weights(self, weights: _Weights) -> set[str]:
+        """Takes tensors as transformers names them."""
+        return self._kind.load(self, weights, self._mapper)
+
+
+class OSPrunerVLLM(nn.Module):
+    """What vLLM runs for a policy repository: the base that it pins, its tail and its head."""
+
+    allow_patterns_overrides = ("model.safetensors",)  # of the policy's own repository
+    fall_back_to_pt_during_load = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: OSPrunerConfig = vllm_config.model_config.hf_config
+        check_start(vllm_config)
+        text = config.get_text_config()
+        self.secondary_weights = [
+            DefaultModelLoader.Source(
+                model_or_path=config.base_model_name_or_path,
+                revision=config.base_revision,
+                prefix="base.",
+                fall_back_to_pt=False,
+            )
+        ]
+        self.base: Any = init_vllm_registered_model(
+            vllm_config=vllm_config,
+            prefix=maybe_prefix(prefix, "base"),
+            hf_config=text,
+            architectures=[_BASES[text.model_type].architecture],
+        )
+        self.tail: _Tail | None = None
+        n = config.num_policy_layers
+        if n:
+            self.base.set_aux_hidden_state_layers((text.num_hidden_layers - n,))
+            self.tail = _Tail(self.base, vllm_config.with_hf_config(text), n)
+        self.head = StopHead(text.hidden_size)
+        vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The base's token embeddings."""
+        embedded: torch.Tensor = self.base.embed_input_ids(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The base's last hidden states, (T, H), with what the sampler is told behind them.
+
+        Behind them stand each token's stop logit (float32) and position (int32), their bits in
+        columns of the hidden states' dtype: vLLM picks the rows that it samples, of both at once,
+        also where it replays a graph.
+        """
+        output = self.base(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if self.tail is None:
+            hidden = last = output
+        else:
+            hidden, (entering,) = output
+            last = self.tail(positions, entering)
+        logits = self.head(last.float())  # (T, 1)
+        told = torch.cat([logits.view(torch.int32), positions[:, None].to(torch.int32)], dim=1)
+        return torch.cat([hidden, told.view(hidden.dtype)], dim=1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The base's logits of rows of `forward`, whose stop logits are kept in the head."""
+        size = self.head.in_features
+        told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2)
+        self.head.logits = told[:, 0].view(torch.float32)
+        self.head.positions = told[:, 1]
+        # Contiguous, so that the base computes with the very same kernel as without a policy.
+        logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
+        return logits
+
+    def load_weights(self, weights: _Weights) -> set[str]:
+        """Takes the policy's tensors, and the base's with the prefix `base.`."""
+        mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
+        if self.tail is not None:
+            # Never trained: it shows which base the policy was made for. Either may have been
+            # rounded to another dtype.
+            own, theirs = self.tail.norm.weight.float(), self.base.model.norm.weight.float()
+            if not torch.allclose(own, theirs, 2**-7, 1e-4):
+                where = self.secondary_weights[0]
+                raise ValueError(
+                    f"the base {where.model_or_path!r} has the sizes that the policy needs, but "
+                    "other weights: its final norm differs. The policy was trained for another "
+                    f"base than revision {where.revision!r} of it"
+                )
+        return loaded
+
+
+def check_start(vllm_config: VllmConfig) -> None:
+    """Refuses what the policy would silently do without, or do wrong.
+
+    Raises:
+        ValueError: naming what was asked for and what to do.
+        OSError: the base is not found.
+    """
+    config: OSPrunerConfig = vllm_config.model_config.hf_config
+    where, revision = config.base_model_name_or_path, config.base_revision
+    kind = config.get_text_config().model_type
+    if config.tuning == "lora" or config.method == "flashthink":
+        what = "adapters beside it (tuning 'lora')" if config.tuning == "lora" else "a verifier"
+        raise ValueError(
+            f"the policy on {where!r} is {what}; inside vLLM it has to be layers of its own: train "
+            "one with --tuning layers or attention, or generate with transformers"
+        )
+    if kind not in _BASES:
+        raise ValueError(
+            f"the base {where!r} is a {kind}; inside vLLM the policy works with "
+            f"{', '.join(_BASES)}. Serve it with transformers: model.generate(stop_policy=True)"
+        )
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "vLLM's model runner V2 does not take the processor that stops: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment (`ospruner serve` does)"
+        )
+    if vllm_config.speculative_config is not None:
+        raise ValueError(
+            "speculative decoding is on, and vLLM skips the processor that stops with it: leave "
+            "--speculative-config out"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size is {vllm_config.parallel_config.pipeline_parallel_size}; the "
+            "policy needs 1, for its tail follows the whole base: use --tensor-parallel-size"
+        )
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if (
+        current_platform.is_cuda_alike()
+        and graphs != CUDAGraphMode.NONE
+        and os.environ.get(UNTESTED) != "1"
+    ):
+        raise ValueError(
+            f"cudagraph_mode is {graphs.name}, and the policy has not been tested in CUDA graphs: "
+            f"start with {NO_GRAPHS} (`ospruner serve` does) or --enforce-eager; {UNTESTED}=1 in "
+            "the environment tries them anyway"
+        )
+    parser = vllm_config.structured_outputs_config.reasoning_parser
+    if parser == "openai_gptoss":
+        raise ValueError(
+            f"reasoning_parser is {parser!r}, which works for models alone whose type is gpt_oss; "
+            f"a policy's is not: use --reasoning-parser {HARMONY_PARSER} (`ospruner serve` does)"
+        )
+    names = [
+        one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"
+        for one in vllm_config.model_config.logits_processors or ()
+    ]
+    own = (PROCESSOR, f"{__package__}.vllm_plugin_processor:StopProcessor")
+    if not set(own).intersection(names):
+        raise ValueError(
+            f"logits_processors is {names}; nothing would stop. Start vLLM with "
+            f"--logits-processors {PROCESSOR} (`ospruner serve` does), or "
+            f"LLM(..., logits_processors=[{PROCESSOR!r}])"
+        )
+    try:
+        base_config = AutoConfig.from_pretrained(where, revision=revision)
+    except OSError as error:
+        raise OSError(
+            f"the base {where!r} at revision {revision!r}, which the policy pins, cannot be "
+            f"loaded: {error}"
+        ) from error
+    check_base(config, base_config, where)
+
+
+def _for_tail(config: VllmConfig) -> VllmConfig:
+    """The base's configuration for layers with indices beyond its own.
+
+    They are counted from 2L on, so that each layer of the tail stands at the same place of a
+    pattern over layers as the one that it copies. The tail is saved unquantised, also where the
+    base is quantised.
+    """
+    text = copy.deepcopy(config.model_config.hf_config)
+    if "layer_types" in vars(text) and text.layer_types:
+        text.layer_types = list(text.layer_types) * 3
+    vars(text).pop("quantization_config", None)
+    config = copy.copy(config.with_hf_config(text))
+    config.quant_config = None
+    return config

@@ -1,0 +1,307 @@
+"""The logits processor that stops requests inside vLLM and forces what follows.
+
+It follows the tokens of each request that the policy may stop. At a step's end it reads the stop
+probability that the model left for the request's row; what then happens to the request is decided
+by `StopRow`, as in generate. Forced tokens are scores with one finite entry. A row whose answer is
+complete gets the end-of-text token, for a processor cannot end a request otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.rules_ospruner import TrialAnswer, mix64, uniform
+from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow
+
+from .metrics import count
+from .model import STOP_HEAD, StopHead
+from .plugin import ARCHITECTURE, PROCESSOR
+from .requests import DEFAULTS, StopRequest
+
+__all__ = ["StopProcessor", "StopRecords"]
+
+_MOST_RECORDS = 4096  # of requests with a `stop_id`; the oldest are forgotten
+_FIRST_SEED = "ospruner_first_seed"
+"""Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this
+seed + i, and nothing else by which the texts could be told apart."""
+
+logger = init_logger(__name__)
+
+
+class _Request:
+    """A request that the policy may stop.
+
+    Attributes:
+        row: decides.
+        output: vLLM's own list of its tokens, which grows.
+        prompt_tokens: the length of its prompt.
+        end_id: the token that ends it, once its answer is complete.
+        control: whether it belongs to those that never stop.
+        taken: tokens of `output` that `row` has taken in.
+        complete: whether its answer is, by a token that does not end a text.
+        counted: whether the end of its thinking has been counted.
+    """
+
+    def __init__(
+        self, row: StopRow, prompt_tokens: int, output: list[int], end_id: int, control: bool
+    ) -> None:
+        self.row = row
+        self.end_id = end_id
+        self.control = control
+        self.complete = False
+        self.counted = False
+        self.output = output
+        self.prompt_tokens = prompt_tokens
+        self.taken = 0
+
+    def take_in(self) -> None:
+        """Takes in what is new in `output`, as far as vLLM knows it (-1 stands for the rest)."""
+        for token in self.output[self.taken :]:
+            if token < 0:
+                break
+            if self.row.at_boundary:  # decided long ago, by a row that was forgotten meanwhile
+                self.decide(math.nan)
+            if self.row.push(token):
+                self.complete = token not in self.row.eos_ids
+            self.taken += 1
+
+    def decide(self, probability: float) -> None:
+        """Decides on the step that has ended with the last token."""
+        self.row.decide(partial(float, probability), _no_trial, _no_text)
+
+
+class StopProcessor(LogitsProcessor):
+    """Stops requests; see the module.
+
+    Args:
+        vllm_config: of the engine.
+        device: of the logits.
+        is_pin_memory: not used.
+
+    Raises:
+        ValueError: the model is no policy, or the server's defaults are wrong.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        model = vllm_config.model_config
+        config: OSPrunerConfig = model.hf_config
+        if ARCHITECTURE not in model.architectures:
+            raise ValueError(
+                f"{PROCESSOR} stops with a policy, but {model.model!r} is none: serve a policy's "
+                "folder or Hub id, or leave --logits-processors out"
+            )
+        additional = vllm_config.additional_config
+        self._defaults = StopRequest(
+            additional.get(DEFAULTS) if isinstance(additional, dict) else None,
+            owner=f"additional_config[{DEFAULTS!r}]",
+            server=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, config=config
+        )
+        literals = config.reasoning_format
+        self._format = TokenFormat.compile(
+            guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals), tokenizer
+        )
+        self._eos_id: int = tokenizer.eos_token_id
+        self._policy = (config.default_mode, config.default_threshold)
+        self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        self._requests: dict[int, _Request] = {}
+        # Requests that left the batch: preempted ones come back with the list they had.
+        self._left: OrderedDict[int, _Request] = OrderedDict()
+        self._most_left = vllm_config.scheduler_config.max_num_seqs
+        self._records: OrderedDict[str, StopRecord] = OrderedDict()
+        self._seed = mix64(model.seed)
+        self._seen = 0
+        self._warned = False
+        self._counts = vllm_config.parallel_config.rank == 0
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Refuses wrong keys: over HTTP, a 400 with the message.
+
+        Raises:
+            ValueError: naming the key, its value and what is allowed.
+        """
+        request = StopRequest(params.extra_args)
+        if request.on and params.structured_outputs is not None:
+            _refuse("structured outputs", "their grammar does not know the forced closing")
+        if request.on and params.thinking_token_budget is not None:
+            _refuse("thinking_token_budget", "use max_thinking_tokens, which ends at a step")
+        extra = dict(params.extra_args or {})
+        extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
+        if params.n > 1 and "seed" in request.fields:
+            if params.seed is None:
+                raise ValueError(
+                    f"stop_seed is {request.fields['seed']} and n is {params.n}, but there is no "
+                    "seed, by which alone vLLM tells the n texts apart: send a seed too, or leave "
+                    "stop_seed out"
+                )
+            extra[_FIRST_SEED] = params.seed
+        params.extra_args = extra or None
+
+    def is_argmax_invariant(self) -> bool:
+        """No: a forced token need not be the most likely one."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follows the requests in vLLM's batch."""
+        if batch_update is None:
+            return
+        before = dict(self._requests)
+        process_dict_updates(self._requests, batch_update, self._enter)
+        staying = {id(request) for request in self._requests.values()}
+        for request in before.values():
+            if id(request) not in staying:
+                request.take_in()
+                if not request.output or request.output[-1] != request.end_id:
+                    self._left[id(request.output)] = request
+        while len(self._left) > self._most_left:
+            self._left.popitem(last=False)
+
+    def _enter(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output: list[int]
+    ) -> _Request | None:
+        known = self._left.pop(id(output), None)
+        if known is not None and known.output is output:
+            return known
+        asked = StopRequest(params.extra_args)
+        settings = asked.settings(self._defaults)
+        structured = params.structured_outputs is not None
+        budget = params.thinking_token_budget is not None
+        if settings is None or prompt_ids is None or structured or budget:
+            return None
+        self._seen += 1
+        control = uniform(self._seed, self._seen, -1) < self._defaults.control
+        if control:
+            settings = replace(settings, min_thinking_tokens=sys.maxsize, max_thinking_tokens=None)
+        if "seed" not in asked.fields:
+            # As if each request were another sample; on all tensor-parallel ranks the same.
+            settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
+        elif params.seed is not None and params.extra_args and _FIRST_SEED in params.extra_args:
+            text = params.seed - params.extra_args[_FIRST_SEED]
+            settings = replace(settings, first_sample_index=settings.first_sample_index + text)
+        settings = settings.with_defaults(*self._policy)
+        eos = frozenset({self._eos_id, *params.all_stop_token_ids})
+        plan = RowPlan(settings, settings.chosen_rule(), self._format, eos)
+        row = StopRow(plan, prompt_ids, settings.first_sample_index)
+        end_id = self._eos_id
+        if params.ignore_eos and params.stop_token_ids:  # what still ends it
+            end_id = params.stop_token_ids[0]
+        request = _Request(row, len(prompt_ids), output, end_id, control)
+        if asked.name is not None:
+            self._records[asked.name] = request.row.record
+            while len(self._records) > _MOST_RECORDS:
+                self._records.popitem(last=False)
+        return request if row.phase is Phase.THINKING else None
+
+    def record(self, name: str) -> StopRecord | None:
+        """What happened so far to the request with the `stop_id`; None where it is not known."""
+        for request in self._requests.values():
+            request.take_in()  # its last tokens may not have been looked at yet
+        return self._records.get(name)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
+        deciding: list[int] = []
+        for i, request in self._requests.items():
+            request.take_in()
+            if request.row.at_boundary:
+                deciding.append(i)
+        if deciding:
+            self._decide(deciding)
+        return self._shape(logits)
+
+    def _decide(self, deciding: list[int]) -> None:
+        head: StopHead = self._layers[STOP_HEAD]
+        rows = torch.tensor(deciding, device=head.logits.device)
+        probabilities = torch.sigmoid(head.logits[rows]).tolist()
+        positions = head.positions[rows].tolist()
+        for i, probability, position in zip(deciding, probabilities, positions, strict=True):
+            request = self._requests[i]
+            if position != request.prompt_tokens + request.taken - 1:
+                continue  # a part of a prefill: its row is not sampled from
+            request.decide(probability)
+            if math.isnan(probability) and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the stopping policy gave NaN: requests continue. Its weights, or the base's "
+                    "hidden states, are broken"
+                )
+
+    def _shape(self, logits: torch.Tensor) -> torch.Tensor:
+        """Masks markers in answers, then leaves one token where it is forced, or greedy."""
+        forced: list[tuple[int, int]] = []
+        masked: list[int] = []
+        greedy: list[int] = []
+        for i, request in self._requests.items():
+            row = request.row
+            if row.phase is Phase.THINKING:
+                continue
+            if not request.counted:
+                request.counted = True
+                if self._counts:
+                    count(row.record, request.control)
+            if row.phase is Phase.FORCING:
+                forced.append((i, row.forced[0]))
+            elif request.complete:
+                forced.append((i, request.end_id))
+            elif row.phase is Phase.ANSWER:
+                if row.masked:
+                    masked.append(i)
+                if row.greedy:
+                    greedy.append(i)
+        device = logits.device
+        reentry = list(self._format.reentry_ids)
+        if reentry and masked:
+            logits[torch.tensor(masked, device=device)[:, None], reentry] = -torch.inf
+        if forced or greedy:
+            rows = torch.tensor([i for i, _ in forced] + greedy, device=device)
+            ids = torch.tensor([token for _, token in forced], dtype=torch.long, device=device)
+            chosen = torch.cat([ids, logits[rows[len(forced) :]].argmax(-1)])
+            logits[rows] = -torch.inf
+            logits[rows, chosen] = 0.0
+        return logits
+
+
+class StopRecords:
+    """What `--worker-extension-cls` adds to vLLM's workers: they tell what happened to requests."""
+
+    def ospruner_record(self, name: str) -> dict[str, Any] | None:
+        """The `StopRecord` of the last request with this `stop_id`, as a dict.
+
+        Called by `collective_rpc("ospruner_record", args=(name,))`.
+        """
+        worker: Any = self
+        for processor in worker.model_runner.input_batch.logitsprocs.all:
+            if isinstance(processor, StopProcessor):
+                record = processor.record(name)
+                return None if record is None else asdict(record)
+        return None
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise ValueError(f"stop_policy and {what} exclude each other: {why}")
+
+
+def _no_trial(max_tokens: int) -> TrialAnswer:
+    raise AssertionError("the learned policy asks for no trial answers")
+
+
+def _no_text() -> str:
+    raise AssertionError("the learned policy asks for no texts")

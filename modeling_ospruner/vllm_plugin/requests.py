@@ -1,0 +1,113 @@
+"""What a request to a vLLM server says about stopping: flat keys, and what they mean.
+
+Offline they stand in `SamplingParams(extra_args=...)`, over HTTP in `vllm_xargs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modeling_ospruner.configuration_ospruner import check_number
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+
+__all__ = ["CONTROL", "DEFAULTS", "ID", "KEYS", "ON", "StopRequest"]
+
+DEFAULTS = "ospruner"
+"""The key of vLLM's `--additional-config` under which a server's defaults stand."""
+
+ON = "stop_policy"
+ID = "stop_id"
+CONTROL = "stop_control"  # of a server's defaults only
+KEYS = {
+    "stop_mode": "mode",
+    "stop_threshold": "threshold",
+    "stop_seed": "seed",
+    "stop_sample_index": "first_sample_index",
+    "stop_answer": "answer",
+    "stop_answer_sample": "answer_do_sample",
+    "min_thinking_tokens": "min_thinking_tokens",
+    "max_thinking_tokens": "max_thinking_tokens",
+    "max_answer_tokens": "max_answer_tokens",
+}
+"""Key of a request -> field of `StopPolicyConfig`."""
+
+_FLAGS = {True: True, False: False, "true": True, "false": False}  # 1 and 0 equal True and False
+
+
+class StopRequest:
+    """One request's keys, or a server's defaults.
+
+    Args:
+        extra: the request's extra arguments; what others read from them is left alone.
+        owner: what the keys belong to, for messages.
+        server: whether they are a server's defaults.
+
+    Attributes:
+        on: whether the policy stops the request; None where it does not say.
+        fields: of `StopPolicyConfig`, those given.
+        name: under which its record can be read; None for no record.
+        control: the share of requests that never stop, to measure savings against.
+
+    Raises:
+        ValueError: a value is wrong, or a key that begins like ours is unknown.
+    """
+
+    def __init__(
+        self,
+        extra: Mapping[str, Any] | None,
+        owner: str = "vllm_xargs",
+        server: bool = False,
+    ) -> None:
+        given = {} if extra is None else extra
+        known = [ON, CONTROL if server else ID, *KEYS]
+        unknown = [k for k in given if k not in known and k.startswith(("stop_", "stop-"))]
+        if unknown:
+            raise ValueError(f"{owner}: no {unknown}; the policy's keys are {known}")
+        self.fields: dict[str, Any] = {KEYS[k]: v for k, v in given.items() if k in KEYS}
+        if "answer_do_sample" in self.fields:
+            self.fields["answer_do_sample"] = _flag(
+                owner, "stop_answer_sample", self.fields["answer_do_sample"]
+            )
+        self.name: str | None = given.get(ID)
+        if self.name is not None and not isinstance(self.name, str):
+            raise ValueError(f"{owner}: {ID} is {self.name!r}; it must be a text")
+        self.control: float = given.get(CONTROL, 0.0)
+        check_number(owner, CONTROL, self.control, 0, 1)
+        self.on: bool | None = bool(self.fields) or None
+        if ON in given:
+            self.on = _flag(owner, ON, given[ON])
+        try:
+            StopPolicyConfig(**self.fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{owner}: {_in_keys(str(error))}") from None
+
+    def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
+        """The request's settings over a server's defaults; None where the policy is off."""
+        on = defaults.on if self.on is None else self.on
+        if not on:
+            return None
+        fields = {**defaults.fields, **self.fields}
+        least, most = fields.get("min_thinking_tokens", 0), fields.get("max_thinking_tokens")
+        if most is not None and least > most:  # the request's word is the later one
+            fields.pop(
+                "min_thinking_tokens"
+                if "max_thinking_tokens" in self.fields
+                else "max_thinking_tokens"
+            )
+        return StopPolicyConfig(**fields)
+
+
+def _flag(owner: str, key: str, value: Any) -> bool:
+    if isinstance(value, bool | int | str) and value in _FLAGS:
+        return _FLAGS[value]
+    raise ValueError(f"{owner}: {key} is {value!r}; it must be true or false")
+
+
+def _in_keys(message: str) -> str:
+    """A message about fields of `StopPolicyConfig`, in a request's words."""
+    message = message.removeprefix("stop_policy: ")
+    for key, name in KEYS.items():
+        if message.startswith(f"{name} "):
+            return key + message.removeprefix(name)
+    return message

@@ -1,0 +1,323 @@
+"""`ospruner doctor` on sound and broken bases and policies."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.doctor.base import cache_bytes
+from modeling_ospruner.doctor.examination import examine, unmet
+from modeling_ospruner.doctor.findings import Finding, Report, in_bytes, print_report
+from modeling_ospruner.formats_ospruner import HARMONY
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.train.toy.shipped import SHIPPED
+from ospruner_cli import app
+
+
+@pytest.fixture(scope="module")
+def sound_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy on the embedded reasoner, as save_pretrained leaves it."""
+    base = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    folder = tmp_path_factory.mktemp("policy")
+    OSPrunerForCausalLM.untrained(base, tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def policy(sound_policy: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be broken."""
+    return Path(shutil.copytree(sound_policy, tmp_path / "policy"))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A copy of the embedded reasoner, to be broken."""
+    return Path(shutil.copytree(SHIPPED, tmp_path / "base"))
+
+
+def wrong(report: Report) -> list[Finding]:
+    return [one for found in report.sections.values() for one in found if one.level == "wrong"]
+
+
+def value_of(report: Report, name: str) -> str:
+    (value,) = (o.value for found in report.sections.values() for o in found if o.name == name)
+    return value
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    literals = json.loads(path.read_text(encoding="utf-8"))
+    change(literals)
+    path.write_text(json.dumps(literals), encoding="utf-8")
+
+
+def test_environment_alone() -> None:
+    report = examine()
+    assert report.healthy, wrong(report)
+    assert list(report.sections) == ["Environment"]
+    assert value_of(report, "torch").split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_requirements_that_are_not_met() -> None:
+    asked = [
+        Requirement(text)
+        for text in ("torch>=2", "torch>=99", "no-such-thing>=1.5", "also-not; extra == 'dev'")
+    ]
+    found = list(unmet(asked))
+    assert [(one.name, one.level, one.advice) for one in found] == [
+        ("torch", "wrong", "pip install 'torch>=99'"),
+        ("no-such-thing", "wrong", "pip install 'no-such-thing>=1.5'"),
+    ]
+    assert "needs >=99" in found[0].value
+    assert found[1].value.startswith("not installed")
+
+
+def test_the_embedded_reasoner() -> None:
+    report = examine(str(SHIPPED))
+    assert report.healthy, wrong(report)
+    assert report.kind == "base"
+    assert value_of(report, "format") == "deepseek-r1 (guessed)"
+    assert value_of(report, "boundaries") == "4 tokens contain a blank line"
+    assert "its tail can be built" in value_of(report, "architecture")
+    assert "Example trace" in report.description
+    # What is said of sizes is what a real tail has.
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    tail = StoppingPolicy.from_base(model, 2)
+    count = sum(parameter.numel() for parameter in tail.parameters())
+    assert f"{in_bytes(2 * count)} in bfloat16" in value_of(report, "tail, n=2")
+    assert f"{in_bytes(4 * count)} in float32" in value_of(report, "tail, n=2")
+    cache = tail.new_cache()
+    assert cache is not None
+    with torch.no_grad():
+        hidden = torch.zeros(1, 1000, model.config.hidden_size, dtype=model.dtype)
+        tail(hidden, torch.arange(1000)[None], None, cache)
+    layers: Any = cache.layers
+    used = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert value_of(report, "cache, n=2").startswith(in_bytes(used))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_moe"])
+def test_cache_of_other_architectures(name: str) -> None:
+    """What a pass without weights says is what keys and values of real passes take."""
+    config = AutoConfig.for_model(name)
+    small: dict[str, Any] = {
+        "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+        "sliding_window": 16, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    config = type(config)(**{k: v for k, v in small.items() if k in vars(config)})
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    said = cache_bytes(StoppingPolicy.empty(skeleton, 2), torch.float32)
+    real = AutoModelForCausalLM.from_config(config).eval()
+    tail = StoppingPolicy.from_base(real, 2)
+    cache = tail.new_cache()
+    assert cache is not None
+    with torch.no_grad():
+        tail(torch.zeros(1, 1000, 32), torch.arange(1000)[None], None, cache)
+    layers: Any = cache.layers
+    assert said == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+def test_why_a_cache_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no kernel\n  on meta")
+
+    monkeypatch.setattr(StoppingPolicy, "forward", fails)
+    said = value_of(examine(str(SHIPPED)), "cache, n=2")
+    assert said == "not known (no kernel on meta) for the first 1,000 tokens of a row"
+
+
+def test_a_sound_policy(sound_policy: Path) -> None:
+    report = examine(str(sound_policy))
+    assert report.healthy, wrong(report)
+    assert report.kind == "policy"
+    assert value_of(report, "method") == "os-pruner, tuning layers"
+    assert value_of(report, "lambda") == "0 reward per thinking token"
+    assert value_of(report, "decides by") == "a draw with the stop probability"
+    assert value_of(report, "format") == "deepseek-r1 (as given)"
+    assert value_of(report, "base pinned") == f"the folder {SHIPPED}"
+    assert "none missing" in value_of(report, "tensors")
+    assert "those of the installed package" in value_of(report, "code")
+
+
+def break_tensors(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["policy.head.bias"] = torch.zeros(3)
+    tensors["policy.extra"] = torch.zeros(1)
+    del tensors["policy.head.weight"]
+    save_file(tensors, path)
+
+
+def truncate_tensors(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def other_base(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda c: c["text_config"].update(hidden_size=48))
+
+
+def foreign_base(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda c: c.update(base_model_name_or_path="nobody/base"))
+
+
+def unknown_key(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda c: c.update(colour="red", ospruner_version="99.0"))
+
+
+def no_format(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda c: c["reasoning_format"].pop("closing"))
+
+
+def other_code(folder: Path) -> None:
+    (folder / "policy_ospruner.py").write_text("# changed\n", encoding="utf-8")
+    (folder / "reasoning_format.py").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "names", "said"),
+    [
+        (
+            break_tensors,
+            ["tensors"],
+            "policy.head.weight is missing; policy.extra is unknown; "
+            "policy.head.bias is (3,) instead of (1,)",
+        ),
+        (truncate_tensors, ["tensors"], "header"),
+        (lambda folder: (folder / "model.safetensors").unlink(), ["tensors"], "has no model.safe"),
+        (other_base, ["fits the policy"], "hidden_size 128 where the policy needs 48"),
+        (foreign_base, ["base pinned", "repository"], "nobody/base at no revision"),
+        (unknown_key, ["configuration"], "OSPrunerConfig has no colour"),
+        (unknown_key, ["configuration"], "pip install -U 'ospruner>=99.0'"),
+        (no_format, ["reasoning format"], "missing: ['closing']"),
+        (
+            other_code,
+            ["code"],
+            "missing: reasoning_format.py; not those of the installed package: policy_ospruner.py",
+        ),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            ["format"],
+            "no thinking end marker '</think>'",
+        ),
+    ],
+)
+def test_a_broken_policy(
+    policy: Path, damage: Callable[[Path], Any], names: list[str], said: str
+) -> None:
+    damage(policy)
+    report = examine(str(policy))
+    found = wrong(report)
+    assert [one.name for one in found] == names
+    assert said in found[0].value
+    assert all(one.advice for one in found)
+
+
+def only_pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def no_thinking(folder: Path) -> None:
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    closed = template.replace("<think>", "<think>\n\n</think>\n\n")
+    assert closed != template
+    (folder / "chat_template.jinja").write_text(closed, encoding="utf-8")
+
+
+def no_end(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda c: c.update(eos_token_id=None))
+    (folder / "generation_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "said"),
+    [
+        (only_pickled, "weights", "no safetensors, but pytorch_model.bin"),
+        (lambda f: (f / "model.safetensors").unlink(), "weights", "no weights"),
+        (no_thinking, "fit", "already closes the thinking ('</think>')"),
+        (no_end, "ends a text", "no eos_token_id"),
+        (
+            lambda f: edit_json(f / "config.json", lambda c: c.update(vocab_size=100)),
+            "vocabulary",
+            "the model 100",
+        ),
+        (
+            lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="nonesuch")),
+            "architecture",
+            "nonesuch",
+        ),
+        (
+            lambda f: (f / "config.json").write_text('{"model_type": "t5"}', encoding="utf-8"),
+            "architecture",
+            "T5",
+        ),
+        (lambda f: (f / "config.json").write_text("{", encoding="utf-8"), "repository", "config"),
+        (lambda f: (f / "config.json").unlink(), "repository", "no config.json"),
+    ],
+)
+def test_a_broken_base(base: Path, damage: Callable[[Path], Any], name: str, said: str) -> None:
+    damage(base)
+    report = examine(str(base))
+    found = {one.name: one for one in wrong(report)}
+    assert name in found, report.sections
+    assert said in found[name].value
+    assert found[name].advice
+
+
+def test_a_format_that_does_not_fit(base: Path) -> None:
+    (found,) = wrong(examine(str(base), reasoning_format=HARMONY))
+    assert (found.name, found.level) == ("format", "wrong")
+    assert "no thinking end marker '<|end|>'" in found.value
+    assert "--format" in found.advice
+
+
+def test_an_unreachable_repository_is_one_line() -> None:
+    report = examine("nobody/nothing", revision="main")
+    assert report.kind == "unreachable"
+    (found,) = report.sections["nobody/nothing"]
+    assert found.value.startswith("cannot reach nobody/nothing at revision main")
+    assert "HF_ENDPOINT" in found.advice
+    printed = io.StringIO()
+    print_report(report, Console(file=printed, width=400))
+    lines = [line for line in printed.getvalue().splitlines() if "cannot reach" in line]
+    assert len(lines) == 1
+
+
+def test_the_command(tmp_path: Path, policy: Path) -> None:
+    run = CliRunner().invoke
+    written = tmp_path / "doctor.json"
+    result = run(app, ["doctor", str(policy), "--json", str(written)])
+    assert result.exit_code == 0, result.output
+    assert "Nothing is wrong" in result.output
+    assert "Reasoning format 'deepseek-r1'" in result.output
+    saved = json.loads(written.read_text(encoding="utf-8"))
+    assert saved["healthy"] is True
+    assert saved["kind"] == "policy"
+    assert {"name", "value", "level", "advice"} == set(saved["sections"]["Environment"][0])
+    other_code(policy)
+    result = run(app, ["doctor", str(policy)])
+    assert result.exit_code == 1
+    assert "1 thing to mend" in result.output
+    assert run(app, ["doctor", "nobody/nothing"]).exit_code == 1
+    assert run(app, ["doctor"]).exit_code == 0
+    refused = run(app, ["doctor", str(SHIPPED), "--format", "loud"])
+    assert isinstance(refused.exception, ValueError)
+    assert "format is 'loud'; it must be one of deepseek-r1, qwen3, harmony" in str(
+        refused.exception
+    )

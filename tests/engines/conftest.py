@@ -1,0 +1,112 @@
+"""What the tests of engines share: the embedded reasoner and greedy traces of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from modeling_ospruner.engines.interface import (
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+)
+from ospruner.eval.problems.problem import user_message
+from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+GREEDY = SamplingSettings(temperature=0, max_new_tokens=800, max_answer_tokens=16)
+ANSWER_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Greedy traces of the embedded reasoner with their answers, by the transformers engine."""
+
+    prompts: list[list[int]]
+    sampled: list[Sampled]
+    requests: list[ForkRequest]
+    answers: list[list[ForkedAnswer]]
+
+
+@pytest.fixture(scope="session")
+def reasoner() -> Reasoner:
+    """The embedded reasoner, loaded."""
+    return Reasoner()
+
+
+def make_traces(reasoner: Reasoner, count: int, shortest: int | None = None) -> Traces:
+    """Greedy traces of so many test problems, or the shortest few of them."""
+    fmt = reasoner.token_format
+    prompts = [
+        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
+        for p in draw_split("test", count, 0)
+    ]
+    sampled = reasoner.engine.sample(prompts, GREEDY, fmt)
+    kept = sorted(range(count), key=lambda i: len(sampled[i].trace_ids))[:shortest]
+    prompts, sampled = [prompts[i] for i in kept], [sampled[i] for i in kept]
+    requests = [
+        ForkRequest(prompt, trace.trace_ids, fmt.step_ends(trace.trace_ids))
+        for prompt, trace in zip(prompts, sampled, strict=True)
+    ]
+    return Traces(prompts, sampled, requests, fork_all(reasoner.engine, reasoner, requests))
+
+
+@pytest.fixture(scope="session")
+def traces(reasoner: Reasoner) -> Traces:
+    """Few and short traces, for slow servers."""
+    return make_traces(reasoner, 12, shortest=4)
+
+
+def fork_all(
+    engine: Engine, reasoner: Reasoner, requests: Sequence[ForkRequest]
+) -> list[list[ForkedAnswer]]:
+    """Forced answers at every cut, as labels take them."""
+    fmt = reasoner.token_format
+    return engine.fork(requests, fmt.forced_suffix(), ANSWER_TOKENS, fmt.box_state)
+
+
+def check_agreement(
+    reasoner: Reasoner,
+    requests: Sequence[ForkRequest],
+    ours: Sequence[Sequence[ForkedAnswer]],
+    theirs: Sequence[Sequence[ForkedAnswer]],
+    tolerance: float = 1e-3,
+) -> None:
+    """At least 95 % equal answers; every other one must be a near tie, whose gap is printed.
+
+    Equal answers must agree in how they ended, in their log-probabilities and in the entropy.
+    """
+    fmt, equal, total = reasoner.token_format, 0, 0
+    for request, left, right in zip(requests, ours, theirs, strict=True):
+        assert len(left) == len(right) == len(request.cuts)
+        for cut, one, other in zip(request.cuts, left, right, strict=True):
+            total += 1
+            if one.ids == other.ids:
+                equal += 1
+                assert one.ended == other.ended
+                assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+                assert one.entropy == pytest.approx(other.entropy, abs=tolerance)
+                continue
+            at = next(
+                i
+                for i in range(max(len(one.ids), len(other.ids)))
+                if one.ids[i : i + 1] != other.ids[i : i + 1]
+            )
+            text = [
+                *request.prompt_ids,
+                *request.trace_ids[:cut],
+                *fmt.forced_suffix(),
+                *one.ids[:at],
+            ]
+            with torch.inference_mode():
+                top = reasoner.model(torch.tensor([text])).logits[0, -1].topk(2).values
+            gap = float(top[0] - top[1])
+            print(f"differs after {cut} thinking tokens: the two best logits are {gap:.2e} apart")
+            assert gap < tolerance, (cut, one, other)
+    print(f"{equal} of {total} answers are equal")
+    assert equal >= 0.95 * total

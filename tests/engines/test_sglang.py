@@ -1,0 +1,77 @@
+"""The SGLang engine against a real SGLang server, in the environment that `make test-sglang` makes.
+
+Its kernels want CUDA; on a CPU plain decoding calls none of them, and two stand-ins let it start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from modeling_ospruner.engines.sglang import SGLangEngine
+from ospruner.train.toy.shipped import Reasoner
+
+from ..server_process import free_port, running_server
+from .conftest import GREEDY, Traces, check_agreement, fork_all, make_traces
+
+PYTHON = os.environ.get("OSPRUNER_SGLANG_PYTHON")
+pytestmark = pytest.mark.skipif(
+    PYTHON is None, reason="SGLang has an environment of its own: run `make test-sglang`"
+)
+
+
+@pytest.fixture(scope="module")
+def url(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(reasoner.folder)]
+    command += ["--device", "cpu", "--attention-backend", "torch_native"]
+    command += ["--sampling-backend", "pytorch", "--dtype", "float32"]
+    command += ["--disable-overlap-schedule", "--max-total-tokens", "8192"]
+    command += ["--mem-fraction-static", "0.2", "--skip-server-warmup"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    environment = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": str(Path(__file__).with_name("sglang_stubs")),
+    }
+    log: Path = tmp_path_factory.mktemp("sglang") / "server.log"
+    with running_server(command, address, environment, log):
+        yield address
+
+
+def test_the_real_server_gives_the_same_labels(
+    url: str, reasoner: Reasoner, traces: Traces
+) -> None:
+    engine = SGLangEngine(str(reasoner.folder), reasoner.tokenizer, [url])
+    sampled = engine.sample(traces.prompts, GREEDY, reasoner.token_format)
+    assert sampled == traces.sampled
+    # Prompts that arrive together compute the few tokens with which all of them begin anew.
+    assert engine.sample_counts.computed <= 1.2 * engine.sample_counts.unique
+    fork_all(engine, reasoner, traces.requests)
+    assert engine.counts.computed <= engine.counts.unique  # the traces were computed by sampling
+    free = engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
+    ours = reasoner.engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
+    check_agreement(reasoner, traces.requests[:1], ours, free)
+
+
+def test_forks_share_the_prefixes_of_traces_that_are_new_to_the_server(
+    url: str, reasoner: Reasoner
+) -> None:
+    engine = SGLangEngine(str(reasoner.folder), reasoner.tokenizer, [url], concurrency=16)
+    more = make_traces(reasoner, 16)
+    answers = fork_all(engine, reasoner, more.requests)
+    check_agreement(reasoner, more.requests, more.answers, answers)
+    print(f"computed/unique {engine.counts.computed / engine.counts.unique:.3f}")
+    assert engine.counts.computed <= 1.1 * engine.counts.unique
+
+
+def test_samples_hot_rows_of_one_prompt(url: str, reasoner: Reasoner, traces: Traces) -> None:
+    engine = SGLangEngine(str(reasoner.folder), reasoner.tokenizer, [url])
+    settings = replace(GREEDY, temperature=1.5, max_new_tokens=8)
+    rows = engine.sample(traces.prompts[:1] * 8, settings, reasoner.token_format)
+    assert len({tuple(row.trace_ids) for row in rows}) > 1
+    assert all(len(row.trace_ids) <= 8 for row in rows)

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
+
+from modeling_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.engines import (
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenTrie,
+    TransformersEngine,
+)
+from modeling_ospruner.engines.transformers.rows import choose, row_state, uniforms
+from modeling_ospruner.rules_ospruner import mix64
+
+SETTINGS = SamplingSettings(
+    temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3
+)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2": {},  # packed
+    "gemma2": {"sliding_window": 8, "head_dim": 8},  # sequential: windows
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},  # recurrent
+}
+
+
+@pytest.fixture
+def fmt(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenFormat:
+    return TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
+
+
+def make_base(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        name,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=tokenizer.eos_token_id,
+        **ARCHITECTURES[name],
+    )
+    base: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in base.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return base
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[5 + (7 * i + 3 * j) % 300 for j in range(3 + i % 5)] for i in range(count)]
+
+
+def requests(fmt: TokenFormat, count: int = 7) -> list[ForkRequest]:
+    """Traces of different lengths; some without a cut, one with a cut at 0, one cut twice."""
+    made = []
+    for i, prompt in enumerate(prompts(count)):
+        trace = [9 + (11 * i + 5 * j * j) % 300 for j in range(4 + 6 * i)]
+        cuts = [c for c in (0, 3, 4, 8, 8, 20, len(trace)) if c <= len(trace)]
+        made.append(ForkRequest(prompt, trace, cuts if i != 2 else []))
+    return made
+
+
+def from_scratch(
+    base: PreTrainedModel,
+    prefix: Sequence[int],
+    fmt: TokenFormat,
+    limit: int,
+    eos: int,
+    suffix: Sequence[int],
+) -> ForkedAnswer:
+    """Encodes prefix and answer anew for every token, without any cache."""
+    box = fmt.box_state()
+    ids: list[int] = []
+    logprobs: list[float] = []
+    entropy: float | None = None
+    while True:
+        text = torch.tensor([[*prefix, *suffix, *ids]])
+        probabilities = base(input_ids=text, use_cache=False).logits[0, -1].double().softmax(-1)
+        token = int(probabilities.argmax())
+        if entropy is None:
+            top = probabilities.sort(descending=True).values[:20]
+            entropy = sum(-float(p / top.sum()) * math.log(float(p / top.sum())) for p in top)
+        if token == eos:
+            return ForkedAnswer(ids, "eos", logprobs, entropy)
+        ids.append(token)
+        logprobs.append(math.log(float(probabilities[token])))
+        if box.push(token):
+            return ForkedAnswer(ids, "closed", logprobs, entropy)
+        if len(ids) == limit:
+            return ForkedAnswer(ids, "length", logprobs, entropy)
+
+
+def assert_same(got: ForkedAnswer, expected: ForkedAnswer) -> None:
+    assert (got.ids, got.ended) == (expected.ids, expected.ended)
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert got.entropy == pytest.approx(expected.entropy, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_forks_equal_encoding_each_prefix_from_scratch(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    base = make_base(name, tiny_tokenizer)
+    engine = TransformersEngine(base, tiny_tokenizer, batch_size=3)
+    assert engine.packed == (name == "qwen2")
+    asked, suffix = requests(fmt), fmt.forced_suffix()
+    done: dict[int, list[ForkedAnswer]] = {}
+    answers = engine.fork(asked, suffix, 12, fmt.box_state, on_done=done.__setitem__)
+    ends = set()
+    with torch.no_grad():
+        for request, row in zip(asked, answers, strict=True):
+            assert len(row) == len(request.cuts)
+            for cut, answer in zip(request.cuts, row, strict=True):
+                prefix = [*request.prompt_ids, *request.trace_ids[:cut]]
+                eos = tiny_tokenizer.eos_token_id
+                assert_same(answer, from_scratch(base, prefix, fmt, 12, eos, suffix))
+                ends.add(answer.ended)
+    assert "length" in ends
+    assert done == dict(enumerate(answers))
+
+
+def test_answers_close_their_box_or_end(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    """A model that only ever writes one token, to reach each way of ending."""
+    brace = tiny_tokenizer.encode("}", add_special_tokens=False)[0]
+    eos = tiny_tokenizer.eos_token_id
+    # The token's logit is 5, all others' 0; over the top 20, 19 of these are left.
+    everything, top = math.exp(5) + len(tiny_tokenizer) - 1, math.exp(5) + 19
+    entropy = math.log(top) - 5 * math.exp(5) / top
+    logprob = 5 - math.log(everything)
+    expected = {
+        brace: ForkedAnswer([brace], "closed", [logprob], entropy),
+        eos: ForkedAnswer([], "eos", [], entropy),
+    }
+    for token, answer in expected.items():
+        tiny_base.lm_head = torch.nn.Linear(32, len(tiny_tokenizer))
+        torch.nn.init.zeros_(tiny_base.lm_head.weight)
+        with torch.no_grad():
+            tiny_base.lm_head.bias.fill_(0)[token] = 5
+        engine = TransformersEngine(tiny_base, tiny_tokenizer)
+        got = engine.fork([ForkRequest([5], [6, 7], [1, 2])], [8], 4, fmt.box_state)
+        for fork in got[0]:
+            assert_same(fork, answer)
+    assert engine.fork([ForkRequest([5], [6], [1])], [8], 4)[0][0].ended == "eos"
+
+
+def test_shared_tokens_are_computed_once(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    """Counted where they enter the model, by a hook that the engine knows nothing of."""
+    entered = 0
+
+    def count(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal entered
+        entered += kwargs["input_ids"].numel()
+
+    engine = TransformersEngine(tiny_base, tiny_tokenizer, batch_size=4)
+    tiny_base.register_forward_pre_hook(count, with_kwargs=True)
+    request = requests(fmt)[5]
+    request = ForkRequest(request.prompt_ids, request.trace_ids, sorted(set(request.cuts)))
+    answers = engine.fork([request], fmt.forced_suffix(), 8, fmt.box_state)[0]
+    assert entered == engine.counts.computed + engine.counts.padding
+    fed = [len(a.ids) - (a.ended != "eos") for a in answers]
+    forked = sum(len(fmt.forced_suffix()) + n for n in fed)
+    tree = len(request.prompt_ids) + len(request.trace_ids) + forked
+    assert engine.counts.computed == engine.counts.unique == tree
+    # Two equal traces and their forks run once, and so does a trace without forks: never.
+    done: dict[int, list[ForkedAnswer]] = {}
+    idle = ForkRequest(request.prompt_ids, request.trace_ids, [])
+    again = [idle, request, request]
+    assert engine.fork(again, fmt.forced_suffix(), 8, fmt.box_state, done.__setitem__) == [
+        [],
+        answers,
+        answers,
+    ]
+    assert done == {0: [], 1: answers, 2: answers}
+    assert engine.counts.computed == engine.counts.unique == 2 * tree
+    assert entered == engine.counts.computed + engine.counts.padding
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12))
+def test_trie_counts_distinct_prefixes(paths: list[list[int]]) -> None:
+    trie = TokenTrie()
+    for path in paths:
+        half = len(path) // 2
+        nodes = trie.add(path[:half])
+        trie.add(path[half:], nodes[-1])
+    assert len(trie) == len({tuple(path[: i + 1]) for path in paths for i in range(len(path))})
+
+
+def naive_sample(
+    base: PreTrainedModel, prompt: list[int], key: str, settings: SamplingSettings, fmt: TokenFormat
+) -> Sampled:
+    """One row alone, encoding everything anew for every token."""
+    state, ids = row_state(settings.seed, key), list(prompt)
+    trace: list[int] = []
+    answer: list[int] = []
+    thinking, step = True, 0
+    eos = base.generation_config.eos_token_id
+    while True:
+        logits = base(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
+        draw = torch.tensor([(mix64(state ^ step) >> 11) * 2.0**-53], dtype=torch.float64)
+        token, step = int(choose(logits, draw, settings)), step + 1
+        ids.append(token)
+        if token == eos:
+            return Sampled(trace, answer, "natural")
+        if thinking and token == fmt.think_end_id:
+            thinking = False
+        elif thinking:
+            trace.append(token)
+            if len(trace) == settings.max_new_tokens:
+                return Sampled(trace, answer, "cap")
+        else:
+            answer.append(token)
+            if len(answer) == settings.max_answer_tokens:
+                return Sampled(trace, answer, "natural")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rows_are_sampled_as_if_alone(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    """Rows replaced, compacted, realigned: none depends on its neighbours or on its batch."""
+    base = make_base(name, tiny_tokenizer)
+    with torch.no_grad():  # more ends of thinking, so that rows finish at different times
+        output = base.get_output_embeddings()
+        assert isinstance(output, torch.nn.Linear)
+        output.weight = torch.nn.Parameter(output.weight.clone())
+        output.weight[fmt.think_end_id] *= 2.5
+        output.weight[tiny_tokenizer.eos_token_id] *= 2
+    asked = prompts(19)
+    keys = [f"row {i}" for i in range(19)]
+    with torch.no_grad():
+        expected = [
+            naive_sample(base, prompt, key, SETTINGS, fmt)
+            for prompt, key in zip(asked, keys, strict=True)
+        ]
+    assert {sampled.ended for sampled in expected} == {"natural", "cap"}
+    assert any(sampled.answer_ids for sampled in expected)
+    for batch_size in (1, 4, 32):
+        engine = TransformersEngine(base, tiny_tokenizer, batch_size=batch_size)
+        done: dict[int, Sampled] = {}
+        assert engine.sample(asked, SETTINGS, fmt, keys, done.__setitem__) == expected
+        assert done == dict(enumerate(expected))
+        assert engine.sample_counts.computed >= engine.sample_counts.unique > 0
+
+
+def test_default_keys_and_seed(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    engine = TransformersEngine(tiny_base, tiny_tokenizer)
+    twice = engine.sample([[5, 6]] * 2 + [[7]], SETTINGS, fmt)
+    assert twice[0] != twice[1]
+    assert engine.sample([[7], [5, 6]], SETTINGS, fmt) == [twice[2], twice[0]]
+    other = SamplingSettings(temperature=0.9, max_new_tokens=40, seed=4)
+    assert engine.sample([[5, 6]], other, fmt)[0] != twice[0]
+
+
+def test_greedy_sampling(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    greedy = SamplingSettings(temperature=0, max_new_tokens=20)
+    engine = TransformersEngine(tiny_base, tiny_tokenizer)
+    got = engine.sample([[5, 6, 7]], greedy, fmt)[0]
+    base: Any = tiny_base
+    plain = base.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)
+    assert plain[0, 3:].tolist()[: len(got.trace_ids)] == got.trace_ids
+
+
+def test_choose_follows_the_warped_distribution() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 200) * 2
+    settings = SamplingSettings(temperature=0.7, top_p=0.9, top_k=50)
+    warped = torch.softmax(logits[0] / 0.7, -1)
+    warped[warped < warped.topk(50).values[-1]] = 0
+    warped /= warped.sum()
+    values, order = warped.sort(descending=True)
+    warped[order[(values.cumsum(-1) - values) >= 0.9]] = 0
+    warped /= warped.sum()
+    n = 40_000
+    draws = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    chosen = choose(logits.expand(n, -1), draws, settings)
+    frequencies = torch.bincount(chosen, minlength=200) / n
+    assert float((frequencies - warped).abs().max()) < 2e-4
+    # The first candidates do not hold the nucleus: all are sorted.
+    flat = torch.zeros(1, 1000)
+    everywhere = choose(flat.expand(n, -1), draws, SamplingSettings(temperature=1, top_p=0.9))
+    assert 890 <= len(everywhere.unique()) <= 910
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))
+def test_vectorised_draws_equal_the_scalar_ones(state: int, step: int) -> None:
+    import numpy as np
+
+    got = uniforms(np.array([state], dtype=np.uint64), np.array([step], dtype=np.uint64))
+    assert float(got) == (mix64(state ^ step) >> 11) * 2.0**-53
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1; it must be 0"),
+        ({"top_p": 0}, r"top_p is 0; it must lie in \(0, 1\]"),
+        ({"top_k": -1}, "top_k is -1; it must be 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
+    ],
+)
+def test_bad_sampling_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingSettings(**fields)
+
+
+def test_bad_requests_are_refused(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    engine = TransformersEngine(tiny_base, tiny_tokenizer)
+    with pytest.raises(ValueError, match=r"prompts \[1\] are empty"):
+        engine.sample([[5], []], SETTINGS, fmt)
+    with pytest.raises(ValueError, match="keys has 1 entries for 2 prompts"):
+        engine.sample([[5], [6]], SETTINGS, fmt, keys=["a"])
+    with pytest.raises(ValueError, match=r"cuts holds \[3\]; each must lie in 0..2"):
+        ForkRequest([5], [6, 7], [1, 3])
+    with pytest.raises(ValueError, match="prompt_ids is empty"):
+        ForkRequest([], [6, 7], [1])
+    with pytest.raises(ValueError, match="suffix_ids is empty"):
+        engine.fork([ForkRequest([5], [6], [1])], [], 4)
+    with pytest.raises(ValueError, match="batch_size is 0; it must be 1 or more"):
+        TransformersEngine(tiny_base, tiny_tokenizer, batch_size=0)
+    assert engine.sample([], SETTINGS, fmt) == []
+    assert engine.fork([], [5], 4) == []

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ospruner.eval.grading import boxed
+from ospruner.eval.grading.boxed import (
+    MAX_ANSWER_CHARS,
+    Verdict,
+    compare_many,
+    equal,
+    extract_boxed,
+    grade,
+    read_box,
+)
+from ospruner.eval.grading.pool import GradingPool
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One second a computation, and no verdict remembered from before or for after."""
+    monkeypatch.setattr(boxed, "TIME_LIMIT_SECONDS", 1)
+    boxed._ask.cache_clear()
+    yield
+    boxed._ask.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}} and }", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{3}}", r"\boxed{3}"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{8}", "8"),
+        (r"\boxed{\left\{1, 2\right.}", r"\left\{1, 2\right."),
+        (r"\boxed{a \\} b", "a \\\\"),
+        (r"\boxed{}", ""),
+        (r"\boxed{never closed", None),
+        (r"\boxed{5} then \boxed{6", "5"),
+        (r"} \boxed{1 \boxed{5}", "5"),
+        (r"{a \boxed{6}", "6"),
+        (r"\\boxed{7}", None),
+        ("\\boxed{" * 20_000, None),
+        ("no box", None),
+        ("", None),
+    ],
+)
+def test_extract_boxed(text: str, content: str | None) -> None:
+    assert extract_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [("42} more", "42"), (r"\frac{1}{2}}", r"\frac{1}{2}"), ("12", None), ("", None), ("\\", None)],
+)
+def test_read_box(text: str, content: str | None) -> None:
+    assert read_box(text) == content
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="{}\\"), max_size=30), st.text())
+def test_box_round_trip(content: str, before: str) -> None:
+    assert extract_boxed(rf"\boxed{{{content}}}") == content.strip()
+    extract_boxed(before)
+    read_box(before)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "verdict"),
+    [
+        ("42", "42", True),
+        ("042", "42", True),
+        ("+42", "42", True),
+        ("-42", "42", False),
+        ("1,234", "1234", True),
+        ("12,34", "1234", False),
+        ("43", "42", False),
+        ("42.0", "42", True),
+        (r"\frac12", "1/2", True),
+        ("0.5", r"\frac{1}{2}", True),
+        (r"\frac{2}{4}", r"\frac{1}{2}", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \frac{\pi}{2})", True),
+        (r"x^2+2x+1", r"(x+1)^2", True),
+        (r"x+1", r"x+2", False),
+        (r"\text{Monday}", "Monday", True),
+        (r"\text{Tuesday}", r"\text{Monday}", False),
+        (r"10\%", r"10\%", True),
+        (r"90^\circ", "90", True),
+    ],
+)
+def test_grade(answer: str, reference: str, verdict: bool) -> None:
+    assert grade(answer, reference) is verdict
+
+
+def test_integers_need_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxed, "_ask", lambda *_: pytest.fail("Math-Verify was asked"))
+    assert grade("7", "7") is True
+    assert grade(" 8 ", "7") is False
+    assert equal("x+1", "x+1") is True
+
+
+@pytest.mark.parametrize("answer", [None, "", "   ", "7" * 100_000, "{" * 100_000, "\x00" * 5000])
+def test_no_verdict_at_once(answer: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxed, "_ask", lambda *_: pytest.fail("Math-Verify was asked"))
+    assert grade(answer, "7") is None
+    assert equal(answer, "7") is None
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "100000000!", "(" * MAX_ANSWER_CHARS])
+def test_pathological_answers_get_no_verdict_and_harm_nobody(answer: str) -> None:
+    assert grade(answer, "42") is None
+    assert grade("42.0", "42") is True  # the next answer is served
+
+
+@pytest.fixture
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradingPool]:
+    pool = GradingPool(1)
+    monkeypatch.setattr(boxed, "_POOL", pool)
+    boxed._ask.cache_clear()
+    yield pool
+    pool.close()
+    boxed._ask.cache_clear()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hung_child_is_replaced(one_worker: GradingPool) -> None:
+    assert grade("42.0", "42") is True
+    process = one_worker._idle[0].process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)  # it hangs where no signal of its own reaches it
+    assert compare_many([("42", "43.0")]) == [Verdict(None, "time limit")]
+    assert process.poll() is not None
+    assert grade("44.0", "44") is True
+
+
+def test_a_dead_child_is_replaced(one_worker: GradingPool) -> None:
+    assert grade("1/3", r"\frac{1}{3}") is True
+    process = one_worker._idle[0].process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert grade("1/7", r"\frac{1}{7}") is True
+
+
+def test_a_child_that_dies_of_an_answer_gives_none_and_a_reason(
+    one_worker: GradingPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parser that crashes its process: the next answers are graded all the same."""
+    package = tmp_path / "math_verify"
+    package.mkdir()
+    real = next(iter(importlib.import_module("math_verify").__path__))
+    (package / "__init__.py").write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path(real).parent)!r})\n"
+        f"__path__ = [{real!r}]\n"
+        "from math_verify import grader, parser\n"
+        "verify = grader.verify\n"
+        "def parse(text, **options):\n"
+        "    if 'boom' in text:\n"
+        "        os.abort()\n"
+        "    return parser.parse(text, **options)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pairs = [(r"\frac{1}{5}", "boom"), (r"\frac{1}{5}", "0.2"), ("7", "boom^2"), ("7", "7.0")]
+    crash = Verdict(None, "crash")
+    assert compare_many(pairs) == [crash, Verdict(True), crash, Verdict(True)]
+
+
+def test_many_pairs_are_compared_side_by_side_and_equal_ones_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    ask = boxed._ask.__wrapped__
+
+    def counted(reference: str, answer: str) -> Verdict:
+        asked.append(answer)
+        return ask(reference, answer)
+
+    monkeypatch.setattr(boxed, "_ask", counted)
+    pairs: list[tuple[str | None, str | None]] = [
+        (rf"\frac{{{n}}}{{7}}", f"{n + n % 2}/7") for n in range(24)
+    ]
+    pairs += [*pairs[:6], ("7", None), ("7", " "), ("7", "x" * 100_000), ("8", "8")]
+    expected = [Verdict(n % 2 == 0) for n in range(24)]
+    no_answer = Verdict(None, "no answer")
+    rest = [no_answer, no_answer, Verdict(None, "too long"), Verdict(True)]
+    assert compare_many(pairs) == expected + expected[:6] + rest
+    assert len(asked) == 24
+    assert len(boxed._POOL._idle) == min(boxed._POOL.size, 4)
+    assert compare_many([]) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("9^{9^{9^9}}", "time limit"),
+        ("", "no answer"),
+        ("7" * 100_000, "too long"),
+    ],
+)
+@pytest.mark.usefixtures("impatient")
+def test_no_verdict_has_a_reason(answer: str, reason: str) -> None:
+    assert compare_many([("42", answer)]) == [Verdict(None, reason)]
+
+
+def test_grading_works_in_threads() -> None:
+    verdicts: dict[int, bool | None] = {}
+
+    def work(n: int) -> None:
+        verdicts[n] = grade(f"{n}.0", str(n))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(100, 108)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == dict.fromkeys(range(100, 108), True)
+
+
+def test_a_fork_starts_its_own_child() -> None:
+    assert grade("1/11", r"\frac{1}{11}") is True
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if grade("2/11", r"\frac{2}{11}") is True else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert grade("3/11", r"\frac{3}{11}") is True
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.text(alphabet="0123456789+-*/^_(){}[]\\,. xπ%$&=<>fracsqrt", max_size=25))
+def test_any_text_gets_a_verdict_or_none(text: str) -> None:
+    assert grade(text, "42") in (True, False, None)
+
+
+def test_empty_reference_is_an_error() -> None:
+    with pytest.raises(ValueError, match="reference is empty"):
+        grade("7", " ")
+
+
+def spellings(answer: str) -> Iterator[tuple[str, str, bool]]:
+    """(kind, another answer, whether it is right) for the kinds of answers that MATH-500 has."""
+    if match := re.fullmatch(r"-?\d+", answer):
+        yield "number", f"{answer}.0", True
+        yield "number", f"{answer}.5", False
+    elif match := re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", answer):
+        top, bottom = map(int, match.groups())
+        yield "fraction", f"{2 * top}/{2 * bottom}", True
+        yield "fraction", rf"\dfrac{{{top + 1}}}{{{bottom}}}", False
+    elif match := re.fullmatch(r"\(([^,]+),([^,]+),([^,]+)\)", answer):
+        a, b, c = match.groups()
+        yield "tuple", rf"\left( {a}, {b}, {c} \right)", True
+        yield "tuple", f"({b},{c},{a})", False
+    elif match := re.fullmatch(r"\((.*),(.*)\]", answer):
+        low, high = match.groups()
+        yield "interval", rf"\left({low}, {high}\right]", True
+        yield "interval", f"({low},{high})", False
+    elif match := re.fullmatch(r"\\text\{(\w+)\}", answer):
+        yield "text", match[1], True
+        yield "text", rf"\text{{not {match[1]}}}", False
+
+
+def test_answers_of_math500_by_kind(shared_dir: Path) -> None:
+    path = shared_dir / "data" / "math500.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        answers = list(dict.fromkeys(json.loads(line)["answer"] for line in lines))
+    cases = [(kind, ref, other, right) for ref in answers for kind, other, right in spellings(ref)]
+    kinds = Counter(kind for kind, *_ in cases)
+    assert set(kinds) == {"number", "fraction", "tuple", "interval", "text"}
+    verdicts = compare_many([(reference, other) for _, reference, other, _ in cases])
+    wrong = [
+        case
+        for case, verdict in zip(cases, verdicts, strict=True)
+        if verdict.correct is not case[3]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["math500", "aime24"])
+def test_real_references_are_equal_to_themselves_spelt_otherwise(
+    shared_dir: Path, name: str
+) -> None:
+    path = shared_dir / "data" / f"{name}.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        answers = [json.loads(line)["answer"] for line in lines][::4]
+    verdicts = [grade(f"{answer} ", answer) for answer in answers]
+    verdicts += [grade(rf"{{{answer}}}", answer) for answer in answers]
+    assert verdicts.count(True) >= 0.95 * len(verdicts)
+    assert max(len(answer) for answer in answers) < MAX_ANSWER_CHARS

@@ -1,0 +1,380 @@
+"""Online evaluation on the embedded reasoner, and its agreement with replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from typer.testing import CliRunner
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.rules_ospruner import Budget
+from ospruner.eval.methods import parse_policies
+from ospruner.eval.metrics import paired_difference
+from ospruner.eval.online.batches import Batch, Journal, Method, SampleRow, evaluate_online
+from ospruner.eval.online.command import OnlineRequest, run_online
+from ospruner.eval.online.evaluation import Evaluation
+from ospruner.eval.online.runners import EngineRunner, HookRunner, Setup
+from ospruner.eval.online.settings import OnlineSettings, preset
+from ospruner.eval.problems.task import Task
+from ospruner.eval.replay import replay, replay_budget, replay_full
+from ospruner.eval.rules import parse_rule
+from ospruner.eval.table import TraceTable
+from ospruner.train.fresh import new_policy, predict
+from ospruner.train.from_labels import load_labels
+from ospruner.train.replay_labels import replay_labels
+from ospruner.train.settings import TrainSettings
+from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from ospruner_cli import app
+
+SAMPLES = 2
+SETTINGS = OnlineSettings(
+    samples=SAMPLES,
+    max_thinking_tokens=MAX_THINKING_TOKENS,
+    max_answer_tokens=MAX_ANSWER_TOKENS,
+    batch_problems=12,
+)
+
+
+class Counting:
+    """A runner that knows its answers; it counts, and may break off."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.runs: list[tuple[str, int]] = []
+        self.fail_at = fail_at
+
+    def run(
+        self, methods: Sequence[Method], batch: Batch
+    ) -> Iterator[tuple[Method, list[SampleRow]]]:
+        for method in methods:
+            if len(self.runs) == self.fail_at:
+                raise KeyboardInterrupt
+            self.runs.append((method.key, batch.first_problem))
+            tokens = 100 if method.how is None else 40
+            yield (
+                method,
+                [
+                    SampleRow(tokens + k, 4, "1", float(k % 2), "natural", seconds=tokens / 10)
+                    for _, k in batch.rows
+                ],
+            )
+
+
+METHODS = [Method("fixed budget", 40.0, "tokens", Budget(40))]
+PROBLEMS = draw_split("test", 5, 0)
+
+
+def evaluate(
+    out: Path, runner: Counting, methods: Sequence[Method] = METHODS, **changes: Any
+) -> Evaluation:
+    settings = dataclasses.replace(SETTINGS, batch_problems=2, **changes)
+    task = Task("toy", PROBLEMS)
+    return evaluate_online(task, methods, runner, settings, {"model": "toy"}, out)
+
+
+def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
+    broken = Counting(fail_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tmp_path / "run", broken)
+    with (tmp_path / "run" / "online.jsonl").open("ab") as journal:
+        journal.write(b'{"method": "torn')  # as a kill in mid-line leaves it
+    again = Counting()
+    evaluation = evaluate(tmp_path / "run", again)
+    assert sorted(broken.runs + again.runs) == sorted(
+        (key, start)
+        for key in ("full trace =None", "fixed budget tokens=40.0")
+        for start in (0, 2, 4)
+    )
+    undisturbed = evaluate(tmp_path / "other", Counting())
+    for one, other in zip(evaluation.rules, undisturbed.rules, strict=True):
+        np.testing.assert_array_equal(one.outcome.columns(), other.outcome.columns())
+    more = Counting()
+    evaluate(tmp_path / "run", more, [*METHODS, Method("fixed budget", 9.0, "tokens", Budget(9))])
+    assert {key for key, _ in more.runs} == {"fixed budget tokens=9.0"}  # the others are there
+
+
+def test_what_rows_say_is_what_results_say(tmp_path: Path) -> None:
+    evaluation = evaluate(tmp_path, Counting())
+    full, budget = evaluation.results()[0]
+    assert (full.traces, full.problems) == (SAMPLES * len(PROBLEMS), len(PROBLEMS))
+    assert full.accuracy.value == 0.5
+    assert (full.tokens.value, budget.tokens.value) == (100.5, 40.5)
+    assert budget.time_ratio.value == pytest.approx(0.4)
+    assert budget.tokens_per_second.value == pytest.approx((40.5 + 4) / 4)
+
+
+def test_other_settings_and_damage_are_refused(tmp_path: Path) -> None:
+    evaluate(tmp_path, Counting())
+    with pytest.raises(ValueError, match="other settings .*'seed': 0.* there.*'seed': 1"):
+        evaluate(tmp_path, Counting(), seed=1)
+    journal = tmp_path / "online.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([lines[0], "{}", *lines[1:]]) + "\n")
+    with pytest.raises(ValueError, match="is damaged .KeyError.*delete it to begin anew"):
+        Journal(journal, json.loads(lines[0])["settings"])
+    with pytest.raises(ValueError, match="two methods have one name"):
+        evaluate(tmp_path / "b", Counting(), [*METHODS, *METHODS])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": 0}, "samples is 0; it must be at least 1"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be finite and >= 0"),
+        ({"temperature": 0.0}, "samples is 16 at temperature 0: greedy samples are all alike"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must lie in"),
+        ({"answer": "both"}, "answer is 'both'; it must be 'forced' or 'free'"),
+        ({"batch_problems": 0}, "batch_problems is 0; it must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preset("deepseek-r1", **changes)
+
+
+def test_the_papers_settings_are_presets() -> None:
+    for name, temperature, top_p in (("deepseek-r1", 0.6, 0.95), ("gpt-oss", 1.0, 1.0)):
+        settings = preset(name, seed=None)
+        assert (settings.temperature, settings.top_p) == (temperature, top_p)
+        assert (settings.samples, settings.max_thinking_tokens) == (16, 15_000)
+    with pytest.raises(ValueError, match="preset is 'llama'; it must be one of deepseek-r1, drpo"):
+        preset("llama")
+
+
+@pytest.fixture(scope="module")
+def reasoner() -> Reasoner:
+    return Reasoner()
+
+
+@pytest.fixture(scope="module")
+def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that stops now and then: untrained, with a mild bias."""
+    folder = tmp_path_factory.mktemp("policy") / "policy"
+    settings = TrainSettings(length_penalties=(1e-3,), num_policy_layers=1, init_bias=-2.0)
+    model = new_policy(reasoner.model, reasoner.tokenizer, settings, reasoner.label_settings(0))
+    model.config.length_penalty = 1e-3
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def labelled(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Traces of other draws: replay's side of the comparison."""
+    return reasoner.label(draw_split("test", 48, 0), tmp_path_factory.mktemp("labels"), seed=11)
+
+
+def methods_of(policy: Path) -> list[Method]:
+    use = parse_policies([str(policy)])[0]
+    rule = parse_rule("budget:100")
+    return [
+        Method(use.method, use.parameter, use.parameter_name, use),
+        Method(rule.method, rule.parameter, rule.parameter_name, rule.rule),
+    ]
+
+
+def check_agreement(
+    online: Evaluation, labelled: Dataset, reasoner: Reasoner, policy: Path
+) -> None:
+    """Replay of independent traces lies within the intervals of the difference."""
+    table = TraceTable.from_dataset(labelled)
+    pi = predict(OSPrunerForCausalLM.from_base(reasoner.model, policy), labelled)
+    replayed = [replay_full(table), replay(table, pi), replay_budget(table, 100)]
+    ids = {problem: n for n, problem in enumerate(table.problem_ids)}
+    rows = np.array([ids[p] for p in online.problem_ids])  # labels have one trace a problem
+    for rule, outcome in zip(online.rules, replayed, strict=True):
+        for name in ("correct", "tokens"):
+            by_problem = np.bincount(online.problem_index, getattr(rule.outcome, name)) / SAMPLES
+            difference = paired_difference(
+                by_problem, getattr(outcome, name)[rows], np.arange(len(rows)), level=0.999
+            )
+            assert difference.low <= 0 <= difference.high, (rule.method, name, difference)
+        assert 0 < rule.outcome.tokens.mean() <= MAX_THINKING_TOKENS
+    assert online.rules[1].outcome.tokens.mean() < 0.8 * online.rules[0].outcome.tokens.mean()
+
+
+def setup_of(reasoner: Reasoner, settings: OnlineSettings, problems: int) -> Setup:
+    task = Task("toy", draw_split("test", problems, 0))
+    return Setup(reasoner.model, reasoner.tokenizer, reasoner.token_format, task, settings)
+
+
+def test_an_engine_and_replay_agree(
+    reasoner: Reasoner, policy: Path, labelled: Dataset, tmp_path: Path
+) -> None:
+    setup = setup_of(reasoner, dataclasses.replace(SETTINGS, batch_problems=48), 48)
+    runner = EngineRunner(setup, reasoner.engine)
+    about = {"model": "toy"}
+    online = evaluate_online(
+        setup.task, methods_of(policy), runner, setup.settings, about, tmp_path
+    )
+    check_agreement(online, labelled, reasoner, policy)
+    assert np.isnan(online.full.seconds).all()  # not measured, and said so
+    with pytest.raises(ValueError, match="answer entropy tries answers at every step"):
+        next(runner.run([_entropy()], Batch(0, setup.task.problems[:1], 1)))
+
+
+def by_key(
+    batches: Iterator[tuple[Method, list[SampleRow]]],
+) -> dict[str, list[SampleRow]]:
+    return {method.key: rows for method, rows in batches}
+
+
+def _entropy() -> Method:
+    rule = parse_rule("entropy:0.4")
+    return Method(rule.method, rule.parameter, rule.parameter_name, rule.rule)
+
+
+def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, policy: Path) -> None:
+    """Greedy traces are the same in both; so must be stops, answers and grades."""
+    settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
+    setup = setup_of(reasoner, settings, 6)
+    batch = Batch(0, setup.task.problems, 1)
+    methods = [Method("full trace", None, "", None), *methods_of(policy)]
+    ours = by_key(HookRunner(setup).run(methods, batch))
+    theirs = by_key(EngineRunner(setup, reasoner.engine).run(methods, batch))
+    for method in methods:
+        for one, other in zip(ours[method.key], theirs[method.key], strict=True):
+            assert (one.tokens, one.answer, one.correct, one.answer_tokens) == (
+                other.tokens, other.answer, other.correct, other.answer_tokens,
+            )  # fmt: skip
+            assert one.seconds > 0
+            if method.how is None:
+                assert one.natural_correct == pytest.approx(other.natural_correct, nan_ok=True)
+
+
+def test_free_answers_and_trial_rules_are_generated(reasoner: Reasoner, policy: Path) -> None:
+    settings = dataclasses.replace(
+        SETTINGS, samples=1, temperature=0.0, answer="free", max_answer_tokens=60
+    )
+    setup = setup_of(reasoner, settings, 3)
+    batch = Batch(0, setup.task.problems, 1)
+    full = Method("full trace", None, "", None)
+    rows = by_key(HookRunner(setup).run([full, _entropy()], batch))
+    ended = [row for row in rows[full.key] if row.reason == "natural"]
+    assert ended
+    for row in ended:
+        assert row.correct == row.natural_correct  # a free answer is the model's own
+    for row in rows[_entropy().key]:
+        assert row.probe_tokens > 0
+
+
+@pytest.mark.slow
+def test_generate_and_replay_agree(
+    reasoner: Reasoner, policy: Path, labelled: Dataset, tmp_path: Path
+) -> None:
+    setup = setup_of(reasoner, SETTINGS, 48)
+    online = evaluate_online(
+        setup.task, methods_of(policy), HookRunner(setup), SETTINGS, {"model": "toy"}, tmp_path
+    )
+    check_agreement(online, labelled, reasoner, policy)
+    results = online.results()[0]
+    assert 0 < results[1].time_ratio.value < 5
+    assert results[1].tokens_per_second.low > 0
+
+
+def test_labels_and_engine_share_their_traces(
+    reasoner: Reasoner, policy: Path, tmp_path: Path
+) -> None:
+    """Same seed, same keys: replay of the labels is the expectation of the engine's draws."""
+    problems = draw_split("test", 8, 3)
+    labels = reasoner.label(problems, tmp_path / "labels", seed=5)
+    settings = dataclasses.replace(SETTINGS, samples=1, seed=5, batch_problems=8)
+    setup = Setup(
+        reasoner.model, reasoner.tokenizer, reasoner.token_format, Task("toy", problems), settings
+    )
+    methods = methods_of(policy)
+    batch = Batch(0, problems, 1)
+    rows = by_key(EngineRunner(setup, reasoner.engine).run(methods, batch))
+    table = TraceTable.from_dataset(labels)
+    for n, row in enumerate(rows[methods[0].key]):
+        assert row.tokens in table.lengths[n]
+        step = int(np.flatnonzero(table.lengths[n] == row.tokens)[0])
+        assert row.correct == table.correct[n, step]
+        assert row.answer_tokens == table.answer_tokens[n, step]
+    budget = replay_budget(table, 100)
+    ours = [row.tokens for row in rows[methods[1].key]]
+    assert ours == budget.tokens.tolist()
+
+
+def test_the_commands_replay_report_and_compare(
+    reasoner: Reasoner, policy: Path, tmp_path: Path
+) -> None:
+    reasoner.label(draw_split("test", 6, 0), tmp_path / "labels", seed=11)
+    command = CliRunner()
+
+    def run(*arguments: str) -> str:
+        result = command.invoke(app, ["eval", *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.output
+
+    labels, out = str(tmp_path / "labels"), str(tmp_path / "out" / "toy")
+    common = ["replay", "--labels", labels, "--policies", str(policy), "--name", "toy"]
+    rules = ["--rules", "budget:100", "--rules", "entropy:0.4", "--lambdas", "1e-3"]
+    numbers = str(tmp_path / "numbers.json")
+    text = run(*common, *rules, "--out", out, "--json", numbers)
+    assert "OS-Pruner" in text
+    content = json.loads(Path(numbers).read_text())
+    assert [r["method"] for r in content["results"]] == [
+        "full trace", "OS-Pruner", "fixed budget", "answer entropy",
+    ]  # fmt: skip
+    assert content["results"][3]["probe_tokens"]["value"] > 0
+    assert content["about"]["natural_accuracy"]["value"] >= 0
+    assert "report.html" in run("report", str(tmp_path / "out"))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "stop probability" in page
+    assert "toy, forced, replay" in run("compare", out, "--json", numbers) + str(
+        json.loads(Path(numbers).read_text())
+    )
+    with pytest.raises(ValueError, match="other settings.*'benchmark': 'toy'|benchmark: 'toy'"):
+        run(*common[:-1], "other", "--out", out)
+    with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):
+        run(*common, "--limit", "0", "--out", str(tmp_path / "x"))
+
+
+def test_ungraded_labels_and_shared_problems_are_refused(
+    reasoner: Reasoner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = tmp_path / "labels"
+    rows = reasoner.label(draw_split("test", 4, 0), labels, seed=11)
+    with pytest.raises(ValueError, match="4 problems, such as .* what is chosen on a problem must"):
+        replay_labels(labels, validation=labels)
+    ungraded = rows.map(
+        lambda row: {"forced_correct": [None] * len(row["step_ends"])}, features=rows.features
+    )
+    stored = load_labels(labels)
+    monkeypatch.setattr(
+        "ospruner.train.replay_labels.load_labels",
+        lambda source: dataclasses.replace(stored, traces=ungraded),
+    )
+    with pytest.raises(ValueError, match="the labels are not graded"):
+        replay_labels(labels)
+
+
+def test_an_online_request_that_cannot_work_is_refused_at_once(
+    policy: Path, tmp_path: Path
+) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"id": "a", "problem": "1+1?", "answer": "2"}\n')
+    request = OnlineRequest(dataset=str(problems))
+    with pytest.raises(ValueError, match="no base: give --base, or policies that pin one"):
+        run_online(request, tmp_path / "out")
+    config = json.loads((policy / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    changed = config | {"base_model_name_or_path": "org/other", "length_penalty": 5e-4}
+    (other / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="is a policy for org/other at revision None, the traces"):
+        run_online(
+            dataclasses.replace(request, policies=[str(policy), str(other)]), tmp_path / "out"
+        )
+    with pytest.raises(ValueError, match="prompt is 'shout'"):
+        run_online(
+            dataclasses.replace(request, policies=[str(policy)], prompt="shout"), tmp_path / "out"
+        )
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ospruner.eval.report.page import write_report
+
+from ..evaluations import make_evaluation
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to, its anchors and its viewer's data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.scripts: list[str] = []
+        self.headings = 0
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids.add(values.get("id") or "")
+        self.links += [v for k in ("src", "href", "action") if (v := values.get(k))]
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+        self.headings += tag == "th"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("evaluations")
+    make_evaluation(with_views=True).save(folder / "gsm8k")
+    make_evaluation(benchmark="MATH-500", seed=1).save(folder / "math")
+    run = folder.parent / "run"
+    run.mkdir(exist_ok=True)
+    lines = []
+    for number, penalty in enumerate((1e-4, 5e-5, 0.0)):
+        lines.append({"stage": f"s{number}", "length_penalty": penalty, "epoch": 1})
+        lines.append(
+            {
+                "validation": {
+                    "name": f"s{number}", "length_penalty": penalty,
+                    "accuracy": 0.6 + 0.05 * number, "tokens": 100.0 + 40 * number,
+                    "full_accuracy": 0.75, "full_tokens": 300.0,
+                }
+            }
+        )  # fmt: skip
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    paths = write_report(folder, dynamics=[run], length_penalties=[1e-4], title="A <test> & more")
+    return {path.name: path for path in paths}
+
+
+def test_the_page_needs_nothing_else(written: dict[str, Path]) -> None:
+    text = written["report.html"].read_text("utf-8")
+    page = Page(text)
+    assert page.links
+    for link in page.links:
+        assert link.startswith(("#", "data:image/svg+xml;base64,")), link[:80]
+    for link in page.links:
+        if link.startswith("#"):
+            assert link[1:] in page.ids
+    assert "default-src 'none'" in text
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest", text)
+    assert "<title>A &lt;test&gt; &amp; more</title>" in text
+
+
+def test_pictures_are_inline_and_whole(written: dict[str, Path]) -> None:
+    page = Page(written["report.html"].read_text("utf-8"))
+    images = [link for link in page.links if link.startswith("data:")]
+    assert len(images) == 1 + 2 + 1  # one panel picture, two difficulties, one training run
+    for image in images:
+        svg = base64.b64decode(image.partition(",")[2]).decode()
+        assert svg.rstrip().endswith("</svg>")
+
+
+def test_hostile_text_stays_text(written: dict[str, Path]) -> None:
+    page = Page(written["report.html"].read_text("utf-8"))
+    data, _ = page.scripts
+    (viewer,) = json.loads(data)
+    assert viewer["traces"][0]["steps"][0]["text"] == "3x = 48, </script><b>x</b> is 16."
+    assert viewer["name"].endswith("GSM8K, forced, replay")
+
+
+def test_the_papers_tables_and_pictures_stand_beside_it(written: dict[str, Path]) -> None:
+    model = "DeepSeek-R1-Distill-Qwen-7B"
+    for stem in ("best-aes-forced", f"full-{model}-forced"):
+        for ending in ("md", "csv", "tex"):
+            assert written[f"{stem}.{ending}"].stat().st_size > 200
+    for name in (f"pareto-{model}-forced", "difficulty-1", "difficulty-2", "dynamics-1"):
+        assert written[f"{name}.png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_number_of_the_tables_has_its_interval(written: dict[str, Path]) -> None:
+    text = written["report.html"].read_text("utf-8")
+    rows = re.findall(r"<tr><td[^>]*>OS-Pruner λ=5e-5</td>(.*?)</tr>", text)
+    assert rows
+    first = re.findall(r"<td[^>]*>([^<]*)(?: <small>(\[[^<]*\])</small>)?</td>", rows[0])
+    assert len(first) == 5  # accuracy, tokens, reduction, AES, reward
+    assert all(re.fullmatch(r"\[-?[\d.]+, -?[\d.]+\]", interval) for _, interval in first)
+
+
+def test_measured_stands_beside_published(written: dict[str, Path]) -> None:
+    text = written["report.html"].read_text("utf-8")
+    assert "Measured beside published" in text
+    assert ">59.3<" in text  # the paper's reduction at lambda 5e-5 on GSM8K
+
+
+def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no evaluation: make one with `ospruner eval rep"):
+        write_report(tmp_path)
+    make_evaluation().save(tmp_path / "one")
+    with pytest.raises(ValueError, match="has no log.jsonl: give the folder of a training run"):
+        write_report(tmp_path, dynamics=[tmp_path])

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from ospruner.eval.report.pictures import (
+    assign_styles,
+    difficulty_groups,
+    draw_pareto,
+    front,
+    save_difficulty,
+    save_dynamics,
+    save_panels,
+)
+
+from ..evaluations import make_evaluation
+
+
+def test_the_front_is_what_no_other_beats() -> None:
+    results = make_evaluation().results()[0]
+    on_front = front(results)
+    assert on_front
+    for one in on_front:
+        assert not any(
+            other.tokens.value < one.tokens.value and other.accuracy.value >= one.accuracy.value
+            for other in results
+        )
+    tokens = [r.tokens.value for r in on_front]
+    accuracy = [r.accuracy.value for r in on_front]
+    assert tokens == sorted(tokens)
+    assert accuracy == sorted(accuracy)
+    for other in results:
+        if other not in on_front:
+            assert any(
+                one.tokens.value <= other.tokens.value
+                and one.accuracy.value >= other.accuracy.value
+                for one in on_front
+            )
+
+
+@given(st.integers(1, 12), st.integers(1, 30))
+@settings(deadline=None, max_examples=30)
+def test_groups_of_difficulty_are_even_and_in_order(bins: int, problems: int) -> None:
+    evaluation = make_evaluation(problems=problems)
+    groups = difficulty_groups(evaluation, bins)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(2 * problems))
+    counts = [len(np.unique(evaluation.problem_index[rows])) for rows in groups]
+    assert max(counts) - min(counts) <= 1
+    means = [evaluation.full.tokens[rows].mean() for rows in groups]
+    assert means == sorted(means)
+
+
+def test_no_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="bins is 0; it must be at least 1"):
+        difficulty_groups(make_evaluation(), 0)
+
+
+def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
+    panels = {}
+    for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other")):
+        results, limits = make_evaluation(benchmark=name, seed=i).results()
+        panels[name] = [*results, *limits]
+    save_panels(panels, [tmp_path / "a.png", tmp_path / "a.svg"], title="four")
+    height, width, _ = imread(tmp_path / "a.png").shape
+    assert width > height
+    text = (tmp_path / "a.svg").read_text()
+    assert text.count('id="axes_') == 4
+    with pytest.raises(ValueError, match="panels is empty"):
+        save_panels({}, [tmp_path / "b.png"])
+
+
+def test_methods_look_alike_in_all_panels() -> None:
+    one, other = (make_evaluation(benchmark=name).results()[0] for name in ("GSM8K", "AIME"))
+    fewer = [result for result in other if result.method != "probe"]
+    styles = assign_styles([*fewer, *one])
+    assert len(set(styles.values())) == len(styles) == 2
+    for results in (one, fewer):
+        axes = Figure().add_subplot()
+        draw_pareto(axes, results, styles=styles)
+        drawn = {line.get_label(): line for line in axes.get_lines()}
+        assert drawn["fixed budget"].get_marker() == styles["fixed budget"][1]
+
+
+def test_difficulty_is_drawn(tmp_path: Path) -> None:
+    save_difficulty(make_evaluation(), [1, 5], [tmp_path / "d.png"], bins=4)
+    assert imread(tmp_path / "d.png").std() > 0
+
+
+def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no log.jsonl"):
+        save_dynamics(tmp_path, [tmp_path / "x.png"])
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"stage": "s", "epoch": 0}) + "\n")
+    with pytest.raises(ValueError, match="has no finished stage in log.jsonl"):
+        save_dynamics(tmp_path, [tmp_path / "x.png"])
+
+
+def test_dynamics_between_stage_ends_are_drawn_over_steps(tmp_path: Path) -> None:
+    lines: list[dict[str, object]] = []
+    for number, name in enumerate(("lam1e-3", "lam1e-4")):
+        for step in range(3):
+            found = {"accuracy": 0.5 + 0.01 * step, "tokens": 90.0 + step}
+            lines.append({"dynamics": {"steps": 10 * number + 3 * step + 1, **found}})
+        lines.append({"stage": name, "epoch": 0, "steps": 10 * number + 10})
+        result = {"name": name, "length_penalty": 10.0 ** (-3 - number), "accuracy": 0.6}
+        lines.append(
+            {"validation": {**result, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}}
+        )
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save_dynamics(tmp_path, [tmp_path / "d.svg"])
+    drawn = (tmp_path / "d.svg").read_text()
+    assert "optimiser steps" in drawn
+    assert "epochs" not in drawn

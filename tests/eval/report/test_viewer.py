@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from ospruner.eval.report.viewer import median_stop
+
+
+@given(arrays(np.float64, st.integers(1, 30), elements=st.floats(0, 1)))
+@settings(deadline=None)
+def test_the_median_stop_halves_the_stopping_distribution(pi: np.ndarray) -> None:
+    stop = median_stop(pi)
+    survival = np.cumprod(np.concatenate([1 - pi[:-1], [0.0]]))  # after each step
+    assert survival[stop] <= 0.5
+    assert stop == 0 or survival[stop - 1] > 0.5
+
+
+def test_nan_goes_on() -> None:
+    assert median_stop(np.array([np.nan, np.nan, 0.0])) == 2
+    assert median_stop(np.array([1.0, 0.0])) == 0
+    assert median_stop(np.array([0.3])) == 0

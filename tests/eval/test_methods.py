@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.eval.methods import PAPER_THRESHOLDS, parse_policies, refuse_other_base
+
+
+def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: Any) -> Path:
+    config = OSPrunerConfig(
+        base_model_name_or_path="org/base",
+        base_revision="abc",
+        method=method,
+        length_penalty=penalty,
+        default_mode="sample" if method == "os-pruner" else "threshold",
+        reasoning_format=DEEPSEEK_R1.to_dict(),
+        **more,
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_os_pruner_draws_and_baselines_have_the_papers_thresholds(tmp_path: Path) -> None:
+    ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
+    uses = parse_policies([str(ours), str(probe)])
+    assert (uses[0].method, uses[0].mode, uses[0].parameter) == ("OS-Pruner", "sample", 1e-4)
+    assert uses[0].parameter_name == "λ"
+    assert [use.threshold for use in uses[1:]] == list(PAPER_THRESHOLDS)
+    assert {(use.method, use.mode) for use in uses[1:]} == {("probe", "threshold")}
+
+
+def test_both_ways_of_deciding_can_be_asked_for(tmp_path: Path) -> None:
+    ours, probe = save(tmp_path / "ours"), save(tmp_path / "probe", "probe", 0.0)
+    uses = parse_policies([f"{ours}@.3,.5", f"{ours}@sample", f"{probe}@sample"])
+    assert [use.method for use in uses] == [
+        "OS-Pruner (≥0.3)", "OS-Pruner (≥0.5)", "OS-Pruner", "probe (sampled)",
+    ]  # fmt: skip
+    assert [use.threshold for use in uses] == [0.3, 0.5, None, None]
+
+
+def test_a_folder_of_policies_stands_for_all_of_them(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "lam1e-4", penalty=1e-4)
+    save(tmp_path / "run" / "lam5e-5", penalty=5e-5)
+    (tmp_path / "run" / "logs").mkdir()
+    assert {use.parameter for use in parse_policies([str(tmp_path / "run")])} == {1e-4, 5e-5}
+
+
+def test_bad_policies_are_refused(tmp_path: Path) -> None:
+    ours = save(tmp_path / "ours")
+    for how in ("2", "half", "-1"):
+        with pytest.raises(ValueError, match="after @ stand thresholds in .0, 1., such as @.7,.8"):
+            parse_policies([f"{ours}@{how}"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no policy"):
+        parse_policies([str(tmp_path / "empty")])
+    with pytest.raises(ValueError, match="two policies are OS-Pruner with parameter 0.0001"):
+        parse_policies([str(ours), str(save(tmp_path / "twin"))])
+
+
+def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
+    use = parse_policies([str(save(tmp_path / "ours"))])[0]
+    literals = DEEPSEEK_R1.to_dict()
+    refuse_other_base(use, "org/base", "abc", literals)
+    with pytest.raises(ValueError, match="is a policy for org/base at revision abc, the traces ar"):
+        refuse_other_base(use, "org/other", "abc", literals)
+    with pytest.raises(ValueError, match="at revision abc, the traces are of org/base at def"):
+        refuse_other_base(use, "org/base", "def", literals)
+    with pytest.raises(ValueError, match="was trained on traces with box_prefix"):
+        refuse_other_base(use, "org/base", "abc", {**literals, "box_prefix": "Answer: {"})

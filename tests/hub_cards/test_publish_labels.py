@@ -1,0 +1,192 @@
+"""Publishing labels: both configurations, splits, a card with the schema column by column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import DatasetCard, HfApi
+
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
+from ospruner.hub_cards.facts import provenance
+from ospruner.hub_cards.labels import LabelsRelease, send_labels, stage_labels
+from ospruner.train.labels.writer import Chunk, LabelFolder
+from ospruner.train.toy.shipped import SHIPPED
+
+from .conftest import Stranger
+from .local_hub import LocalHub
+from .repositories import Repo
+
+MEANINGS = {
+    config: {name: what for name, (_, what) in columns.items()}
+    for config, columns in (("default", COLUMNS), ("prefixes", PREFIX_COLUMNS))
+}
+LOAD = """
+import json, sys
+from datasets import load_dataset
+repo, result = sys.argv[1:]
+out = {}
+for config in ("default", "prefixes"):
+    for streaming in (False, True):
+        splits = load_dataset(repo, config, streaming=streaming)
+        out[f"{config} {streaming}"] = {name: len(list(rows)) for name, rows in splits.items()}
+row = next(iter(load_dataset(repo, "prefixes", split="test", streaming=True)))
+out["row"] = [row["problem_id"], row["end"], row["correct"]]
+open(result, "w").write(json.dumps(out))
+"""
+
+
+def make_row(problem: str, steps: int) -> dict[str, Any]:
+    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    return row | {
+        "problem_id": problem,
+        "sample_index": 0,
+        "family": "sums",
+        "problem": "1+1?",
+        "answer": "2",
+        "prompt_ids": [1, 2],
+        "trace_ids": list(range(4 * steps)),
+        "step_ends": [4 * i + 4 for i in range(steps)],
+        "forced_answers": ["3"] * (steps - 1) + ["2"],
+        "forced_correct": [0.0] * (steps - 1) + [1.0],
+        "matches_final": [False] * (steps - 1) + [True],
+        "forced_answer_tokens": [2] * steps,
+        "forced_answer_ids": [[3, 4]] * steps,
+        "forced_logprob": [-0.5] * steps,
+        "forced_entropy": [0.25] * steps,
+        "ungraded_reasons": [None] * steps,
+        "natural_answer": "2",
+        "natural_correct": 1.0,
+        "natural_answer_tokens": 6,
+        "natural_answer_ids": [2] * 6,
+        "ended": "natural",
+    }
+
+
+def write_labels(folder: Path, problems: list[str], **settings: Any) -> Path:
+    """A finished label folder, as a run on the local embedded reasoner leaves it."""
+    how = LabelSettings(base_model=str(SHIPPED), reasoning_format=DEEPSEEK_R1.to_dict(), **settings)
+    source = {"dataset": str(folder / "problems.jsonl")}
+    with LabelFolder(folder, how, source=source) as labels:
+        labels.commit(Chunk([make_row(problem, 3) for problem in problems]))
+        labels.finish()
+    provenance(folder, seed=0, base_model=str(SHIPPED))
+    return folder
+
+
+@pytest.fixture
+def labels_dir(tmp_path: Path) -> Path:
+    """Two splits, and what does not belong to them."""
+    run = tmp_path / "run" / "labels"
+    write_labels(run / "train", ["a", "b"])
+    write_labels(run / "test", ["c"], seed=1, samples_per_problem=2)
+    (run / "train" / "secret.env").write_text("swordfish")
+    (run / "statistics.png").write_bytes(b"picture")
+    return run
+
+
+def release(pinned: Repo, **changes: Any) -> LabelsRelease:
+    values = {"repo": "org/labels", "base": "org/base", "base_revision": pinned.head.oid}
+    return LabelsRelease(**{**values, **changes})
+
+
+def test_both_configurations_load_elsewhere(
+    api: HfApi,
+    hub: LocalHub,
+    base_repo: Repo,
+    labels_dir: Path,
+    tmp_path: Path,
+    stranger: Stranger,
+) -> None:
+    repo_id, staged = stage_labels(
+        labels_dir, tmp_path / "out", release(base_repo, license="mit"), MEANINGS, api
+    )
+    sending: dict[str, Any] = {"private": False, "collection": "auto", "api": api}
+    done, collection = send_labels(staged, repo_id, **sending)
+    assert done.changed
+    assert collection is not None
+    again, _ = send_labels(staged, repo_id, **sending)
+    assert not again.changed
+    repo = hub.repos["dataset", "org/labels"]
+    assert len(repo.commits) == 2
+    assert set(repo.head.files) == {
+        *(".gitattributes", "README.md", "provenance.json", "statistics.png"),
+        *("manifest.json", "manifest-test.json"),
+        *(f"{kind}/{s}-00000.parquet" for kind in ("data", "prefixes") for s in ("train", "test")),
+    }
+    assert set(staged.left_out) >= {"train/secret.env", "train/.lock"}
+    for name, file in repo.head.files.items():
+        for secret in (b"swordfish", str(labels_dir).encode(), str(SHIPPED).encode()):
+            assert secret not in file.content, name
+    manifest = json.loads(repo.head.files["manifest.json"].content)
+    settings = LabelSettings.from_dict(manifest["settings"])
+    assert (settings.base_model, settings.base_revision) == ("org/base", base_repo.head.oid)
+
+    result = tmp_path / "result.json"
+    loaded = stranger(LOAD, "org/labels", str(result))
+    assert loaded.returncode == 0, loaded.stderr
+    found = json.loads(result.read_text())
+    assert found["default False"] == found["default True"] == {"train": 2, "test": 1}
+    assert found["prefixes False"] == found["prefixes True"] == {"train": 6, "test": 3}
+    assert found["row"] == ["c", 4, 0.0]
+
+
+def test_card_has_the_schema_and_how_it_was_made(
+    api: HfApi, base_repo: Repo, labels_dir: Path, tmp_path: Path
+) -> None:
+    told = release(base_repo, license="mit", problems="Sums, MIT.")
+    _, staged = stage_labels(labels_dir, tmp_path / "out", told, MEANINGS, api)
+    card = DatasetCard.load(staged.path / "README.md")
+    data = card.data.to_dict()
+    assert data["license"] == "mit"
+    assert [config["config_name"] for config in data["configs"]] == ["default", "prefixes"]
+    assert data["configs"][1]["data_files"][1] == {
+        "split": "test",
+        "path": "prefixes/test-*.parquet",
+    }
+    for name, (_, what) in [*COLUMNS.items(), *PREFIX_COLUMNS.items()]:
+        assert f"| `{name}` | `" in card.text
+        assert what in card.text
+    assert "| `trace_ids` | `list<int32>` |" in card.text
+    assert "| train | 2 | 2 | 6 | 0 | 0 | 0 |" in card.text
+    assert "Sums, MIT." in card.text
+    assert "](statistics.png)" in card.text
+    assert '| dataset | "problems.jsonl" |' in card.text
+    assert "temperature 0.6" in card.text
+    assert DEEPSEEK_R1.user_instruction in card.text
+
+
+def test_what_cannot_be_published_is_refused(api: HfApi, base_repo: Repo, tmp_path: Path) -> None:
+    def stage(folder: Path, **changes: Any) -> None:
+        stage_labels(folder, tmp_path / "out", release(base_repo, **changes), MEANINGS, api)
+
+    with pytest.raises(ValueError, match="run' holds no labels: neither a manifest.json nor"):
+        stage(tmp_path / "run")
+    whole = write_labels(tmp_path / "run" / "train", ["a"])
+    with pytest.raises(ValueError, match="base is a local folder"):
+        stage(whole, base=None)
+    write_labels(tmp_path / "run" / "test", ["b"], temperature=0.0)
+    with pytest.raises(ValueError, match="test was labelled with other settings than .*train"):
+        stage(tmp_path / "run")
+    manifest = json.loads((whole / "manifest.json").read_text())
+    (whole / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
+    with pytest.raises(ValueError, match="train is not finished: run its labelling again"):
+        stage(whole)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unstated_licence_and_a_missing_picture_are_said(
+    api: HfApi, base_repo: Repo, labels_dir: Path, tmp_path: Path
+) -> None:
+    told = release(base_repo, repo="org/")
+    repo_id, staged = stage_labels(labels_dir, tmp_path / "out", told, MEANINGS, api)
+    assert repo_id == "org/ospruner-labels-base"
+    assert any("no licence is stated" in remark for remark in staged.remarks)
+    assert not any("labels stats" in remark for remark in staged.remarks)
+    assert "No licence was stated" in (staged.path / "README.md").read_text("utf-8")
+    (labels_dir / "statistics.png").unlink()
+    _, plain = stage_labels(labels_dir, tmp_path / "plain", told, MEANINGS, api)
+    assert any(f"labels stats {labels_dir / 'train'}` draws it" in r for r in plain.remarks)

@@ -1,0 +1,32 @@
+"""Checks that need a process of their own: vLLM leaves process groups and threads behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_checks(file: Path, case: str | None = None) -> None:
+    """Runs the tests of a file, or one of them; all must pass.
+
+    Args:
+        file: the file.
+        case: such as `test_base[2-qwen2]`.
+    """
+    checks = str(file)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-rPs", "-p", "no:cacheprovider"),
+            "--show-capture=stdout",
+            checks if case is None else f"{checks}::{case}",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert " passed" in done.stdout.splitlines()[-1]

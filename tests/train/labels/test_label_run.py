@@ -1,0 +1,251 @@
+"""Whole label runs by names, as the command line starts them, and traces that others made."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from typer.testing import CliRunner
+
+from modeling_ospruner.engines.interface import SamplingSettings
+from modeling_ospruner.engines.opening import ENGINES, EngineOptions
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.formats_ospruner import QWEN3, TokenFormat
+from ospruner.eval.schema import validate_row
+from ospruner.train.labels.command import (
+    ProblemOptions,
+    load_run_problems,
+    parse_columns,
+    read_format,
+    run_label,
+)
+from ospruner.train.labels.folder import read_labels, read_manifest
+from ospruner.train.labels.importing import ImportedTraces, read_traces
+from ospruner_cli import app
+
+LIMITS = {"max_new_tokens": 40, "max_answer_tokens": 5}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> str:
+    rows = [{"q": f"What is {n} + 4?", "gold": n + 4} for n in range(4)]
+    return write(tmp_path / "problems.jsonl", rows)
+
+
+def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> None:
+    out, numbers = tmp_path / "labels", tmp_path / "numbers.json"
+    excluded = write(tmp_path / "evaluation.jsonl", [{"problem": "what is 2+4", "answer": "6"}])
+    arguments = [
+        "label", "--base", str(tiny_base_dir), "--dataset", problems, "--out", str(out),
+        "--columns", "problem=q,answer=gold", "--exclude", excluded, "--samples", "2",
+        "--max-tokens", "40", "--answer-tokens", "5", "--every", "2", "--max-forks", "2",
+        "--temperature", "1", "--seed", "3", "--json", str(numbers),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "1 problems were dropped as overlaps" in result.output
+    dataset, manifest = read_labels(out), read_manifest(out)
+    assert dataset["problem_id"] == ["0", "0", "1", "1", "3", "3"]
+    assert max(map(len, dataset["step_ends"])) <= 2
+    settings = manifest["settings"]
+    assert (settings["every"], settings["max_forks"], settings["seed"]) == (2, 2, 3)
+    assert manifest["source"]["excluded"]["ids"] == [["2", "0"]]
+    assert manifest["source"]["engine"] == "transformers"
+    assert json.loads(numbers.read_text())["traces"] == 6
+    result = CliRunner().invoke(app, [*arguments, "--every", "1"])
+    assert isinstance(result.exception, ValueError)
+    assert "other settings (every: 1 here, 2 there)" in str(result.exception)
+
+
+def test_free_answers_have_their_own_cap(
+    tiny_base_dir: Path, problems: str, tmp_path: Path
+) -> None:
+    columns = parse_columns("problem=q, answer=gold")
+    dataset = run_label(
+        ProblemOptions(problems, columns=columns, limit=2),
+        "transformers",
+        EngineOptions(str(tiny_base_dir), batch_size=2, dtype="float32", device="cpu"),
+        {**LIMITS, "answer": "free", "max_answer_tokens": 9},
+        tmp_path / "labels",
+    )
+    assert len(dataset) == 2
+    for row in dataset:
+        validate_row(row)
+        assert max(row["forced_answer_tokens"]) <= 9
+        assert [len(ids) for ids in row["forced_answer_ids"]] == row["forced_answer_tokens"]
+    assert max(map(max, dataset["forced_answer_tokens"])) > 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "tgi"}, "engine is 'tgi'; it must be one of transformers, vllm, sglang, op"),
+        ({"dataset": "absent.jsonl"}, "no rows at absent.jsonl"),
+        ({"base": "absent-base"}, "base is 'absent-base', of which no tokenizer can be loaded"),
+        ({"answer": "both"}, "answer is 'both'; it must be 'forced' or 'free'"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"format_name": "gemini"}, "format is 'gemini'; it must be one of deepseek-r1"),
+        ({"out": "a-file"}, "is a file; labels go into a folder"),
+        ({"limit": 0}, "limit is 0"),
+    ],
+)
+def test_bad_input_is_refused_before_the_engine_starts(
+    changes: dict[str, Any],
+    message: str,
+    tiny_base_dir: Path,
+    problems: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started(*_: object) -> None:
+        pytest.fail("the engine was started")
+
+    monkeypatch.setitem(ENGINES, "transformers", started)
+    (tmp_path / "a-file").touch()
+    fields: Any = {name: changes[name] for name in ("answer", "max_new_tokens") if name in changes}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_label(
+            ProblemOptions(
+                changes.get("dataset", problems),
+                columns=parse_columns("problem=q,answer=gold"),
+                limit=changes.get("limit"),
+            ),
+            changes.get("engine", "transformers"),
+            EngineOptions(changes.get("base", str(tiny_base_dir))),
+            {**LIMITS, **fields},
+            tmp_path / changes.get("out", "labels"),
+            format_name=changes.get("format_name"),
+        )
+    assert not (tmp_path / "labels").exists()
+
+
+def test_columns_and_problems_of_a_run(problems: str, tmp_path: Path) -> None:
+    assert parse_columns("") == {}
+    with pytest.raises(ValueError, match=r"columns holds \['problem'\]; write field=column"):
+        parse_columns("problem")
+    options = ProblemOptions(
+        problems, columns=parse_columns("problem=q,answer=gold"), exclude=[problems], limit=1
+    )
+    with pytest.raises(ValueError, match="no column 'problem'"):
+        load_run_problems(options)
+    same = write(tmp_path / "same.jsonl", [{"problem": "a?", "answer": "1"}])
+    with pytest.raises(ValueError, match="all 1 problems are also in"):
+        load_run_problems(ProblemOptions(same, exclude=[same]))
+
+
+def test_formats(tiny_base_dir: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
+    assert read_format(None, tokenizer).format.name == "deepseek-r1"
+    assert read_format("qwen3", tokenizer).format == QWEN3
+    literals = QWEN3.to_dict() | {"name": "mine", "box_prefix": "So: \\boxed{"}
+    (tmp_path / "mine.json").write_text(json.dumps(literals))
+    mine = read_format(str(tmp_path / "mine.json"), tokenizer)
+    assert mine.format.box_prefix == "So: \\boxed{"
+
+
+TRACES: list[dict[str, Any]] = [
+    {"id": "a", "problem": "3 + 4?", "answer": "7", "reasoning": "So 3 + 4 = 7.\n\nDone."},
+    {"id": "b", "problem": "3+4 ?", "answer": "7", "reasoning": "\nIt is 7.", "closed": False},
+    {"id": "c", "problem": "1?", "answer": "1", "reasoning": "x" * 80, "response": "\\boxed{1}"},
+]
+
+
+def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Path) -> None:
+    path, out = write(tmp_path / "traces.jsonl", TRACES), tmp_path / "labels"
+    arguments = ["labels", "import", path, "--base", str(tiny_base_dir), "--out", str(out)]
+    arguments += ["--max-tokens", "30", "--answer-tokens", "4"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    dataset = read_labels(out)
+    assert dataset["problem_id"] == ["a", "a", "c"]  # one problem, whatever the ids say
+    assert dataset["sample_index"] == [0, 1, 0]
+    assert dataset["ended"] == ["natural", "cap", "cap"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
+    texts = [tokenizer.decode(ids) for ids in dataset["trace_ids"]]
+    assert texts[:2] == ["So 3 + 4 = 7.\n\nDone.", "It is 7."]
+    assert len(dataset["trace_ids"][2]) == 30
+    settings = read_manifest(out)["settings"]
+    assert (settings["imported_from"], settings["samples_per_problem"]) == ("traces.jsonl", 2)
+    assert read_manifest(out)["sampling_computed_tokens"] == 0
+
+
+def test_thinking_is_opened_where_the_prompt_does_not(
+    tiny_base: Qwen2ForCausalLM, tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
+    traces = read_traces(write(tmp_path / "t.jsonl", TRACES))
+    imported = ImportedTraces(traces, TransformersEngine(tiny_base, tokenizer), tokenizer)
+    fmt = TokenFormat.compile(QWEN3, tokenizer)
+    prompts = [tokenizer.encode("<|assistant|>"), tokenizer.encode("<|assistant|><think>\n")]
+    sampled = imported.sample(prompts, SamplingSettings(), fmt, ["a/0", "a/1"])
+    assert str(tokenizer.decode(sampled[0].trace_ids)).startswith("<think>\nSo 3 + 4")
+    assert tokenizer.decode(sampled[1].trace_ids) == "It is 7."
+    with pytest.raises(ValueError, match="imported traces are asked for by their keys"):
+        imported.sample(prompts, SamplingSettings(), fmt, ["a/0", "z/1"])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"id": "d", "problem": "p", "answer": "1"}, "row 3: column 'reasoning' holds None"),
+        ({"id": "d", "problem": "p", "answer": "1", "reasoning": " "}, "must be the text of a tr"),
+        ({"id": "a", "problem": "p", "answer": "1", "reasoning": "x"}, "id 'a' was used before"),
+    ],
+)
+def test_rows_that_are_no_traces(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_traces(write(tmp_path / "t.jsonl", [*TRACES, row]))
+    with pytest.raises(ValueError, match=r"columns names the fields \['cot'\]"):
+        read_traces(str(tmp_path / "t.jsonl"), columns={"cot": ["reasoning"]})
+
+
+def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path) -> None:
+    """With the real tokenizer and a tiny random model in place of the base."""
+    source = shared_dir / "data/traces/traces_mit.jsonl.gz"
+    folder = shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
+    for path in (source, folder):
+        if not path.exists():
+            pytest.skip(f"no {path}")
+    with gzip.open(source, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    wanted = [row for row in rows if row["model"] == "DeepSeek-R1-Distill-Qwen-7B"]
+    chosen = sorted(wanted, key=lambda row: len(row["reasoning"]))[:3]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16384,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    out = tmp_path / "labels"
+    arguments = [
+        "labels", "import", write(tmp_path / "t.jsonl", chosen), "--out", str(out),
+        "--base", str(tmp_path / "base"), "--answer-tokens", "2", "--max-forks", "12",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    dataset = read_labels(out)
+    for row, given in zip(dataset, chosen, strict=True):
+        validate_row(row)
+        text = tokenizer.decode(row["trace_ids"], clean_up_tokenization_spaces=False)
+        assert text == given["reasoning"].lstrip("\n")
+        if given["correct"] is not None and row["natural_answer"]:
+            assert row["natural_correct"] == given["correct"]
+        assert len(row["step_ends"]) <= 12
+        fmt = TokenFormat.compile(read_format(None, tokenizer).format, tokenizer)
+        assert set(row["step_ends"]) <= set(fmt.step_ends(row["trace_ids"]))
+    manifest = read_manifest(out)
+    assert manifest["computed_tokens"] <= 1.02 * manifest["unique_tokens"]

@@ -1,0 +1,211 @@
+"""A label folder loses nothing: killed at random moments, interrupted, out of disk, twice at once.
+
+The run is a child process made by fork, so that it starts at once; the signals are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, load_dataset
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.train.labels.folder import JOURNAL, read_labels, read_manifest
+from ospruner.train.labels.making import label
+from ospruner_cli import app
+
+SETTINGS = LabelSettings(
+    base_model="tiny", temperature=0, max_new_tokens=32, max_answer_tokens=4, samples_per_problem=2
+)
+Run = Callable[[Path, int], Dataset]
+
+
+@pytest.fixture
+def run(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Run:
+    """Labels so many problems in a folder, in small chunks and shards."""
+    engine = TransformersEngine(tiny_base, tiny_tokenizer, batch_size=4)
+    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
+
+    def label_some(folder: Path, problems: int) -> Dataset:
+        made = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(problems)]
+        return label(
+            made, engine, tiny_tokenizer, fmt, SETTINGS, folder, chunk_traces=2, shard_traces=8
+        )
+
+    return label_some
+
+
+def start(work: Callable[[], object]) -> int:
+    """Runs it in a child process; 0: it ended, 130: interrupted, 3: a ValueError."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        # Workers of pytest-xdist ignore it, and a child inherits that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        work()
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    except ValueError as error:
+        print(error, flush=True)
+        code = 3
+    except BaseException:  # noqa: BLE001 - the child must never return into pytest
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def committed(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The rows that are safe: those in shards and in whole lines of the journal."""
+    rows = read_labels(folder).to_list() if list(folder.glob("data/*.parquet")) else []
+    journal = folder / JOURNAL
+    lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
+    for line in lines:
+        rows += Dataset.from_list(json.loads(line)["rows"], features=FEATURES).to_list()
+    return {(row["problem_id"], row["sample_index"]): row for row in rows}
+
+
+def wait_for_progress(folder: Path, pid: int, known: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run ended before it could be killed"
+        sizes = [(folder / JOURNAL).stat().st_size] if (folder / JOURNAL).exists() else [0]
+        sizes += [shard.stat().st_size for shard in folder.glob("data/*.parquet")]
+        if sum(sizes) != known:
+            return
+        time.sleep(0.002)
+    raise AssertionError("the run made no progress")
+
+
+def wait_for_a_commit(folder: Path, pid: int) -> None:
+    """Until a second chunk is being written: the first one is safe then."""
+    wait_for_progress(folder, pid, 0)
+    wait_for_progress(folder, pid, size_of(folder))
+
+
+def size_of(folder: Path) -> int:
+    files = [*folder.glob("data/*.parquet"), *folder.glob(JOURNAL)]
+    return sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(kills: int, run: Run, tmp_path: Path) -> None:
+    folder, problems = tmp_path / "labels", 4 * kills
+    moments = random.Random(kills)
+    safe: dict[tuple[str, int], dict[str, Any]] = {}
+    shards: dict[Path, bytes] = {}
+    for _ in range(kills):
+        known = size_of(folder) if folder.exists() else 0
+        pid = start(lambda: run(folder, problems))
+        wait_for_progress(folder, pid, known)
+        time.sleep(moments.uniform(0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        assert ended(pid) == -signal.SIGKILL
+        now = committed(folder)
+        assert safe.items() <= now.items()  # rows committed before are there, and unchanged
+        assert {path: path.read_bytes() for path in shards} == shards
+        safe = now
+        shards = {path: path.read_bytes() for path in folder.glob("data/*.parquet")}
+    assert 2 <= len(safe) < 2 * problems
+
+    finished = run(folder, problems).to_list()
+
+    keys = [(row["problem_id"], row["sample_index"]) for row in finished]
+    assert sorted(keys) == sorted((f"p{n}", k) for n in range(problems) for k in range(2))
+    assert safe.items() <= committed(folder).items()
+    undisturbed = run(tmp_path / "undisturbed", problems).to_list()
+    for row, other in zip(finished, undisturbed, strict=True):  # greedy: equal but for rounding
+        for name in row:
+            if name not in ("forced_logprob", "forced_entropy"):
+                assert row[name] == other[name]
+
+
+def test_interrupt_leaves_what_is_done_and_a_second_run_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "labels"
+    pid = start(lambda: run(folder, 2000))
+    wait_for_a_commit(folder, pid)
+    with pytest.raises(ValueError, match="is being written by another run"):
+        run(folder, 2000)
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 130
+    assert (folder / JOURNAL).read_bytes() == b""
+    loaded = load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    manifest = read_manifest(folder)
+    assert len(loaded) == manifest["traces"] >= 2
+    assert not manifest["finished"]
+
+
+def test_ctrl_c_at_the_command_says_what_is_done(
+    tiny_base_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, problems = tmp_path / "labels", tmp_path / "problems.jsonl"
+    rows = [{"problem": f"What is {n} + 4?", "answer": str(n + 4)} for n in range(2000)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["label", "--base", str(tiny_base_dir), "--dataset", str(problems)]
+    arguments += ["--out", str(folder), "--max-tokens", "32", "--chunk", "2"]
+
+    def command() -> None:
+        code = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        os._exit(code)
+
+    pid = start(command)
+    wait_for_a_commit(folder, pid)
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 130
+    traces = read_manifest(folder)["traces"]
+    assert traces >= 2
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"Stopped: {traces} labelled traces in" in said
+
+
+def test_full_disk_loses_nothing(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No file may grow beyond a few kB: writing fails in the middle of a line."""
+    folder = tmp_path / "labels"
+
+    def cramped() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, resource.RLIM_INFINITY))
+        run(folder, 12)
+
+    assert ended(start(cramped)) == 3
+    assert "no room left to write in" in capfd.readouterr().out
+    safe = committed(folder)
+    assert 2 <= len(safe) < 24
+    assert (folder / JOURNAL).read_bytes().endswith(b"\n")  # the torn line was taken back
+    assert len(run(folder, 12)) == 24
+    assert safe.items() <= committed(folder).items()
+
+
+@pytest.mark.parametrize("name", [".manifest.json.partial", ".README.md.partial"])
+def test_killed_while_the_first_files_were_written(name: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{")
+    (tmp_path / "data").mkdir()
+    assert len(run(tmp_path, 1)) == 2

@@ -1,0 +1,349 @@
+"""Labels: what is in a row, and that a run's folder survives whatever happens to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from modeling_ospruner.common import durable
+from modeling_ospruner.common.durable import lock_folder
+from modeling_ospruner.engines.interface import Sampled, SamplingSettings
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, QWEN3, TokenFormat
+from ospruner.eval.grading.boxed import equal, grade, read_box
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.schema import ADDED, FEATURES, LabelSettings, validate_row
+from ospruner.train.labels import writer
+from ospruner.train.labels.folder import JOURNAL, read_labels, read_manifest
+from ospruner.train.labels.making import label
+from ospruner.train.labels.rows import labelled_step_ends
+
+SETTINGS = LabelSettings(
+    base_model="tiny", temperature=1.0, top_p=1.0, max_new_tokens=48, max_answer_tokens=6
+)
+
+
+class Recording(TransformersEngine):
+    """The real engine, which remembers what it was asked to sample."""
+
+    sampled: list[str]
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        self.sampled = [*vars(self).get("sampled", []), *(keys or [])]
+        return super().sample(prompts, settings, fmt, keys, on_done)
+
+
+@pytest.fixture
+def engine(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Recording:
+    return Recording(tiny_base, tiny_tokenizer, batch_size=8)
+
+
+@pytest.fixture(scope="session")
+def fmt(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenFormat:
+    return TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
+
+
+def make_problems(count: int) -> list[Problem]:
+    return [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(count)]
+
+
+def keys_of(folder: Path) -> list[tuple[str, int]]:
+    dataset = read_labels(folder)
+    return list(zip(dataset["problem_id"], dataset["sample_index"], strict=True))
+
+
+def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
+    engine: Recording,
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    tmp_path: Path,
+) -> None:
+    dataset = label(make_problems(6), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path / "labels")
+    assert sum(map(len, dataset["step_ends"])) > len(dataset)  # some trace has several steps
+    suffix = fmt.forced_suffix("forced")
+    for row in dataset:
+        validate_row(row)
+        assert row["step_ends"] == fmt.step_ends(row["trace_ids"])
+        for end, answer, count in zip(
+            row["step_ends"], row["forced_answers"], row["forced_answer_tokens"], strict=True
+        ):
+            ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix]
+            start, box = len(ids), fmt.box_state()
+            with torch.no_grad():
+                for _ in range(SETTINGS.max_answer_tokens):
+                    token = int(tiny_base(torch.tensor([ids])).logits[0, -1].argmax())
+                    if token == tiny_tokenizer.eos_token_id:
+                        break
+                    ids.append(token)
+                    if box.push(token):
+                        break
+            text = str(tiny_tokenizer.decode(ids[start:], clean_up_tokenization_spaces=False))
+            assert (read_box(text) or "", len(ids) - start) == (answer, count)
+            k = row["step_ends"].index(end)
+            assert row["forced_answer_ids"][k] == ids[start:]
+            with torch.no_grad():
+                logs = tiny_base(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+            chosen = logs.gather(-1, torch.tensor(ids[start:])[:, None])
+            if count:
+                assert row["forced_logprob"][k] == pytest.approx(float(chosen.mean()), abs=1e-4)
+            else:
+                assert row["forced_logprob"][k] is None
+        for answer, correct, match in zip(
+            row["forced_answers"], row["forced_correct"], row["matches_final"], strict=True
+        ):
+            assert correct == (None if not answer else grade(answer, row["answer"]))
+            assert match == equal(row["forced_answers"][-1] or None, answer or None)
+    assert {row["ended"] for row in dataset} >= {"cap"}
+    capped = next(row for row in dataset if row["ended"] == "cap")
+    assert len(capped["trace_ids"]) == SETTINGS.max_new_tokens == capped["step_ends"][-1]
+    assert len(capped["forced_answers"]) == len(capped["step_ends"])
+
+
+def test_load_dataset_reads_the_folder_and_ignores_the_rest(
+    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    folder = tmp_path / "labels"
+    made = label(
+        make_problems(7),
+        engine,
+        tiny_tokenizer,
+        fmt,
+        SETTINGS,
+        folder,
+        chunk_traces=2,
+        shard_traces=4,
+    )
+    assert len(list((folder / "data").iterdir())) == 2
+    loaded = load_dataset(str(folder), split="train")
+    assert loaded.features == FEATURES
+    assert loaded.to_list() == made.to_list()
+    manifest = read_manifest(folder)
+    assert manifest["finished"]
+    assert (manifest["traces"], manifest["problems"]) == (7, 7)
+    assert manifest["steps"] == sum(map(len, made["step_ends"]))
+    assert manifest["computed_tokens"] == engine.counts.computed
+    assert manifest["unique_tokens"] == engine.counts.unique
+    assert manifest["settings"]["reasoning_format"] == DEEPSEEK_R1.to_dict()
+
+
+def test_finished_run_is_read_back_and_more_problems_are_added(
+    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    settings = dataclasses.replace(SETTINGS, samples_per_problem=2)
+    first = label(make_problems(2), engine, tiny_tokenizer, fmt, settings, tmp_path)
+    again = label(make_problems(2), engine, tiny_tokenizer, fmt, settings, tmp_path)
+    assert again.to_list() == first.to_list()
+    more = label(make_problems(3), engine, tiny_tokenizer, fmt, settings, tmp_path)
+    assert engine.sampled == ["p0/0", "p0/1", "p1/0", "p1/1", "p2/0", "p2/1"]
+    assert more.to_list()[:4] == first.to_list()
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.making import label
+base, out, settings = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(base)
+engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(base), tokenizer, batch_size=8)
+problems = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(5000)]
+fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+label(problems, engine, tokenizer, fmt, LabelSettings.load(settings), out,
+      chunk_traces=2, shard_traces=6)
+"""
+
+
+def test_killed_run_goes_on_without_repeating_or_losing(
+    engine: Recording,
+    tiny_base_dir: Path,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "labels"
+    SETTINGS.save(tmp_path / "settings.json")
+    command = [
+        sys.executable, "-c", WORKER, str(tiny_base_dir), str(folder),
+        str(tmp_path / "settings.json"),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    journal = folder / JOURNAL
+    while not (list(folder.glob("data/*.parquet")) and journal.exists() and journal.stat().st_size):
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the run wrote no shard"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    shards = {path: path.read_bytes() for path in folder.glob("data/*.parquet")}
+    in_journal = [
+        (row["problem_id"], row["sample_index"])
+        for line in journal.read_bytes().split(b"\n")[:-1]
+        for row in json.loads(line)["rows"]
+    ]
+    committed = {*keys_of(folder), *in_journal}
+    problems = make_problems(len(committed) + 4)
+
+    label(problems, engine, tiny_tokenizer, fmt, SETTINGS, folder, chunk_traces=2)
+
+    assert set(engine.sampled) == {f"p{n}/0" for n in range(len(problems))} - {
+        f"{problem}/{sample}" for problem, sample in committed
+    }
+    assert sorted(keys_of(folder)) == sorted((problem.id, 0) for problem in problems)
+    assert {path: path.read_bytes() for path in shards} == shards
+    undisturbed = label(problems, engine, tiny_tokenizer, fmt, SETTINGS, tmp_path / "undisturbed")
+    assert undisturbed["trace_ids"] == read_labels(folder)["trace_ids"]
+
+
+def test_torn_last_line_is_cut_and_a_damaged_one_named(
+    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    label(make_problems(2), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    (tmp_path / JOURNAL).write_bytes(b'{"chunk": 7, "rows": [{"problem_id": "p')
+    label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    assert keys_of(tmp_path) == [("p0", 0), ("p1", 0), ("p2", 0)]
+    (tmp_path / JOURNAL).write_bytes(b'{"chunk": 7,\n{"chunk": 8}\n')
+    with pytest.raises(ValueError, match=r"journal\.jsonl, line 1 is damaged"):
+        label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+
+
+def test_kill_between_the_shard_and_the_emptied_journal_repeats_nothing(
+    engine: Recording,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    replace = durable.replace_file
+
+    def die_at_journal(path: Path, content: bytes) -> None:
+        if path.name == JOURNAL:
+            raise Killed
+        replace(path, content)
+
+    monkeypatch.setattr(writer, "replace_file", die_at_journal)
+    with pytest.raises(Killed):
+        label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / JOURNAL).stat().st_size
+    costs = engine.counts.computed
+    label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    assert keys_of(tmp_path) == [("p0", 0), ("p1", 0), ("p2", 0)]
+    assert read_manifest(tmp_path)["computed_tokens"] == costs == engine.counts.computed
+
+
+def test_other_settings_problems_files_and_runs_are_refused(
+    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    def run(folder: Path, problems: list[Problem], settings: LabelSettings = SETTINGS) -> None:
+        label(problems, engine, tiny_tokenizer, fmt, settings, folder)
+
+    problems, folder = make_problems(2), tmp_path / "labels"
+    run(folder, problems)
+    with pytest.raises(ValueError, match=r"other settings \(temperature: 0\.5 here, 1\.0 there\)"):
+        run(folder, problems, dataclasses.replace(SETTINGS, temperature=0.5))
+    with pytest.raises(ValueError, match="traces of problem 'p1', which is not among the 1 given"):
+        run(folder, problems[:1])
+    with pytest.raises(ValueError, match="traces of problem 'p0' with"):
+        run(folder, [dataclasses.replace(problems[0], answer="5"), problems[1]])
+    with lock_folder(folder), pytest.raises(ValueError, match="being written by another run"):
+        run(folder, problems)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match=r"another run's files \(thesis\.tex\)"):
+        run(other, problems)
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ValueError, match="share the id 'p0'"):
+        run(tmp_path / "new", [problems[0], problems[0]])
+    with pytest.raises(ValueError, match="problems is empty"):
+        run(tmp_path / "new", [])
+    with pytest.raises(ValueError, match=r"settings\.reasoning_format is .*qwen3"):
+        run(
+            tmp_path / "new",
+            problems,
+            dataclasses.replace(SETTINGS, reasoning_format=QWEN3.to_dict()),
+        )
+
+
+def test_tokenizer_without_chat_template_is_refused(
+    engine: Recording,
+    tiny_base_dir: Path,
+    fmt: TokenFormat,
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
+    bare = AutoTokenizer.from_pretrained(tiny_base_dir)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        label(make_problems(1), engine, bare, fmt, SETTINGS, tmp_path / "labels")
+
+
+def test_every_keeps_the_last_step(
+    fmt: TokenFormat, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    text = "a.\n\nb.\n\nc.\n\nd.\n\ne"
+    trace = tiny_tokenizer.encode(text, add_special_tokens=False)
+    ends = fmt.step_ends(trace)
+    assert len(ends) == 5
+    assert labelled_step_ends(fmt, trace, 1) == ends
+    assert labelled_step_ends(fmt, trace, 2) == [ends[1], ends[3], ends[4]]
+    assert labelled_step_ends(fmt, trace, 1, 2) == [ends[1], ends[4]]
+    assert labelled_step_ends(fmt, trace, 1, 1) == [ends[4]]
+    assert labelled_step_ends(fmt, trace, 2, 7) == [ends[1], ends[3], ends[4]]
+
+
+def test_folder_of_the_first_version_is_read_and_continued(
+    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    def strip(name: str) -> None:
+        """Makes the folder what the first version would have left: a shard and a journal."""
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        for key in ("max_forks", "imported_from"):
+            del manifest["settings"][key]
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        shard = tmp_path / "data" / name
+        table = pq.read_table(shard)
+        pq.write_table(table.drop_columns(list(ADDED)), shard)
+
+    made = label(make_problems(2), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    strip("train-00000.parquet")
+    row = {name: value for name, value in made[0].items() if name not in ADDED}
+    row |= {"problem_id": "p2", "problem": "What is 2 + 4?", "answer": "6"}
+    record = {"chunk": 5, "rows": [row], "dropped": [], "costs": {}}
+    (tmp_path / JOURNAL).write_text(json.dumps(record) + "\n")
+    assert read_labels(tmp_path)["forced_correct"] == made["forced_correct"]
+    more = label(make_problems(4), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    assert more["problem_id"] == ["p0", "p1", "p2", "p3"]
+    assert set(map(str, more["natural_answer_ids"][:3])) == {"None"}
+    assert more["forced_entropy"][0] == [None] * len(more["step_ends"][0])
+    assert None not in more["forced_entropy"][3]

@@ -1,0 +1,200 @@
+"""Label runs on a real local Ray cluster of two actors; skipped where Ray is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modeling_ospruner.common.optional import MissingPackageError
+from modeling_ospruner.engines import Sampled, SamplingSettings, TransformersEngine
+from modeling_ospruner.engines.opening import EngineOptions
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.command import ProblemOptions, run_label
+from ospruner.train.labels.folder import read_labels, read_manifest
+from ospruner.train.labels.on_ray import RayOptions, UnfinishedUnitsError, label_with_ray
+from ospruner.train.labels.units import Worker
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install 'ospruner[ray]' (docs/scale.md)",
+)
+pytestmark = pytest.mark.xdist_group("ray")  # one cluster is enough, where groups are kept
+PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(24)]
+OPTIONS = RayOptions(actors=2, gpus_per_actor=0, unit_traces=4)
+
+
+class Faulty(TransformersEngine):
+    """The real engine; one prompt raises, and another one kills its process the first time."""
+
+    poison: str | None = None
+    deadly: Path | None = None
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        if self.poison in (keys or []):
+            raise RuntimeError("this prompt breaks the engine")
+        if self.deadly is not None and "p9/0" in (keys or []) and not self.deadly.exists():
+            self.deadly.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sample(prompts, settings, fmt, keys, on_done)
+
+
+@dataclass(frozen=True)
+class MakeWorker:
+    """Sent to the actors, which have no fixtures."""
+
+    folder: str
+    settings: LabelSettings
+    poison: str | None = None
+    deadly: Path | None = None
+
+    def __call__(self) -> Worker:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        engine = Faulty(AutoModelForCausalLM.from_pretrained(self.folder), tokenizer)
+        engine.poison, engine.deadly = self.poison, self.deadly
+        return Worker(engine, tokenizer, TokenFormat.compile(DEEPSEEK_R1, tokenizer), self.settings)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three logical CPUs: Ray Data needs one beside those of its two actors."""
+    import ray
+    import ray.cloudpickle
+
+    # The actors cannot import this file: it travels by value.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        "local",
+        num_cpus=3,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        log_to_driver=False,
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def settings() -> LabelSettings:
+    return LabelSettings(
+        base_model="tiny",
+        reasoning_format=DEEPSEEK_R1.to_dict(),
+        temperature=1.0,
+        top_p=1.0,
+        max_new_tokens=24,
+        max_answer_tokens=4,
+    )
+
+
+@needs_ray
+def test_a_killed_actor_and_a_poisoned_trace_cost_that_trace_only(
+    cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    deadly = tmp_path / "killed"
+    make = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", deadly=deadly)
+    seen: list[int] = []
+
+    def progress(phase: str, done: int, total: int, note: str = "") -> None:
+        assert (phase, total) == ("label", len(PROBLEMS))
+        seen.append(done)
+
+    out = tmp_path / "labels"
+    labels = label_with_ray(PROBLEMS, make, settings, out, OPTIONS, progress=progress)
+    assert int(deadly.read_text()) != os.getpid()
+    assert sorted(labels["problem_id"]) == sorted({p.id for p in PROBLEMS} - {"p3"})
+    manifest = read_manifest(out)
+    assert manifest["finished"]
+    assert manifest["dropped"] == [["p3", 0, "RuntimeError: this prompt breaks the engine"]]
+    assert seen[0] == 0
+    assert seen[-1] == len(PROBLEMS)
+    # The same traces as one process without faults gives; nothing is done again.
+    worker = MakeWorker(str(tiny_base_dir), settings)()
+    from ospruner.train.labels.making import label
+
+    alone = label(
+        PROBLEMS, worker.engine, worker.tokenizer, worker.fmt, settings, tmp_path / "alone"
+    )
+    ours, theirs = (
+        dict(zip(d["problem_id"], d["trace_ids"], strict=True)) for d in (labels, alone)
+    )
+    assert ours == {name: ids for name, ids in theirs.items() if name != "p3"}
+    again = label_with_ray(PROBLEMS, make, settings, out, OPTIONS)
+    assert again["trace_ids"] == labels["trace_ids"]
+
+
+@needs_ray
+def test_units_that_fail_are_named_and_the_others_kept(
+    cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "labels"
+    broken = MakeWorker(str(tmp_path / "nothing-here"), settings)
+    with pytest.raises(Exception, match="nothing-here"):
+        label_with_ray(PROBLEMS[:4], broken, settings, out, OPTIONS)
+    (tmp_path / "labels" / "parts" / "unit-0000").write_text("in the way")
+    make = MakeWorker(str(tiny_base_dir), settings)
+    with pytest.raises(UnfinishedUnitsError, match="1 of 1 units.*unit 0, because of"):
+        label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
+    (tmp_path / "labels" / "parts" / "unit-0000").unlink()
+    label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
+    assert len(read_labels(out)) == 4
+
+
+@needs_ray
+def test_a_run_by_names_opens_its_engine_in_the_actors(
+    cluster: Any, tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    problems, out = tmp_path / "problems.jsonl", tmp_path / "labels"
+    problems.write_text("".join(json.dumps(vars(p)) + "\n" for p in PROBLEMS[:6]))
+    labels = run_label(
+        ProblemOptions(str(problems)),
+        "transformers",
+        EngineOptions(str(tiny_base_dir), dtype="float32", device="cpu"),
+        {"max_new_tokens": 16, "max_answer_tokens": 4},
+        out,
+        ray=RayOptions(actors=2, gpus_per_actor=0, unit_traces=2),
+    )
+    assert sorted(labels["problem_id"]) == [p.id for p in PROBLEMS[:6]]
+    source = read_manifest(out)["source"]
+    assert (source["engine"], source["scale"]) == ("transformers", "ray")
+
+
+def test_a_missing_package_names_the_pip_line(
+    settings: LabelSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ray.data", raising=False)
+    with pytest.raises(MissingPackageError, match=r"ray, which is not.*ospruner\[ray\]"):
+        label_with_ray(PROBLEMS, MakeWorker("", settings), settings, tmp_path, OPTIONS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"actors": 0}, "actors is 0; it must be 1 or more"),
+        ({"gpus_per_actor": -1}, "gpus_per_actor is -1"),
+        ({"unit_traces": 0}, "unit_traces is 0"),
+    ],
+)
+def test_bad_options_are_refused(changed: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RayOptions(**changed)

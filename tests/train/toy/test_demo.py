@@ -1,0 +1,163 @@
+"""`ospruner demo --quick` for real: stopped half-way, continued, and what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ospruner.eval.methods import FRONTIER, FULL
+from ospruner.eval.report.terminal import load_results
+from ospruner.eval.table import TraceTable
+from ospruner.train.labels.folder import read_labels
+from ospruner.train.toy.comparison import Predictions, compare_methods
+from ospruner.train.toy.demo import QUICK, STANDARD, run_demo
+from ospruner_cli import app
+
+pytestmark = pytest.mark.xdist_group("demo")  # its quick run is made once
+
+COMMAND = [sys.executable, "-m", "ospruner_cli", "demo", "--quick", "--out"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A quick demo, killed as soon as training has begun and then run again to its end."""
+    out = tmp_path_factory.mktemp("demo") / "run"
+    first = subprocess.Popen(
+        [*COMMAND, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    checkpoint = out / "policies" / "seed0" / "os-pruner" / "checkpoint.pt"
+    while not checkpoint.exists() and first.poll() is None:
+        time.sleep(0.05)
+    assert first.poll() is None, "the demo ended before it could be killed"
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    shards = {path: path.read_bytes() for path in (out / "labels").glob("*/data/*.parquet")}
+    assert len(shards) == 3
+    again = subprocess.run(
+        [*COMMAND, str(out)],
+        env=os.environ | {"COLUMNS": "140"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert {path: path.read_bytes() for path in shards} == shards, "labels were made again"
+    return out, again.stdout
+
+
+def test_prints_and_writes_what_it_found(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    for words in ("thinking tokens", "hindsight oracle", "best fixed budget", "stop_policy=True"):
+        assert words in printed.replace("\n", " ")
+    results, about = load_results(out / "results.json")
+    full = results[0]
+    assert full.method == FULL
+    labels = TraceTable.from_dataset(read_labels(out / "labels" / "test"))
+    assert full.accuracy.value == pytest.approx(labels.full_correct.mean())
+    assert full.tokens.value == pytest.approx(labels.full_tokens.mean())
+    assert [r.parameter for r in results if r.method == FRONTIER] == list(QUICK.length_penalties)
+    assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    assert len(about["claims"]) >= 1
+
+
+def test_the_policy_was_used_in_a_fresh_process(finished: tuple[Path, str]) -> None:
+    out, _ = finished
+    rows = json.loads((out / "side_by_side.json").read_text())
+    assert len(rows) == 3
+    for row in rows:
+        off, on = row["off"], row["on"]
+        assert on["thinking_tokens"] <= off["thinking_tokens"]
+        assert off["thinking"].startswith(on["thinking"]), "rows differ before the stop"
+        assert on["answer"].startswith("\\boxed{")
+    card = (out / "policy" / "README.md").read_text()
+    assert "OS-Pruner demo policy" in card
+
+
+def test_splits_share_no_problem(finished: tuple[Path, str]) -> None:
+    out, _ = finished
+    problems = [
+        set(read_labels(out / "labels" / split)["problem_id"])
+        for split in ("train", "validation", "test")
+    ]
+    assert not problems[0] & problems[1]
+    assert not problems[0] & problems[2]
+    assert not problems[1] & problems[2]
+
+
+def test_a_run_of_other_settings_is_refused(finished: tuple[Path, str]) -> None:
+    out, _ = finished
+    with pytest.raises(ValueError, match="holds a demo of other settings"):
+        run_demo(out, STANDARD, 0, Console(quiet=True))
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(ValueError, match="is not empty and holds no demo"):
+        run_demo(tmp_path, QUICK, 0, Console(quiet=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_the_command_refuses_in_a_line_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("irreplaceable")
+    done = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Error:" in done.stderr
+    assert "holds no demo" in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+
+
+def test_quick_and_full_exclude_each_other() -> None:
+    result = CliRunner().invoke(app, ["demo", "--quick", "--full"])
+    assert result.exit_code == 2
+    assert "exclude each other" in result.output
+
+
+def test_choices_are_made_on_validation_alone(finished: tuple[Path, str]) -> None:
+    out, _ = finished
+    validation, test = (
+        TraceTable.from_dataset(read_labels(out / "labels" / split))
+        for split in ("validation", "test")
+    )
+    never, at_once = (np.full(validation.mask.shape, p, np.float32) for p in (0.0, 1.0))
+    # On the test traces the two policies swap roles: a choice that peeked would change.
+    swapped = [
+        Predictions("os-pruner", 1e-3, [never], [np.ones(test.mask.shape, np.float32)]),
+        Predictions("os-pruner", 5e-4, [at_once], [np.zeros(test.mask.shape, np.float32)]),
+    ]
+    comparison = compare_methods(validation, test, swapped)
+    assert comparison.accurate
+    assert comparison.chosen.parameter == 1e-3
+    assert comparison.chosen.reduction.value > 0.5
+
+
+def test_where_no_policy_is_accurate_enough_the_best_aes_is_shown(
+    finished: tuple[Path, str],
+) -> None:
+    out, _ = finished
+    validation, test = (
+        TraceTable.from_dataset(read_labels(out / "labels" / split))
+        for split in ("validation", "test")
+    )
+    chances = {1e-3: 1.0, 5e-4: 0.5}  # of stopping, at every step
+    careless = [
+        Predictions(
+            "os-pruner",
+            penalty,
+            [np.full(validation.mask.shape, chance, np.float32)],
+            [np.full(test.mask.shape, chance, np.float32)],
+        )
+        for penalty, chance in chances.items()
+    ]
+    comparison = compare_methods(validation, test, careless)
+    assert not comparison.accurate
+    assert comparison.claims()[0][1] is False
+    assert comparison.chosen.parameter in chances
+    assert "OS-Pruner - full trace" in comparison.differences

@@ -1,0 +1,175 @@
+"""The policy inside vLLM on each base, compiled, and without layers; run one by one, for each
+leaves its own process groups behind. Run by test_vllm_plugin_bases.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from vllm import SamplingParams
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from ospruner.train.toy.shipped import Reasoner
+
+from .plugin_checks import environment, record, run, start, start_policy
+from .plugin_replay import perturb, replay
+
+__all__ = ["environment"]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM's attention on CPUs takes no smaller one
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _qwen2() -> PreTrainedModel:
+    # Qwen2's heads always have hidden_size / num_attention_heads
+    sizes = {**SIZES, "hidden_size": 128}
+    del sizes["head_dim"]
+    return Qwen2ForCausalLM(Qwen2Config(**sizes))
+
+
+def _qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
+
+
+def _llama() -> PreTrainedModel:
+    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=scaled))
+
+
+def _gpt_oss() -> PreTrainedModel:
+    sizes = {**SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    scaled = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
+    scaled |= {"original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0}
+    return GptOssForCausalLM(GptOssConfig(**sizes, sliding_window=32, rope_parameters=scaled))
+
+
+BASES: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "gpt_oss": _gpt_oss,
+}
+
+
+@pytest.fixture
+def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerForCausalLM]]:
+    """Makes a random base and a policy on it, saved in `tmp_path`."""
+
+    def made(base_type: str, num_layers: int) -> OSPrunerForCausalLM:
+        torch.manual_seed(0)
+        base = BASES[base_type]().eval()
+        with torch.no_grad():
+            for name, parameter in base.named_parameters():
+                if "norm" not in name:
+                    parameter.mul_(3)  # lest all tokens be about as likely
+        base.save_pretrained(tmp_path / "base")
+        reasoner.tokenizer.save_pretrained(tmp_path / "base")
+        model = OSPrunerForCausalLM.untrained(
+            base,
+            reasoner.tokenizer,
+            num_layers,
+            base_model_name_or_path=str(tmp_path / "base"),
+        )
+        perturb(model)
+        model.save_pretrained(tmp_path / "policy")
+        return model
+
+    yield made
+    gc.collect()
+
+
+def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: Any) -> None:
+    """Tokens as plain vLLM's, probabilities as transformers', of so many prompts."""
+    fmt = model.token_format
+    breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
+    visible = [i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE]
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(5, 600, (20 + 3 * i,), generator=generator).tolist() for i in range(count)
+    ]
+    common: dict[str, Any] = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
+    # Few tokens, none of them for long, so that paragraphs end.
+    common |= {"allowed_token_ids": [*breaks[:2], *visible[:12]], "frequency_penalty": 2.0}
+    arguments: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 64, **further}
+    arguments |= {"max_num_seqs": 8}
+    plain = start(folder / "base", **arguments)
+    wanted = run(plain, prompts, SamplingParams(**common))
+    room = plain.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    del plain
+    gc.collect()
+    served = start_policy(folder / "policy", **arguments)
+    never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
+    extras = [never | {"stop_id": str(i)} for i in range(len(prompts))]
+    outputs = run(served, prompts, [SamplingParams(**common, extra_args=extra) for extra in extras])
+    assert outputs == wanted
+    left = served.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    print(f"room for {left} blocks of {room}")
+    share = model.config.num_policy_layers / model.config.get_text_config().num_hidden_layers
+    assert left >= (1 - share) * room
+    seen: list[float] = []
+    for i, [ids] in enumerate(outputs):
+        told = record(served, str(i))["probabilities"]
+        replay(model, prompts[i], ids, extras[i], told)
+        seen += told
+    print(f"{len(seen)} probabilities from {min(seen):.4f} to {max(seen):.4f}")
+    assert len(seen) > 50
+    assert max(seen) - min(seen) > 0.05
+
+
+@pytest.mark.parametrize("base_type", BASES)
+@pytest.mark.parametrize("num_layers", [2, 0, 3])
+def test_base(
+    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str, num_layers: int
+) -> None:
+    check(make(base_type, num_layers), tmp_path)
+
+
+def test_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
+    """The base in vLLM's compiled graph, the tail outside of it."""
+    check(make("qwen2", 2), tmp_path, count=64, enforce_eager=False)
+
+
+def test_two_tensor_parallel_ranks(
+    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    check(make("qwen2", 2), tmp_path, tensor_parallel_size=2)
+
+
+def test_a_base_of_other_weights_is_refused(
+    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path
+) -> None:
+    """Its sizes are those that the policy needs; its final norm tells."""
+    base = make("qwen2", 2).base
+    base.model.norm.weight.data.mul_(1.1)
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"the base '.*base' has the sizes.*but other weights"):
+        start_policy(tmp_path / "policy", max_model_len=512)

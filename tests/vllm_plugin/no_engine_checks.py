@@ -1,0 +1,171 @@
+"""What needs vLLM, but no engine: refusals at start, and how chat replies are split into thinking
+and answer. Run by test_vllm_plugin.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.reasoning import ReasoningParserManager
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import HARMONY
+from modeling_ospruner.vllm_plugin.model import check_start
+from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
+from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, UNTESTED, register
+from modeling_ospruner.vllm_plugin.processor import StopProcessor
+from ospruner.train.toy.shipped import Reasoner
+
+from .plugin_replay import make_policy
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+CALL = " to=functions.add<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
+
+
+@pytest.fixture(scope="module")
+def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
+    return make_policy(reasoner, tmp_path_factory.mktemp("policy"))
+
+
+def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
+    """As much of vLLM's configuration as `check_start` reads."""
+    values: dict[str, Any]
+    values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
+    values |= {"config": model.config, "parser": "ospruner", "graphs": CUDAGraphMode.NONE}
+    values |= differing
+    return SimpleNamespace(
+        use_v2_model_runner=values["v2"],
+        speculative_config=values["speculative"],
+        structured_outputs_config=SimpleNamespace(reasoning_parser=values["parser"]),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
+        compilation_config=SimpleNamespace(cudagraph_mode=values["graphs"]),
+        model_config=SimpleNamespace(
+            logits_processors=values["processors"], hf_config=values["config"]
+        ),
+    )
+
+
+def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
+    """Its configuration with other fields, of the base where the policy has none of them."""
+    config = copy.deepcopy(model.config)
+    for name, value in fields.items():
+        setattr(config if name in vars(config) else config.text_config, name, value)
+    return config
+
+
+def test_what_would_not_stop_is_refused_at_start(
+    model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_start(started(model))
+    check_start(started(model, processors=["a:B", StopProcessor]))
+    gpt2 = changed(model)
+    gpt2.text_config.model_type = "gpt2"
+    for differing, message in (
+        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
+        ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
+        ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
+        (
+            {"config": gpt2},
+            "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama, gpt_oss",
+        ),
+        ({"parser": "openai_gptoss"}, "'openai_gptoss'.*type is gpt_oss.*parser ospruner_harmony"),
+        ({"config": changed(model, tuning="lora")}, r"is adapters beside it \(tuning 'lora'\)"),
+        (
+            {"config": changed(model, method="flashthink")},
+            "is a verifier; inside vLLM it has to be",
+        ),
+        ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_start(started(model, **differing))
+    monkeypatch.delenv(UNTESTED, raising=False)
+    graphs = started(model, graphs=CUDAGraphMode.FULL_AND_PIECEWISE)
+    check_start(graphs)  # on a CPU there are none
+    with monkeypatch.context() as patched:
+        patched.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+        check_start(started(model))
+        with pytest.raises(ValueError, match="FULL_AND_PIECEWISE, and .*-cc.cudagraph_mode=NONE"):
+            check_start(graphs)
+        patched.setenv(UNTESTED, "1")
+        check_start(graphs)
+    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
+    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
+        check_start(started(model, config=absent))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
+    folder = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} does not exist")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_it_is_registered() -> None:
+    register()
+    assert ReasoningParserManager.get_reasoning_parser(HARMONY_PARSER) is HarmonyThinkingParser
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        (f"{ANALYSIS}So 1.\n\nThen 2.{FINAL}\\boxed{{5}}", "So 1.\n\nThen 2.", "\\boxed{5}"),
+        (f"{ANALYSIS}So{HARMONY.closing}It is 5.<|end|>", "So", "It is 5."),
+        ("<|channel|>final<|message|>5", None, "5"),
+        (f"{ANALYSIS}1 < 2 <| 3 <", "1 < 2 <| 3 <", None),  # what could be half a marker
+        (f"of an open analysis{FINAL}5", "of an open analysis", "5"),
+        (
+            f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{ANALYSIS}So",
+            "So",
+            "I add.",
+        ),
+        (f"{ANALYSIS}So<|end|><|start|>assistant{CALL}", "So", None),
+        (f"{ANALYSIS}So<|end|><|start|>assistant{ANALYSIS}on", "So\non", None),
+        ("<|channel|>ana", None, None),
+        ("", None, None),
+    ],
+)
+def test_harmony_is_split(
+    tokenizer: PreTrainedTokenizerBase, text: str, thinking: str | None, answer: str | None
+) -> None:
+    parser = HarmonyThinkingParser(tokenizer)
+    assert parser.extract_reasoning(text, None) == (thinking, answer)
+    for width in (1, 3, len(text)):  # streamed in pieces that cut markers
+        parser, parts = HarmonyThinkingParser(tokenizer), []
+        for at in range(0, len(text), max(width, 1)):
+            piece = text[at : at + width]
+            parts.append(parser.extract_reasoning_streaming("", piece, piece, [], [], []))
+        parts.append(parser.finish_streaming())
+        told = [part for part in parts if part is not None]
+        assert ("".join(part.reasoning or "" for part in told) or None) == thinking
+        assert ("".join(part.content or "" for part in told) or None) == answer
+
+
+def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    parser = HarmonyThinkingParser(tokenizer)
+    thought = tokenizer.encode("So 1.\n\nThen 2.", add_special_tokens=False)
+    said = tokenizer.encode("\\boxed{5}", add_special_tokens=False)
+    before = tokenizer.encode(ANALYSIS, add_special_tokens=False)
+    closing = tokenizer.encode(FINAL, add_special_tokens=False)
+    whole = [*before, *thought, *closing, *said]
+    assert parser.count_reasoning_tokens(whole) == len(thought)
+    assert parser.extract_content_ids(whole) == said
+    # A grammar holds in the answer alone.
+    opened = len(before) + len(thought) + len(closing)
+    ended = [parser.is_reasoning_end(whole[:end]) for end in range(len(whole) + 1)]
+    assert ended == [False] * opened + [True] * (len(said) + 1)
+    assert not parser.is_reasoning_end([*whole, *tokenizer.encode("<|return|><|start|>user")])
+
+
+def test_harmony_keeps_markers_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    request = SimpleNamespace(skip_special_tokens=True)
+    assert HarmonyThinkingParser(tokenizer).adjust_request(request).skip_special_tokens is False

@@ -1,0 +1,342 @@
+"""The policy inside vLLM, in process, on the embedded reasoner; run by test_vllm_plugin.py."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.stopping_ospruner import Phase
+from modeling_ospruner.vllm_plugin.plugin import PROCESSOR, WORKER_EXTENSION
+from modeling_ospruner.vllm_plugin.processor import StopProcessor
+from modeling_ospruner.vllm_plugin.requests import StopRequest
+from ospruner.train.toy.shipped import Reasoner
+
+from .plugin_replay import TOLERANCE, make_policy, make_prompts, replay
+
+# Chunked prefill, prefix caching, and too little room for all: requests are preempted.
+TIGHT = {"max_num_batched_tokens": 96, "max_num_seqs": 24, "num_gpu_blocks_override": 56}
+LONGEST = 240
+
+
+def start(model: Path | str, **further: Any) -> LLM:
+    """vLLM in this process, for float32 and eager."""
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 1024,
+        "disable_log_stats": False,
+    }
+    return LLM(model=str(model), **{**arguments, **further})
+
+
+def start_policy(folder: Path | str, **further: Any) -> LLM:
+    """vLLM in this process on a policy."""
+    return start(
+        folder, logits_processors=[PROCESSOR], worker_extension_cls=WORKER_EXTENSION, **further
+    )
+
+
+def run(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
+) -> list[list[list[int]]]:
+    """The token ids of each prompt's texts."""
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def greedy(extra: dict[str, Any] | None = None, **further: Any) -> SamplingParams:
+    """Greedy decoding with a request's keys."""
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": LONGEST, **further}, extra_args=extra
+    )
+
+
+def record(llm: LLM, name: str) -> dict[str, Any]:
+    """What vLLM tells of a request with a `stop_id`."""
+    told: dict[str, Any] = llm.collective_rpc("ospruner_record", args=(name,))[0]
+    return told
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
+    folder = tmp_path_factory.mktemp("policy")
+    made = make_policy(reasoner, folder)
+    made.config._name_or_path = str(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def mixed(reasoner: Reasoner) -> list[list[int]]:
+    """64 prompts of different lengths, some of them twice, some with a long common prefix."""
+    prompts = make_prompts(reasoner, 40)
+    shared = [token for prompt in prompts[:3] for token in prompt]
+    return [*prompts, *prompts[:12], *([*shared, *prompt] for prompt in prompts[12:24])]
+
+
+@pytest.fixture(scope="module")
+def plain(environment: None, reasoner: Reasoner, mixed: list[list[int]]) -> list[list[list[int]]]:
+    """What vLLM gives without us."""
+    llm = start(reasoner.folder, **TIGHT)
+    texts = run(llm, mixed, [greedy(ignore_eos=i % 5 == 0) for i in range(len(mixed))])
+    del llm  # what goes last closes vLLM's process groups, the next one's too
+    gc.collect()
+    return texts
+
+
+@pytest.fixture(scope="module")
+def served(plain: list[list[list[int]]], model: OSPrunerForCausalLM) -> LLM:
+    return start_policy(model.config._name_or_path, **TIGHT)
+
+
+def test_a_policy_that_never_fires_changes_nothing(
+    served: LLM, plain: list[list[list[int]]], mixed: list[list[int]]
+) -> None:
+    never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
+    extras: list[dict[str, Any] | None] = [never, {"stop_policy": False}, None]
+    params = [greedy(extras[i % 3], ignore_eos=i % 5 == 0) for i in range(len(mixed))]
+    assert run(served, mixed, params) == plain
+    counts = {metric.name: metric for metric in served.get_metrics()}
+    assert counts["vllm:num_preemptions"].value > 0
+    assert counts["vllm:prefix_cache_hits"].value > 0
+
+
+def test_stops_where_generate_would(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    """Each response against the replay of its own tokens, with vLLM's own probabilities."""
+    extras = [
+        {"stop_policy": True, "stop_seed": 7, "stop_sample_index": i, "stop_id": f"s{i}"}
+        | ({"stop_answer": "free"} if i % 4 == 3 else {})
+        | ({"stop_mode": "threshold", "stop_threshold": 0.3} if i % 4 == 2 else {})
+        | ({"max_thinking_tokens": 60, "min_thinking_tokens": 20} if i % 8 == 1 else {})
+        for i in range(len(mixed))
+    ]
+    outputs = run(served, mixed, [greedy(extra) for extra in extras])
+    reasons: dict[str, int] = {}
+    decided = 0
+    for i, (prompt, texts, extra) in enumerate(zip(mixed, outputs, extras, strict=True)):
+        told = record(served, f"s{i}")
+        replayed = replay(model, prompt, texts[0], extra, told["probabilities"]).record
+        assert replayed.step_ends == told["step_ends"], i
+        assert (replayed.reason, replayed.thinking_tokens) == (
+            told["reason"],
+            told["thinking_tokens"],
+        )
+        reasons[replayed.reason] = reasons.get(replayed.reason, 0) + 1
+        decided += len(told["step_ends"])
+    print(f"{decided} decisions, {reasons}")
+    assert decided > 200
+    assert min(reasons.get(reason, 0) for reason in ("policy", "budget", "natural")) > 0
+
+
+def test_a_natural_end_gets_the_box_too(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    fmt = model.token_format
+    never = {"stop_mode": "threshold", "stop_threshold": 1.0}
+    forced = fmt.forced_suffix()
+    for [ids] in run(served, mixed[:12], greedy(never, max_tokens=800)):
+        at = ids.index(fmt.think_end_id)
+        assert ids[at : at + len(forced)] == forced
+        assert ids[-1] in fmt.eos_ids
+        assert ids.count(fmt.think_end_id) == 1
+        assert "}" in model.tokenizer.decode(ids[-2])  # type: ignore[union-attr]
+
+
+def test_several_texts_of_one_prompt_stop_on_their_own(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    """The same text over and over, so that only the draws differ: they are independent."""
+    outputs = run(served, mixed[:6], greedy({"stop_policy": True}, n=8, temperature=1e-3))
+    end = model.token_format.think_end_id
+    stops = [{[*ids, end].index(end) for ids in texts} for texts in outputs]
+    assert max(map(len, stops)) > 1
+    with pytest.raises(VLLMValidationError, match=r"stop_seed is 3 and n is 2.*send a seed too"):
+        run(served, mixed[:1], greedy({"stop_policy": True, "stop_seed": 3}, n=2, temperature=1.0))
+
+
+def test_the_ith_text_draws_as_sample_index_i(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    extra = {"stop_seed": 3, "stop_sample_index": 4, "stop_mode": "sample"}
+    params = greedy(extra, n=2, seed=11, temperature=1.0)
+    # One prompt at a time, and short ones: vLLM on CPUs cannot prefill seeded requests in chunks.
+    prompts = [prompt for prompt in mixed if 2 * len(prompt) <= TIGHT["max_num_batched_tokens"]][
+        :12
+    ]
+    outputs = [run(served, [prompt], params)[0] for prompt in prompts]
+    stopped = elsewhere = 0
+    for prompt, texts in zip(prompts, outputs, strict=True):
+        for i, ids in enumerate(texts):
+            replayed = replay(model, prompt, ids, {**extra, "stop_sample_index": 4 + i}).record
+            stopped += replayed.reason == "policy"
+            try:
+                other = replay(model, prompt, ids, {**extra, "stop_sample_index": 5 + i}).record
+                elsewhere += other != replayed
+            except AssertionError:
+                elsewhere += 1
+    print(f"{stopped} texts stopped; by their neighbours' draws {elsewhere} would elsewhere")
+    assert stopped > 5
+    assert elsewhere > 5
+    params.n = 1  # used again: no longer one of several texts
+    params.seed = 12
+    [[alone]] = run(served, prompts[:1], params)
+    replay(model, prompts[0], alone, extra)
+
+
+def test_limits_and_stop_strings_end_requests_as_ever(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    fmt = model.token_format
+    budget = {"stop_policy": True, "max_thinking_tokens": 1, "stop_mode": "threshold"}
+    budget |= {"stop_threshold": 1.0}
+    [[whole]] = run(served, mixed[:1], greedy(budget))
+    at = whole.index(fmt.think_end_id)
+    for inside in range(1, len(fmt.forced_suffix()) + 2):
+        [[cut]] = run(served, mixed[:1], greedy(budget, max_tokens=at + inside))
+        assert cut == whole[: at + inside]
+    # Where texts do not end by themselves, what the request names as their end does it.
+    [[ended]] = run(
+        served, mixed[:1], greedy(budget, ignore_eos=True, stop_token_ids=[fmt.eos_ids[0]])
+    )
+    assert ended == whole
+    [[stopped]] = run(served, mixed[:1], greedy(budget, stop=["\\boxed"]))
+    assert stopped == whole[: len(stopped)]
+    assert len(stopped) < len(whole)
+    asked = [{"prompt_token_ids": mixed[0]}]
+    [output] = served.generate(asked, greedy(budget, logprobs=2), use_tqdm=False)
+    scored = output.outputs[0]
+    assert list(scored.token_ids) == whole
+    assert scored.logprobs is not None
+    assert len(scored.logprobs) == len(whole)
+    assert all(token in scores for token, scores in zip(whole, scored.logprobs, strict=True))
+
+
+def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
+    served: LLM,
+    plain: list[list[list[int]]],
+    model: OSPrunerForCausalLM,
+    mixed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all others stop at once: at their first step end."""
+    [processor] = [
+        one for one in served.collective_rpc(_processors)[0] if isinstance(one, StopProcessor)
+    ]
+    defaults = {"stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.0}
+    monkeypatch.setattr(
+        processor, "_defaults", StopRequest(defaults | {"stop_control": 0.5}, server=True)
+    )
+    before = counted()
+    params = [greedy({"stop_id": f"k{i}"}) for i in range(40)]
+    outputs = run(served, mixed[:40], params)
+    end = model.token_format.think_end_id
+    reasons: dict[str, int] = {}
+    for i, [ids] in enumerate(outputs):
+        told = record(served, f"k{i}")
+        reasons[told["reason"]] = reasons.get(told["reason"], 0) + 1
+        if told["reason"] == "policy":
+            assert len(told["step_ends"]) == 1
+        else:
+            thinking = [*ids, end].index(end)
+            assert ids[:thinking] == plain[i][0][:thinking]
+            assert len(told["step_ends"]) > 1
+    counts = {key: value - before.get(key, 0) for key, value in counted().items()}
+    print(reasons, counts)
+    assert counts["policy", "policy"] == reasons["policy"] > 10
+    assert counts["control", "natural"] == reasons["natural"] > 5
+    assert not any(counts.get(key) for key in (("control", "policy"), ("policy", "natural")))
+
+
+def _processors(worker: Any) -> list[Any]:
+    return list(worker.model_runner.input_batch.logitsprocs.all)
+
+
+def counted() -> dict[tuple[str, str], float]:
+    """The ended requests so far, by group and reason."""
+    return {
+        (sample.labels["group"], sample.labels["reason"]): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "ospruner_thinking_ended_total"
+    }
+
+
+def test_requests_that_are_aborted_leave_the_others_alone(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    from vllm.inputs import tokens_input
+
+    engine = served.llm_engine
+    extras = [{"stop_policy": True, "stop_seed": 1, "stop_sample_index": i} for i in range(30)]
+    for i, extra in enumerate(extras):
+        engine.add_request(f"a{i}", tokens_input(mixed[i]), greedy({**extra, "stop_id": f"a{i}"}))
+    finished: dict[str, list[int]] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps % 5 == 0:
+            engine.abort_request([f"a{steps // 5 * 3}"])
+    kept = [i for i in range(30) if f"a{i}" in finished]
+    assert 8 < len(kept) < 30
+    for i in kept:
+        told = record(served, f"a{i}")
+        replayed = replay(model, mixed[i], finished[f"a{i}"], extras[i], told["probabilities"])
+        assert replayed.record.reason == told["reason"]
+
+
+def test_wrong_keys_are_refused_by_name(served: LLM, mixed: list[list[int]]) -> None:
+    for extra, message in (
+        ({"stop_threshold": 2}, "stop_threshold is 2.*0.*1"),
+        ({"stop_polciy": True}, "stop_polciy.*stop_policy"),
+        ({"stop_policy": "maybe"}, "stop_policy is 'maybe'; it must be true or false"),
+    ):
+        with pytest.raises(VLLMValidationError, match=message):
+            run(served, mixed[:1], greedy(extra))
+
+
+def test_a_prompt_that_closed_its_thinking_is_left_alone(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    closed = [*mixed[0], *model.token_format.forced_suffix("free")]
+    assert run(served, [closed], greedy({"stop_policy": True})) == run(served, [closed], greedy())
+    replayed = replay(model, mixed[0], [], {"stop_policy": True})
+    assert replayed.phase is Phase.THINKING
+
+
+def test_probabilities_are_those_of_transformers(
+    served: LLM, model: OSPrunerForCausalLM, mixed: list[list[int]]
+) -> None:
+    never = {"stop_mode": "threshold", "stop_threshold": 1.0}
+    extras = [never | {"stop_id": f"p{i}"} for i in range(24)]
+    outputs = run(served, mixed[:24], [greedy(extra) for extra in extras])
+    seen: list[float] = []
+    for i, [ids] in enumerate(outputs):
+        told = record(served, f"p{i}")["probabilities"]
+        replay(model, mixed[i], ids, extras[i], told)  # each to TOLERANCE
+        seen += told
+    print(f"{len(seen)} probabilities within {TOLERANCE}, from {min(seen)} to {max(seen)}")
+    assert len(seen) > 200
+    assert max(seen) - min(seen) > 0.3

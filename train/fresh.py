@@ -1,0 +1,292 @@
+"""Policies before, while and after they are trained: a fresh one, its loss, its predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import ReasoningFormat
+from ospruner.eval.replay import Outcome
+from ospruner.eval.schema import LabelSettings
+from ospruner.hub_cards.facts import provenance
+from ospruner.hub_cards.render import write_policy_card
+from ospruner.hub_cards.results import Measurement, ResultsTable
+
+from .flashthink import Verifier, tokens_read
+from .objective import classification_loss, objective_loss
+from .processes import Processes
+from .settings import Stage, TrainSettings
+from .tail import step_logits
+from .trunk import Batch, LabelledTraces, length_batches
+
+__all__ = [
+    "StageResult",
+    "Trainable",
+    "batch_loss",
+    "fresh_policy",
+    "loss_weight",
+    "new_policy",
+    "predict",
+    "predict_with",
+    "save_policy_folder",
+]
+
+
+Trainable = OSPrunerForCausalLM | Verifier
+AnyTrainable = TypeVar("AnyTrainable", OSPrunerForCausalLM, Verifier)
+
+BASELINE_THRESHOLD = 0.9
+"""A baseline's threshold until one is chosen on validation: the paper's most careful one."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A policy, and what it does on the validation traces.
+
+    Attributes:
+        name: of the stage.
+        method: "os-pruner", "probe", "convergence" or "flashthink".
+        length_penalty: lambda; 0 for the baselines.
+        path: the policy's folder.
+        probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
+        accuracy: on validation, in mode "sample" for OS-Pruner, at `default_threshold` else.
+        tokens: mean thinking tokens there.
+        full_accuracy: of the full traces.
+        full_tokens: of the full traces.
+    """
+
+    name: str
+    method: str
+    length_penalty: float
+    path: Path
+    probabilities_path: Path
+    accuracy: float
+    tokens: float
+    full_accuracy: float
+    full_tokens: float
+
+    def validation_probabilities(self) -> npt.NDArray[np.float32]:
+        """Stop probabilities (N, T) on the validation traces."""
+        values: npt.NDArray[np.float32] = np.load(self.probabilities_path, allow_pickle=False)
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values; paths relative to the run's folder, which may be moved."""
+        return dataclasses.asdict(self) | {
+            "path": self.path.name,
+            "probabilities_path": self.probabilities_path.name,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], folder: Path) -> StageResult:
+        """What `to_dict` gave, in the run's folder."""
+        paths = {name: folder / values[name] for name in ("path", "probabilities_path")}
+        return cls(**{**values, **paths})
+
+
+def fresh_policy(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TrainSettings,
+    label_settings: LabelSettings,
+) -> Trainable:
+    """What a run begins with: `new_policy`, or with method "flashthink" a verifier."""
+    if settings.method != "flashthink":
+        return new_policy(base, tokenizer, settings, label_settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        verifier = Verifier.untrained(base, settings, label_settings)
+    return _prepared(verifier, settings)
+
+
+def new_policy(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TrainSettings,
+    label_settings: LabelSettings,
+) -> OSPrunerForCausalLM:
+    """The base with an untrained policy, bound to the labels' base and reasoning format.
+
+    Its tail is in float32 whatever the base's dtype: steps of 1e-5 would be lost in bfloat16.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = OSPrunerForCausalLM.untrained(
+            base,
+            tokenizer,
+            num_policy_layers=settings.num_policy_layers,
+            tuning=settings.tuning,
+            init_bias=settings.init_bias,
+            lora_rank=settings.lora_rank,
+            reasoning_format=ReasoningFormat.from_dict(label_settings.reasoning_format),
+            base_model_name_or_path=label_settings.base_model,
+            base_revision=label_settings.base_revision,
+        )
+    return _prepared(model.eval(), settings)
+
+
+def _prepared(model: AnyTrainable, settings: TrainSettings) -> AnyTrainable:
+    model.config.method = settings.method
+    if settings.method != "os-pruner":
+        model.config.default_mode = "threshold"
+        model.config.default_threshold = BASELINE_THRESHOLD
+    if model.policy.tail is not None and settings.tuning != "lora":  # adapters are float32 already
+        model.policy.tail.float()
+    model.policy.eval()  # as when generating: whatever dropout the base has stays off
+    return model
+
+
+def batch_loss(
+    method: str,
+    logits: Tensor,
+    batch: Batch,
+    length_penalty: float,
+    entropy_bonus: float = 0.0,
+) -> Tensor:
+    """The loss of one batch.
+
+    Args:
+        method: "os-pruner", "probe", "convergence" or "flashthink".
+        logits: (B, T) stop logits at step ends.
+        batch: the labels.
+        length_penalty: lambda; only "os-pruner" has one.
+        entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
+    """
+    mask = batch.mask.to(logits.device)
+    correct = batch.correct.to(logits.device)
+    if method == "os-pruner":
+        lengths = batch.lengths.to(logits.device)
+        return objective_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
+    targets = batch.matches_final.to(logits.device) if method == "convergence" else correct
+    return classification_loss(logits, targets, mask)
+
+
+def loss_weight(method: str, part: Batch, batch: Batch) -> float:
+    """What the loss of a part of a batch counts in that of the whole, both means.
+
+    Means over traces for "os-pruner", over steps for the baselines.
+    """
+    if method == "os-pruner":
+        return len(part.mask) / len(batch.mask)
+    return float(part.mask.sum() / batch.mask.sum())
+
+
+@torch.no_grad()
+def predict(
+    model: Trainable,
+    dataset: Dataset | LabelledTraces,
+    cache_limit_bytes: int = 2**31,
+) -> npt.NDArray[np.float32]:
+    """Stop probabilities at the step ends of labelled traces: one causal pass a trace.
+
+    Args:
+        model: base and policy.
+        dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
+            trunk's states for the next policy on the same base.
+        cache_limit_bytes: largest size of the states kept.
+
+    Returns:
+        (N, T) probabilities, 0 on padding. Replay does not read the last step's.
+    """
+    traces = LabelledTraces.from_dataset(dataset)
+    if isinstance(dataset, LabelledTraces):
+        traces.cache_states(model, cache_limit_bytes)
+    return predict_with(partial(step_logits, model.policy), model, traces, Processes())
+
+
+@torch.no_grad()
+def predict_with(
+    logits_of: Callable[[Tensor, Tensor], Tensor],
+    model: Trainable,
+    traces: LabelledTraces,
+    processes: Processes,
+) -> npt.NDArray[np.float32]:
+    """`predict`, by several processes, each of which takes some of the traces.
+
+    Args:
+        logits_of: logits (B, T) from the trunk's states (B, S, H) and positions (B, T).
+        model: whose trunk.
+        traces: N labelled traces.
+        processes: those that share the work; all get the result.
+    """
+    out = np.zeros(traces.table.mask.shape, dtype=np.float32)
+    for rows, new in processes.turns(list(length_batches(traces.token_lengths))):
+        batch = traces.batch(rows)
+        hidden = traces.states(model, rows)  # (B, S, H)
+        logits = logits_of(hidden, batch.positions.to(hidden.device))  # (B, T)
+        probabilities = torch.sigmoid(logits.float()).cpu().masked_fill(~batch.mask, 0.0)
+        if new:
+            out[rows, : probabilities.shape[1]] = probabilities.numpy()
+    return processes.sum(out.astype(np.float64)).astype(np.float32)
+
+
+def save_policy_folder(
+    folder: Path,
+    model: Trainable,
+    tensors: Mapping[str, Tensor],
+    settings: TrainSettings,
+    stage: Stage,
+    facts: Mapping[str, Any],
+    validation: LabelledTraces,
+    outcome: Outcome,
+) -> None:
+    """Saves a policy with its record, its results on the validation traces, and a card.
+
+    FlashThink's has no card: it is a baseline for replay, and is not published.
+
+    Args:
+        folder: where to.
+        model: the policy.
+        tensors: its policy's state dict, gathered from all processes.
+        settings: of the run.
+        stage: that ends here.
+        facts: what else the record shall hold, JSON values.
+        validation: the validation traces.
+        outcome: of the policy on them.
+    """
+    named = {f"policy.{name}": tensor for name, tensor in tensors.items()}
+    if isinstance(model, Verifier):
+        read = tokens_read(validation)
+        tokens = float(read.max(axis=1).sum() / validation.table.num_steps.sum())
+        costs = {"tokens_per_step": tokens, "seconds_per_step": facts["seconds_per_step"]}
+        model.save(folder, named, costs)
+    else:
+        model.save_pretrained(folder, state_dict=named)
+    provenance(
+        folder,
+        seed=settings.seed,
+        base_model=model.config.base_model_name_or_path,
+        base_revision=model.config.base_revision,
+        details={**facts, "settings": settings.to_dict()},
+    )
+    if isinstance(model, Verifier):
+        return
+    table = validation.table
+    rows = [
+        ["full trace", table.full_correct.mean(), table.full_tokens.mean()],
+        [stage.name, outcome.accuracy, outcome.mean_tokens],
+    ]
+    results = ResultsTable(
+        f"Replay on {len(table)} validation traces of {len(table.problem_ids)} problems "
+        "of the kind it was trained on; one training seed, no intervals. Printed by `ospruner "
+        "train`.",
+        ["method", "accuracy %", "thinking tokens"],
+        [[name, f"{100 * accuracy:.1f}", f"{tokens:.0f}"] for name, accuracy, tokens in rows],
+        [
+            Measurement("validation traces", "validation", "accuracy", 100 * outcome.accuracy),
+            Measurement("validation traces", "validation", "thinking tokens", outcome.mean_tokens),
+        ],
+    )
+    write_policy_card(folder, name=stage.name, license=None, results=results)

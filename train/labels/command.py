@@ -1,0 +1,248 @@
+"""A whole label run, as `ospruner label` starts it: problems, base and engine by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.engines.opening import (
+    ENGINES,
+    EngineOptions,
+    known_revision,
+    load_tokenizer,
+    open_engine,
+)
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from ospruner.eval.problems.problem import Columns, Problem
+from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
+from ospruner.eval.schema import LabelSettings
+
+from .folder import check_folder
+from .importing import ImportedTraces, read_traces
+from .making import label
+from .on_ray import EngineWorker, RayOptions, label_with_ray
+
+__all__ = [
+    "ProblemOptions",
+    "load_run_problems",
+    "parse_columns",
+    "read_format",
+    "run_import",
+    "run_label",
+]
+
+
+@dataclass(frozen=True)
+class ProblemOptions:
+    """Which problems a run labels.
+
+    Attributes:
+        dataset: a benchmark's name, a file, or a dataset of the Hub; see `load_source`.
+        files: a benchmark's rows from files.
+        split: of the benchmark or dataset.
+        columns: where the fields of a problem stand.
+        revision: of the Hub's dataset.
+        limit: only the first so many, after overlaps are dropped.
+        exclude: benchmarks or files whose problems are dropped, such as those of the evaluation.
+    """
+
+    dataset: str
+    files: Sequence[str] = ()
+    split: str | None = None
+    columns: Columns = field(default_factory=dict)
+    revision: str | None = None
+    limit: int | None = None
+    exclude: Sequence[str] = ()
+
+
+def load_run_problems(options: ProblemOptions) -> Loaded:
+    """The problems of a run, without those of `exclude`; how many were dropped is in `source`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load_source`; or nothing is left.
+    """
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"limit is {options.limit}; it must be at least 1")
+    loaded = load_source(
+        options.dataset,
+        files=options.files,
+        split=options.split,
+        columns=options.columns,
+        revision=options.revision,
+        limit=None if options.exclude else options.limit,
+    )
+    if not options.exclude:
+        return loaded
+    others: list[Problem] = []
+    for name in options.exclude:
+        others += load_source(name).problems
+    problems, dropped = drop_overlaps(loaded.problems, others)
+    if not problems:
+        raise ValueError(f"all {len(dropped)} problems are also in {', '.join(options.exclude)}")
+    source = loaded.source | {
+        "excluded": {"by": list(options.exclude), "overlaps": len(dropped), "ids": dropped}
+    }
+    return Loaded(problems[: options.limit], source)
+
+
+def read_format(name: str | None, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
+    """The reasoning format of a base.
+
+    Args:
+        name: a preset's name, a JSON file with a format's literals, or None for the one that
+            fits the tokenizer's markers.
+        tokenizer: the base's.
+
+    Raises:
+        ValueError: no such preset, or a format that does not fit the tokenizer.
+    """
+    chosen = guess(tokenizer) if name is None else ReasoningFormat.named(name)
+    return TokenFormat.compile(chosen, tokenizer)
+
+
+def run_label(
+    problems: ProblemOptions,
+    engine_name: str,
+    engine_options: EngineOptions,
+    settings: Mapping[str, Any],
+    out_dir: str | Path,
+    *,
+    format_name: str | None = None,
+    chunk_traces: int = 128,
+    ray: RayOptions | None = None,
+    progress: Progress = silent,
+) -> Dataset:
+    """Labels problems with a base. Whatever can be refused is refused before the engine starts.
+
+    Args:
+        problems: which problems.
+        engine_name: one of `modeling_ospruner.engines.opening.ENGINES`.
+        engine_options: which base, and how it is run.
+        settings: fields of `LabelSettings`, but for the base and its format.
+        out_dir: the label folder.
+        format_name: see `read_format`.
+        chunk_traces: traces committed together; a kill loses at most these.
+        ray: spreads the run over a Ray cluster; its `unit_traces` take the place of chunks.
+        progress: called with phases "sample", "fork" and "grade", in traces.
+
+    Returns:
+        The labelled traces.
+
+    Raises:
+        FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
+    """
+    _check_engine(engine_name)
+    loaded = load_run_problems(problems)
+    tokenizer = load_tokenizer(engine_options.base, engine_options.revision)
+    fmt = read_format(format_name, tokenizer)
+    wanted = _settings(engine_options, fmt, settings)
+    check_folder(out_dir, wanted)
+    if ray is not None:
+        return label_with_ray(
+            loaded.problems,
+            EngineWorker(engine_name, engine_options, wanted),
+            wanted,
+            out_dir,
+            ray,
+            source=loaded.source | {"engine": engine_name, "scale": "ray"},
+            progress=progress,
+        )
+    return label(
+        loaded.problems,
+        open_engine(engine_name, tokenizer, engine_options),
+        tokenizer,
+        fmt,
+        wanted,
+        out_dir,
+        chunk_traces=chunk_traces,
+        source=loaded.source | {"engine": engine_name},
+        progress=progress,
+    )
+
+
+def run_import(
+    file: str,
+    engine_name: str,
+    engine_options: EngineOptions,
+    settings: Mapping[str, Any],
+    out_dir: str | Path,
+    *,
+    columns: Columns | None = None,
+    limit: int | None = None,
+    format_name: str | None = None,
+    chunk_traces: int = 128,
+    progress: Progress = silent,
+) -> Dataset:
+    """Labels traces that others made: their answers are forced by a base of yours.
+
+    Args:
+        file: the traces; see `label_import.read_traces`.
+        engine_name: one of `modeling_ospruner.engines.opening.ENGINES`.
+        engine_options: which base, and how it is run.
+        settings: fields of `LabelSettings`, but for the base, its format and the file.
+        out_dir: the label folder.
+        columns: where the fields of a trace stand.
+        limit: only the first so many traces.
+        format_name: see `read_format`.
+        chunk_traces: traces committed together.
+        progress: called with phases "fork" and "grade".
+
+    Raises:
+        FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
+    """
+    _check_engine(engine_name)
+    traces = read_traces(file, columns=columns, limit=limit)
+    tokenizer = load_tokenizer(engine_options.base, engine_options.revision)
+    fmt = read_format(format_name, tokenizer)
+    samples = 1 + max(trace.key.sample_index for trace in traces)
+    given = {**settings, "samples_per_problem": samples, "imported_from": Path(file).name}
+    wanted = _settings(engine_options, fmt, given)
+    check_folder(out_dir, wanted)
+    engine = open_engine(engine_name, tokenizer, engine_options)
+    problems = {trace.key.problem.id: trace.key.problem for trace in traces}
+    return label(
+        list(problems.values()),
+        ImportedTraces(traces, engine, tokenizer),
+        tokenizer,
+        fmt,
+        wanted,
+        out_dir,
+        chunk_traces=chunk_traces,
+        traces=[trace.key for trace in traces],
+        source={"traces": Path(file).name, "engine": engine_name},
+        progress=progress,
+    )
+
+
+def parse_columns(text: str) -> Columns:
+    """Reads `problem=question,answer=final` as the command line gives it.
+
+    Raises:
+        ValueError: a part without "=".
+    """
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    if bad := [name for name, sign, column in parts if not sign or not column.strip()]:
+        raise ValueError(f"columns holds {bad}; write field=column, such as problem=question")
+    return {name.strip(): (column.strip(),) for name, _, column in parts}
+
+
+def _check_engine(name: str) -> None:
+    if name not in ENGINES:
+        raise ValueError(f"engine is {name!r}; it must be one of {', '.join(ENGINES)}")
+
+
+def _settings(
+    options: EngineOptions, fmt: TokenFormat, settings: Mapping[str, Any]
+) -> LabelSettings:
+    return LabelSettings(
+        base_model=options.base,
+        base_revision=known_revision(options.base, options.revision),
+        reasoning_format=fmt.format.to_dict(),
+        **settings,
+    )

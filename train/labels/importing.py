@@ -1,0 +1,186 @@
+"""Traces that others made: read from their text, and labelled like our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from modeling_ospruner.engines.interface import (
+    AnswerStop,
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+)
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.eval.problems.problem import Problem, problems_from_rows, read_rows
+from ospruner.eval.problems.sources import text_key
+
+from .rows import TraceKey
+
+__all__ = ["ImportedTrace", "ImportedTraces", "read_traces"]
+
+IMPORT_COLUMNS: dict[str, tuple[str, ...]] = {
+    "id": ("id",),
+    "problem": ("problem",),
+    "answer": ("answer",),
+    "family": ("family",),
+    "reasoning": ("reasoning",),
+    "response": ("response",),
+    "closed": ("closed",),
+}
+"""Columns of a file of traces: `read_traces` says what they hold."""
+
+
+@dataclass(frozen=True)
+class ImportedTrace:
+    """One trace as text.
+
+    Attributes:
+        key: its problem, and its number among the problem's traces.
+        reasoning: the thinking, without the markers around it.
+        response: what followed the thinking; "" where nothing is known of it.
+        closed: whether the model ended its thinking itself.
+    """
+
+    key: TraceKey
+    reasoning: str
+    response: str
+    closed: bool
+
+
+def read_traces(
+    path: str, *, columns: Mapping[str, Sequence[str]] | None = None, limit: int | None = None
+) -> list[ImportedTrace]:
+    """Reads traces from a `.jsonl`, `.jsonl.gz` or `.parquet` file.
+
+    Traces of one problem (by its normalised text) become its samples, whatever their ids, so that
+    splits by problem keep them together. The problem's id is that of its first trace.
+
+    Args:
+        path: the file. Each row has `id`, `problem`, `answer` and `reasoning`; `response` (what
+            followed the thinking) and `closed` (whether the model ended its thinking itself; true
+            where absent) may be there.
+        columns: where these stand, if not under their own names.
+        limit: read only the first so many.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a row that is no trace, an unknown field in `columns`, or limit < 1.
+    """
+    columns = columns or {}
+    if unknown := sorted(set(columns) - set(IMPORT_COLUMNS)):
+        raise ValueError(f"columns names the fields {unknown}; a trace has {list(IMPORT_COLUMNS)}")
+    names = {**IMPORT_COLUMNS, **columns}
+    rows: list[Mapping[str, Any]] = []
+    for row in read_rows(path):
+        if limit is not None and len(rows) >= max(limit, 1):
+            break
+        rows.append(row)
+    fields = ("id", "problem", "answer", "family")
+    problems = problems_from_rows(
+        rows, columns={name: names[name] for name in fields}, limit=limit, source=path
+    )
+    first: dict[str, Problem] = {}
+    samples: dict[str, int] = {}
+    traces = []
+    for number, (row, problem) in enumerate(zip(rows, problems, strict=True)):
+        known = first.setdefault(text_key(problem.problem), problem)
+        samples[known.id] = samples.get(known.id, -1) + 1
+        values = {
+            name: next((row[c] for c in names[name] if row.get(c) is not None), None)
+            for name in ("reasoning", "response", "closed")
+        }
+        reasoning, closed = values["reasoning"], values["closed"]
+        if not isinstance(reasoning, str) or not reasoning.strip():
+            raise ValueError(
+                f"{path}, row {number}: column {' or '.join(map(repr, names['reasoning']))} holds "
+                f"{reasoning!r}; it must be the text of a trace"
+            )
+        traces.append(
+            ImportedTrace(
+                TraceKey(known, samples[known.id]),
+                reasoning,
+                str(values["response"] or ""),
+                closed is None or bool(closed),
+            )
+        )
+    return traces
+
+
+class ImportedTraces:
+    """An `Engine` whose sampled traces are imported ones; another engine forks their answers.
+
+    Args:
+        traces: the traces.
+        engine: forks the answers.
+        tokenizer: of that engine's model. The traces' texts are tokenised by it, as there are no
+            generated ids.
+    """
+
+    def __init__(
+        self, traces: Sequence[ImportedTrace], engine: Engine, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.traces = {trace.key.name: trace for trace in traces}
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.counts = engine.counts
+        self.sample_counts = TokenCount()
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        keys: Sequence[str] | None = None,
+        on_done: Callable[[int, Sampled], None] | None = None,
+    ) -> list[Sampled]:
+        """The traces of the given keys, cut at `max_new_tokens`; see `Engine.sample`.
+
+        Raises:
+            ValueError: keys are not given, or not those of the traces.
+        """
+        if keys is None or any(key not in self.traces for key in keys):
+            raise ValueError(f"keys is {keys}; imported traces are asked for by their keys")
+        results = []
+        for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
+            trace = self.traces[key]
+            ids = self._opened(prompt, trace.reasoning, fmt)
+            if len(ids) > settings.max_new_tokens or not trace.closed:
+                sampled = Sampled(ids[: settings.max_new_tokens], [], "cap")
+            else:
+                sampled = Sampled(ids, self._ids(trace.response), "natural")
+            results.append(sampled)
+            if on_done is not None:
+                on_done(index, sampled)
+        return results
+
+    def fork(
+        self,
+        requests: Sequence[ForkRequest],
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
+    ) -> list[list[ForkedAnswer]]:
+        """The answers of the other engine; see `Engine.fork`."""
+        return self.engine.fork(requests, suffix_ids, max_new_tokens, stop, on_done)
+
+    def _opened(self, prompt: Sequence[int], reasoning: str, fmt: TokenFormat) -> list[int]:
+        """A trace's ids, with what opens the thinking where the prompt does not write it."""
+        start = fmt.format.think_start
+        tail = str(self.tokenizer.decode(list(prompt)[-64:], clean_up_tokenization_spaces=False))
+        if start and start not in tail.rpartition(fmt.format.think_end)[2]:
+            newline = "\n" if start == "<think>" else ""
+            reasoning = start + newline + reasoning.lstrip("\n")
+        elif tail.endswith("\n"):
+            reasoning = reasoning.lstrip("\n")
+        return self._ids(reasoning)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))

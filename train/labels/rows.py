@@ -1,0 +1,279 @@
+"""Rows of labelled traces: sample a trace, fork an answer at each step, read it, grade it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.engines.interface import (
+    Engine,
+    ForkedAnswer,
+    ForkRequest,
+    Sampled,
+    SamplingSettings,
+)
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.eval.grading.boxed import Verdict, compare_many, extract_boxed, read_box
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.schema import LabelSettings, validate_row
+
+__all__ = [
+    "GRADE_COLUMNS",
+    "TraceKey",
+    "grade_rows",
+    "label_traces",
+    "labelled_step_ends",
+    "sample_traces",
+    "sampling_settings",
+    "wanted_traces",
+]
+
+
+@dataclass(frozen=True)
+class TraceKey:
+    """One trace to be sampled: which problem, and which of its samples.
+
+    Attributes:
+        problem: the problem.
+        sample_index: 0 .. samples_per_problem - 1.
+    """
+
+    problem: Problem
+    sample_index: int
+
+    @property
+    def name(self) -> str:
+        """The row's key for the engine: with the seed, it decides all of the trace's draws."""
+        return f"{self.problem.id}/{self.sample_index}"
+
+
+def wanted_traces(problems: Sequence[Problem], samples_per_problem: int) -> list[TraceKey]:
+    """Every trace of a label run, in order.
+
+    Raises:
+        ValueError: no problems, or an id that two problems share.
+    """
+    if not problems:
+        raise ValueError("problems is empty; give at least one problem to label")
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.id in seen:
+            raise ValueError(f"two problems share the id {problem.id!r}; ids must be unique")
+        seen.add(problem.id)
+    return [TraceKey(problem, k) for problem in problems for k in range(samples_per_problem)]
+
+
+def sampling_settings(settings: LabelSettings) -> SamplingSettings:
+    """The engine's sampling settings of a label run."""
+    return SamplingSettings(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_new_tokens=settings.max_new_tokens,
+        seed=settings.seed,
+    )
+
+
+def sample_traces(
+    keys: Sequence[TraceKey],
+    prompts: Sequence[Sequence[int]],
+    engine: Engine,
+    fmt: TokenFormat,
+    settings: LabelSettings,
+    on_done: Callable[[int, Sampled], None] | None = None,
+) -> list[Sampled]:
+    """Samples one trace for each key; a trace does not depend on its neighbours in the call.
+
+    Args:
+        keys: what to sample.
+        prompts: the prompt of each key.
+        engine: runs the base.
+        fmt: where the thinking ends.
+        settings: how to sample.
+        on_done: called with an index and its trace as soon as it is finished.
+    """
+    return engine.sample(
+        prompts, sampling_settings(settings), fmt, [key.name for key in keys], on_done
+    )
+
+
+GRADE_COLUMNS = ("forced_correct", "matches_final", "ungraded_reasons", "natural_correct")
+"""The columns that `grade_rows` fills in."""
+
+_BATCH = 1_000
+_Pair = tuple[str | None, str | None]
+
+
+def grade_rows(
+    rows: Sequence[dict[str, Any]], on_graded: Callable[[int, int], None] | None = None
+) -> None:
+    """Fills in `GRADE_COLUMNS` from the answers in the rows.
+
+    Most steps of a trace give one of a few answers: each is graded, and compared with the answer
+    forced at the last step, once.
+
+    Args:
+        rows: labelled traces; changed in place.
+        on_graded: called with the comparisons done so far and their number.
+    """
+    wanted: dict[_Pair, None] = {}
+    for row in rows:
+        for answer in {*row["forced_answers"], row["natural_answer"]}:
+            wanted[row["answer"], answer] = None
+        for answer in set(row["forced_answers"]):
+            wanted[row["forced_answers"][-1], answer] = None
+    pairs = list(wanted)
+    verdicts: dict[_Pair, Verdict] = {}
+    for start in range(0, len(pairs), _BATCH):
+        batch = pairs[start : start + _BATCH]
+        verdicts |= zip(batch, compare_many(batch), strict=True)
+        if on_graded is not None:
+            on_graded(len(verdicts), len(pairs))
+    for row in rows:
+        answers, final = row["forced_answers"], row["forced_answers"][-1]
+        graded = [verdicts[row["answer"], answer] for answer in answers]
+        row["forced_correct"] = [_number(verdict) for verdict in graded]
+        row["ungraded_reasons"] = [verdict.reason for verdict in graded]
+        row["matches_final"] = [verdicts[final, answer].correct for answer in answers]
+        row["natural_correct"] = _number(verdicts[row["answer"], row["natural_answer"]])
+
+
+def _number(verdict: Verdict) -> float | None:
+    return None if verdict.correct is None else float(verdict.correct)
+
+
+def labelled_step_ends(
+    fmt: TokenFormat, trace_ids: Sequence[int], every: int = 1, max_forks: int = 0
+) -> list[int]:
+    """L_i of the steps that get a label.
+
+    Args:
+        fmt: where steps end.
+        trace_ids: the thinking tokens.
+        every: each so-many-th step, and always the last.
+        max_forks: at most so many of these, evenly spread, and always the last; 0 for all.
+    """
+    ends = fmt.step_ends(trace_ids)
+    ends = [end for i, end in enumerate(ends, start=1) if i % every == 0 or i == len(ends)]
+    if max_forks and len(ends) > max_forks:
+        ends = [ends[len(ends) * (k + 1) // max_forks - 1] for k in range(max_forks)]
+    return ends
+
+
+def label_traces(
+    keys: Sequence[TraceKey],
+    prompts: Sequence[Sequence[int]],
+    traces: Sequence[Sampled],
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    fmt: TokenFormat,
+    settings: LabelSettings,
+    progress: Progress = silent,
+) -> list[dict[str, Any]]:
+    """Forces and grades the answer at each step of given traces; one row a trace.
+
+    Args:
+        keys: whose traces these are.
+        prompts: the prompts' ids.
+        traces: the traces, each with at least one thinking token.
+        engine: runs the base.
+        tokenizer: the base's.
+        fmt: the base's reasoning format.
+        settings: answer mode and cap, and `every`.
+        progress: called with phases "fork", in traces of these, and "grade", in comparisons.
+    """
+    requests = [
+        ForkRequest(
+            prompt,
+            trace.trace_ids,
+            labelled_step_ends(fmt, trace.trace_ids, settings.every, settings.max_forks),
+        )
+        for prompt, trace in zip(prompts, traces, strict=True)
+    ]
+    forced = settings.answer == "forced"
+    finished = 0
+
+    def on_done(index: int, answers: list[ForkedAnswer]) -> None:
+        nonlocal finished
+        finished += 1
+        progress("fork", finished, len(requests))
+
+    forks = engine.fork(
+        requests,
+        fmt.forced_suffix(settings.answer),
+        settings.max_answer_tokens,
+        fmt.box_state if forced else None,
+        on_done,
+    )
+    texts = _Texts(tokenizer)
+    rows = []
+    for key, request, trace, answers in zip(keys, requests, traces, forks, strict=True):
+        contents = [_content(texts.of(answer.ids), forced) for answer in answers]
+        rows.append(_row(key, request, trace, answers, contents, texts.of(trace.answer_ids)))
+    grade_rows(rows, lambda done, total: progress("grade", done, total))
+    for row in rows:
+        validate_row(row)
+    return rows
+
+
+def _row(
+    key: TraceKey,
+    request: ForkRequest,
+    trace: Sampled,
+    answers: Sequence[ForkedAnswer],
+    contents: Sequence[str],
+    natural_text: str,
+) -> dict[str, Any]:
+    """A row without its grades."""
+    problem = key.problem
+    return {
+        "problem_id": problem.id,
+        "sample_index": key.sample_index,
+        "family": problem.family,
+        "problem": problem.problem,
+        "answer": problem.answer,
+        "prompt_ids": list(request.prompt_ids),
+        "trace_ids": list(trace.trace_ids),
+        "step_ends": list(request.cuts),
+        "forced_answers": list(contents),
+        "forced_answer_tokens": [len(answer.ids) for answer in answers],
+        "forced_answer_ids": [answer.ids for answer in answers],
+        "forced_logprob": [_mean(answer.logprobs) for answer in answers],
+        "forced_entropy": [answer.entropy for answer in answers],
+        "natural_answer": extract_boxed(natural_text) or "",
+        "natural_answer_tokens": len(trace.answer_ids),
+        "natural_answer_ids": list(trace.answer_ids),
+        "ended": trace.ended,
+    }
+
+
+class _Texts:
+    """Decodes token ids, equal ones once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[int, ...], str] = {}
+
+    def of(self, ids: Sequence[int]) -> str:
+        """The text of an answer's ids."""
+        key = tuple(ids)
+        if key not in self._known:
+            self._known[key] = str(
+                self._tokenizer.decode(
+                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            )
+        return self._known[key]
+
+
+def _content(text: str, forced: bool) -> str:
+    """What stands in the box; "" where it never closes."""
+    return (read_box(text) if forced else extract_boxed(text)) or ""
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,275 @@
+"""Label runs in units that any worker can do: an unfinished one is done again, a poisoned row once.
+
+    parts/layout.json        how many units there are
+    parts/unit-0007/         a label folder while the unit is worked on
+    parts/unit-0007.json     how often its worker ended in it, and in each trace alone
+
+A problem's unit follows from the hash of its id. A unit's traces are done together; where workers
+ended in it twice, the next one does them one by one, and a trace on which workers end again is
+dropped with that reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from modeling_ospruner.common.durable import replace_file, sync_folder
+from modeling_ospruner.engines.interface import Engine
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.eval.schema import LabelSettings
+
+from .folder import data_shards
+from .making import label
+from .rows import TraceKey
+from .writer import Chunk, LabelFolder
+
+__all__ = ["PARTS", "Worker", "do_unit", "merge_units", "open_units", "unit_of"]
+
+PARTS = "parts"
+MAX_UNITS = 10_000
+_TOGETHER = 2  # how often a unit is begun with all its traces in one chunk
+_ALONE = 2  # how often a trace may end its worker when done alone
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker has loaded.
+
+    Attributes:
+        engine: runs the base.
+        tokenizer: the base's.
+        fmt: the base's reasoning format.
+        settings: of the run.
+    """
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    fmt: TokenFormat
+    settings: LabelSettings
+
+
+def unit_of(problem_id: str, units: int) -> int:
+    """The unit that a problem belongs to, by hash: the same in every run."""
+    digest = hashlib.blake2b(problem_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % units
+
+
+def open_units(
+    out_dir: Path,
+    settings: LabelSettings,
+    traces: Sequence[TraceKey],
+    unit_traces: int,
+) -> dict[int, list[TraceKey]]:
+    """The units that have something to do, with their unfinished traces.
+
+    Args:
+        out_dir: the label folder of the whole run.
+        settings: of the run.
+        traces: all that are wanted.
+        unit_traces: traces in a unit, about; a folder that has units keeps their number.
+
+    Raises:
+        ValueError: the folder holds something else or other settings, or is being written.
+    """
+    with LabelFolder(out_dir, settings) as folder:
+        done = folder.done
+    layout = out_dir / PARTS / "layout.json"
+    if layout.exists():
+        units = json.loads(layout.read_text("utf-8"))["units"]
+    else:
+        units = min(MAX_UNITS, max(1, len(traces) // unit_traces))
+        layout.parent.mkdir(exist_ok=True)
+        replace_file(layout, json.dumps({"units": units}).encode())
+    todo: dict[int, list[TraceKey]] = {}
+    for key in traces:
+        if (key.problem.id, key.sample_index) not in done:
+            todo.setdefault(unit_of(key.problem.id, units), []).append(key)
+    return dict(sorted(todo.items()))
+
+
+def do_unit(out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker) -> None:
+    """Labels the traces of a unit in its own folder; what that holds already is kept.
+
+    A trace that raises an error is dropped with it, unless every trace of several raises one:
+    then the worker is broken, not they.
+
+    Args:
+        out_dir: the label folder of the whole run.
+        unit: which unit.
+        keys: its traces, by `open_units`.
+        worker: the engine and what belongs to it.
+
+    Raises:
+        OSError: the engine's servers are gone, or the disk is full.
+        ValueError: the unit is being written by another worker.
+        Exception: that of the first trace, where every one of several raises one.
+    """
+    diary = _Diary(out_dir, unit)
+    todo = diary.unfinished(keys, worker)
+    if not todo:
+        return
+    diary.begin()
+    try:
+        if diary.begun > _TOGETHER or not _done_together(diary, keys, todo, worker):
+            _do_alone(diary, keys, worker)
+    finally:
+        diary.end()
+
+
+def _done_together(
+    diary: _Diary, keys: Sequence[TraceKey], todo: Sequence[TraceKey], worker: Worker
+) -> bool:
+    try:
+        _label(diary.folder, keys, todo, worker)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - one by one shows whose it is
+        diary.note(error)
+        return False
+    return True
+
+
+def _do_alone(diary: _Diary, keys: Sequence[TraceKey], worker: Worker) -> None:
+    failed: list[tuple[str, int, str]] = []
+    first: Exception | None = None
+    todo = diary.unfinished(keys, worker)
+    for key in todo:
+        name = (key.problem.id, key.sample_index)
+        if diary.tried(key) >= _ALONE:
+            failed.append((*name, f"the worker ended {_ALONE} times while doing it alone"))
+            continue
+        diary.begin_alone(key)
+        try:
+            _label(diary.folder, keys, [key], worker)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - recorded with the trace
+            if diary.unfinished([key], worker):
+                first = first or error
+                failed.append((*name, f"{type(error).__name__}: {error}"))
+        finally:
+            diary.end_alone(key)
+    if first is not None and len(failed) == len(todo) > 1:
+        raise first
+    if failed:
+        with LabelFolder(diary.folder, worker.settings) as folder:
+            folder.commit(Chunk([], failed))
+
+
+def merge_units(
+    out_dir: Path,
+    settings: LabelSettings,
+    finished: bool,
+    source: Mapping[str, Any] | None = None,
+) -> Dataset | None:
+    """Moves what the units hold into the run's own folder, in the units' order.
+
+    Args:
+        out_dir: the label folder of the whole run.
+        settings: of the run.
+        finished: whether all units are done; their folders are then removed.
+        source: where the problems come from; kept in the manifest.
+
+    Returns:
+        The labelled traces; None where not all units are done.
+    """
+    units = sorted(path for path in (out_dir / PARTS).glob("unit-*") if path.is_dir())
+    data = out_dir / "data"
+    numbers = [int(shard.stem.rpartition("-")[2]) for shard in data_shards(out_dir)]
+    number = max(numbers, default=-1)
+    for unit in units:
+        with LabelFolder(unit, settings) as folder:
+            folder.compact()
+        for shard in data_shards(unit):
+            number += 1
+            shard.replace(data / f"train-{number:05d}.parquet")
+        sync_folder(data)
+    with LabelFolder(out_dir, settings, source=source) as folder:
+        for unit in units:  # what is left there are drops without a row beside them
+            with LabelFolder(unit, settings) as rest:
+                drops = [drop for drop in rest.dropped if drop[:2] not in folder.done]
+                if drops:
+                    folder.commit(Chunk([], drops, rest.costs))
+        if not finished:
+            folder.compact()
+            return None
+        dataset = folder.finish()
+    shutil.rmtree(out_dir / PARTS)
+    return dataset
+
+
+def _label(
+    folder: Path, keys: Sequence[TraceKey], todo: Sequence[TraceKey], worker: Worker
+) -> None:
+    label(
+        list({key.problem.id: key.problem for key in keys}.values()),
+        worker.engine,
+        worker.tokenizer,
+        worker.fmt,
+        worker.settings,
+        folder,
+        chunk_traces=len(todo),
+        traces=todo,
+    )
+
+
+class _Diary:
+    """What a unit's workers began: on disk before they begin it, since they may end in it."""
+
+    def __init__(self, out_dir: Path, unit: int) -> None:
+        self.folder = out_dir / PARTS / f"unit-{unit:04d}"
+        self._file = self.folder.with_suffix(".json")
+        self._entries: dict[str, Any] = {"begun": 0, "alone": {}, "errors": []}
+        if self._file.exists():
+            self._entries = json.loads(self._file.read_text("utf-8"))
+
+    @property
+    def begun(self) -> int:
+        """How often the unit was begun."""
+        return int(self._entries["begun"])
+
+    def begin(self) -> None:
+        """Notes that the unit is begun."""
+        self._entries["begun"] += 1
+        self._write()
+
+    def tried(self, key: TraceKey) -> int:
+        """How often a trace was begun alone."""
+        return int(self._entries["alone"].get(key.name, 0))
+
+    def begin_alone(self, key: TraceKey) -> None:
+        """Notes that a trace is begun alone."""
+        self._entries["alone"][key.name] = self.tried(key) + 1
+        self._write()
+
+    def end(self) -> None:
+        """Notes that the worker lives on."""
+        self._entries["begun"] = 0
+        self._write()
+
+    def end_alone(self, key: TraceKey) -> None:
+        """Notes that the worker lives on after this trace."""
+        del self._entries["alone"][key.name]
+        self._write()
+
+    def note(self, error: Exception) -> None:
+        """Notes an error, for whoever looks for its cause."""
+        self._entries["errors"].append(f"{type(error).__name__}: {error}")
+        self._write()
+
+    def unfinished(self, keys: Sequence[TraceKey], worker: Worker) -> list[TraceKey]:
+        """Those of the traces that the unit's folder does not hold."""
+        with LabelFolder(self.folder, worker.settings) as folder:
+            return [key for key in keys if (key.problem.id, key.sample_index) not in folder.done]
+
+    def _write(self) -> None:
+        replace_file(self._file, json.dumps(self._entries).encode())

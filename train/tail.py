@@ -1,0 +1,151 @@
+"""How the policy is computed while it trains: its logits at step ends, as one module.
+
+Of the last layer's output only the rows at step ends are read. Its keys and values are needed
+everywhere, but queries, output projection and MLP only there: about one token in fifteen. Written
+out for Llama's layer, which Qwen2 shares; other layers take the ordinary way, with equal results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaModel, rotate_half
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+
+from .processes import Processes
+from .settings import TrainSettings
+
+__all__ = ["TrainedPolicy", "no_denormals", "step_logits", "takes_fast_tail"]
+
+
+def takes_fast_tail(tail: nn.Module | None) -> bool:
+    """Whether a policy's tail is one whose last layer is written out here.
+
+    Its other layers are called without a mask, which means "causal" to sdpa attention only.
+    """
+    if not isinstance(tail, LlamaModel | Qwen2Model):
+        return False
+    sliding = isinstance(tail, Qwen2Model) and tail.config.use_sliding_window
+    sdpa = tail.config._attn_implementation == "sdpa"
+    return sdpa and not sliding
+
+
+def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = True) -> Tensor:
+    """The policy's logits at step ends.
+
+    Args:
+        policy: a `StoppingPolicy`.
+        hidden: (B, S, H) states entering the tail, traces padded at their right ends. As the
+            policy is causal, the padding needs no mask.
+        positions: (B, T) index in S of each step's last token.
+        fast: compute the last layer at step ends only, where `takes_fast_tail`.
+
+    Returns:
+        (B, T) float32 logits.
+    """
+    if policy.tail is not None:
+        hidden = hidden.to(policy.tail.dtype)
+    if not (fast and takes_fast_tail(policy.tail)):
+        logits: Tensor = policy(hidden)  # (B, S)
+        return logits.gather(1, positions)
+    tail = policy.tail
+    everywhere = torch.arange(hidden.shape[1], device=hidden.device)[None]  # (1, S)
+    rotary = tail.rotary_emb(hidden, everywhere)  # cos, sin (1, S, D)
+    for layer in tail.layers[:-1]:
+        # `forward` itself: the policy's hooks are for decoders that scale their embeddings.
+        hidden = layer.forward(
+            hidden, attention_mask=None, position_ids=everywhere, position_embeddings=rotary
+        )
+    at_steps = _last_layer(tail.layers[-1], hidden, positions, rotary)  # (B, T, H)
+    with torch.autocast(hidden.device.type, enabled=False):
+        head_logits: Tensor = policy.head(tail.norm(at_steps).float())[..., 0]
+    return head_logits
+
+
+def _last_layer(
+    layer: Any, hidden: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The layer's output (B, T, H) at `positions`, from its whole input (B, S, H)."""
+    attention = layer.self_attn
+    B, S, H = hidden.shape
+    T, D = positions.shape[1], attention.head_dim
+    index = positions[..., None].expand(B, T, H)
+    normed = layer.input_layernorm(hidden)  # (B, S, H)
+    keys = attention.k_proj(normed).view(B, S, -1, D).transpose(1, 2)  # (B, KV, S, D)
+    values = attention.v_proj(normed).view(B, S, -1, D).transpose(1, 2)
+    queries = attention.q_proj(normed.gather(1, index)).view(B, T, -1, D).transpose(1, 2)
+    cos, sin = rotary  # (1, S, D)
+    keys = keys * cos[:, None] + rotate_half(keys) * sin[:, None]
+    cos_at, sin_at = cos[0][positions][:, None], sin[0][positions][:, None]  # (B, 1, T, D)
+    queries = queries * cos_at + rotate_half(queries) * sin_at
+    visible = torch.arange(S, device=hidden.device) <= positions[..., None]  # (B, T, S)
+    seen = F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=visible[:, None],
+        scale=attention.scaling,
+        enable_gqa=True,
+    )  # (B, heads, T, D)
+    out = hidden.gather(1, index) + attention.o_proj(seen.transpose(1, 2).reshape(B, T, -1))
+    mlp_out: Tensor = out + layer.mlp(layer.post_attention_layernorm(out))
+    return mlp_out
+
+
+class TrainedPolicy(nn.Module):
+    """A policy that is called with the trunk's states and gives its logits at step ends.
+
+    Args:
+        policy: the policy.
+        settings: how it is computed.
+        processes: those that train it.
+    """
+
+    def __init__(
+        self, policy: StoppingPolicy, settings: TrainSettings, processes: Processes
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self._autocast = settings.precision == "bfloat16"
+        # FSDP2 gathers a layer's weights when the layer is called, which the fast way does not.
+        self._fast = not processes.sharded
+        if settings.gradient_checkpointing:
+            for layer in policy.layers:
+                # Inside the call, after the hooks that put back its input and gather its weights.
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The tail's layers."""
+        return list(self.policy.layers)
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The logits (B, T), float32; see `step_logits`."""
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self._autocast):
+            return step_logits(self.policy, hidden, positions, self._fast)
+
+
+@contextmanager
+def no_denormals() -> Iterator[None]:
+    """Counts numbers too small for a float's full precision as 0, on CPUs.
+
+    The gradients of saturated stop probabilities fade through them, and computing on them made a
+    training step twice as slow. Threads inherit this from the one that starts them, so begin early.
+    """
+    for dtype in (np.float32, np.float64):
+        np.finfo(dtype)  # NumPy looks at a type when first asked, and would warn
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)

@@ -1,0 +1,352 @@
+"""Labelled traces in memory, as batches: one trace a row for the tail, packed for the trunk.
+
+The trunk (the frozen layers below the tail) is the same in every epoch, so its output is kept in
+memory where it fits. Padding stands at the right end of a row, where no causal layer sees it.
+
+Packed, several traces stand in a line and each attends to itself alone: where every layer is full
+or sliding attention, position ids that start again at each trace tell transformers' masks where one
+ends (`masking_utils.find_packed_sequence_indices`). Recurrent layers would carry their state over
+from trace to trace, so their traces go one a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from modeling_ospruner.common.progress import Progress, silent
+from ospruner.eval.schema import TraceTable
+from ospruner.eval.table import IntArray
+
+__all__ = [
+    "Batch",
+    "LabelledTraces",
+    "Packed",
+    "epoch_batches",
+    "length_batches",
+    "pack",
+    "takes_packing",
+]
+
+
+_BUCKET_BATCHES = 16
+_FORWARD_TOKENS = 16_384
+
+
+class HasTrunk(Protocol):
+    """What is asked of a model here; `OSPrunerForCausalLM` has it."""
+
+    base: Any
+    config: Any
+
+    def trunk(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The states (B, S, H) that enter the tail."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Labels of B traces of up to T steps, padded at the right.
+
+    Attributes:
+        rows: (B,) numbers of the traces.
+        positions: (B, T) index of each step's last token in its row; 0 on padding.
+        lengths: (B, T) L_i, thinking tokens through each step.
+        correct: (B, T) A_i.
+        matches_final: (B, T) 1 where the forced answer equals the one forced at T.
+        mask: (B, T) true on real steps.
+    """
+
+    rows: IntArray
+    positions: Tensor
+    lengths: Tensor
+    correct: Tensor
+    matches_final: Tensor
+    mask: Tensor
+
+
+class LabelledTraces:
+    """N labelled traces: tokens, labels, and the trunk's states where they fit.
+
+    Attributes:
+        table: the labels.
+        token_lengths: (N,) tokens of prompt and trace.
+        positions: (N, T) index of each step's last token among them; 0 on padding.
+        cached_bytes: size of the trunk's states held in memory; 0 where none are.
+    """
+
+    def __init__(
+        self, table: TraceTable, tokens: IntArray, token_lengths: IntArray, positions: IntArray
+    ) -> None:
+        self.table = table
+        self.token_lengths = token_lengths
+        self.positions = positions
+        self.cached_bytes = 0
+        self._tokens = tokens
+        self._starts = np.concatenate([[0], np.cumsum(token_lengths)])
+        self._states: Tensor | None = None
+        self._states_of: tuple[Any, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @classmethod
+    def from_dataset(cls, dataset: Dataset | LabelledTraces) -> LabelledTraces:
+        """Reads labelled traces row for row; what is already read is returned as it is.
+
+        Raises:
+            ValueError: the dataset is empty or lacks a column.
+        """
+        if isinstance(dataset, LabelledTraces):
+            return dataset
+        table = TraceTable.from_dataset(dataset)
+        columns = dataset.select_columns(["prompt_ids", "trace_ids"]).with_format("arrow")[:]
+        prompts = columns.column("prompt_ids").combine_chunks()
+        traces = columns.column("trace_ids").combine_chunks()
+        prompt_lengths = prompts.value_lengths().to_numpy().astype(np.int64)
+        trace_lengths = traces.value_lengths().to_numpy().astype(np.int64)
+        token_lengths = prompt_lengths + trace_lengths
+        starts = np.concatenate([[0], np.cumsum(token_lengths)])[:-1]
+        tokens = np.empty(int(token_lengths.sum()), dtype=np.int64)
+        tokens[_places(starts, prompt_lengths)] = prompts.flatten().to_numpy()
+        tokens[_places(starts + prompt_lengths, trace_lengths)] = traces.flatten().to_numpy()
+        positions = np.where(table.mask, prompt_lengths[:, None] + table.lengths - 1, 0)
+        return cls(table, tokens, token_lengths, positions)
+
+    def batch(self, rows: IntArray) -> Batch:
+        """The labels of some traces, steps trimmed to their longest."""
+        steps = int(self.table.num_steps[rows].max())
+        table = self.table
+
+        def part(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(values[rows, :steps]).to(dtype)
+
+        return Batch(
+            rows=rows,
+            positions=part(self.positions, torch.int64),
+            lengths=part(table.lengths, torch.float32),
+            correct=part(table.correct, torch.float32),
+            matches_final=part(table.matches_final, torch.float32),
+            mask=part(table.mask, torch.bool),
+        )
+
+    def input_ids(self, rows: IntArray) -> Tensor:
+        """Prompt and trace of some traces, (B, S), padded with 0 at the right."""
+        ids = torch.zeros(len(rows), int(self.token_lengths[rows].max()), dtype=torch.int64)
+        for b, row in enumerate(rows):
+            start, end = self._starts[row], self._starts[row + 1]
+            ids[b, : end - start] = torch.from_numpy(self._tokens[start:end])
+        return ids
+
+    def states(self, model: HasTrunk, rows: IntArray) -> Tensor:
+        """The states (B, S, H) that enter the tail, from memory or from the trunk.
+
+        The trunk runs on packed traces where its layers allow that.
+        """
+        if self._states is None or self._states_of != _trunk_of(model):
+            return self._run_trunk(model, rows)
+        out = self._states.new_zeros(
+            len(rows), int(self.token_lengths[rows].max()), self._states.shape[1]
+        )
+        for b, row in enumerate(rows):
+            start, end = self._starts[row], self._starts[row + 1]
+            out[b, : end - start] = self._states[start:end]
+        return out.to(model.base.device)
+
+    @torch.no_grad()
+    def _run_trunk(self, model: HasTrunk, rows: IntArray) -> Tensor:
+        device = model.base.device
+        if not takes_packing(model.base):
+            return model.trunk(self.input_ids(rows).to(device))
+        packed = pack([self._tokens[self._starts[row] : self._starts[row + 1]] for row in rows])
+        hidden = model.trunk(
+            packed.input_ids.to(device), position_ids=packed.position_ids.to(device)
+        )  # (P, C, H)
+        return packed.unpack(hidden)
+
+    def states_bytes(self, base: Any) -> int:
+        """The memory that the trunk's states of all traces take, of a causal LM."""
+        hidden_size: int = base.config.get_text_config().hidden_size
+        return int(self.token_lengths.sum()) * hidden_size * int(base.dtype.itemsize)
+
+    def cache_states(
+        self,
+        model: HasTrunk,
+        limit_bytes: int,
+        progress: Progress = silent,
+        file: Path | None = None,
+    ) -> int:
+        """Runs the trunk once over all traces, where its states fit in memory or go to a file.
+
+        Batches are fixed here (not those of an epoch), so that a resumed run sees the same bits.
+
+        Args:
+            model: whose trunk.
+            limit_bytes: larger states are not kept in memory.
+            progress: called with phase "trunk", in traces; the note says the size.
+            file: where larger states are kept, mapped into memory; a complete file is used as it
+                is, so it must be of this trunk. None keeps no file.
+
+        Returns:
+            The bytes now held in memory for this model: 0 where they do not fit.
+        """
+        size = self.states_bytes(model.base)
+        if self._states_of == _trunk_of(model):
+            return self.cached_bytes
+        self._states, self._states_of, self.cached_bytes = None, None, 0
+        fits = size <= limit_bytes
+        if not fits and file is None:
+            return 0
+        hidden_size = model.base.config.get_text_config().hidden_size
+        shape = int(self.token_lengths.sum()), hidden_size
+        dtype = model.base.dtype
+        if fits:
+            states = torch.empty(shape, dtype=dtype, device=model.base.device)
+            self._fill(states, model, progress)
+        else:
+            assert file is not None
+            if not file.is_file():
+                partial = file.with_name(f".{file.name}.partial")
+                partial.unlink(missing_ok=True)
+                states = torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
+                self._fill(states.view(shape), model, progress)
+                partial.replace(file)
+            states = torch.from_file(str(file), True, shape[0] * shape[1], dtype=dtype).view(shape)
+        self._states, self._states_of = states, _trunk_of(model)
+        self.cached_bytes = size if fits else 0
+        return self.cached_bytes
+
+    def _fill(self, states: Tensor, model: HasTrunk, progress: Progress) -> None:
+        done = 0
+        for rows in length_batches(self.token_lengths):
+            out = self._run_trunk(model, rows)
+            for b, row in enumerate(rows):
+                start, end = self._starts[row], self._starts[row + 1]
+                states[start:end] = out[b, : end - start]
+            done += len(rows)
+            progress("trunk", done, len(self), f"{states.nbytes / 2**20:.0f} MiB")
+
+
+def epoch_batches(
+    token_lengths: IntArray, rows: IntArray, batch_size: int, seed: int, epoch: int
+) -> list[IntArray]:
+    """The batches of one epoch: shuffled, then sorted by length within a few batches' rows.
+
+    A function of its arguments alone, so that a resumed epoch goes on with the same batches.
+
+    Args:
+        token_lengths: (N,) tokens of each trace.
+        rows: the traces to train on.
+        batch_size: traces a batch; the last one may be smaller.
+        seed: of the run.
+        epoch: counted over the whole run.
+    """
+    draws = np.random.default_rng([seed, epoch])
+    order = draws.permutation(rows)
+    bucket = batch_size * _BUCKET_BATCHES
+    batches = []
+    for start in range(0, len(order), bucket):
+        part = order[start : start + bucket]
+        part = part[np.argsort(token_lengths[part], kind="stable")]
+        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
+    return [batches[i] for i in draws.permutation(len(batches))]
+
+
+def length_batches(
+    token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS
+) -> Iterator[IntArray]:
+    """All rows, longest first, in batches of at most `max_tokens` slots (one row at least)."""
+    order = np.argsort(-token_lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        count = max(1, max_tokens // int(token_lengths[order[start]]))
+        yield order[start : start + count]
+        start += count
+
+
+def _places(starts: IntArray, lengths: IntArray) -> IntArray:
+    """start, start+1, ... (length of them) for each pair, one after the other."""
+    before = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places: IntArray = np.repeat(starts, lengths) + np.arange(int(lengths.sum())) - before
+    return places
+
+
+def _trunk_of(model: HasTrunk) -> tuple[Any, int]:
+    return model.base, model.config.num_policy_layers
+
+
+_MASKED_ATTENTION = ("sdpa",)
+"""Implementations with which packed traces were seen to be as alone (eager gpt_oss was not)."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """B token sequences in P lines of C slots.
+
+    Attributes:
+        input_ids: (P, C); 0 in empty slots.
+        position_ids: (P, C), from 0 in each sequence and in the empty slots behind the last.
+        places: (B, S) slot of each token in the flattened lines; 0 beyond a sequence's end.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    places: Tensor
+
+    def unpack(self, hidden: Tensor) -> Tensor:
+        """(B, S, H), padded at the right, from the lines' (P, C, H)."""
+        return hidden.flatten(0, 1)[self.places.to(hidden.device)]
+
+
+def takes_packing(base: Any) -> bool:
+    """Whether every layer of a causal LM is attention, with masks that can confine it."""
+    layers = DynamicCache(config=base.config.get_text_config()).layers
+    confined = (DynamicLayer, DynamicSlidingWindowLayer)
+    masked = base.config.get_text_config()._attn_implementation in _MASKED_ATTENTION
+    return masked and all(type(layer) in confined for layer in layers)
+
+
+def pack(sequences: Sequence[IntArray]) -> Packed:
+    """Puts sequences into as few lines, as long as the longest, as first fit decreasing finds.
+
+    Args:
+        sequences: B sequences of at least one token.
+    """
+    lengths = np.array([len(ids) for ids in sequences])
+    capacity = int(lengths.max())
+    lines: list[list[int]] = []
+    free: list[int] = []
+    for b in np.argsort(-lengths, kind="stable").tolist():
+        line = next((p for p, slots in enumerate(free) if slots >= lengths[b]), len(lines))
+        if line == len(lines):
+            lines.append([])
+            free.append(capacity)
+        lines[line].append(b)
+        free[line] -= int(lengths[b])
+    ids = np.zeros((len(lines), capacity), dtype=np.int64)
+    positions = np.zeros_like(ids)
+    places = np.zeros((len(sequences), capacity), dtype=np.int64)
+    for p, members in enumerate(lines):
+        start = 0
+        for b in members:
+            end = start + int(lengths[b])
+            ids[p, start:end] = sequences[b]
+            positions[p, start:end] = np.arange(end - start)
+            places[b, : end - start] = p * capacity + np.arange(start, end)
+            start = end
+        positions[p, start:] = np.arange(capacity - start)
+    return Packed(torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(places))
