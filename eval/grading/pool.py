@@ -124,7 +124,7 @@ class _Worker:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self.process is None or self.process.poll() is not None:
-            script = Path(__file__).with_name("grading_worker.py")
+            script = Path(__file__).with_name("worker.py")
             self.process = subprocess.Popen(
                 # -P: our folder must not shadow other packages' modules of the same names.
                 [sys.executable, "-P", str(script)],

@@ -92,7 +92,7 @@ def _fits(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str) -> 
 
 def _code(where: str, revision: str | None) -> list[Finding]:
     """Whether the repository's code is that of the installed package."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     ours = {name: here / name for name in FLAT_FILES}
     ours[CUSTOM_GENERATE] = here / "custom_generate_ospruner.py"
     missing, differing = [], []

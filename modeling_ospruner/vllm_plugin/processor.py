@@ -28,8 +28,8 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, gue
 from modeling_ospruner.rules_ospruner import TrialAnswer, mix64, uniform
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow
 
-from .metrics import count
 from .model import STOP_HEAD, StopHead
+from .monitoring import count
 from .plugin import ARCHITECTURE, PROCESSOR
 from .requests import DEFAULTS, StopRequest
 

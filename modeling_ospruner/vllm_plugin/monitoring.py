@@ -1,6 +1,8 @@
-"""The route of a vLLM server that tells why a request stopped: `GET /ospruner/stops/{stop_id}`.
+"""What a vLLM server tells of its stops: the route `GET /ospruner/stops/{stop_id}`, and counters.
 
-vLLM loads it where `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does).
+vLLM loads the route where `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus
+counts where the engine runs. A server's `/metrics` sees the counters where vLLM and they share a
+folder, `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
 """
 
 from __future__ import annotations
@@ -10,8 +12,28 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
+from prometheus_client import Counter
 
-__all__ = ["StopRoutes"]
+from modeling_ospruner.stopping_ospruner import StopRecord
+
+__all__ = ["StopRoutes", "count"]
+
+_LABELS = ("group", "reason")
+_ENDED = Counter(
+    "ospruner_thinking_ended_total",
+    "Requests whose thinking has ended: group is policy or control, reason policy, budget, natural",
+    _LABELS,
+)
+_TOKENS = Counter(
+    "ospruner_thinking_tokens_total", "Thinking tokens of the requests that have ended it", _LABELS
+)
+
+
+def count(record: StopRecord, control: bool) -> None:
+    """Counts a request whose thinking has ended."""
+    labels = ("control" if control else "policy", record.reason)
+    _ENDED.labels(*labels).inc()
+    _TOKENS.labels(*labels).inc(record.thinking_tokens)
 
 
 class StopRoutes:
