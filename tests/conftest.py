@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from modeling_ospruner.formats_ospruner import TokenFormat
+    from ospruner.train.toy.shipped import Reasoner
 
 
 def pytest_unconfigure() -> None:
@@ -172,3 +173,11 @@ def real_r1(shared_dir: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
 def real_harmony(shared_dir: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
     """GPT-OSS's tokenizer, and the format guessed from it."""
     return _compiled(shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony")
+
+
+@pytest.fixture(scope="session")
+def reasoner() -> Reasoner:
+    """The embedded reasoner, loaded once a process."""
+    from ospruner.train.toy.shipped import Reasoner
+
+    return Reasoner()

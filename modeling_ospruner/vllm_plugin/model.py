@@ -288,7 +288,7 @@ def check_start(vllm_config: VllmConfig) -> None:
         one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"
         for one in vllm_config.model_config.logits_processors or ()
     ]
-    own = (PROCESSOR, f"{__package__}.vllm_plugin_processor:StopProcessor")
+    own = (PROCESSOR, f"{__package__}.processor:StopProcessor")
     if not set(own).intersection(names):
         raise ValueError(
             f"logits_processors is {names}; nothing would stop. Start vLLM with "

@@ -187,7 +187,7 @@ def no_format(folder: Path) -> None:
 
 def other_code(folder: Path) -> None:
     (folder / "policy_ospruner.py").write_text("# changed\n", encoding="utf-8")
-    (folder / "reasoning_format.py").unlink()
+    (folder / "formats_ospruner.py").unlink()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def other_code(folder: Path) -> None:
         (
             other_code,
             ["code"],
-            "missing: reasoning_format.py; not those of the installed package: policy_ospruner.py",
+            "missing: formats_ospruner.py; not those of the installed package: policy_ospruner.py",
         ),
         (
             lambda folder: (folder / "tokenizer.json").unlink(),

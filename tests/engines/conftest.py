@@ -33,12 +33,6 @@ class Traces:
     answers: list[list[ForkedAnswer]]
 
 
-@pytest.fixture(scope="session")
-def reasoner() -> Reasoner:
-    """The embedded reasoner, loaded."""
-    return Reasoner()
-
-
 def make_traces(reasoner: Reasoner, count: int, shortest: int | None = None) -> Traces:
     """Greedy traces of so many test problems, or the shortest few of them."""
     fmt = reasoner.token_format

@@ -54,12 +54,6 @@ def api(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HfApi
 
 
 @pytest.fixture(scope="session")
-def reasoner() -> Reasoner:
-    """The embedded reasoner, loaded."""
-    return Reasoner()
-
-
-@pytest.fixture(scope="session")
 def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as training leaves it, on a local base: weights, record, card, picture, and more."""
     folder = tmp_path_factory.mktemp("run") / "policy"

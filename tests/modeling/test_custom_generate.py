@@ -124,7 +124,7 @@ def loaded_policies() -> Any:
     (module,) = {
         id(module): module
         for name, module in sys.modules.items()
-        if name.startswith("transformers_modules.") and name.endswith(".shared_base_ospruner")
+        if name.startswith("transformers_modules.") and name.endswith(".loading_ospruner")
     }.values()
     return module._POLICIES
 

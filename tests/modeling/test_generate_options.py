@@ -30,11 +30,6 @@ ALWAYS = {"mode": "threshold", "threshold": 0.0}
 
 
 @pytest.fixture(scope="module")
-def reasoner() -> Reasoner:
-    return Reasoner()
-
-
-@pytest.fixture(scope="module")
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
     """The reasoner with a random policy, whose probabilities spread over (0, 1)."""
     return with_policy(reasoner.model, reasoner)

@@ -31,11 +31,6 @@ from ospruner.train.toy.shipped import Reasoner
 
 
 @pytest.fixture(scope="module")
-def reasoner() -> Reasoner:
-    return Reasoner()
-
-
-@pytest.fixture(scope="module")
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
     return OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, num_policy_layers=1)
 

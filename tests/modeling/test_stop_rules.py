@@ -201,11 +201,6 @@ def test_bad_rules_are_refused(make: Any, error: type[Exception], message: str) 
         make()
 
 
-@pytest.fixture(scope="module")
-def reasoner() -> Reasoner:
-    return Reasoner()
-
-
 def solve(
     reasoner: Reasoner, rule: StopRule | dict[str, Any]
 ) -> tuple[list[StopRecord], list[list[int]]]:

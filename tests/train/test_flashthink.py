@@ -23,11 +23,6 @@ from .conftest import MakeLabels
 
 
 @pytest.fixture(scope="module")
-def reasoner() -> Reasoner:
-    return Reasoner()
-
-
-@pytest.fixture(scope="module")
 def labels(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flashthink") / "labels"
     reasoner.label(draw_split("train", 40, 7), folder, 7)

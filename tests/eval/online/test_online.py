@@ -148,11 +148,6 @@ def test_the_papers_settings_are_presets() -> None:
 
 
 @pytest.fixture(scope="module")
-def reasoner() -> Reasoner:
-    return Reasoner()
-
-
-@pytest.fixture(scope="module")
 def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that stops now and then: untrained, with a mild bias."""
     folder = tmp_path_factory.mktemp("policy") / "policy"
