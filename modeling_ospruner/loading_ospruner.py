@@ -6,6 +6,7 @@ Also a policy put on a base that somebody else has loaded, which is what
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Hashable, Mapping
@@ -32,7 +33,9 @@ from .generation_ospruner import generate_pruned
 from .policy_ospruner import StoppingPolicy, tail_device
 from .stopping_ospruner import StopPolicyConfig
 
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
+"""The one file in which a policy's tensors lie."""
+_FLOATS = ("BF16", "F16", "F32", "F64")  # in safetensors' words; none that needs scales beside it
 _BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 _POLICY_ONLY = ("revision", "subfolder")
 _AUTO_ONLY = ("adapter_kwargs", "code_revision", "trust_remote_code", "_from_auto", "_commit_hash")
@@ -189,23 +192,17 @@ def load_policy(
     """Reads `policy.*` from the repository's safetensors file, and no other file.
 
     Raises:
-        ValueError: tensors are missing, unknown, or of another shape; the file is damaged; or
-            what the policy did not train differs from the base's.
+        ValueError: see `read_tensors`; or what the policy did not train differs from the base's.
         OSError: the file is missing.
     """
-    policy = StoppingPolicy.empty(base, config.num_policy_layers)
-    adapters = config.tuning == "lora"
-    if adapters:
-        policy.adapt(base, config.lora_rank)
-    own = policy.own_names()
-    shapes = {f"policy.{n}": tuple(t.shape) for n, t in policy.state_dict().items() if n in own}
-    tensors = _read_tensors(path, config, shapes, policy_arguments)
+    policy = empty_policy(config, base)
+    tensors = read_tensors(path, config, policy, policy_arguments)
     policy.head.to_empty(device=tail_device(base))
     policy.head.load_state_dict(
         {name: tensors.pop(f"policy.head.{name}") for name in ("weight", "bias")}
     )
     tail = {name.removeprefix("policy.tail."): tensor for name, tensor in tensors.items()}
-    if adapters and policy.tail is not None:
+    if config.tuning == "lora" and policy.tail is not None:
         policy.tail.load_state_dict(tail, strict=False)
     else:
         policy.load_tail(base, tail)
@@ -214,66 +211,142 @@ def load_policy(
     return policy.eval()
 
 
-def _read_tensors(
+def empty_base(config: PreTrainedConfig) -> PreTrainedModel:
+    """A base without weights (on the meta device), and unquantised."""
+    config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return base
+
+
+def empty_policy(config: OSPrunerConfig, base: PreTrainedModel) -> StoppingPolicy:
+    """The policy that a configuration describes, without weights of its own.
+
+    Raises:
+        ImportError: tuning "lora" without peft.
+        ValueError: the base cannot carry it.
+    """
+    policy = StoppingPolicy.empty(base, config.num_policy_layers)
+    if config.tuning == "lora":
+        policy.adapt(base, config.lora_rank)
+    return policy
+
+
+def read_tensors(
     path: str,
     config: OSPrunerConfig,
-    shapes: dict[str, tuple[int, ...]],
-    policy_arguments: dict[str, Any],
+    policy: StoppingPolicy,
+    policy_arguments: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """The tensors of the policy's file, once its header shows that they are those expected."""
+    """The tensors of a policy's file, by their names there.
+
+    Args:
+        path: the policy's repository or folder.
+        config: the policy's.
+        policy: one of `empty_policy`.
+        policy_arguments: where to look (`revision`, `cache_dir`...).
+
+    Raises:
+        ValueError: the file is damaged, see `check_header`, or a value is no finite number.
+        OSError: the file is missing.
+    """
     try:
-        file = str(cached_file(path, _WEIGHTS, **policy_arguments))
+        file = str(cached_file(path, WEIGHTS, **policy_arguments))
     except OSError as error:
         raise OSError(
-            f"{path} has no {_WEIGHTS}: a policy is read from that file only, and pickled weights "
+            f"{path} has no {WEIGHTS}: a policy is read from that file only, and pickled weights "
             f"(pytorch_model.bin and the like) never are ({error})"
         ) from error
     try:
         with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-            missing, unknown = sorted(set(shapes) - set(found)), sorted(set(found) - set(shapes))
-            misshapen = [
-                f"{name} {found[name]} instead of {shape}"
-                for name, shape in shapes.items()
-                if name in found and found[name] != shape
-            ]
-            if missing or unknown or misshapen:
-                raise ValueError(
-                    f"{path}/{_WEIGHTS} does not hold this policy's tensors; missing: "
-                    f"{missing or 'none'}, unknown: {unknown or 'none'}, of another shape: "
-                    f"{misshapen or 'none'}. {saved_by(config.ospruner_version)}"
-                )
-            return {name: opened.get_tensor(name) for name in shapes}
+            header = {}
+            for name in opened.keys():  # noqa: SIM118  (it is no dict)
+                part = opened.get_slice(name)
+                header[name] = (tuple(part.get_shape()), part.get_dtype())
+            check_header(path, config, policy, header)
+            tensors = {name: opened.get_tensor(name) for name in header}
     except SafetensorError as error:
         raise ValueError(
-            f"{path}/{_WEIGHTS} is damaged or no safetensors file ({error}); copy it again, or "
+            f"{path}/{WEIGHTS} is damaged or no safetensors file ({error}); copy it again, or "
             "load with force_download=True"
         ) from error
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ValueError(
+            f"{path}/{WEIGHTS} holds NaN or infinite values in {broken}: the training went wrong, "
+            "or the file is damaged. Copy it again, or train the policy anew with a lower "
+            "learning rate"
+        )
+    return tensors
+
+
+def check_header(
+    path: str,
+    config: OSPrunerConfig,
+    policy: StoppingPolicy,
+    found: Mapping[str, tuple[tuple[int, ...], str]],
+) -> None:
+    """Refuses a file that does not hold exactly a policy's tensors.
+
+    Args:
+        path: where it lies, for the message.
+        config: the policy's.
+        policy: one of `empty_policy`.
+        found: shape and dtype, as safetensors writes it, of each tensor in the file.
+
+    Raises:
+        ValueError: naming what is missing, unknown, or of another shape or kind of number.
+    """
+    own = policy.own_names()
+    wanted = {f"policy.{name}": t for name, t in policy.state_dict().items() if name in own}
+    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    misfits = []
+    for name in sorted(set(wanted) & set(found)):
+        (shape, dtype), tensor = found[name], wanted[name]
+        floats = tensor.is_floating_point()
+        if shape != tensor.shape or (dtype in _FLOATS) != floats:
+            kind = "floats" if floats else "integers"
+            misfits.append(f"{name} {dtype} {shape} instead of {kind} {tuple(tensor.shape)}")
+    if missing or unknown or misfits:
+        raise ValueError(
+            f"{path}/{WEIGHTS} does not hold this policy's tensors; missing: "
+            f"{missing or 'none'}, unknown: {unknown or 'none'}, of another shape or dtype: "
+            f"{misfits or 'none'}. {saved_by(config.ospruner_version)}"
+        )
 
 
 def check_norms(policy: StoppingPolicy, base: PreTrainedModel, config: OSPrunerConfig) -> None:
-    """Refuses a base of the right sizes but other weights, such as another fine-tune.
-
-    The final norm is copied from the base and never trained: it shows which base it was.
-
-    Raises:
-        ValueError: it differs from the base's.
-    """
+    """Checks the final norm, which is copied from the base and never trained; see `check_norm`."""
     if policy.tail is None:
         return
-    own = base.get_decoder().state_dict()
+    theirs = base.get_decoder().state_dict()
     for name, tensor in policy.tail.state_dict().items():
-        theirs = own[name] if not name.startswith("layers.") else tensor
-        if theirs.is_meta or theirs is tensor:
-            continue
-        # Either may have been rounded to another dtype: a step of bfloat16 is let pass.
-        if not torch.allclose(tensor.float(), theirs.to(tensor.device).float(), 2**-7, 1e-4):
-            raise ValueError(
-                f"the base {str(base.name_or_path)!r} has the sizes that the policy needs, but "
-                f"other weights: {name} differs. Load the base that the policy was trained for: "
-                f"{config.base_model_name_or_path!r} at revision {config.base_revision!r}"
-            )
+        if not name.startswith("layers.") and not theirs[name].is_meta:
+            check_norm(tensor, theirs[name].to(tensor.device), name, config, base.name_or_path)
+
+
+def check_norm(
+    own: torch.Tensor, theirs: torch.Tensor, name: str, config: OSPrunerConfig, where: str
+) -> None:
+    """Refuses a base of the right sizes but other weights, such as another fine-tune.
+
+    Args:
+        own: what the policy has copied of the base's final norm, (H,).
+        theirs: the base's.
+        name: of the tensor.
+        config: the policy's.
+        where: the base's folder or id.
+
+    Raises:
+        ValueError: they differ.
+    """
+    # Either may have been rounded to another dtype: a step of bfloat16 is let pass.
+    if not torch.allclose(own.float(), theirs.float(), 2**-7, 1e-4):
+        raise ValueError(
+            f"the base {where!r} has the sizes that the policy needs, but other weights: {name} "
+            "differs. Load the base that the policy was trained for: "
+            f"{config.base_model_name_or_path!r} at revision {config.base_revision!r}"
+        )
 
 
 @dataclass(frozen=True)

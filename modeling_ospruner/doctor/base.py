@@ -9,7 +9,6 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -18,6 +17,7 @@ from transformers import (
 )
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .description import boundary_ids, describe, faults
@@ -83,10 +83,8 @@ def skeleton(
         method = dict(literals["quantization_config"]).get("quant_method", "unknown method")
         advice = "the policy's copies are read dequantised from the checkpoint's last layers"
         found.append(Finding("quantised", str(method), "note", advice))
-        del config.quantization_config
     try:
-        with torch.device("meta"):
-            base: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        base = empty_base(config)
         StoppingPolicy.empty(base, min(2, base.config.get_text_config().num_hidden_layers))
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         advice = "choose another base: no policy can be made for this one"

@@ -1,7 +1,7 @@
 """`ospruner doctor`: what is installed, what was understood of a base or a policy, what is wrong.
 
-Reads configurations, tokenizers and the headers of safetensors files; no weights. It is no part of
-what is uploaded with a policy.
+Reads configurations, tokenizers and, of weights, those of a policy that are on this machine. It is no
+part of what is uploaded with a policy.
 """
 
 from __future__ import annotations

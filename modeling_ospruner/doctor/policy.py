@@ -1,4 +1,4 @@
-"""What `ospruner doctor` looks at in a policy's repository; no weights are read."""
+"""What `ospruner doctor` looks at in a policy's repository."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig, saved_by
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from modeling_ospruner.formats_ospruner import ReasoningFormat
-from modeling_ospruner.loading_ospruner import check_base
+from modeling_ospruner.loading_ospruner import (
+    WEIGHTS,
+    check_base,
+    check_header,
+    empty_policy,
+    read_tensors,
+)
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
-from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .base import ABSENT, Sections, skeleton, thinking
 from .findings import Finding, Report
-
-_WEIGHTS = "model.safetensors"
 
 
 def examine_policy(where: str, revision: str | None, report: Report) -> Sections:
@@ -113,41 +116,26 @@ def _code(where: str, revision: str | None) -> list[Finding]:
 def _tensors(
     where: str, revision: str | None, config: OSPrunerConfig, base: PreTrainedModel
 ) -> Finding:
-    """Whether the file's header names exactly the policy's tensors, in their shapes."""
+    """Whether the file holds exactly the policy's tensors, and only finite numbers.
+
+    Of a file on the Hub that was never downloaded, only the header is fetched.
+    """
+    said = "finite"
     try:
-        shapes = _header(where, revision)
-    except (*ABSENT, SafetensorError, ValueError) as error:
-        advice = f"copy {_WEIGHTS} again: a policy is read from that file only"
+        policy = empty_policy(config, base)
+        if os.path.isdir(where) or _file(where, WEIGHTS, revision, local_files_only=True):
+            arguments = {"revision": revision, "local_files_only": True}
+            read_tensors(where, config, policy, arguments)
+        else:
+            said = "values not looked at (the file is on the Hub)"
+            header = HfApi().parse_safetensors_file_metadata(where, WEIGHTS, revision=revision)
+            found = {name: (tuple(one.shape), one.dtype) for name, one in header.tensors.items()}
+            check_header(where, config, policy, found)
+    except (*ABSENT, ImportError, SafetensorError, ValueError) as error:
+        advice = f"mend what is said, or copy {WEIGHTS} again: a policy is read from that file only"
         return Finding("tensors", " ".join(str(error).split()), "wrong", advice)
-    policy = StoppingPolicy.empty(base, config.num_policy_layers)
-    wanted = {f"policy.{name}": tuple(t.shape) for name, t in policy.state_dict().items()}
-    told = [
-        *(f"{name} is missing" for name in sorted(set(wanted) - set(shapes))),
-        *(f"{name} is unknown" for name in sorted(set(shapes) - set(wanted))),
-        *(
-            f"{name} is {shapes[name]} instead of {wanted[name]}"
-            for name in sorted(set(wanted) & set(shapes))
-            if shapes[name] != wanted[name]
-        ),
-    ]
-    if told:
-        more = f" and {len(told) - 5} more" if len(told) > 5 else ""
-        advice = saved_by(config.ospruner_version)
-        return Finding("tensors", "; ".join(told[:5]) + more, "wrong", advice)
-    return Finding("tensors", f"{len(wanted)}, n={config.num_policy_layers}: none missing")
-
-
-def _header(where: str, revision: str | None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the policy's tensors; of a file on the Hub only the header is fetched."""
-    local = _file(where, _WEIGHTS, revision, local_files_only=True)
-    if local is not None:
-        with safe_open(local, framework="pt") as opened:
-            names = opened.keys()
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-    if os.path.isdir(where):
-        raise OSError(f"{where} has no {_WEIGHTS}")
-    header = HfApi().parse_safetensors_file_metadata(where, _WEIGHTS, revision=revision)
-    return {name: tuple(one.shape) for name, one in header.tensors.items()}
+    count = len(policy.own_names())
+    return Finding("tensors", f"{count}, n={config.num_policy_layers}: none missing, {said}")
 
 
 def _file(where: str, name: str, revision: str | None, **options: Any) -> Path | None:

@@ -30,7 +30,13 @@ from vllm.model_executor.models.utils import (
 from vllm.platforms import current_platform
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.loading_ospruner import check_base
+from modeling_ospruner.loading_ospruner import (
+    check_base,
+    check_norm,
+    empty_base,
+    empty_policy,
+    read_tensors,
+)
 
 from .plugin import HARMONY_PARSER, NO_GRAPHS, PROCESSOR, UNTESTED
 
@@ -152,6 +158,7 @@ class OSPrunerVLLM(nn.Module):
         super().__init__()
         config: OSPrunerConfig = vllm_config.model_config.hf_config
         check_start(vllm_config)
+        self._config = config
         text = config.get_text_config()
         self.secondary_weights = [
             DefaultModelLoader.Source(
@@ -218,16 +225,10 @@ class OSPrunerVLLM(nn.Module):
         mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
         if self.tail is not None:
-            # Never trained: it shows which base the policy was made for. Either may have been
-            # rounded to another dtype.
-            own, theirs = self.tail.norm.weight.float(), self.base.model.norm.weight.float()
-            if not torch.allclose(own, theirs, 2**-7, 1e-4):
-                where = self.secondary_weights[0]
-                raise ValueError(
-                    f"the base {where.model_or_path!r} has the sizes that the policy needs, but "
-                    "other weights: its final norm differs. The policy was trained for another "
-                    f"base than revision {where.revision!r} of it"
-                )
+            # Never trained: it shows which base the policy was made for.
+            own, theirs = self.tail.norm.weight, self.base.model.norm.weight
+            where = self._config.base_model_name_or_path
+            check_norm(own, theirs, "norm.weight", self._config, where)
         return loaded
 
 
@@ -235,8 +236,8 @@ def check_start(vllm_config: VllmConfig) -> None:
     """Refuses what the policy would silently do without, or do wrong.
 
     Raises:
-        ValueError: naming what was asked for and what to do.
-        OSError: the base is not found.
+        ValueError: naming what was asked for and what to do; or see `read_tensors`.
+        OSError: the base or the policy's file is not found.
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
     where, revision = config.base_model_name_or_path, config.base_revision
@@ -303,6 +304,11 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"loaded: {error}"
         ) from error
     check_base(config, base_config, where)
+    if vllm_config.load_config.load_format != "dummy":
+        # Before the base's weights are read, and with the same words as everywhere.
+        model = vllm_config.model_config
+        hub = {"revision": model.revision, "cache_dir": vllm_config.load_config.download_dir}
+        read_tensors(model.model, config, empty_policy(config, empty_base(base_config)), hub)
 
 
 def _for_tail(config: VllmConfig) -> VllmConfig:

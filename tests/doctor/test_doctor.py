@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -25,6 +26,8 @@ from modeling_ospruner.formats_ospruner import HARMONY
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.train.toy.shipped import SHIPPED
 from ospruner_cli import app
+
+from ..broken_tensors import BROKEN, break_tensors
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +158,26 @@ def test_a_sound_policy(sound_policy: Path) -> None:
     assert "those of the installed package" in value_of(report, "code")
 
 
-def break_tensors(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["policy.head.bias"] = torch.zeros(3)
-    tensors["policy.extra"] = torch.zeros(1)
-    del tensors["policy.head.weight"]
-    save_file(tensors, path)
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_tensors(policy: Path, how: str) -> None:
+    said = break_tensors(policy, how)
+    (found,) = wrong(examine(str(policy)))
+    assert (found.name, bool(found.advice)) == ("tensors", True)
+    assert re.search(said, found.value)
+
+
+def test_a_sound_policy_of_adapters(tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    model = OSPrunerForCausalLM.untrained(base, tokenizer, tuning="lora", lora_rank=4)
+    model.save_pretrained(tmp_path)
+    report = examine(str(tmp_path))
+    assert report.healthy, wrong(report)
+    count = len(load_file(tmp_path / "model.safetensors"))
+    assert value_of(report, "tensors") == f"{count}, n=2: none missing, finite"
+    edit_json(tmp_path / "config.json", lambda c: c.update(lora_rank=5))
+    (found,) = wrong(examine(str(tmp_path)))
+    assert "lora_A.default.weight F32 (4, 128) instead of floats (5, 128)" in found.value
 
 
 def truncate_tensors(folder: Path) -> None:
@@ -193,12 +209,6 @@ def other_code(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "names", "said"),
     [
-        (
-            break_tensors,
-            ["tensors"],
-            "policy.head.weight is missing; policy.extra is unknown; "
-            "policy.head.bias is (3,) instead of (1,)",
-        ),
         (truncate_tensors, ["tensors"], "header"),
         (lambda folder: (folder / "model.safetensors").unlink(), ["tensors"], "has no model.safe"),
         (other_base, ["fits the policy"], "hidden_size 128 where the policy needs 48"),

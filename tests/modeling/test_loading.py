@@ -25,6 +25,8 @@ from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.train.toy.shipped import Reasoner
 
+from ..broken_tensors import BROKEN, break_tensors
+
 TEXT = [5, 6, 7, 8, *range(9, 60)]
 
 
@@ -145,6 +147,13 @@ def test_a_damaged_file_is_named(policy: Path, damage: str) -> None:
     )
     with pytest.raises(ValueError, match="model.safetensors is damaged or no safetensors file"):
         AutoModelForCausalLM.from_pretrained(policy)
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_tensors_are_named(policy: Path, base: Qwen2ForCausalLM, how: str) -> None:
+    said = break_tensors(policy, how)
+    with pytest.raises(ValueError, match=said):
+        OSPrunerForCausalLM.from_base(base, policy)
 
 
 class Exploit:

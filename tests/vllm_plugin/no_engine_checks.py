@@ -5,6 +5,7 @@ and answer. Run by test_vllm_plugin.py.
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, UNTE
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
 from ospruner.train.toy.shipped import Reasoner
 
+from ..broken_tensors import BROKEN, break_tensors
 from .plugin_replay import make_policy
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -32,7 +34,10 @@ CALL = " to=functions.add<|channel|>commentary <|constrain|>json<|message|>{}<|c
 
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
-    return make_policy(reasoner, tmp_path_factory.mktemp("policy"))
+    folder = tmp_path_factory.mktemp("policy")
+    made = make_policy(reasoner, folder)
+    made.config._name_or_path = str(folder)
+    return made
 
 
 def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
@@ -40,6 +45,7 @@ def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
     values: dict[str, Any]
     values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
     values |= {"config": model.config, "parser": "ospruner", "graphs": CUDAGraphMode.NONE}
+    values |= {"folder": model.config._name_or_path}
     values |= differing
     return SimpleNamespace(
         use_v2_model_runner=values["v2"],
@@ -48,8 +54,12 @@ def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
         parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
         compilation_config=SimpleNamespace(cudagraph_mode=values["graphs"]),
         model_config=SimpleNamespace(
-            logits_processors=values["processors"], hf_config=values["config"]
+            logits_processors=values["processors"],
+            hf_config=values["config"],
+            model=values["folder"],
+            revision=None,
         ),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
     )
 
 
@@ -100,6 +110,16 @@ def test_what_would_not_stop_is_refused_at_start(
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, config=absent))
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_tensors_are_refused_at_start(
+    model: OSPrunerForCausalLM, tmp_path: Path, how: str
+) -> None:
+    folder = shutil.copytree(model.config._name_or_path, tmp_path / "policy")
+    said = break_tensors(folder, how)
+    with pytest.raises(ValueError, match=said):
+        check_start(started(model, folder=str(folder)))
 
 
 @pytest.fixture(scope="module")
