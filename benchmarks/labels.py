@@ -34,6 +34,7 @@ from modeling_ospruner.engines import (
     SamplingSettings,
     TokenCount,
 )
+from modeling_ospruner.rules_ospruner import last_logits
 from ospruner.eval.grading.boxed import read_box
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
@@ -97,14 +98,14 @@ class Anew:
         self.computed_tokens += int(mask.sum())
         while True:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            logits = self.model(
+            logits = last_logits(
+                self.model,
                 input_ids=ids,
                 attention_mask=mask if B > 1 else None,  # without padding none is needed
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            )
             tokens = logits.argmax(-1)
             for row in list(going):
                 token = int(tokens[row])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -112,31 +113,48 @@ class OSPrunerConfig(PreTrainedConfig):
                 # A base with code of its own: whether it may run is decided when it is loaded.
                 foreign = type("ForeignConfig", (PreTrainedConfig,), {"model_type": base_type})
                 self.text_config = foreign(**literals)
-        self.validate_fields()
+        self.check_fields()
         super().__post_init__(**kwargs)
 
-    def validate_fields(self) -> None:
+    def validate(self) -> None:
+        """What transformers calls before it saves a configuration."""
+        super().validate()
+        self.check_fields()
+
+    # Not transformers' `@strict`: its errors are no ValueError or TypeError, it lets NaN pass, and
+    # it would be a fourth package (huggingface_hub) among the uploaded files' imports.
+    def check_fields(self) -> None:
         """Checks every field by itself.
 
         Raises:
+            TypeError: a field is of another type.
             ValueError: naming the field, its value and what is allowed.
         """
-        choices = {"tuning": TUNINGS, "method": METHODS, "default_mode": MODES}
-        for name, allowed in choices.items():
-            if vars(self)[name] not in allowed:
-                raise ValueError(f"{name} is {vars(self)[name]!r}; it must be one of {allowed}")
-        if not (math.isfinite(self.length_penalty) and self.length_penalty >= 0):
-            raise ValueError(
-                f"length_penalty (lambda) is {self.length_penalty}; it must be 0 or more"
-            )
-        if not 0 <= self.default_threshold <= 1:
-            raise ValueError(
-                f"default_threshold is {self.default_threshold}; it must lie in [0, 1]"
-            )
-        if self.lora_rank < 1:
-            raise ValueError(f"lora_rank is {self.lora_rank}; it must be 1 or more")
-        if self.num_policy_layers < 0:
-            raise ValueError(f"num_policy_layers is {self.num_policy_layers}; it must be 0 or more")
+        owner = type(self).__name__
+        check_choice(owner, "tuning", self.tuning, TUNINGS)
+        check_choice(owner, "method", self.method, METHODS)
+        check_choice(owner, "default_mode", self.default_mode, MODES)
+        check_number(owner, "length_penalty (lambda)", self.length_penalty, 0, math.inf)
+        check_number(owner, "default_threshold", self.default_threshold, 0, 1)
+        check_integer(owner, "lora_rank", self.lora_rank, 1)
+        check_integer(owner, "num_policy_layers", self.num_policy_layers, 0)
+        for name in ("base_model_name_or_path", "base_revision", "ospruner_version"):
+            value = vars(self)[name]
+            optional = name != "base_model_name_or_path"
+            if not (isinstance(value, str) or (optional and value is None)):
+                words = "a text or None" if optional else "a text"
+                raise TypeError(f"{owner}: {name} is {value!r}; it must be {words}")
+
+
+def check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) -> None:
+    """Checks that a setting is one of a few words.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if value not in allowed:
+        words = " or ".join(map(repr, allowed))
+        raise ValueError(f"{owner}: {name} is {value!r}; it must be {words}")
 
 
 def check_integer(owner: str, name: str, value: object, low: int | None = None) -> None:
@@ -162,7 +180,7 @@ def check_number(
         name: the setting.
         value: what was given.
         low: the least allowed value.
-        high: the greatest.
+        high: the greatest; inf for none.
         open_low: whether `low` itself is not allowed.
 
     Raises:
@@ -174,7 +192,8 @@ def check_number(
     inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
     if not inside:
         bracket = "(" if open_low else "["
-        raise ValueError(f"{owner}: {name} is {value}; it must lie in {bracket}{low}, {high:.4g}]")
+        allowed = f"{bracket}{low}, inf)" if high == math.inf else f"{bracket}{low}, {high:.4g}]"
+        raise ValueError(f"{owner}: {name} is {value}; it must lie in {allowed}")
 
 
 def check_flag(owner: str, name: str, value: object) -> None:

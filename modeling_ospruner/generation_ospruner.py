@@ -37,7 +37,14 @@ from transformers.generation.configuration_utils import GenerationMode
 from .formats_ospruner import TokenFormat, guess
 from .policy_ospruner import StoppingPolicy, decoder_layers
 from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers
-from .stopping_ospruner import Phase, RowPlan, StopPolicyConfig, StopRecord, StopRow
+from .stopping_ospruner import (
+    Phase,
+    RowPlan,
+    StopPolicyConfig,
+    StopRecord,
+    StopRow,
+    shape_scores,
+)
 
 _HINT = "or pass stop_policy=False"
 
@@ -401,7 +408,15 @@ class StopHook(LogitsProcessor):
             if row.at_boundary:
                 self._decide(i, row, scores)
         self._release()
-        return self._shape(scores)
+        closing = [
+            (i, row)
+            for i, row in enumerate(self.rows)
+            if row.phase in (Phase.FORCING, Phase.ANSWER)
+        ]
+        if closing:
+            scores = scores.clone()  # the caller may keep the model's own
+            shape_scores(scores, closing, self.plan.token_format.reentry_ids)
+        return scores
 
     def _start(self, input_ids: torch.Tensor) -> None:
         first = self.plan.settings.first_sample_index
@@ -442,32 +457,6 @@ class StopHook(LogitsProcessor):
                 stacklevel=2,
             )
         self._warned = True
-
-    def _shape(self, scores: torch.Tensor) -> torch.Tensor:
-        """Masks markers in answers, then leaves one token where it is forced, or greedy."""
-        forced = [i for i, row in enumerate(self.rows) if row.phase is Phase.FORCING]
-        answers = [i for i, row in enumerate(self.rows) if row.phase is Phase.ANSWER]
-        if not forced and not answers:
-            return scores
-        device = scores.device
-        scores = scores.clone()
-        reentry = list(self.plan.token_format.reentry_ids)
-        if reentry and (masked := [i for i in answers if self.rows[i].masked]):
-            scores[torch.tensor(masked, device=device)[:, None], reentry] = -torch.inf
-        greedy = [i for i in answers if self.rows[i].greedy]
-        if not forced and not greedy:
-            return scores
-        rows = torch.tensor(forced + greedy, device=device)
-        ids = [self.rows[i].forced[0] for i in forced]
-        chosen = torch.cat(
-            [
-                torch.tensor(ids, dtype=torch.long, device=device),
-                scores[rows[len(ids) :]].argmax(-1),
-            ]
-        )
-        scores[rows] = -torch.inf
-        scores[rows, chosen] = 0.0
-        return scores
 
     def finish(self, input_ids: torch.Tensor, ended: torch.Tensor | None = None) -> list[int]:
         """After a token was chosen in each row: takes it in.

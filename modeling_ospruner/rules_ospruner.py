@@ -393,6 +393,21 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, best - logits.float().logsumexp(-1)
 
 
+def last_logits(base: Any, **arguments: Any) -> torch.Tensor:
+    """One forward; the logits (B, V) after each row's last token.
+
+    Those of other tokens are not computed: of a long prompt they would fill gigabytes.
+
+    Args:
+        base: a causal LM.
+        arguments: of its forward.
+    """
+    if base._supports_logits_to_keep():
+        arguments["logits_to_keep"] = 1
+    logits: torch.Tensor = base(**arguments).logits[:, -1]
+    return logits
+
+
 def top_entropy(logits: torch.Tensor) -> torch.Tensor:
     """Entropy in nats (...) over the ENTROPY_TOKENS most likely tokens of logits (..., V)."""
     kept = logits.float().topk(min(ENTROPY_TOKENS, logits.shape[-1]), dim=-1).values
@@ -492,7 +507,6 @@ class TrialAnswers:
         self._positions: torch.Tensor | None = None  # of the last column, (B or 1,)
         self._axes = 2  # of the position ids: (B, S)
         self._looking = True
-        self._extra = {"logits_to_keep": 1} if base._supports_logits_to_keep() else {}
 
     def __enter__(self) -> TrialAnswers:
         self._handle = self._base.register_forward_pre_hook(self._look, with_kwargs=True)
@@ -614,7 +628,6 @@ class TrialAnswers:
             "input_ids": torch.tensor([list(token_ids)], device=device),
             "past_key_values": cache,
             "use_cache": True,
-            **self._extra,
         }
         if self._positions is not None:
             arguments["position_ids"] = torch.arange(position, position + S, device=device)[None]
@@ -622,5 +635,4 @@ class TrialAnswers:
             mask = torch.ones(1, pads + position + S, dtype=torch.long, device=device)
             mask[:, :pads] = 0
             arguments["attention_mask"] = mask
-        logits: torch.Tensor = self._base(**arguments).logits[0, -1]
-        return logits
+        return last_logits(self._base, **arguments)[0]

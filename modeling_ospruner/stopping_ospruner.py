@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from .configuration_ospruner import check_flag, check_integer, check_number
+import torch
+
+from .configuration_ospruner import MODES, check_choice, check_flag, check_integer, check_number
 from .formats_ospruner import AnswerMode, BoxState, TokenFormat
 from .rules_ospruner import Budget, LearnedPolicy, StopRule, TrialAnswer
 
@@ -60,11 +62,9 @@ class StopPolicyConfig:
     rule: StopRule | None = None
 
     def __post_init__(self) -> None:
-        choices = {"mode": (None, "sample", "threshold"), "answer": ("forced", "free")}
-        for name, allowed in choices.items():
-            if (value := vars(self)[name]) not in allowed:
-                words = " or ".join(repr(one) for one in allowed if one is not None)
-                raise ValueError(f"{_OWNER}: {name} is {value!r}; it must be {words}")
+        if self.mode is not None:
+            check_choice(_OWNER, "mode", self.mode, MODES)
+        check_choice(_OWNER, "answer", self.answer, get_args(AnswerMode))
         if self.threshold is not None:
             check_number(_OWNER, "threshold", self.threshold, 0, 1)
         check_integer(_OWNER, "seed", self.seed)
@@ -366,3 +366,36 @@ class StopRow:
         self._end_ids = plan.eos_ids.union(plan.token_format.answer_end_ids if closed else ())
         if forced:
             self._box = plan.token_format.box_state()
+
+
+def shape_scores(
+    scores: torch.Tensor,
+    rows: Iterable[tuple[int, StopRow]],
+    reentry_ids: Sequence[int],
+    ended: Mapping[int, int] | None = None,
+) -> None:
+    """Masks markers in answers, then leaves one token where it is forced, or greedy; in place.
+
+    Args:
+        scores: of the next tokens, (B, V).
+        rows: with their places in the batch; those that think are left alone.
+        reentry_ids: markers that an answer must not hold.
+        ended: the token that ends a row which is complete already, by its place.
+    """
+    forced = dict(ended or {})
+    masked, greedy = [], []
+    for i, row in rows:
+        if row.phase is Phase.FORCING:
+            forced[i] = row.forced[0]
+        elif row.phase is Phase.ANSWER:
+            masked += [i] * row.masked
+            greedy += [i] * row.greedy
+    device = scores.device
+    if reentry_ids and masked:
+        scores[torch.tensor(masked, device=device)[:, None], list(reentry_ids)] = -torch.inf
+    if forced or greedy:
+        places = torch.tensor([*forced, *greedy], device=device)
+        ids = torch.tensor(list(forced.values()), dtype=torch.long, device=device)
+        chosen = torch.cat([ids, scores[places[len(forced) :]].argmax(-1)])
+        scores[places] = -torch.inf
+        scores[places, chosen] = 0.0

@@ -1,6 +1,6 @@
 """`ospruner doctor`: what is installed, what was understood of a base or a policy, what is wrong.
 
-Reads configurations, tokenizers and, of weights, those of a policy that are on this machine. It is no
+Reads configurations, tokenizers and, of weights, only a policy's that lie on this machine. It is no
 part of what is uploaded with a policy.
 """
 

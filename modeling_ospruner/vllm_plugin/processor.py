@@ -26,7 +26,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.rules_ospruner import TrialAnswer, mix64, uniform
-from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow
+from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow, shape_scores
 
 from .model import STOP_HEAD, StopHead
 from .monitoring import count
@@ -245,37 +245,21 @@ class StopProcessor(LogitsProcessor):
                 )
 
     def _shape(self, logits: torch.Tensor) -> torch.Tensor:
-        """Masks markers in answers, then leaves one token where it is forced, or greedy."""
-        forced: list[tuple[int, int]] = []
-        masked: list[int] = []
-        greedy: list[int] = []
+        """Shapes the logits of requests whose thinking has ended, which it counts once."""
+        rows: list[tuple[int, StopRow]] = []
+        ended: dict[int, int] = {}
         for i, request in self._requests.items():
-            row = request.row
-            if row.phase is Phase.THINKING:
+            if request.row.phase is Phase.THINKING:
                 continue
             if not request.counted:
                 request.counted = True
                 if self._counts:
-                    count(row.record, request.control)
-            if row.phase is Phase.FORCING:
-                forced.append((i, row.forced[0]))
-            elif request.complete:
-                forced.append((i, request.end_id))
-            elif row.phase is Phase.ANSWER:
-                if row.masked:
-                    masked.append(i)
-                if row.greedy:
-                    greedy.append(i)
-        device = logits.device
-        reentry = list(self._format.reentry_ids)
-        if reentry and masked:
-            logits[torch.tensor(masked, device=device)[:, None], reentry] = -torch.inf
-        if forced or greedy:
-            rows = torch.tensor([i for i, _ in forced] + greedy, device=device)
-            ids = torch.tensor([token for _, token in forced], dtype=torch.long, device=device)
-            chosen = torch.cat([ids, logits[rows[len(forced) :]].argmax(-1)])
-            logits[rows] = -torch.inf
-            logits[rows, chosen] = 0.0
+                    count(request.row.record, request.control)
+            rows.append((i, request.row))
+            if request.complete:
+                ended[i] = request.end_id
+        if rows:
+            shape_scores(logits, rows, self._format.reentry_ids, ended)
         return logits
 
 

@@ -224,7 +224,7 @@ def test_wrong_tensors_are_refused_by_name(saved: tuple[OSPrunerForCausalLM, Pat
         ({**good, "policy.extra": torch.zeros(1)}, r"unknown: \['policy.extra'\]"),
         (
             {**good, "policy.head.bias": torch.zeros(2)},
-            r"policy.head.bias \(2,\) instead of \(1,\)",
+            r"policy.head.bias F32 \(2,\) instead of floats \(1,\)",
         ),
     ]
     for tensors, message in changes:
@@ -244,12 +244,23 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"length_penalty": -1e-4}, r"length_penalty \(lambda\) is -0.0001; it must be 0 or more"),
+        (
+            {"length_penalty": -1e-4},
+            r"length_penalty \(lambda\) is -0.0001; it must lie in \[0, inf\)",
+        ),
         ({"default_threshold": 1.01}, r"default_threshold is 1.01; it must lie in \[0, 1\]"),
         ({"num_policy_layers": -1}, "num_policy_layers is -1; it must be 0 or more"),
-        ({"tuning": "all"}, "tuning is 'all'; it must be one of"),
-        ({"method": "magic"}, "method is 'magic'; it must be one of"),
-        ({"default_mode": "never"}, "default_mode is 'never'; it must be one of"),
+        ({"tuning": "all"}, "tuning is 'all'; it must be 'layers' or 'attention' or 'lora' or 'h"),
+        ({"method": "magic"}, "method is 'magic'; it must be 'os-pruner' or 'probe' or"),
+        ({"default_mode": "never"}, "default_mode is 'never'; it must be 'sample' or 'threshold'"),
+        ({"length_penalty": float("nan")}, r"\(lambda\) is nan; it must lie in \[0, inf\)"),
+        ({"length_penalty": True}, r"length_penalty \(lambda\) is True; it must be a number"),
+        ({"default_threshold": "0.5"}, "default_threshold is '0.5'; it must be a number"),
+        ({"num_policy_layers": True}, "num_policy_layers is True; it must be an integer"),
+        ({"lora_rank": 2.0}, "lora_rank is 2.0; it must be an integer"),
+        ({"lora_rank": 0}, "lora_rank is 0; it must be 1 or more"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is None; it must be a text"),
+        ({"base_revision": 7}, "base_revision is 7; it must be a text or None"),
         ({"colour": "red"}, r"OSPrunerConfig has no colour.*saved by ospruner \(unknown version\)"),
         (
             {"colour": "red", "ospruner_version": "99.1.0"},
@@ -260,8 +271,16 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
     ],
 )
 def test_bad_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         OSPrunerConfig(**fields)
+
+
+def test_a_configuration_that_became_wrong_is_not_saved(tmp_path: Path) -> None:
+    config = OSPrunerConfig(default_threshold=1)
+    config.default_threshold = 1.5
+    with pytest.raises(ValueError, match=r"default_threshold is 1.5; it must lie in \[0, 1\]"):
+        config.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_custom_format_is_kept(

@@ -232,6 +232,8 @@ def _takes_packed_trees(model: PreTrainedModel) -> bool:
         return False
     if model.config.get_text_config()._attn_implementation not in _PACKED_ATTENTION:
         return False
+    if not model._supports_logits_to_keep():
+        return False
     vocabulary = model.config.get_text_config().vocab_size
     trunk = [(7 * i + 3) % vocabulary for i in range(6)]
     tails = [(3, [(11 * i + 5) % vocabulary for i in range(3)]), (6, [2 % vocabulary] * 3)]

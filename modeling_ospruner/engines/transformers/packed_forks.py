@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from modeling_ospruner.engines.interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
-from modeling_ospruner.rules_ospruner import greedy, top_entropy
+from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
 from .cache import SlotCache
 from .rows import Branch
@@ -107,13 +107,13 @@ def _run(
             hidden = torch.finfo(model.dtype).min
             causal = torch.full((S, high), hidden, dtype=model.dtype, device=model.device)
             mask = causal.triu(low + 1).expand(R, 1, S, high)
-        model(
+        last_logits(
+            model,
             input_ids=ids.to(model.device),
             attention_mask=mask,
             position_ids=torch.arange(low, high, device=model.device).expand(R, S),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
         )
         count.computed += real
         count.padding += R * S - real

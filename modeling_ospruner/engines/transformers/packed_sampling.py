@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from modeling_ospruner.engines.interface import Sampled, SamplingSettings, TokenCount
 from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.rules_ospruner import last_logits
 
 from .cache import SlotCache
 from .packed_forks import prefill_shared
@@ -83,13 +84,14 @@ class PackedSampler:
             grown[..., :columns] = self.mask[..., :columns]
             self.mask = grown
         self.mask[..., columns] = 0
-        logits = self.model(
+        logits = last_logits(
+            self.model,
             input_ids=self.last[:, None].to(self.device),
             attention_mask=self.mask[..., : columns + 1],
             position_ids=self.lengths[:, None].to(self.device),
             past_key_values=self.cache,
             use_cache=True,
-        ).logits[:, -1]
+        )
         self.lengths += 1
         live = sum(row is not None for row in self.rows)
         self.count.computed += live
@@ -171,13 +173,14 @@ class PackedSampler:
         hidden = torch.arange(P) < (P - lengths)[:, None]  # (B, P)
         mask = torch.zeros(B, 1, 1, P, dtype=self.model.dtype)
         mask.masked_fill_(hidden[:, None, None], self.hidden)
-        logits = self.model(
+        logits = last_logits(
+            self.model,
             input_ids=torch.tensor([[row.prompt[-1]] for row in rows], device=self.device),
             attention_mask=mask.to(self.device),
             position_ids=(lengths - 1)[:, None].to(self.device),
             past_key_values=cache,
             use_cache=True,
-        ).logits[:, -1]
+        )
         self.count.computed += B
         return cache, lengths, logits
 

@@ -21,7 +21,7 @@ from modeling_ospruner.engines.interface import (
     TokenCount,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.rules_ospruner import greedy, top_entropy
+from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
 from .rows import Branch, SamplingRow, choose, uniforms
 
@@ -50,13 +50,14 @@ def sample_batch(
     live = [True] * B
     step = 0
     while True:
-        logits = model(
+        logits = last_logits(
+            model,
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             position_ids=positions.to(model.device),
             past_key_values=cache,
             use_cache=True,
-        ).logits[:, -1]
+        )
         draws = uniforms(states, np.full(B, step, dtype=np.uint64))
         tokens = choose(logits, draws, settings).cpu()
         for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
@@ -118,9 +119,10 @@ def _feed(
     """Runs tokens on the cache; the logits (V,) after the last one."""
     count.computed += len(token_ids)
     positions = torch.arange(position, position + len(token_ids), device=model.device)
-    return model(
+    return last_logits(
+        model,
         input_ids=torch.tensor([list(token_ids)], device=model.device),
         position_ids=positions[None],
         past_key_values=cache,
         use_cache=True,
-    ).logits[0, -1]
+    )[0]
