@@ -35,7 +35,7 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from .formats_ospruner import TokenFormat, guess
-from .policy_ospruner import StoppingPolicy, decoder_layers
+from .policy_ospruner import StoppingPolicy, check_length, decoder_layers, hidden_entering
 from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers
 from .stopping_ospruner import (
     Phase,
@@ -204,12 +204,6 @@ _MOST_WAITING = 1024  # columns; a row that lags more is taken in unasked, to fr
 
 class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)
     """Raised inside a forward once the hidden states that enter the tail are known."""
-
-
-def hidden_entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The hidden states (B, S, H) among a decoder layer's arguments."""
-    hidden: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return hidden
 
 
 class _CapturedRow:
@@ -586,6 +580,11 @@ def generate_pruned(
     refuse_closing(token_format, eos_ids)
     rule = settings.chosen_rule()
     _refuse_asks(rule, policy, tokenizer)
+    if "stop_probability" in rule.asks:
+        prompt_tokens = (kwargs["input_ids"] if inputs is None else inputs).shape[1]
+        new_tokens = config.max_new_tokens
+        longest = config.max_length or 0 if new_tokens is None else prompt_tokens + new_tokens
+        check_length(base.config, max(prompt_tokens, longest), "prompt and answer")
     processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
     others = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
     if config.stop_strings is not None:

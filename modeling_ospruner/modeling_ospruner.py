@@ -28,14 +28,16 @@ from transformers.utils.generic import ModelOutput
 from .configuration_ospruner import VERSION, OSPrunerConfig
 from .custom_generate_ospruner import CUSTOM_GENERATE
 from .formats_ospruner import ReasoningFormat, ThinkingSpan, TokenFormat, guess
-from .generation_ospruner import LastStop, TrunkDone, generate_pruned, hidden_entering
+from .generation_ospruner import LastStop, TrunkDone, generate_pruned
 from .loading_ospruner import check_exchange, check_hub_arguments, load_parts, split_arguments
 from .loading_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
 from .policy_ospruner import (
     DEFAULT_INIT_BIAS,
     StoppingPolicy,
+    check_length,
     decoder_layers,
     execution_device,
+    hidden_entering,
     plain_text_config,
 )
 from .rules_ospruner import StopRule
@@ -104,7 +106,8 @@ class PolicyScores:
             `OSPrunerOutput`.
 
         Raises:
-            ValueError: stop probabilities are asked for with a cache that already holds tokens.
+            ValueError: stop probabilities are asked for with a cache that already holds tokens, or
+                of a text that is too long (see `check_length`).
         """
         inputs = {
             "input_ids": input_ids,
@@ -124,6 +127,7 @@ class PolicyScores:
             with entering_tail(self.base, self.config.num_policy_layers) as caught:
                 output = self.base(**inputs)
             hidden = caught[0]
+            check_length(self.base.config, hidden.shape[1], "the text")
             probabilities = torch.sigmoid(self.policy(hidden, position_ids, attention_mask))
         else:
             output = self.base(**inputs)
@@ -151,6 +155,9 @@ class PolicyScores:
             (B, S, H): the hidden states that enter layer L-n; for n = 0 the last hidden states
             after the final norm.
         """
+        if position_ids is None:
+            position_ids = positions_of(input_ids, attention_mask)
+        check_length(self.base.config, position_ids.max() + 1, "the text")
         with (
             entering_tail(self.base, self.config.num_policy_layers, stop_there=True) as caught,
             suppress(TrunkDone),
@@ -158,11 +165,7 @@ class PolicyScores:
             self.base.get_decoder()(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                position_ids=(
-                    positions_of(input_ids, attention_mask)
-                    if position_ids is None
-                    else position_ids
-                ),
+                position_ids=position_ids,
                 use_cache=False,
             )
         return caught[0]

@@ -41,6 +41,12 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     return module_layers(base.get_decoder())
 
 
+def hidden_entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states (B, S, H) among a decoder layer's arguments."""
+    hidden: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return hidden
+
+
 def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
     """The dtype in which the base's last layer computes."""
     if is_quantised(base):
@@ -112,6 +118,60 @@ def check_decoder(base: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} cannot be a base: it numbers the positions of images along several axes. "
             f"Load its language model alone. {_INSTEAD}"
+        )
+    kind, length = position_switch(config) or ("", 0)
+    if kind == "longrope" and length < text.max_position_embeddings:
+        raise ValueError(
+            f"{name} cannot be a base: with rope_type {kind!r} the frequencies of all positions "
+            f"change when a text passes {length} tokens (original_max_position_embeddings), and it "
+            "writes on from other hidden states than one pass over the whole text gives, from "
+            f"which a policy learns. {_INSTEAD}"
+        )
+
+
+def _rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """A base's rotary settings: one for all layers, or one for each type of layer."""
+    text = config.get_text_config()
+    rope: dict[str, Any] = vars(text).get("rope_parameters") or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def position_switch(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """Where rotary frequencies begin to change with a text's length; None where they never do.
+
+    Returns:
+        The `rope_type`, and the longest text (in tokens) before the change.
+    """
+    for one in _rotary_settings(config):
+        kind = str(one.get("rope_type"))
+        if kind == "longrope":
+            return kind, int(one["original_max_position_embeddings"])
+        if "dynamic" in kind:
+            return kind, int(config.get_text_config().max_position_embeddings)
+    return None
+
+
+def check_length(config: PreTrainedConfig, tokens: int | torch.Tensor, what: str) -> None:
+    """Refuses a text in which the base's positions change while it is written.
+
+    Step by step each token sees the frequencies of the length so far; in one pass, as in training
+    and scoring, all see those of the whole. Up to the change the two are equal.
+
+    Args:
+        config: the base's.
+        tokens: the text's length.
+        what: has this length, for the message.
+
+    Raises:
+        ValueError: naming the length, and the one from which on positions change.
+    """
+    switch = position_switch(config)
+    if switch is not None and tokens >= switch[1]:
+        raise ValueError(
+            f"{what} may reach {int(tokens)} tokens, but this base's positions (rope_type "
+            f"{switch[0]!r}) change from {switch[1]} tokens on, and the policy would read other "
+            "hidden states than it was trained on: keep texts shorter (max_new_tokens, "
+            "--max-tokens), or use the base without a policy"
         )
 
 
@@ -531,6 +591,9 @@ class _CountingCache(DynamicCache):
 def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
     """Runs a few tokens through the base, and from layer L-n on through the fresh copies.
 
+    At the beginning of a text, across each length that the base's rotary settings name, and at the
+    end of its positions.
+
     Args:
         base: a causal LM in eval mode.
         policy: fresh copies of its last layers.
@@ -538,18 +601,28 @@ def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
     Raises:
         ValueError: the two differ, or the copies cannot be run at once, in pieces and padded.
     """
+    most = vars(base.config.get_text_config()).get("max_position_embeddings") or _PROBE
+    named = [one.get("original_max_position_embeddings") for one in _rotary_settings(base.config)]
+    starts = {0, most - _PROBE, *(length - _PROBE // 2 for length in named if length)}
+    for start in sorted(starts):
+        if 0 <= start <= most - _PROBE:
+            _check_tail_from(start, base, policy)
+
+
+def _check_tail_from(start: int, base: PreTrainedModel, policy: StoppingPolicy) -> None:
+    """What `check_tail` does, with positions that begin at `start`."""
     assert policy.tail is not None
     decoder, tail, n = base.get_decoder(), policy.tail, len(policy.layers)
     device = execution_device(base, decoder.get_input_embeddings())
     ids = torch.arange(2 * _PROBE, device=device).view(2, -1) % tail.config.vocab_size
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = start + (mask.cumsum(-1) - 1).clamp(min=0)
     entering: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entering.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        entering.append(hidden_entering(args, kwargs))
 
     handles = [
         decoder_layers(base)[-n].register_forward_pre_hook(keep, with_kwargs=True),
@@ -580,8 +653,9 @@ def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
         if not share < _TOLERATED_SHARE.get(wanted.dtype, 0.05):
             raise ValueError(
                 f"{type(base).__name__} cannot be a base: its last {n} layers, run on their own "
-                f"{how}, give other hidden states than within it (they differ by {share:.0%} on "
-                "average). Its layers need more than the hidden states that enter them"
+                f"{how}, give other hidden states than within it (from position {start} on they "
+                f"differ by {share:.0%} on average). Its layers need more than the hidden states "
+                "that enter them"
             )
 
 

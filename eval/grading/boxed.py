@@ -1,7 +1,7 @@
 r"""Boxed answers and their grades, by Math-Verify under a time limit.
 
 Most answers are decided here: equal texts and plain integers need no computer algebra. The rest
-goes to child processes (`grading_pool.py`), which can be killed.
+goes to child processes (`pool.py`), which can be killed.
 """
 
 from __future__ import annotations

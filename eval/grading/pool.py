@@ -1,7 +1,11 @@
 """Processes that compare answers: several at once, each replaced when it hangs or dies.
 
 Math-Verify's own time limit is a signal: it works only in the main thread and cannot interrupt a
-long computation inside C code. A child process (`grading_worker.py`) can be killed.
+long computation inside C code. A child process (`worker.py`) can be killed.
+
+Not `pebble.ProcessPool` (tried: 5.2.3): a worker that dies while it is idle ends its whole pool,
+one that hangs before it has taken a task is never missed, and spawned workers need the user's
+script to be guarded by `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations

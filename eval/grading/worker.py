@@ -1,4 +1,4 @@
-r"""A child process of `grading_pool`: reads [reference, answer, seconds] lines, writes verdicts.
+r"""A child process of `pool.py`: reads [reference, answer, seconds] lines, writes verdicts.
 
 Run as a script, never imported; one JSON value a line on each side: [true, null], [false, null], or
 [null, reason] where an expression cannot be read or decided within the limit. Math-Verify's limits

@@ -37,6 +37,7 @@ from modeling_ospruner.loading_ospruner import (
     empty_policy,
     read_tensors,
 )
+from modeling_ospruner.policy_ospruner import position_switch
 
 from .plugin import HARMONY_PARSER, NO_GRAPHS, PROCESSOR, UNTESTED
 
@@ -304,6 +305,12 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"loaded: {error}"
         ) from error
     check_base(config, base_config, where)
+    if (switch := position_switch(base_config)) is not None:
+        raise ValueError(
+            f"the base {where!r} has rope_type {switch[0]!r}, whose positions change with the "
+            f"text's length (from {switch[1]} tokens on), and vLLM computes them otherwise than "
+            "transformers, where the policy was trained: generate with transformers"
+        )
     if vllm_config.load_config.load_format != "dummy":
         # Before the base's weights are read, and with the same words as everywhere.
         model = vllm_config.model_config

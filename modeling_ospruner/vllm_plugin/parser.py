@@ -3,6 +3,10 @@ r"""How a vLLM server splits a policy's chat replies into thinking and answer.
 vLLM's own parser of `<think>...</think>` counts what follows a `<think>` in the text alone; the
 chat templates of R1-Distill and the like write it into the prompt, and `usage` would say 0. Its own
 parser of Harmony is bound to models whose type is gpt_oss, which a policy's is not.
+
+Not openai-harmony's `StreamableParser` (tried: 0.0.11): it reads token ids, and vLLM gives
+`extract_reasoning` text alone; of a reply that goes on in an analysis which the prompt has opened
+it drops the thinking, or raises.
 """
 
 from __future__ import annotations
