@@ -30,7 +30,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .configuration_ospruner import check_integer, check_number
+from .configuration_ospruner import MODES, check_choice, check_integer, check_number
 from .formats_ospruner import TokenFormat
 
 _MASK64 = (1 << 64) - 1
@@ -156,14 +156,25 @@ class LearnedPolicy:
     Attributes:
         mode: "sample" stops where `uniform(seed, sample_index, step)` lies below pi_i,
             "threshold" where pi_i reaches the threshold.
-        threshold: in [0, 1].
-        seed: of the draws.
+        threshold: in [0, 1]; of mode "threshold", and None in mode "sample".
+        seed: of the draws in mode "sample".
     """
 
     mode: Literal["sample", "threshold"]
-    threshold: float
+    threshold: float | None = None
     seed: int = 0
     reason: ClassVar[Literal["policy"]] = "policy"
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_choice(owner, "mode", self.mode, MODES)
+        if (self.threshold is None) is (self.mode == "threshold"):
+            raise ValueError(
+                f"{owner}: mode is {self.mode!r} and threshold {self.threshold}; a threshold "
+                "belongs to mode 'threshold', and to no other"
+            )
+        if self.threshold is not None:
+            check_number(owner, "threshold", self.threshold, 0, 1)
 
     @property
     def asks(self) -> frozenset[Ask]:
@@ -177,7 +188,7 @@ class LearnedPolicy:
     def at_step_end(self, end: StepEnd) -> Verdict:
         """Draws, or compares with the threshold."""
         probability = end.stop_probability()
-        if self.mode == "threshold":
+        if self.threshold is not None:
             return Verdict(probability >= self.threshold, probability)
         return Verdict(uniform(self.seed, end.sample_index, end.step) < probability, probability)
 

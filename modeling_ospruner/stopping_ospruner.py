@@ -30,10 +30,11 @@ class StopPolicyConfig:
 
     Attributes:
         mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
-            threshold. None: the policy's default.
-        threshold: in [0, 1]. None: the policy's default.
-        seed: of the draws in mode "sample".
-        first_sample_index: the index of the call's first row, for runs over several calls. Rows
+            threshold. None: "threshold" where one is given, else the policy's default.
+        threshold: in [0, 1], of mode "threshold". None: the policy's default.
+        seed: of the draws in mode "sample"; without a meaning elsewhere.
+        first_sample_index: the index of the call's first row, for runs over several calls, of
+            which the draws of mode "sample" depend. Rows
             count up from it in the order of the output: with `num_return_sequences` k, the j-th
             text of prompt i is row i * k + j.
         min_thinking_tokens: no stop before so many.
@@ -67,6 +68,13 @@ class StopPolicyConfig:
         check_choice(_OWNER, "answer", self.answer, get_args(AnswerMode))
         if self.threshold is not None:
             check_number(_OWNER, "threshold", self.threshold, 0, 1)
+            if self.mode == "sample":
+                raise ValueError(
+                    f"{_OWNER}: threshold is {self.threshold}, but mode 'sample' draws and has "
+                    "none: leave one of them out"
+                )
+            if self.rule is None:
+                object.__setattr__(self, "mode", "threshold")  # what a threshold alone means
         check_integer(_OWNER, "seed", self.seed)
         check_integer(_OWNER, "first_sample_index", self.first_sample_index, 0)
         check_integer(_OWNER, "min_thinking_tokens", self.min_thinking_tokens, 0)
@@ -103,24 +111,28 @@ class StopPolicyConfig:
         """
         if self.rule is not None:
             return self
+        chosen = self.mode or mode
+        if chosen == "threshold" and self.threshold is not None:
+            threshold = self.threshold
         return replace(
             self,
-            mode=mode if self.mode is None else self.mode,  # type: ignore[arg-type]  # checked
-            threshold=threshold if self.threshold is None else self.threshold,
+            mode=chosen,  # type: ignore[arg-type]  # checked
+            threshold=threshold if chosen == "threshold" else None,
         )
 
     def chosen_rule(self) -> StopRule:
         """The rule that stops rows: the given one, or the learned policy.
 
         Raises:
-            ValueError: for the learned policy, mode or threshold is missing.
+            ValueError: for the learned policy, the mode or its threshold is missing.
         """
         if self.rule is not None:
             return self.rule
-        if self.mode is None or self.threshold is None:
+        if self.mode is None or (self.mode == "threshold" and self.threshold is None):
             raise ValueError(
                 f"{_OWNER}: mode is {self.mode!r} and threshold {self.threshold}; without a rule "
-                "both must be given here (with_defaults fills them in from a policy)"
+                "the mode and its threshold must be given here (with_defaults fills them in from "
+                "a policy)"
             )
         return LearnedPolicy(self.mode, self.threshold, self.seed)
 

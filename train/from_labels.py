@@ -212,6 +212,11 @@ def _split(
     traces = labels.traces
     if limit is not None:
         traces = traces.take(min(limit, len(traces)))
+    if validation is not None and held_out is not None:
+        raise ValueError(
+            f"held_out is {held_out}, but with validation labels ({validation}) no problem is held "
+            "out: leave one of them out"
+        )
     if validation is not None:
         theirs = load_labels(validation)
         _refuse_other_labels(labels.settings, theirs.settings)

@@ -154,8 +154,7 @@ class HookRunner:
             return lambda ids, more: (model.generate(ids, **more), None)
         if isinstance(method.how, PolicyUse):
             use = method.how
-            threshold = 0.5 if use.threshold is None else use.threshold
-            config = StopPolicyConfig(mode=use.mode, threshold=threshold, **common)
+            config = StopPolicyConfig(mode=use.mode, threshold=use.threshold, **common)
             policy = self._policy(use.path).policy
             return lambda ids, more: generate_pruned(
                 model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more

@@ -22,7 +22,7 @@ class EngineOptions:
         base: the base's folder or Hub id; for "openai" also the model's name at the endpoints.
         revision: of a Hub id.
         batch_size: rows, or requests, that are worked on at once; None for the engine's default.
-        dtype: such as "auto", "float32", "bfloat16".
+        dtype: such as "auto", "float32", "bfloat16". Only of "transformers" and "vllm".
         device: such as "cpu", "cuda"; None for the best there is. Only of "transformers".
         urls: endpoints, of "openai" and "sglang".
         arguments: further keyword arguments of the engine, such as vLLM's `tensor_parallel_size`.
@@ -83,6 +83,13 @@ def open_engine(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOp
     """
     if name not in ENGINES:
         raise ValueError(f"engine is {name!r}; it must be one of {', '.join(ENGINES)}")
+    for option, engines in _ONLY.items():
+        value = vars(options)[option]
+        if name not in engines and value != vars(EngineOptions)[option]:
+            raise ValueError(
+                f"{option} is {value!r}, which the engine {name!r} does not look at (only "
+                f"{', '.join(engines)} do): leave it out"
+            )
     return ENGINES[name](tokenizer, options)
 
 
@@ -92,8 +99,6 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
 
     from modeling_ospruner.engines.transformers.engine import TransformersEngine
 
-    if options.urls:
-        raise ValueError(f"urls is {options.urls}; the transformers engine runs in this process")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             options.base, revision=options.revision, dtype=options.dtype
@@ -156,6 +161,11 @@ ENGINES: dict[str, Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]] =
     "openai": _open_openai,
 }
 """What opens each engine."""
+_ONLY = {
+    "dtype": ("transformers", "vllm"),
+    "device": ("transformers",),
+    "urls": ("openai", "sglang"),
+}
 
 
 def _first_line(error: Exception) -> str:

@@ -32,6 +32,7 @@ KEYS = {
 }
 """Key of a request -> field of `StopPolicyConfig`."""
 
+_DRAWS = ("stop_seed", "stop_sample_index")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # 1 and 0 equal True and False
 
 
@@ -60,7 +61,9 @@ class StopRequest:
         server: bool = False,
     ) -> None:
         given = {} if extra is None else extra
-        known = [ON, CONTROL if server else ID, *KEYS]
+        # Which draws a server makes is vLLM's own --seed; a request says it for itself.
+        keys = [k for k in KEYS if not (server and k in _DRAWS)]
+        known = [ON, CONTROL if server else ID, *keys]
         unknown = [k for k in given if k not in known and k.startswith(("stop_", "stop-"))]
         if unknown:
             raise ValueError(f"{owner}: no {unknown}; the policy's keys are {known}")
@@ -78,9 +81,17 @@ class StopRequest:
         if ON in given:
             self.on = _flag(owner, ON, given[ON])
         try:
-            StopPolicyConfig(**self.fields)
+            mode = StopPolicyConfig(**self.fields).mode
         except (TypeError, ValueError) as error:
             raise ValueError(f"{owner}: {_in_keys(str(error))}") from None
+        if mode is not None:  # also where a threshold alone says it
+            self.fields["mode"] = mode
+        if "first_sample_index" in self.fields and "seed" not in self.fields:
+            raise ValueError(
+                f"{owner}: stop_sample_index is {self.fields['first_sample_index']} without a "
+                "stop_seed, and does nothing: the draws of a request without one are always new. "
+                "Send both, or none"
+            )
 
     def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
         """The request's settings over a server's defaults; None where the policy is off."""
@@ -88,6 +99,8 @@ class StopRequest:
         if not on:
             return None
         fields = {**defaults.fields, **self.fields}
+        if fields.get("mode") == "sample":
+            fields.pop("threshold", None)  # of the defaults
         least, most = fields.get("min_thinking_tokens", 0), fields.get("max_thinking_tokens")
         if most is not None and least > most:  # the request's word is the later one
             fields.pop(

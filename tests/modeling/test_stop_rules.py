@@ -75,7 +75,7 @@ def answer(
 def test_the_learned_policy_draws_or_compares() -> None:
     probabilities = [0.1, 0.9, 0.5, math.nan] * 10
     ends = Ends(probabilities=probabilities)
-    drawn = verdicts(LearnedPolicy("sample", 0.5, seed=3), ends, 40)
+    drawn = verdicts(LearnedPolicy("sample", seed=3), ends, 40)
     assert [v.stop for v in drawn] == [uniform(3, 4, i) < p for i, p in enumerate(probabilities)]
     assert {v.stop for v in drawn} == {True, False}
     compared = verdicts(LearnedPolicy("threshold", 0.5), ends, 4)
@@ -288,7 +288,7 @@ def test_a_rule_is_needed_without_a_policy(reasoner: Reasoner) -> None:
     with pytest.raises(ValueError, match="stop_policy holds no rule"):
         solve(reasoner, {"threshold": 0.5})
     with pytest.raises(ValueError, match="LearnedPolicy asks for stop probabilities, but there is"):
-        solve(reasoner, LearnedPolicy("sample", 0.5))
+        solve(reasoner, LearnedPolicy("sample"))
 
 
 def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
@@ -298,7 +298,12 @@ def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
         StopPolicyConfig.of({"rule": "entropy"})
     with pytest.raises(TypeError, match="rule is <class .*Agreement.*>; it must be a StopRule"):
         StopPolicyConfig.of({"rule": Agreement})
-    with pytest.raises(ValueError, match="without a rule both must be given here"):
-        StopPolicyConfig(mode="sample").chosen_rule()
+    for incomplete in (StopPolicyConfig(), StopPolicyConfig(mode="threshold")):
+        with pytest.raises(ValueError, match="without a rule the mode and its threshold must be"):
+            incomplete.chosen_rule()
+    assert StopPolicyConfig(mode="sample", seed=3).chosen_rule() == LearnedPolicy("sample", seed=3)
+    for wrong in ({"mode": "sample", "threshold": 0.5}, {"mode": "threshold"}):
+        with pytest.raises(ValueError, match="a threshold belongs to mode 'threshold', and to no"):
+            LearnedPolicy(**wrong)
     assert StopPolicyConfig.of(Agreement(2)) == StopPolicyConfig(rule=Agreement(2))
     assert StopPolicyConfig(rule=Budget(5)).with_defaults("sample", 0.5).mode is None
