@@ -49,9 +49,8 @@ EngineBatch = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="Of the transformers engine.")]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
-Every = Annotated[int, typer.Option(help="Label each so-many-th step, and the last.")]
-MaxForks = Annotated[
-    int, typer.Option(help="At most so many labels a trace, evenly spread; 0 for all.")
+StepStride = Annotated[
+    int, typer.Option(help="Label every k-th step; policies trained on them decide there alone.")
 ]
 Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
 # of those that evaluate
@@ -252,8 +251,7 @@ def label_command(
     answer_tokens: Annotated[
         int | None, typer.Option(help="Cap on an answer: 32 where forced, 512 where free.")
     ] = None,
-    every: Every = 1,
-    max_forks: MaxForks = 0,
+    step_stride: StepStride = 1,
     reasoning_format: Format = None,
     revision: Revision = None,
     batch_size: EngineBatch = None,
@@ -291,8 +289,7 @@ def label_command(
         "top_k": top_k,
         "max_new_tokens": max_tokens,
         "max_answer_tokens": answer_tokens or (32 if answer_mode == "forced" else 512),
-        "every": every,
-        "max_forks": max_forks,
+        "step_stride": step_stride,
         "seed": seed,
     }
     with _stoppable(out), PhaseBars(console) as bars:
@@ -350,8 +347,7 @@ def labels_import(
     ] = "",
     max_tokens: ThinkingCap = 15_000,
     answer_tokens: Annotated[int, typer.Option(help="Cap on a forced answer.")] = 32,
-    every: Every = 1,
-    max_forks: MaxForks = 0,
+    step_stride: StepStride = 1,
     reasoning_format: Format = None,
     revision: Revision = None,
     batch_size: EngineBatch = None,
@@ -371,8 +367,7 @@ def labels_import(
     settings = {
         "max_new_tokens": max_tokens,
         "max_answer_tokens": answer_tokens,
-        "every": every,
-        "max_forks": max_forks,
+        "step_stride": step_stride,
     }
     with _stoppable(out), PhaseBars(console) as bars:
         run_import(

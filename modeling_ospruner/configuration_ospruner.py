@@ -65,6 +65,7 @@ class OSPrunerConfig(PreTrainedConfig):
             with "lora" nothing is copied, and adapters beside the base's own layers train.
         lora_rank: of these adapters.
         length_penalty: lambda, in reward per thinking token, that the policy was trained for.
+        step_stride: the policy decides at every k-th step end, as its labels did.
         method: "os-pruner", or a baseline: "probe", "convergence", "flashthink" (whose base is a
             verifier that reads another model's thinking; it does not generate).
         default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
@@ -83,6 +84,7 @@ class OSPrunerConfig(PreTrainedConfig):
     tuning: str = "layers"
     lora_rank: int = 16
     length_penalty: float = 0.0
+    step_stride: int = 1
     method: str = "os-pruner"
     default_mode: str = "sample"
     default_threshold: float = 0.5
@@ -135,6 +137,8 @@ class OSPrunerConfig(PreTrainedConfig):
             )
         if self.lora_rank < 1:
             raise ValueError(f"lora_rank is {self.lora_rank}; it must be 1 or more")
+        if self.step_stride < 1:
+            raise ValueError(f"step_stride is {self.step_stride}; it must be 1 or more")
         if self.num_policy_layers < 0:
             raise ValueError(f"num_policy_layers is {self.num_policy_layers}; it must be 0 or more")
 

@@ -595,7 +595,7 @@ def generate_pruned(
     eos = config.eos_token_id
     eos_ids = frozenset([eos] if isinstance(eos, int) else torch.as_tensor(eos).tolist())
     refuse_closing(token_format, eos_ids)
-    rule = settings.chosen_rule()
+    rule = settings.chosen_rule(1 if policy is None else policy.step_stride)
     _refuse_asks(rule, policy, tokenizer)
     processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
     others = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])

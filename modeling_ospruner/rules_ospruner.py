@@ -158,11 +158,13 @@ class LearnedPolicy:
             "threshold" where pi_i reaches the threshold.
         threshold: in [0, 1].
         seed: of the draws.
+        step_stride: asked at every k-th step end only, as it was trained.
     """
 
     mode: Literal["sample", "threshold"]
     threshold: float
     seed: int = 0
+    step_stride: int = 1
     reason: ClassVar[Literal["policy"]] = "policy"
 
     @property
@@ -176,6 +178,8 @@ class LearnedPolicy:
 
     def at_step_end(self, end: StepEnd) -> Verdict:
         """Draws, or compares with the threshold."""
+        if (end.step + 1) % self.step_stride:
+            return Verdict(False)
         probability = end.stop_probability()
         if self.mode == "threshold":
             return Verdict(probability >= self.threshold, probability)

@@ -125,7 +125,9 @@ def _base(
             "does not run. Evaluate it with `ospruner eval replay`"
         )
     for use in uses[1:]:
-        refuse_other_base(use, first.base_model_name_or_path, first.base_revision, literals)
+        refuse_other_base(
+            use, first.base_model_name_or_path, first.base_revision, literals, first.step_stride
+        )
     if asked is None:
         return first.base_model_name_or_path, first.base_revision, literals
     # A base named by hand is taken to be the pinned one, lying elsewhere: loading a policy
