@@ -49,6 +49,12 @@ EngineBatch = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="Of the transformers engine.")]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
+EngineArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-arg", help="An argument of the engine: tensor_parallel_size=2. Repeatable."
+    ),
+]
 StepStride = Annotated[
     int, typer.Option(help="Label every k-th step; policies trained on them decide there alone.")
 ]
@@ -258,6 +264,7 @@ def label_command(
     dtype: Dtype = "auto",
     device: Device = None,
     url: Urls = None,
+    engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
     scale: Annotated[
         str | None, typer.Option(help="ray: spread over a Ray cluster; see docs/scale.md.")
@@ -269,7 +276,7 @@ def label_command(
 ) -> None:
     """Sample traces of problems, force and grade the answer after every step."""
     from modeling_ospruner.common.progress import PhaseBars
-    from modeling_ospruner.engines.opening import EngineOptions
+    from modeling_ospruner.engines.opening import EngineOptions, parse_engine_args
     from ospruner.train.labels.command import ProblemOptions, parse_columns, run_label
     from ospruner.train.labels.looking import print_run
     from ospruner.train.labels.on_ray import RayOptions
@@ -280,7 +287,10 @@ def label_command(
     problems = ProblemOptions(
         dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
     )
-    options = EngineOptions(base, revision, batch_size, dtype, device, tuple(url or ()))
+    options = EngineOptions(
+        base, revision, batch_size, dtype, device, tuple(url or ()),
+        parse_engine_args(engine_arg or ()),
+    )  # fmt: skip
     settings = {
         "answer": answer_mode,
         "samples_per_problem": samples,
@@ -354,16 +364,20 @@ def labels_import(
     dtype: Dtype = "auto",
     device: Device = None,
     url: Urls = None,
+    engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
     from modeling_ospruner.common.progress import PhaseBars
-    from modeling_ospruner.engines.opening import EngineOptions
+    from modeling_ospruner.engines.opening import EngineOptions, parse_engine_args
     from ospruner.train.labels.command import parse_columns, run_import
     from ospruner.train.labels.looking import print_run
 
-    options = EngineOptions(base, revision, batch_size, dtype, device, tuple(url or ()))
+    options = EngineOptions(
+        base, revision, batch_size, dtype, device, tuple(url or ()),
+        parse_engine_args(engine_arg or ()),
+    )  # fmt: skip
     settings = {
         "max_new_tokens": max_tokens,
         "max_answer_tokens": answer_tokens,
@@ -415,9 +429,12 @@ def serve(
     opt_in: Annotated[
         bool, typer.Option("--opt-in", help="Stop only requests that say stop_policy.")
     ] = False,
+    engine_arg: EngineArgs = None,
 ) -> None:
     """Serve a policy with vLLM: an OpenAI-compatible server; further options are vLLM's own."""
+    from modeling_ospruner.engines.opening import parse_engine_args
     from modeling_ospruner.vllm_plugin.server import serve as become_server
+    from modeling_ospruner.vllm_plugin.server import vllm_options
 
     given = {
         "stop_mode": mode,
@@ -428,7 +445,8 @@ def serve(
         "stop_control": control,
     }
     defaults = {key: value for key, value in given.items() if value is not None}
-    become_server(policy, {"stop_policy": not opt_in, **defaults}, context.args)
+    arguments = [*vllm_options(parse_engine_args(engine_arg or ())), *context.args]
+    become_server(policy, {"stop_policy": not opt_in, **defaults}, arguments)
 
 
 @app.command()
@@ -527,6 +545,9 @@ def eval_online(
         str, typer.Option(help="transformers (its wall-clock is measured), vllm, ...")
     ] = "transformers",
     url: Urls = None,
+    engine_arg: EngineArgs = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
     preset: Annotated[
         str, typer.Option(help="The paper's sampling settings: deepseek-r1, drpo, gpt-oss.")
     ] = "deepseek-r1",
@@ -549,6 +570,7 @@ def eval_online(
 ) -> None:
     """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
     from modeling_ospruner.common.progress import PhaseBars
+    from modeling_ospruner.engines.opening import parse_engine_args
     from ospruner.eval.online.command import OnlineRequest, run_online
     from ospruner.eval.online.settings import preset as preset_settings
 
@@ -559,7 +581,11 @@ def eval_online(
     )  # fmt: skip
     request = OnlineRequest(
         dataset=dataset, policies=policies or (), rules=rules or (), base=base, engine=engine,
-        engine_arguments={"urls": tuple(url)} if url else {}, task=task, prompt=prompt, model=model,
+        engine_options={
+            "urls": tuple(url or ()), "device": device, "dtype": dtype,
+            "arguments": parse_engine_args(engine_arg or ()),
+        },
+        task=task, prompt=prompt, model=model,
         benchmark=name, files=files or (), limit=limit, settings=settings,
     )  # fmt: skip
     with PhaseBars(console, "online") as bars:
