@@ -49,9 +49,14 @@ EngineBatch = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="Of the transformers engine.")]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
-Every = Annotated[int, typer.Option(help="Label each so-many-th step, and the last.")]
-MaxForks = Annotated[
-    int, typer.Option(help="At most so many labels a trace, evenly spread; 0 for all.")
+EngineArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-arg", help="An argument of the engine: tensor_parallel_size=2. Repeatable."
+    ),
+]
+StepStride = Annotated[
+    int, typer.Option(help="Label every k-th step; policies trained on them decide there alone.")
 ]
 Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
 # of those that evaluate
@@ -252,14 +257,14 @@ def label_command(
     answer_tokens: Annotated[
         int | None, typer.Option(help="Cap on an answer: 32 where forced, 512 where free.")
     ] = None,
-    every: Every = 1,
-    max_forks: MaxForks = 0,
+    step_stride: StepStride = 1,
     reasoning_format: Format = None,
     revision: Revision = None,
     batch_size: EngineBatch = None,
     dtype: Dtype = "auto",
     device: Device = None,
     url: Urls = None,
+    engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
     scale: Annotated[
         str | None, typer.Option(help="ray: spread over a Ray cluster; see docs/scale.md.")
@@ -271,7 +276,7 @@ def label_command(
 ) -> None:
     """Sample traces of problems, force and grade the answer after every step."""
     from modeling_ospruner.common.progress import PhaseBars
-    from modeling_ospruner.engines.opening import EngineOptions
+    from modeling_ospruner.engines.opening import EngineOptions, parse_engine_args
     from ospruner.train.labels.command import ProblemOptions, parse_columns, run_label
     from ospruner.train.labels.looking import print_run
     from ospruner.train.labels.on_ray import RayOptions
@@ -282,7 +287,10 @@ def label_command(
     problems = ProblemOptions(
         dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
     )
-    options = EngineOptions(base, revision, batch_size, dtype, device, tuple(url or ()))
+    options = EngineOptions(
+        base, revision, batch_size, dtype, device, tuple(url or ()),
+        parse_engine_args(engine_arg or ()),
+    )  # fmt: skip
     settings = {
         "answer": answer_mode,
         "samples_per_problem": samples,
@@ -291,8 +299,7 @@ def label_command(
         "top_k": top_k,
         "max_new_tokens": max_tokens,
         "max_answer_tokens": answer_tokens or (32 if answer_mode == "forced" else 512),
-        "every": every,
-        "max_forks": max_forks,
+        "step_stride": step_stride,
         "seed": seed,
     }
     with _stoppable(out), PhaseBars(console) as bars:
@@ -350,29 +357,31 @@ def labels_import(
     ] = "",
     max_tokens: ThinkingCap = 15_000,
     answer_tokens: Annotated[int, typer.Option(help="Cap on a forced answer.")] = 32,
-    every: Every = 1,
-    max_forks: MaxForks = 0,
+    step_stride: StepStride = 1,
     reasoning_format: Format = None,
     revision: Revision = None,
     batch_size: EngineBatch = None,
     dtype: Dtype = "auto",
     device: Device = None,
     url: Urls = None,
+    engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
     from modeling_ospruner.common.progress import PhaseBars
-    from modeling_ospruner.engines.opening import EngineOptions
+    from modeling_ospruner.engines.opening import EngineOptions, parse_engine_args
     from ospruner.train.labels.command import parse_columns, run_import
     from ospruner.train.labels.looking import print_run
 
-    options = EngineOptions(base, revision, batch_size, dtype, device, tuple(url or ()))
+    options = EngineOptions(
+        base, revision, batch_size, dtype, device, tuple(url or ()),
+        parse_engine_args(engine_arg or ()),
+    )  # fmt: skip
     settings = {
         "max_new_tokens": max_tokens,
         "max_answer_tokens": answer_tokens,
-        "every": every,
-        "max_forks": max_forks,
+        "step_stride": step_stride,
     }
     with _stoppable(out), PhaseBars(console) as bars:
         run_import(
@@ -420,9 +429,12 @@ def serve(
     opt_in: Annotated[
         bool, typer.Option("--opt-in", help="Stop only requests that say stop_policy.")
     ] = False,
+    engine_arg: EngineArgs = None,
 ) -> None:
     """Serve a policy with vLLM: an OpenAI-compatible server; further options are vLLM's own."""
+    from modeling_ospruner.engines.opening import parse_engine_args
     from modeling_ospruner.vllm_plugin.server import serve as become_server
+    from modeling_ospruner.vllm_plugin.server import vllm_options
 
     given = {
         "stop_mode": mode,
@@ -433,7 +445,8 @@ def serve(
         "stop_control": control,
     }
     defaults = {key: value for key, value in given.items() if value is not None}
-    become_server(policy, {"stop_policy": not opt_in, **defaults}, context.args)
+    arguments = [*vllm_options(parse_engine_args(engine_arg or ())), *context.args]
+    become_server(policy, {"stop_policy": not opt_in, **defaults}, arguments)
 
 
 @app.command()
@@ -532,6 +545,9 @@ def eval_online(
         str, typer.Option(help="transformers (its wall-clock is measured), vllm, ...")
     ] = "transformers",
     url: Urls = None,
+    engine_arg: EngineArgs = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
     preset: Annotated[
         str, typer.Option(help="The paper's sampling settings: deepseek-r1, drpo, gpt-oss.")
     ] = "deepseek-r1",
@@ -554,6 +570,7 @@ def eval_online(
 ) -> None:
     """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
     from modeling_ospruner.common.progress import PhaseBars
+    from modeling_ospruner.engines.opening import parse_engine_args
     from ospruner.eval.online.command import OnlineRequest, run_online
     from ospruner.eval.online.settings import preset as preset_settings
 
@@ -564,7 +581,11 @@ def eval_online(
     )  # fmt: skip
     request = OnlineRequest(
         dataset=dataset, policies=policies or (), rules=rules or (), base=base, engine=engine,
-        engine_arguments={"urls": tuple(url)} if url else {}, task=task, prompt=prompt, model=model,
+        engine_options={
+            "urls": tuple(url or ()), "device": device, "dtype": dtype,
+            "arguments": parse_engine_args(engine_arg or ()),
+        },
+        task=task, prompt=prompt, model=model,
         benchmark=name, files=files or (), limit=limit, settings=settings,
     )  # fmt: skip
     with PhaseBars(console, "online") as bars:

@@ -154,9 +154,13 @@ def _modes(
 
 
 def refuse_other_base(
-    use: PolicyUse, base: str, revision: str | None, reasoning_format: Mapping[str, Any]
+    use: PolicyUse,
+    base: str,
+    revision: str | None,
+    reasoning_format: Mapping[str, Any],
+    step_stride: int,
 ) -> None:
-    """Raises ValueError where a policy was made for another base, or another way of thinking."""
+    """Raises ValueError where a policy was made for another base, way of thinking, or stride."""
     config = use.config
     theirs = (_place(config.base_model_name_or_path), config.base_revision)
     if theirs != (_place(base), revision):
@@ -175,6 +179,12 @@ def refuse_other_base(
         raise ValueError(
             f"{use.path} was trained on traces with {name} {literals.get(name)!r}, these have "
             f"{reasoning_format.get(name)!r}: label with the policy's own reasoning format"
+        )
+    if config.step_stride != step_stride:
+        raise ValueError(
+            f"{use.path} decides at every {config.step_stride}. step, here every {step_stride}. "
+            f"step is a decision: use labels with step_stride {config.step_stride}, or policies of "
+            "one stride"
         )
 
 

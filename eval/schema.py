@@ -281,7 +281,7 @@ def _check_grades(name: str, values: Sequence[Any], where: str) -> None:
             raise ValueError(f"{where}: {name} holds {value}; it must lie in [0, 1]")
 
 
-_ADDED_SETTINGS = {"max_forks", "imported_from"}  # the first label folders lack these
+_ADDED_SETTINGS = {"imported_from"}  # the first label folders lack these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,9 +301,7 @@ class LabelSettings:
         samples_per_problem: traces sampled for each problem.
         max_new_tokens: the token cap of a trace.
         max_answer_tokens: the token cap of a forced answer.
-        every: label every so many steps (1 for all); the last step always is.
-        max_forks: label at most so many steps of a trace, evenly spread, the last among them; 0
-            for no such limit.
+        step_stride: label every k-th step, and always the last.
         imported_from: name of the file whose traces these are; "" where the base sampled them.
     """
 
@@ -318,8 +316,7 @@ class LabelSettings:
     samples_per_problem: int = 1
     max_new_tokens: int = 15_000
     max_answer_tokens: int = 32
-    every: int = 1
-    max_forks: int = 0
+    step_stride: int = 1
     imported_from: str = ""
 
     def __post_init__(self) -> None:
@@ -337,8 +334,7 @@ class LabelSettings:
             ("samples_per_problem", self.samples_per_problem, 1),
             ("max_new_tokens", self.max_new_tokens, 1),
             ("max_answer_tokens", self.max_answer_tokens, 1),
-            ("every", self.every, 1),
-            ("max_forks", self.max_forks, 0),
+            ("step_stride", self.step_stride, 1),
         ):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is {value!r}; it must be an integer")

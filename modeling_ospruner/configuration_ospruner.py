@@ -66,6 +66,7 @@ class OSPrunerConfig(PreTrainedConfig):
             with "lora" nothing is copied, and adapters beside the base's own layers train.
         lora_rank: of these adapters.
         length_penalty: lambda, in reward per thinking token, that the policy was trained for.
+        step_stride: the policy decides at every k-th step end, as its labels did.
         method: "os-pruner", or a baseline: "probe", "convergence", "flashthink" (whose base is a
             verifier that reads another model's thinking; it does not generate).
         default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
@@ -84,6 +85,7 @@ class OSPrunerConfig(PreTrainedConfig):
     tuning: str = "layers"
     lora_rank: int = 16
     length_penalty: float = 0.0
+    step_stride: int = 1
     method: str = "os-pruner"
     default_mode: str = "sample"
     default_threshold: float = 0.5
@@ -137,6 +139,7 @@ class OSPrunerConfig(PreTrainedConfig):
         check_number(owner, "length_penalty (lambda)", self.length_penalty, 0, math.inf)
         check_number(owner, "default_threshold", self.default_threshold, 0, 1)
         check_integer(owner, "lora_rank", self.lora_rank, 1)
+        check_integer(owner, "step_stride", self.step_stride, 1)
         check_integer(owner, "num_policy_layers", self.num_policy_layers, 0)
         for name in ("base_model_name_or_path", "base_revision", "ospruner_version"):
             value = vars(self)[name]

@@ -578,7 +578,7 @@ def generate_pruned(
     eos = config.eos_token_id
     eos_ids = frozenset([eos] if isinstance(eos, int) else torch.as_tensor(eos).tolist())
     refuse_closing(token_format, eos_ids)
-    rule = settings.chosen_rule()
+    rule = settings.chosen_rule(1 if policy is None else policy.step_stride)
     _refuse_asks(rule, policy, tokenizer)
     if "stop_probability" in rule.asks:
         prompt_tokens = (kwargs["input_ids"] if inputs is None else inputs).shape[1]

@@ -416,6 +416,7 @@ def _loaded(base: PreTrainedModel, repository: str, hub: Mapping[str, Any]) -> _
             _, policy, tokenizer = load_parts(repository, config, base, dict(hub), {})
             chosen = ReasoningFormat.from_dict(config.reasoning_format or {})
             token_format = TokenFormat.compile(chosen, tokenizer)
+            policy.step_stride = config.step_stride
             policies[name] = _Loaded(state, config, policy, token_format, tokenizer)
         return policies[name]
 

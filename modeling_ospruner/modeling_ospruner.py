@@ -628,6 +628,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             self.config.default_mode, self.config.default_threshold
         )
         kwargs.setdefault("tokenizer", self.tokenizer)
+        self.policy.step_stride = self.config.step_stride
         output, records = generate_pruned(
             self.base, self.policy, self.token_format, settings, inputs, **kwargs
         )

@@ -341,6 +341,7 @@ class StoppingPolicy(nn.Module):
     def __init__(self, tail: PreTrainedModel | None, hidden_size: int) -> None:
         super().__init__()
         self.tail = tail
+        self.step_stride = 1  # it decides at every k-th step end
         self.head = nn.Linear(hidden_size, 1, dtype=torch.float32)
         # Some decoders scale the embeddings they are given: what enters the first layer is put
         # back to what entered the base's. By thread, so that concurrent calls don't mix.

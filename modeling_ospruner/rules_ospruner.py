@@ -158,11 +158,13 @@ class LearnedPolicy:
             "threshold" where pi_i reaches the threshold.
         threshold: in [0, 1]; of mode "threshold", and None in mode "sample".
         seed: of the draws in mode "sample".
+        step_stride: asked at every k-th step end only, as it was trained.
     """
 
     mode: Literal["sample", "threshold"]
     threshold: float | None = None
     seed: int = 0
+    step_stride: int = 1
     reason: ClassVar[Literal["policy"]] = "policy"
 
     def __post_init__(self) -> None:
@@ -187,6 +189,8 @@ class LearnedPolicy:
 
     def at_step_end(self, end: StepEnd) -> Verdict:
         """Draws, or compares with the threshold."""
+        if (end.step + 1) % self.step_stride:
+            return Verdict(False)
         probability = end.stop_probability()
         if self.threshold is not None:
             return Verdict(probability >= self.threshold, probability)

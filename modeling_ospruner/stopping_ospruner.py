@@ -120,8 +120,11 @@ class StopPolicyConfig:
             threshold=threshold if chosen == "threshold" else None,
         )
 
-    def chosen_rule(self) -> StopRule:
+    def chosen_rule(self, step_stride: int = 1) -> StopRule:
         """The rule that stops rows: the given one, or the learned policy.
+
+        Args:
+            step_stride: the learned policy's, from its configuration.
 
         Raises:
             ValueError: for the learned policy, the mode or its threshold is missing.
@@ -134,7 +137,7 @@ class StopPolicyConfig:
                 "the mode and its threshold must be given here (with_defaults fills them in from "
                 "a policy)"
             )
-        return LearnedPolicy(self.mode, self.threshold, self.seed)
+        return LearnedPolicy(self.mode, self.threshold, self.seed, step_stride)
 
     @classmethod
     def of(
@@ -173,8 +176,8 @@ class StopRecord:
     Attributes:
         step_ends: L_i of each step end that generate passed, in thinking tokens generated (those
             that a prompt holds already are not counted).
-        probabilities: the learned policy's pi_i at each; NaN where it gave none. Empty under
-            another rule.
+        probabilities: the learned policy's pi_i at each; NaN where it gave none, or was not asked
+            (`OSPrunerConfig.step_stride`). Empty under another rule.
         thinking_tokens: tokens generated before the end marker, or before what was forced.
         reason: "policy" (the learned one, or another rule), "budget" (`max_thinking_tokens`, or
             the rule `Budget`), "natural", or "length" (a limit of generate's own came first: its

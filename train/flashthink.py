@@ -86,6 +86,7 @@ class Verifier(PolicyScores):
             num_policy_layers=settings.num_policy_layers,
             tuning=settings.tuning,
             lora_rank=settings.lora_rank,
+            step_stride=label_settings.step_stride,
             reasoning_format=label_settings.reasoning_format,
             ospruner_version=VERSION,
         )
@@ -119,6 +120,11 @@ class Verifier(PolicyScores):
             raise ValueError(
                 f"{folder} was trained on traces of {theirs[0]} at revision {theirs[1]}, these are "
                 f"of {ours[0]} at {ours[1]}: train FlashThink on traces of this base"
+            )
+        if config.step_stride != label_settings.step_stride:
+            raise ValueError(
+                f"{folder} was trained on labels with step_stride {config.step_stride}, these have "
+                f"{label_settings.step_stride}: use labels of one stride"
             )
         base = load_base(config, {}, {"trust_remote_code": False, "dtype": "auto"})
         return cls(base, load_policy(str(folder), config, base, {}), config, ours)

@@ -134,6 +134,7 @@ def new_policy(
             base_model_name_or_path=label_settings.base_model,
             base_revision=label_settings.base_revision,
         )
+    model.config.step_stride = label_settings.step_stride
     return _prepared(model.eval(), settings)
 
 

@@ -139,6 +139,7 @@ def replay_labels(
             ours.settings.base_model,
             ours.settings.base_revision,
             ours.settings.reasoning_format,
+            ours.settings.step_stride,
         )
     probabilities = _probabilities(uses, traces, ours.settings, base, progress)
     found = [Rule(FULL, replay_full(table))]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
@@ -33,7 +35,7 @@ class OnlineRequest:
         rules: see `rules.parse_rule`.
         base: the model; None for the one that the policies pin.
         engine: one of `open_engine.ENGINES`.
-        engine_arguments: of `EngineOptions`, such as `urls`.
+        engine_options: of `EngineOptions`, such as `urls` or `arguments`.
         task: a file with a subclass of `Task`; None for mathematics.
         prompt: one of `task.PROMPT_PRESETS`.
         model: what tables call the base; None for the last part of its name.
@@ -48,7 +50,7 @@ class OnlineRequest:
     rules: Sequence[str] = ()
     base: str | None = None
     engine: str = "transformers"
-    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
     task: str | Path | None = None
     prompt: str = "default"
     model: str | None = None
@@ -86,16 +88,23 @@ def run_online(
     tokenizer = load_tokenizer(base, revision)
     chosen = guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals)
     fmt = TokenFormat.compile(chosen, tokenizer)
-    options = EngineOptions(base, revision, **request.engine_arguments)
-    here = options if request.engine == "transformers" else EngineOptions(base, revision)
-    local = open_engine("transformers", tokenizer, here)
-    assert isinstance(local, TransformersEngine)  # the policy runs in it, whatever samples
-    setup = Setup(local.model, tokenizer, fmt, task, request.settings)
+    options = EngineOptions(base, revision, **request.engine_options)
+    setup = Setup(tokenizer, fmt, task, request.settings)
+
+    def load_base(of_engine: EngineOptions) -> PreTrainedModel:
+        local = open_engine("transformers", tokenizer, of_engine)
+        assert isinstance(local, TransformersEngine)
+        return local.model
+
     runner: Runner
     if request.engine == "transformers":
-        runner = HookRunner(setup)
+        runner = HookRunner(setup, load_base(options))
     else:
-        runner = EngineRunner(setup, open_engine(request.engine, tokenizer, options))
+        # vLLM in this process holds the GPU: beside it a policy runs on the CPU unless told.
+        device = options.device or ("cpu" if request.engine == "vllm" else None)
+        beside = EngineOptions(base, revision, dtype=options.dtype, device=device)
+        engine = open_engine(request.engine, tokenizer, replace(options, device=None))
+        runner = EngineRunner(setup, engine, lambda: load_base(beside))
     methods = [Method(use.method, use.parameter, use.parameter_name, use) for use in uses]
     methods += [Method(r.method, r.parameter, r.parameter_name, r.rule) for r in named]
     about = {
@@ -125,7 +134,9 @@ def _base(
             "does not run. Evaluate it with `ospruner eval replay`"
         )
     for use in uses[1:]:
-        refuse_other_base(use, first.base_model_name_or_path, first.base_revision, literals)
+        refuse_other_base(
+            use, first.base_model_name_or_path, first.base_revision, literals, first.step_stride
+        )
     if asked is None:
         return first.base_model_name_or_path, first.base_revision, literals
     # A base named by hand is taken to be the pinned one, lying elsewhere: loading a policy

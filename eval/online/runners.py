@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,14 +42,12 @@ class Setup:
     """What both runners need.
 
     Attributes:
-        model: the base, in transformers.
         tokenizer: the base's.
         fmt: its reasoning format.
         task: asks and grades.
         settings: how to sample.
     """
 
-    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fmt: TokenFormat
     task: Task
@@ -99,10 +98,11 @@ class HookRunner:
     forked afterwards, and so are answers of rows cut at the token cap, outside the time.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, base: PreTrainedModel) -> None:
         self.setup = setup
-        self._engine = TransformersEngine(setup.model, setup.tokenizer)
-        self._eos = end_ids(setup.model.generation_config, setup.tokenizer)
+        self.base = base
+        self._engine = TransformersEngine(base, setup.tokenizer)
+        self._eos = end_ids(base.generation_config, setup.tokenizer)
         self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
 
     def run(
@@ -116,7 +116,7 @@ class HookRunner:
     def _generate(
         self, method: Method, batch: Batch, prompts: Sequence[Sequence[int]]
     ) -> list[SampleRow]:
-        settings, fmt, device = self.setup.settings, self.setup.fmt, self.setup.model.device
+        settings, fmt, device = self.setup.settings, self.setup.fmt, self.base.device
         width = max(map(len, prompts))
         pad = min(self._eos)  # masked, so that any id will do
         ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
@@ -142,7 +142,7 @@ class HookRunner:
 
     def _call(self, method: Method, batch: Batch) -> Any:
         """What generates: (ids, arguments) -> (output, records or None)."""
-        model: Any = self.setup.model
+        model: Any = self.base
         settings = self.setup.settings
         common: dict[str, Any] = {
             "seed": settings.seed,
@@ -166,7 +166,7 @@ class HookRunner:
 
     def _policy(self, path: str) -> OSPrunerForCausalLM:
         if self._loaded is None or self._loaded[0] != path:
-            self._loaded = (path, OSPrunerForCausalLM.from_base(self.setup.model, path))
+            self._loaded = (path, OSPrunerForCausalLM.from_base(self.base, path))
         return self._loaded[1]
 
     def _rows(
@@ -236,11 +236,24 @@ class EngineRunner:
 
     Accuracy and lengths are those of generation with the policy inside; wall-clock is not
     measured. Rules that try answers need them at every step: label, and replay.
+
+    Args:
+        setup: tokenizer, format, task, settings.
+        engine: samples and answers.
+        load_base: loads the base in transformers. It is called once, and only for a policy: the
+            engine, which is up before, has then taken the memory that it needs.
     """
 
-    def __init__(self, setup: Setup, engine: Engine) -> None:
+    def __init__(
+        self, setup: Setup, engine: Engine, load_base: Callable[[], PreTrainedModel]
+    ) -> None:
         self.setup = setup
         self.engine = engine
+        self._load_base = functools.cache(load_base)
+        self._policy = functools.lru_cache(1)(self._loaded)
+
+    def _loaded(self, path: str) -> OSPrunerForCausalLM:
+        return OSPrunerForCausalLM.from_base(self._load_base(), path)
 
     def run(
         self, methods: Sequence[Method], batch: Batch
@@ -330,7 +343,7 @@ class EngineRunner:
         sampled: Sequence[Sampled],
         ends: Sequence[Sequence[int]],
     ) -> list[int]:
-        model = OSPrunerForCausalLM.from_base(self.setup.model, use.path)
+        model = self._policy(use.path)
         stops = []
         for i, (prompt, trace, of_row) in enumerate(zip(prompts, sampled, ends, strict=True)):
             if len(of_row) < 2:  # the natural end is the only step
@@ -342,6 +355,8 @@ class EngineRunner:
             sample_index = batch.first_sample_index + i
             chosen = of_row[-1]
             for step, end in enumerate(of_row[:-1]):
+                if (step + 1) % use.config.step_stride:
+                    continue
                 if use.threshold is not None and use.mode == "threshold":
                     stop = pi[step] >= use.threshold
                 else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +13,14 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from .interface import Engine
 
-__all__ = ["ENGINES", "EngineOptions", "known_revision", "load_tokenizer", "open_engine"]
+__all__ = [
+    "ENGINES",
+    "EngineOptions",
+    "known_revision",
+    "load_tokenizer",
+    "open_engine",
+    "parse_engine_args",
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,33 @@ class EngineOptions:
     device: str | None = None
     urls: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_engine_args(texts: Sequence[str]) -> dict[str, Any]:
+    """Arguments of an engine as the command line gives them: `tensor_parallel_size=2`.
+
+    Args:
+        texts: each a name and a value. A value that reads as JSON (a number, true, a list...) is
+            that; any other is text.
+
+    Raises:
+        ValueError: one has no name or no value, or a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not name.isidentifier() or not equals:
+            raise ValueError(
+                f"engine argument {text!r}; it must be name=value, such as tensor_parallel_size=2"
+            )
+        if name in found:
+            raise ValueError(f"engine argument {name} is given twice; give it once")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
 
 
 def load_tokenizer(base: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -99,58 +135,53 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
 
     from modeling_ospruner.engines.transformers.engine import TransformersEngine
 
+    ours = set(inspect.signature(TransformersEngine).parameters) - {"model", "tokenizer"}
+    loading = {name: value for name, value in options.arguments.items() if name not in ours}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            options.base, revision=options.revision, dtype=options.dtype
+            options.base, revision=options.revision, dtype=options.dtype, **loading
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
+        given = f" with {loading}" if loading else ""
         raise ValueError(
-            f"base is {options.base!r}, which cannot be loaded ({_first_line(error)})"
+            f"base is {options.base!r}, which cannot be loaded{given} ({_first_line(error)})"
         ) from error
-    torch.nn.Module.to(model, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    size: dict[str, Any] = {} if options.batch_size is None else {"batch_size": options.batch_size}
-    return TransformersEngine(model, tokenizer, **size, **options.arguments)
+    if "device_map" not in loading:
+        there = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        torch.nn.Module.to(model, there)
+    arguments = {name: options.arguments[name] for name in ours & set(options.arguments)}
+    if options.batch_size is not None:
+        arguments["batch_size"] = options.batch_size
+    return TransformersEngine(model, tokenizer, **arguments)
 
 
 def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
     from .vllm import VLLMEngine
 
-    size: dict[str, Any] = {} if options.batch_size is None else {"concurrency": options.batch_size}
     return VLLMEngine(
         options.base,
         tokenizer,
         revision=options.revision,
         dtype=options.dtype,
-        **size,
-        **options.arguments,
+        **_with_size(options),
     )
 
 
 def _open_openai(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
     from .openai import OpenAIEngine
 
-    size: dict[str, Any] = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    _refuse_unknown("openai", options.arguments, inspect.signature(OpenAIEngine).parameters)
     return OpenAIEngine(
-        options.base,
-        tokenizer,
-        options.urls,
-        revision=options.revision,
-        **size,
-        **options.arguments,
+        options.base, tokenizer, options.urls, revision=options.revision, **_with_size(options)
     )
 
 
 def _open_sglang(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
     from .sglang import SGLangEngine
 
-    size: dict[str, Any] = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    _refuse_unknown("sglang", options.arguments, inspect.signature(SGLangEngine).parameters)
     return SGLangEngine(
-        options.base,
-        tokenizer,
-        options.urls,
-        revision=options.revision,
-        **size,
-        **options.arguments,
+        options.base, tokenizer, options.urls, revision=options.revision, **_with_size(options)
     )
 
 
@@ -166,6 +197,20 @@ _ONLY = {
     "device": ("transformers",),
     "urls": ("openai", "sglang"),
 }
+
+
+def _with_size(options: EngineOptions) -> dict[str, Any]:
+    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    return {**options.arguments, **size}
+
+
+def _refuse_unknown(engine: str, arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    named = {"base", "self", "tokenizer", "urls", "revision"}
+    if unknown := sorted(set(arguments) - (set(known) - named)):
+        raise ValueError(
+            f"engine arguments {unknown}: the {engine} engine takes "
+            f"{sorted(set(known) - named)}; what the server itself takes is given where it starts"
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +52,7 @@ class VLLMEngine(AskingEngine):
 
     Raises:
         MissingPackageError: vLLM is not installed.
-        ValueError: `engine_args` switches prefix caching off.
+        ValueError: `engine_args` switches prefix caching off, or vLLM has none of a name.
     """
 
     def __init__(
@@ -81,6 +81,9 @@ class VLLMEngine(AskingEngine):
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        known = {one.name for one in fields(EngineArgs)}
+        if unknown := sorted(set(engine_args) - known):
+            raise ValueError(f"engine arguments {unknown}: vLLM's EngineArgs has none of that name")
         defaults = {"enable_prefix_caching": True, "disable_log_stats": True}
         args = EngineArgs(model=base, revision=revision, **{**defaults, **engine_args})
         self.llm = LLMEngine.from_engine_args(args)

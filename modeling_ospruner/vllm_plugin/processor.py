@@ -120,6 +120,7 @@ class StopProcessor(LogitsProcessor):
         )
         self._eos_id: int = tokenizer.eos_token_id
         self._policy = (config.default_mode, config.default_threshold)
+        self._step_stride = config.step_stride
         self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._requests: dict[int, _Request] = {}
         # Requests that left the batch: preempted ones come back with the list they had.
@@ -198,7 +199,7 @@ class StopProcessor(LogitsProcessor):
             settings = replace(settings, first_sample_index=settings.first_sample_index + text)
         settings = settings.with_defaults(*self._policy)
         eos = frozenset({self._eos_id, *params.all_stop_token_ids})
-        plan = RowPlan(settings, settings.chosen_rule(), self._format, eos)
+        plan = RowPlan(settings, settings.chosen_rule(self._step_stride), self._format, eos)
         row = StopRow(plan, prompt_ids, settings.first_sample_index)
         end_id = self._eos_id
         if params.ignore_eos and params.stop_token_ids:  # what still ends it

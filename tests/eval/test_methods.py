@@ -64,10 +64,12 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
     use = parse_policies([str(save(tmp_path / "ours"))])[0]
     literals = DEEPSEEK_R1.to_dict()
-    refuse_other_base(use, "org/base", "abc", literals)
+    refuse_other_base(use, "org/base", "abc", literals, 1)
     with pytest.raises(ValueError, match="is a policy for org/base at revision abc, the traces ar"):
-        refuse_other_base(use, "org/other", "abc", literals)
+        refuse_other_base(use, "org/other", "abc", literals, 1)
     with pytest.raises(ValueError, match="at revision abc, the traces are of org/base at def"):
-        refuse_other_base(use, "org/base", "def", literals)
+        refuse_other_base(use, "org/base", "def", literals, 1)
     with pytest.raises(ValueError, match="was trained on traces with box_prefix"):
-        refuse_other_base(use, "org/base", "abc", {**literals, "box_prefix": "Answer: {"})
+        refuse_other_base(use, "org/base", "abc", {**literals, "box_prefix": "Answer: {"}, 1)
+    with pytest.raises(ValueError, match=r"decides at every 1\. step, here every 2\."):
+        refuse_other_base(use, "org/base", "abc", literals, 2)

@@ -179,7 +179,7 @@ def test_label_settings_round_trip_and_differences(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
         LabelSettings.from_dict({**settings.to_dict(), "colour": 1})
-    first = {k: v for k, v in settings.to_dict().items() if k not in ("max_forks", "imported_from")}
+    first = {k: v for k, v in settings.to_dict().items() if k != "imported_from"}
     assert LabelSettings.from_dict(first) == settings
     del first["seed"]
     with pytest.raises(ValueError, match=r"missing keys \['seed'\]"):
@@ -197,7 +197,7 @@ def test_label_settings_round_trip_and_differences(tmp_path: Path) -> None:
         ("seed", 0.5),
         ("samples_per_problem", 0),
         ("max_new_tokens", 0),
-        ("every", 0),
+        ("step_stride", 0),
     ],
 )
 def test_label_settings_errors(field: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -95,6 +96,26 @@ def test_rows_are_numbered_in_the_outputs_order(model: OSPrunerForCausalLM) -> N
         drawn = [uniform(7, 100 + row, i) < p for i, p in enumerate(record.probabilities)]
         stopped = record.reason == "policy"
         assert drawn == [False] * (len(drawn) - stopped) + [True] * stopped
+
+
+def test_a_policy_decides_at_the_stride_of_its_labels(
+    model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_for(model, 2)
+    run(model, inputs, stop_policy={"mode": "threshold", "threshold": 1.0})
+    every = model.last_stop
+    monkeypatch.setattr(model.config, "step_stride", 2)
+    run(model, inputs, stop_policy={"mode": "threshold", "threshold": 1.0})
+    for one, strided in zip(every, model.last_stop, strict=True):
+        assert len(one.step_ends) > 2
+        assert strided.step_ends == one.step_ends
+        asked = [(i + 1) % 2 == 0 for i in range(len(one.step_ends))]
+        assert [not math.isnan(p) for p in strided.probabilities] == asked
+        assert strided.probabilities[1::2] == pytest.approx(one.probabilities[1::2])
+        assert strided.nan_steps == 0
+    run(model, inputs, stop_policy=ALWAYS)
+    for one, strided in zip(every, model.last_stop, strict=True):
+        assert strided.step_ends == one.step_ends[:2]
 
 
 @pytest.mark.parametrize("answer", ["forced", "free"])

@@ -83,6 +83,13 @@ def test_the_learned_policy_draws_or_compares() -> None:
     assert [v.signal for v in compared[:3]] == [0.1, 0.9, 0.5]
 
 
+def test_a_strided_policy_is_asked_at_every_kth_step_end_alone() -> None:
+    probabilities = [0.9] * 8
+    found = verdicts(LearnedPolicy("threshold", 0.5, step_stride=3), Ends((), probabilities), 8)
+    assert [v.stop for v in found] == [False, False, True, False, False, True, False, False]
+    assert [v.signal for v in found if not v.stop] == [None] * 6
+
+
 def test_a_budget_is_reached_at_a_step_end() -> None:
     found = verdicts(Budget(25), Ends(), 4)
     assert [v.stop for v in found] == [False, False, True, True]

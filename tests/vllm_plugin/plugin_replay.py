@@ -91,7 +91,9 @@ def replay(
     settings = settings.with_defaults(config.default_mode, config.default_threshold)
     eos = frozenset(fmt.eos_ids)
     row = StopRow(
-        RowPlan(settings, settings.chosen_rule(), fmt, eos), prompt_ids, settings.first_sample_index
+        RowPlan(settings, settings.chosen_rule(config.step_stride), fmt, eos),
+        prompt_ids,
+        settings.first_sample_index,
     )
     ids = torch.tensor([[*prompt_ids, *output_ids]])
     ours = torch.sigmoid(model.stop_logits(ids))[0].tolist()

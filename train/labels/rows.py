@@ -147,21 +147,17 @@ def _number(verdict: Verdict) -> float | None:
 
 
 def labelled_step_ends(
-    fmt: TokenFormat, trace_ids: Sequence[int], every: int = 1, max_forks: int = 0
+    fmt: TokenFormat, trace_ids: Sequence[int], step_stride: int = 1
 ) -> list[int]:
     """L_i of the steps that get a label.
 
     Args:
         fmt: where steps end.
         trace_ids: the thinking tokens.
-        every: each so-many-th step, and always the last.
-        max_forks: at most so many of these, evenly spread, and always the last; 0 for all.
+        step_stride: label every k-th step, and always the last.
     """
     ends = fmt.step_ends(trace_ids)
-    ends = [end for i, end in enumerate(ends, start=1) if i % every == 0 or i == len(ends)]
-    if max_forks and len(ends) > max_forks:
-        ends = [ends[len(ends) * (k + 1) // max_forks - 1] for k in range(max_forks)]
-    return ends
+    return [end for i, end in enumerate(ends, start=1) if i % step_stride == 0 or i == len(ends)]
 
 
 def label_traces(
@@ -183,14 +179,14 @@ def label_traces(
         engine: runs the base.
         tokenizer: the base's.
         fmt: the base's reasoning format.
-        settings: answer mode and cap, and `every`.
+        settings: answer mode and cap, and `step_stride`.
         progress: called with phases "fork", in traces of these, and "grade", in comparisons.
     """
     requests = [
         ForkRequest(
             prompt,
             trace.trace_ids,
-            labelled_step_ends(fmt, trace.trace_ids, settings.every, settings.max_forks),
+            labelled_step_ends(fmt, trace.trace_ids, settings.step_stride),
         )
         for prompt, trace in zip(prompts, traces, strict=True)
     ]

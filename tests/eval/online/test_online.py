@@ -195,14 +195,14 @@ def check_agreement(
 
 def setup_of(reasoner: Reasoner, settings: OnlineSettings, problems: int) -> Setup:
     task = Task("toy", draw_split("test", problems, 0))
-    return Setup(reasoner.model, reasoner.tokenizer, reasoner.token_format, task, settings)
+    return Setup(reasoner.tokenizer, reasoner.token_format, task, settings)
 
 
 def test_an_engine_and_replay_agree(
     reasoner: Reasoner, policy: Path, labelled: Dataset, tmp_path: Path
 ) -> None:
     setup = setup_of(reasoner, dataclasses.replace(SETTINGS, batch_problems=48), 48)
-    runner = EngineRunner(setup, reasoner.engine)
+    runner = EngineRunner(setup, reasoner.engine, lambda: reasoner.model)
     about = {"model": "toy"}
     online = evaluate_online(
         setup.task, methods_of(policy), runner, setup.settings, about, tmp_path
@@ -230,8 +230,10 @@ def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, pol
     setup = setup_of(reasoner, settings, 6)
     batch = Batch(0, setup.task.problems, 1)
     methods = [Method("full trace", None, "", None), *methods_of(policy)]
-    ours = by_key(HookRunner(setup).run(methods, batch))
-    theirs = by_key(EngineRunner(setup, reasoner.engine).run(methods, batch))
+    ours = by_key(HookRunner(setup, reasoner.model).run(methods, batch))
+    theirs = by_key(
+        EngineRunner(setup, reasoner.engine, lambda: reasoner.model).run(methods, batch)
+    )
     for method in methods:
         for one, other in zip(ours[method.key], theirs[method.key], strict=True):
             assert (one.tokens, one.answer, one.correct, one.answer_tokens) == (
@@ -242,6 +244,27 @@ def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, pol
                 assert one.natural_correct == pytest.approx(other.natural_correct, nan_ok=True)
 
 
+def test_the_base_is_loaded_once_after_the_engine_and_for_policies_alone(
+    reasoner: Reasoner, policy: Path
+) -> None:
+    settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
+    setup = setup_of(reasoner, settings, 2)
+    loaded = []
+
+    def load_base() -> Any:
+        loaded.append("base")
+        return reasoner.model
+
+    runner = EngineRunner(setup, reasoner.engine, load_base)
+    batch = Batch(0, setup.task.problems, 1)
+    full = Method("full trace", None, "", None)
+    by_key(runner.run([full, methods_of(policy)[1]], batch))
+    assert loaded == []
+    for _ in range(2):
+        by_key(runner.run([full, *methods_of(policy)], batch))
+    assert loaded == ["base"]
+
+
 def test_free_answers_and_trial_rules_are_generated(reasoner: Reasoner, policy: Path) -> None:
     settings = dataclasses.replace(
         SETTINGS, samples=1, temperature=0.0, answer="free", max_answer_tokens=60
@@ -249,7 +272,7 @@ def test_free_answers_and_trial_rules_are_generated(reasoner: Reasoner, policy: 
     setup = setup_of(reasoner, settings, 3)
     batch = Batch(0, setup.task.problems, 1)
     full = Method("full trace", None, "", None)
-    rows = by_key(HookRunner(setup).run([full, _entropy()], batch))
+    rows = by_key(HookRunner(setup, reasoner.model).run([full, _entropy()], batch))
     ended = [row for row in rows[full.key] if row.reason == "natural"]
     assert ended
     for row in ended:
@@ -264,7 +287,12 @@ def test_generate_and_replay_agree(
 ) -> None:
     setup = setup_of(reasoner, SETTINGS, 48)
     online = evaluate_online(
-        setup.task, methods_of(policy), HookRunner(setup), SETTINGS, {"model": "toy"}, tmp_path
+        setup.task,
+        methods_of(policy),
+        HookRunner(setup, reasoner.model),
+        SETTINGS,
+        {"model": "toy"},
+        tmp_path,
     )
     check_agreement(online, labelled, reasoner, policy)
     results = online.results()[0]
@@ -279,12 +307,11 @@ def test_labels_and_engine_share_their_traces(
     problems = draw_split("test", 8, 3)
     labels = reasoner.label(problems, tmp_path / "labels", seed=5)
     settings = dataclasses.replace(SETTINGS, samples=1, seed=5, batch_problems=8)
-    setup = Setup(
-        reasoner.model, reasoner.tokenizer, reasoner.token_format, Task("toy", problems), settings
-    )
+    task = Task("toy", problems)
+    setup = Setup(reasoner.tokenizer, reasoner.token_format, task, settings)
     methods = methods_of(policy)
     batch = Batch(0, problems, 1)
-    rows = by_key(EngineRunner(setup, reasoner.engine).run(methods, batch))
+    rows = by_key(EngineRunner(setup, reasoner.engine, lambda: reasoner.model).run(methods, batch))
     table = TraceTable.from_dataset(labels)
     for n, row in enumerate(rows[methods[0].key]):
         assert row.tokens in table.lengths[n]

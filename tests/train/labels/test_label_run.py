@@ -48,7 +48,7 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     arguments = [
         "label", "--base", str(tiny_base_dir), "--dataset", problems, "--out", str(out),
         "--columns", "problem=q,answer=gold", "--exclude", excluded, "--samples", "2",
-        "--max-tokens", "40", "--answer-tokens", "5", "--every", "2", "--max-forks", "2",
+        "--max-tokens", "40", "--answer-tokens", "5", "--step-stride", "2",
         "--temperature", "1", "--seed", "3", "--json", str(numbers),
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -56,15 +56,14 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     assert "1 problems were dropped as overlaps" in result.output
     dataset, manifest = read_labels(out), read_manifest(out)
     assert dataset["problem_id"] == ["0", "0", "1", "1", "3", "3"]
-    assert max(map(len, dataset["step_ends"])) <= 2
     settings = manifest["settings"]
-    assert (settings["every"], settings["max_forks"], settings["seed"]) == (2, 2, 3)
+    assert (settings["step_stride"], settings["seed"]) == (2, 3)
     assert manifest["source"]["excluded"]["ids"] == [["2", "0"]]
     assert manifest["source"]["engine"] == "transformers"
     assert json.loads(numbers.read_text())["traces"] == 6
-    result = CliRunner().invoke(app, [*arguments, "--every", "1"])
+    result = CliRunner().invoke(app, [*arguments, "--step-stride", "1"])
     assert isinstance(result.exception, ValueError)
-    assert "other settings (every: 1 here, 2 there)" in str(result.exception)
+    assert "other settings (step_stride: 1 here, 2 there)" in str(result.exception)
 
 
 def test_free_answers_have_their_own_cap(
@@ -233,7 +232,7 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
     out = tmp_path / "labels"
     arguments = [
         "labels", "import", write(tmp_path / "t.jsonl", chosen), "--out", str(out),
-        "--base", str(tmp_path / "base"), "--answer-tokens", "2", "--max-forks", "12",
+        "--base", str(tmp_path / "base"), "--answer-tokens", "2", "--step-stride", "8",
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
@@ -244,8 +243,8 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
         assert text == given["reasoning"].lstrip("\n")
         if given["correct"] is not None and row["natural_answer"]:
             assert row["natural_correct"] == given["correct"]
-        assert len(row["step_ends"]) <= 12
         fmt = TokenFormat.compile(read_format(None, tokenizer).format, tokenizer)
-        assert set(row["step_ends"]) <= set(fmt.step_ends(row["trace_ids"]))
+        ends = fmt.step_ends(row["trace_ids"])
+        assert row["step_ends"] == sorted({*ends[7::8], ends[-1]})
     manifest = read_manifest(out)
     assert manifest["computed_tokens"] <= 1.02 * manifest["unique_tokens"]

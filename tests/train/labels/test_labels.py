@@ -317,9 +317,8 @@ def test_every_keeps_the_last_step(
     assert len(ends) == 5
     assert labelled_step_ends(fmt, trace, 1) == ends
     assert labelled_step_ends(fmt, trace, 2) == [ends[1], ends[3], ends[4]]
-    assert labelled_step_ends(fmt, trace, 1, 2) == [ends[1], ends[4]]
-    assert labelled_step_ends(fmt, trace, 1, 1) == [ends[4]]
-    assert labelled_step_ends(fmt, trace, 2, 7) == [ends[1], ends[3], ends[4]]
+    assert labelled_step_ends(fmt, trace, 3) == [ends[2], ends[4]]
+    assert labelled_step_ends(fmt, trace, 9) == [ends[4]]
 
 
 def test_folder_of_the_first_version_is_read_and_continued(
@@ -328,7 +327,7 @@ def test_folder_of_the_first_version_is_read_and_continued(
     def strip(name: str) -> None:
         """Makes the folder what the first version would have left: a shard and a journal."""
         manifest = json.loads((tmp_path / "manifest.json").read_text())
-        for key in ("max_forks", "imported_from"):
+        for key in ("imported_from",):
             del manifest["settings"][key]
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         shard = tmp_path / "data" / name

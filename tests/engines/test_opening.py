@@ -1,0 +1,88 @@
+"""Engines by name: their arguments as the command line gives them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from modeling_ospruner.engines.opening import EngineOptions, open_engine, parse_engine_args
+from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.vllm_plugin.server import vllm_options
+
+
+def test_values_have_the_types_that_they_say() -> None:
+    texts = ["tensor_parallel_size=2", "--gpu-memory-utilization=0.8", "enforce_eager=true"]
+    texts += ["attn_implementation=eager", 'limit={"image": 0}', "seed=null", "name=a=b"]
+    assert parse_engine_args(texts) == {
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.8,
+        "enforce_eager": True,
+        "attn_implementation": "eager",
+        "limit": {"image": 0},
+        "seed": None,
+        "name": "a=b",
+    }
+
+
+@pytest.mark.parametrize("text", ["tensor_parallel_size", "=2", "a b=2", ""])
+def test_an_argument_without_name_or_value_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be name=value"):
+        parse_engine_args([text])
+
+
+def test_an_argument_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len is given twice"):
+        parse_engine_args(["max_model_len=2", "max-model-len=3"])
+
+
+def opened(name: str, base: Path, tokenizer: PreTrainedTokenizerFast, **arguments: Any) -> Any:
+    urls = ("http://127.0.0.1:9",) if name in ("openai", "sglang") else ()
+    options = EngineOptions(str(base), dtype="float32", urls=urls, arguments=arguments)
+    return open_engine(name, tokenizer, options)
+
+
+def test_transformers_takes_its_own_and_those_of_loading(
+    tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    arguments = {"attn_implementation": "eager", "fork_tokens": 99}
+    engine = opened("transformers", tiny_base_dir, tiny_tokenizer, **arguments)
+    assert isinstance(engine, TransformersEngine)
+    assert engine.fork_tokens == 99
+    assert engine.model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="cannot be loaded with {'attn_implementation': 'none"):
+        opened("transformers", tiny_base_dir, tiny_tokenizer, attn_implementation="none such")
+
+
+@pytest.mark.parametrize("name", ["openai", "sglang"])
+def test_a_server_is_not_given_arguments_of_its_start(
+    name: str, tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(ValueError, match=rf"\['tensor_parallel_size'\]: the {name} engine takes"):
+        opened(name, tiny_base_dir, tiny_tokenizer, tensor_parallel_size=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_refuses_what_its_engine_lacks(
+    tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(ValueError, match=r"\['tensor_paralel_size'\]: vLLM's EngineArgs has none"):
+        opened("vllm", tiny_base_dir, tiny_tokenizer, tensor_paralel_size=2)
+
+
+def test_the_server_is_given_them_as_its_options() -> None:
+    given = parse_engine_args(
+        [
+            "tensor_parallel_size=2",
+            "enforce_eager=true",
+            "enable_prefix_caching=false",
+            "dtype=half",
+        ]
+    )
+    assert vllm_options(given) == [
+        *("--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--dtype", "half"),
+    ]
