@@ -107,13 +107,34 @@ class OSPrunerConfig(PreTrainedConfig):
             if not base_type:
                 raise ValueError("text_config has no model_type; it must be a base's configuration")
             if base_type in CONFIG_MAPPING:
-                self.text_config = CONFIG_MAPPING[base_type](**literals)
+                self.text_config = _base_config(base_type, literals)
             else:
                 # A base with code of its own: whether it may run is decided when it is loaded.
                 foreign = type("ForeignConfig", (PreTrainedConfig,), {"model_type": base_type})
                 self.text_config = foreign(**literals)
+        elif not (self.text_config is None or isinstance(self.text_config, PreTrainedConfig)):
+            raise TypeError(
+                f"text_config is {self.text_config!r}; it must be a base's configuration"
+            )
         self.validate_fields()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The configuration that a file holds.
+
+        Raises:
+            ValueError: it holds no fields, or one of a wrong type or value.
+        """
+        if not isinstance(config_dict, dict):
+            raise ValueError(
+                f"config.json holds a {type(config_dict).__name__}; it must be an object with the "
+                "fields of OSPrunerConfig: copy the policy again"
+            )
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except TypeError as error:  # of a file, each wrong type is a wrong value
+            raise ValueError(f"config.json: {error}") from error
 
     def validate_fields(self) -> None:
         """Checks every field by itself.
@@ -125,18 +146,38 @@ class OSPrunerConfig(PreTrainedConfig):
         for name, allowed in choices.items():
             if vars(self)[name] not in allowed:
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must be one of {allowed}")
-        if not (math.isfinite(self.length_penalty) and self.length_penalty >= 0):
-            raise ValueError(
-                f"length_penalty (lambda) is {self.length_penalty}; it must be 0 or more"
+        if not isinstance(self.base_model_name_or_path, str):
+            raise TypeError(
+                f"base_model_name_or_path is {self.base_model_name_or_path!r}; it must be the "
+                "base's Hub id or folder"
             )
-        if not 0 <= self.default_threshold <= 1:
-            raise ValueError(
-                f"default_threshold is {self.default_threshold}; it must lie in [0, 1]"
-            )
-        if self.lora_rank < 1:
-            raise ValueError(f"lora_rank is {self.lora_rank}; it must be 1 or more")
-        if self.num_policy_layers < 0:
-            raise ValueError(f"num_policy_layers is {self.num_policy_layers}; it must be 0 or more")
+        for name, kind in (("base_revision", str), ("reasoning_format", dict)):
+            value = vars(self)[name]
+            if not (value is None or isinstance(value, kind)):
+                raise TypeError(f"{name} is {value!r}; it must be a {kind.__name__}, or None")
+        check_number("OSPrunerConfig", "length_penalty (lambda)", self.length_penalty, 0, math.inf)
+        check_number("OSPrunerConfig", "default_threshold", self.default_threshold, 0, 1)
+        check_integer("OSPrunerConfig", "lora_rank", self.lora_rank, 1)
+        check_integer("OSPrunerConfig", "num_policy_layers", self.num_policy_layers, 0)
+
+
+def _base_config(base_type: str, literals: dict[str, Any]) -> PreTrainedConfig:
+    """A base's configuration from its fields; transformers' own classes check what fits what.
+
+    Raises:
+        ValueError: they contradict each other, or one is of a wrong type.
+    """
+    try:
+        return CONFIG_MAPPING[base_type](**literals)
+    except Exception as error:  # what checks raise is private to huggingface_hub
+        layers, kinds = literals.get("num_hidden_layers"), literals.get("layer_types")
+        why = str(error)
+        if isinstance(kinds, list) and layers != len(kinds):
+            why = f"num_hidden_layers is {layers!r}, but layer_types names {len(kinds)} layers"
+        raise ValueError(
+            f"text_config is no configuration of a {base_type!r} base: {why}. It was edited or "
+            "damaged: give it the base's own values, or copy the policy again"
+        ) from error
 
 
 def check_integer(owner: str, name: str, value: object, low: int | None = None) -> None:

@@ -30,7 +30,7 @@ from .objective import classification_loss, objective_loss
 from .processes import Processes
 from .settings import Stage, TrainSettings
 from .tail import step_logits
-from .trunk import Batch, LabelledTraces, length_batches
+from .trunk import Batch, LabelledTraces, length_batches, refuse_beyond_positions
 
 __all__ = [
     "StageResult",
@@ -229,8 +229,12 @@ def predict(
 
     Returns:
         (N, T) probabilities, 0 on padding. Replay does not read the last step's.
+
+    Raises:
+        ValueError: a trace is longer than the base's positions.
     """
     traces = LabelledTraces.from_dataset(dataset)
+    refuse_beyond_positions(model.base, traces)
     if isinstance(dataset, LabelledTraces):
         traces.cache_states(model, cache_limit_bytes)
     return predict_with(partial(step_logits, model.policy), model, traces, Processes())

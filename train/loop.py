@@ -33,7 +33,7 @@ from .processes import Processes
 from .run import Run, RunFolder, TrainingDivergedError, labels_hash
 from .settings import TrainSettings, penalty_name
 from .tail import no_denormals
-from .trunk import LabelledTraces
+from .trunk import LabelledTraces, refuse_beyond_positions
 
 __all__ = [
     "StageResult",
@@ -185,8 +185,8 @@ def train(
         A policy and its validation result for each stage, in order.
 
     Raises:
-        ValueError: too few traces, labels that are all equal, a problem in both sets, or a folder
-            that holds something else.
+        ValueError: too few traces, labels that are all equal, a problem in both sets, a trace
+            beyond the base's positions, or a folder that holds something else.
         TrainingDivergedError: the loss, a gradient or a weight became NaN or infinite; the batch
             is kept.
         MemoryError: memory ran out; it says what to lower.
@@ -248,6 +248,8 @@ def train_together(
     validation = LabelledTraces.from_dataset(validation_set)
     rows = [usable_rows(traces, settings) for settings in targets]
     refuse_shared_problems(traces, validation)
+    for labelled in (traces, validation):
+        refuse_beyond_positions(base, labelled)
     shared = {
         "label_settings": label_settings.to_dict(),
         "train_labels": labels_hash(traces.table),

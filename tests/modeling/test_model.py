@@ -244,7 +244,10 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"length_penalty": -1e-4}, r"length_penalty \(lambda\) is -0.0001; it must be 0 or more"),
+        (
+            {"length_penalty": -1e-4},
+            r"length_penalty \(lambda\) is -0.0001; it must lie in \[0, inf",
+        ),
         ({"default_threshold": 1.01}, r"default_threshold is 1.01; it must lie in \[0, 1\]"),
         ({"num_policy_layers": -1}, "num_policy_layers is -1; it must be 0 or more"),
         ({"tuning": "all"}, "tuning is 'all'; it must be one of"),
