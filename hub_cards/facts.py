@@ -156,16 +156,30 @@ def read_provenance(folder: Path | str) -> Provenance:
     path = Path(folder) / PROVENANCE_FILE
     if not path.is_file():
         raise ValueError(f"folder={str(folder)!r} has no {PROVENANCE_FILE}: it was not made here")
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_object(path)
     known = {entry.name for entry in fields(Provenance)}
     needed = known - {e.name for e in fields(Provenance) if e.default_factory is not MISSING}
-    if not isinstance(values, dict) or not needed <= set(values) <= known:
-        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+    if not needed <= set(values) <= known:
         raise ValueError(
-            f"{path} holds {found}, expected the fields {sorted(known)}: "
+            f"{path} holds {sorted(values)}, expected the fields {sorted(known)}: "
             "it was written by another version of ospruner"
         )
     return Provenance(**values)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: If the file holds anything else, or is no JSON or no UTF-8.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: no JSON ({error}); copy it again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}; it must be an object")
+    return values
 
 
 def file_hash(path: Path) -> str:

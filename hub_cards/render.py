@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 
-from .facts import read_provenance, without_paths
+from .facts import read_object, read_provenance, without_paths
 from .results import ResultsTable, read_results, save_results
 
 CARD_FILE = "README.md"
@@ -130,7 +130,8 @@ def policy_card(
         config=config,
         command=without_paths(record.command),
         provenance=record,
-        settings=_settings(record.details),
+        warning=without_paths(record.details.get("warning", "")),
+        settings=_settings({k: v for k, v in record.details.items() if k != "warning"}),
         results=results,
         picture=PICTURE_FILE if (folder / PICTURE_FILE).is_file() else None,
         custom_generate=on_hub and (folder / CUSTOM_GENERATE).is_file(),
@@ -172,7 +173,7 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"folder={str(folder)!r} has no config.json: save the policy there first")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config: dict[str, Any] = read_object(path)
     if config.get("model_type") != "ospruner":
         raise ValueError(
             f"{path}: model_type={config.get('model_type')!r} must be 'ospruner': "

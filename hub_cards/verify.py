@@ -13,7 +13,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 
 from .facts import PROVENANCE_FILE, file_hash, read_provenance
 from .probes import largest_difference, load_policy, read_probes
-from .render import CARD_FILE, read_policy_config
+from .render import CARD_FILE, is_hub_id, read_policy_config
 from .staging import Base, code_files, file_names
 
 __all__ = ["Check", "fetch", "verify_folder"]
@@ -41,18 +41,28 @@ def fetch(repo: str, revision: str | None, api: HfApi) -> tuple[Path, str]:
     """The files of a policy's repository, and the commit they are of; a folder is taken as it is.
 
     Raises:
-        ValueError: If the Hub has no such repository or revision.
+        ValueError: If there is no such folder, and the Hub has no such repository or revision.
+        ConnectionError: If the Hub cannot be reached.
     """
     if Path(repo).is_dir():
         return Path(repo), "a local folder"
+    if Path(repo).exists() or not is_hub_id(repo):
+        raise ValueError(
+            f"{repo!r} is no folder of a policy{' but a file' if Path(repo).exists() else ''}, and "
+            "no id on the Hub (owner/name) either: check the path"
+        )
     try:
         commit = str(api.model_info(repo, revision=revision).sha)
     except RevisionNotFoundError as error:
         raise ValueError(f"{repo} has no revision {revision!r} on the Hub") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{repo} is not on the Hub, or not visible with your token: check the name, or log in "
-            "with `hf auth login`"
+            f"{repo} is no folder here, and not on the Hub, or not visible with your token: check "
+            "the name, or log in with `hf auth login`"
+        ) from error
+    except OSError as error:
+        raise ConnectionError(
+            f"{repo} is no folder here, and the Hub cannot be asked for it ({error})"
         ) from error
     return Path(snapshot_download(repo, revision=commit, endpoint=api.endpoint)), commit
 

@@ -110,13 +110,34 @@ class OSPrunerConfig(PreTrainedConfig):
             if not base_type:
                 raise ValueError("text_config has no model_type; it must be a base's configuration")
             if base_type in CONFIG_MAPPING:
-                self.text_config = CONFIG_MAPPING[base_type](**literals)
+                self.text_config = _base_config(base_type, literals)
             else:
                 # A base with code of its own: whether it may run is decided when it is loaded.
                 foreign = type("ForeignConfig", (PreTrainedConfig,), {"model_type": base_type})
                 self.text_config = foreign(**literals)
+        elif not (self.text_config is None or isinstance(self.text_config, PreTrainedConfig)):
+            raise TypeError(
+                f"text_config is {self.text_config!r}; it must be a base's configuration"
+            )
         self.check_fields()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The configuration that a file holds.
+
+        Raises:
+            ValueError: it holds no fields, or one of a wrong type or value.
+        """
+        if not isinstance(config_dict, dict):
+            raise ValueError(
+                f"config.json holds a {type(config_dict).__name__}; it must be an object with the "
+                "fields of OSPrunerConfig: copy the policy again"
+            )
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except TypeError as error:  # of a file, each wrong type is a wrong value
+            raise ValueError(f"config.json: {error}") from error
 
     def validate(self) -> None:
         """What transformers calls before it saves a configuration."""
@@ -141,12 +162,36 @@ class OSPrunerConfig(PreTrainedConfig):
         check_integer(owner, "lora_rank", self.lora_rank, 1)
         check_integer(owner, "step_stride", self.step_stride, 1)
         check_integer(owner, "num_policy_layers", self.num_policy_layers, 0)
-        for name in ("base_model_name_or_path", "base_revision", "ospruner_version"):
+        if not isinstance(self.base_model_name_or_path, str):
+            raise TypeError(
+                f"base_model_name_or_path is {self.base_model_name_or_path!r}; it must be the "
+                "base's Hub id or folder"
+            )
+        kinds = (("base_revision", str), ("ospruner_version", str), ("reasoning_format", dict))
+        for name, kind in kinds:
             value = vars(self)[name]
-            optional = name != "base_model_name_or_path"
-            if not (isinstance(value, str) or (optional and value is None)):
-                words = "a text or None" if optional else "a text"
-                raise TypeError(f"{owner}: {name} is {value!r}; it must be {words}")
+            if not (value is None or isinstance(value, kind)):
+                words = f"it must be a {kind.__name__}, or None"
+                raise TypeError(f"{owner}: {name} is {value!r}; {words}")
+
+
+def _base_config(base_type: str, literals: dict[str, Any]) -> PreTrainedConfig:
+    """A base's configuration from its fields; transformers' own classes check what fits what.
+
+    Raises:
+        ValueError: they contradict each other, or one is of a wrong type.
+    """
+    try:
+        return CONFIG_MAPPING[base_type](**literals)
+    except Exception as error:  # what checks raise is private to huggingface_hub
+        layers, kinds = literals.get("num_hidden_layers"), literals.get("layer_types")
+        why = str(error)
+        if isinstance(kinds, list) and layers != len(kinds):
+            why = f"num_hidden_layers is {layers!r}, but layer_types names {len(kinds)} layers"
+        raise ValueError(
+            f"text_config is no configuration of a {base_type!r} base: {why}. It was edited or "
+            "damaged: give it the base's own values, or copy the policy again"
+        ) from error
 
 
 def check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) -> None:

@@ -35,7 +35,13 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from .formats_ospruner import TokenFormat, guess
-from .policy_ospruner import StoppingPolicy, check_length, decoder_layers, hidden_entering
+from .policy_ospruner import (
+    StoppingPolicy,
+    check_length,
+    decoder_layers,
+    hidden_entering,
+    max_positions,
+)
 from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers
 from .stopping_ospruner import (
     Phase,
@@ -70,7 +76,7 @@ def refuse_unsupported(
         arguments: all keyword arguments of generate.
 
     Raises:
-        TypeError: the prompt is not a tensor.
+        TypeError: the prompt is no tensor of integers, or the mask no tensor.
         ValueError: naming the option and what to do.
     """
     _refuse_decoding(config, arguments)
@@ -124,6 +130,11 @@ def _refuse_inputs(inputs: torch.Tensor | None, arguments: Mapping[str, Any]) ->
             f"the prompt is a {type(input_ids).__name__}; it must be a tensor of token ids (B, S): "
             "tokenize with return_tensors='pt', and pass what a tokenizer gives as **inputs"
         )
+    if input_ids is not None and input_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"the prompt's dtype is {input_ids.dtype}; token ids are torch.int64 or torch.int32: "
+            "pass what a tokenizer gives"
+        )
     if input_ids is None or input_ids.numel() == 0:
         raise ValueError("the prompt is empty: stop_policy needs input_ids with a prompt")
     if input_ids.dim() != 2:
@@ -133,17 +144,52 @@ def _refuse_inputs(inputs: torch.Tensor | None, arguments: Mapping[str, Any]) ->
     mask = arguments.get("attention_mask")
     if mask is None:
         return
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}; it must be a tensor (B, S): pass what a "
+            "tokenizer gives with return_tensors='pt'"
+        )
     if mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask has the shape {tuple(mask.shape)}, input_ids "
             f"{tuple(input_ids.shape)}; they must be the same"
         )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, nothing else")
     if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
         raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")
     if holes := (mask[:, 1:] < mask[:, :-1]).any(-1).nonzero().flatten().tolist():
         raise ValueError(
             f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
             "left: set tokenizer.padding_side = 'left'"
+        )
+
+
+def refuse_prompts(base: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuses prompts that the base cannot read.
+
+    Args:
+        base: the model whose generate is called.
+        input_ids: (B, S).
+        mask: (B, S), 1 for tokens; None where all are.
+
+    Raises:
+        ValueError: an id is not in the vocabulary, or a prompt has more tokens than positions.
+    """
+    size = base.config.get_text_config().vocab_size
+    if (outside := input_ids[(input_ids < 0) | (input_ids >= size)].unique()).numel():
+        raise ValueError(
+            f"input_ids holds {outside[:5].tolist()}; the base's vocabulary has the ids 0 to "
+            f"{size - 1}: use its own tokenizer, and for padding its pad_token_id"
+        )
+    lengths = torch.full((len(input_ids),), input_ids.shape[1]) if mask is None else mask.sum(-1)
+    limit = max_positions(base.config)
+    if limit is not None and int(lengths.max()) > limit:
+        row = int(lengths.argmax())
+        raise ValueError(
+            f"the prompt of row {row} has {int(lengths[row])} tokens; the base has {limit} "
+            "positions (max_position_embeddings): shorten the prompt, or take a base with a longer "
+            "context"
         )
 
 
@@ -568,13 +614,16 @@ def generate_pruned(
         record a row.
 
     Raises:
-        TypeError: the prompt is not a tensor.
-        ValueError: the decoding, the base or the rule cannot be combined, or a prompt is empty.
+        TypeError: the prompt is not a tensor of integers.
+        ValueError: the decoding, the base or the rule cannot be combined, or a prompt is empty,
+            longer than the base's positions, or holds ids that are not in its vocabulary.
     """
     given = copy.deepcopy(kwargs.pop("generation_config", None))
     config = GenerationMixin._prepare_generation_config(base, given, **kwargs)[0]
     refuse_base(base)
     refuse_unsupported(inputs, config, kwargs)
+    prompts = kwargs["input_ids"] if inputs is None else inputs
+    refuse_prompts(base, prompts, kwargs.get("attention_mask"))
     eos = config.eos_token_id
     eos_ids = frozenset([eos] if isinstance(eos, int) else torch.as_tensor(eos).tolist())
     refuse_closing(token_format, eos_ids)

@@ -36,6 +36,14 @@ from .stopping_ospruner import StopPolicyConfig
 WEIGHTS = "model.safetensors"
 """The one file in which a policy's tensors lie."""
 _FLOATS = ("BF16", "F16", "F32", "F64")  # in safetensors' words; none that needs scales beside it
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
 _BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 _POLICY_ONLY = ("revision", "subfolder")
 _AUTO_ONLY = ("adapter_kwargs", "code_revision", "trust_remote_code", "_from_auto", "_commit_hash")
@@ -121,9 +129,36 @@ def load_parts(
         check_base(config, base.config, str(base.name_or_path))
     config._attn_implementation = base.config._attn_implementation
     policy = load_policy(path, config, base, policy_arguments)
-    # Without the configuration, it would ask on the terminal whether to run the code running here.
-    tokenizer = AutoTokenizer.from_pretrained(path, config=config, **policy_arguments)
+    refuse_no_tokenizer(path, policy_arguments)
+    try:
+        # Without the configuration, it would ask on the terminal whether to run this very code.
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, **policy_arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
+        ) from error
     return base, policy, tokenizer
+
+
+def refuse_no_tokenizer(path: str, hub: Mapping[str, Any]) -> None:
+    """Refuses a repository without a vocabulary, of which transformers makes an empty tokenizer.
+
+    Args:
+        path: a repository or folder.
+        hub: where and how to find it; see `from_base`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = (
+        cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+        for name in _VOCABULARIES
+    )
+    if not any(found):
+        raise ValueError(
+            f"{path!r} has no tokenizer.json (nor {', '.join(_VOCABULARIES[1:])}): copy it again, "
+            "or save its tokenizer there with tokenizer.save_pretrained"
+        )
 
 
 def load_base(
@@ -140,7 +175,14 @@ def load_base(
     arguments = dict(base_arguments)
     trust = arguments.pop("trust_remote_code")
     hub = {name: policy_arguments[name] for name in _BOTH if name in policy_arguments}
-    literals, _ = PreTrainedConfig.get_config_dict(where, revision=revision, **hub)
+    try:
+        literals, _ = PreTrainedConfig.get_config_dict(where, revision=revision, **hub)
+    except OSError as error:
+        raise OSError(
+            f"the base {where!r} that the policy pins, at revision {revision!r}, is not found "
+            f"({error}). Where it lies elsewhere, load it yourself and write "
+            "OSPrunerForCausalLM.from_base(base, policy)"
+        ) from error
     kind = literals.get("model_type")
     if "auto_map" in literals and kind not in CONFIG_MAPPING and not trust:
         raise ValueError(
@@ -167,6 +209,10 @@ def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str
     Raises:
         ValueError: naming each size that differs, on both sides.
     """
+    if config.text_config is None:
+        raise ValueError(
+            "the policy's config.json has no text_config, its base's configuration: copy it again"
+        )
     wanted, found = config.get_text_config(), base_config.get_text_config()
     differing = [
         f"{name} {getattr(found, name)} where the policy needs {getattr(wanted, name)}"

@@ -28,7 +28,7 @@ from transformers.utils.generic import ModelOutput
 from .configuration_ospruner import VERSION, OSPrunerConfig
 from .custom_generate_ospruner import CUSTOM_GENERATE
 from .formats_ospruner import ReasoningFormat, ThinkingSpan, TokenFormat, guess
-from .generation_ospruner import LastStop, TrunkDone, generate_pruned
+from .generation_ospruner import LastStop, TrunkDone, generate_pruned, refuse_prompts
 from .loading_ospruner import check_exchange, check_hub_arguments, load_parts, split_arguments
 from .loading_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
 from .policy_ospruner import (
@@ -203,16 +203,20 @@ class PolicyScores:
             text's), where stopping is certain anyway.
 
         Raises:
-            ValueError: a text is empty, or its thinking is not found.
+            TypeError: the ids are no integers.
+            ValueError: a text is empty, or its thinking is not found; or see `refuse_prompts`.
         """
         device = execution_device(self.base, self.base.get_input_embeddings())
-        ids = torch.as_tensor(input_ids, dtype=torch.long, device=device)
+        ids = torch.as_tensor(input_ids, device=device)
+        if ids.dtype not in (torch.int64, torch.int32) and ids.numel():
+            raise TypeError(f"input_ids holds {ids.dtype}; token ids are integers")
         rows = ids[None] if ids.dim() == 1 else ids  # (B, S)
         if rows.dim() != 2 or not rows.numel():
             raise ValueError(
                 f"input_ids has the shape {tuple(ids.shape)}; it must be (S,) or (B, S), not empty"
             )
         mask = None if attention_mask is None else attention_mask.view_as(rows).to(device)
+        refuse_prompts(self.base, rows, mask)
         places = _step_columns(rows, mask, self.token_format, prompt_length)
         logits = self.stop_logits(rows, mask)  # (B, S)
         steps = max(len(row) for row in places)

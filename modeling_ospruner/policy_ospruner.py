@@ -23,6 +23,7 @@ from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, PreT
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+_POSITIONS = "max_position_embeddings"
 _INSTEAD = (
     "A base is a decoder-only language model of transformers whose layers can be run on their own, "
     "such as Qwen2, Llama, Qwen3, GPT-OSS, Phi-3, Gemma 3, OLMo, GLM-4, Mistral"
@@ -252,6 +253,33 @@ def plain_text_config(base_config: PreTrainedConfig) -> dict[str, Any]:
     for name in ("auto_map", "quantization_config"):
         literals.pop(name, None)
     return literals
+
+
+# Kinds of scaled rotary positions whose longest text the configuration names already.
+_NAMED_LENGTH = ("default", "llama3", "longrope", "su")
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest text, in tokens, that a base was made for; None where nothing limits it.
+
+    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
+
+    Args:
+        config: a base's.
+    """
+    fields = config.get_text_config().to_dict()
+    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS)}
+    trained = next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
+    if trained is None:
+        return None
+    scaled = fields.get("rope_parameters") or {}
+    kinds = [scaled, *(kind for kind in scaled.values() if isinstance(kind, dict))]
+    lengths = [
+        kind["factor"] * (kind.get(f"original_{_POSITIONS}") or trained)
+        for kind in kinds
+        if kind.get("factor") and kind.get("rope_type") not in _NAMED_LENGTH
+    ]
+    return max([trained, *map(int, lengths)])
 
 
 _PEFT_NEEDED = (

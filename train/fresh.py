@@ -20,6 +20,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.eval.replay import Outcome
 from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import write_policy_card
 from ospruner.hub_cards.results import Measurement, ResultsTable
@@ -29,7 +30,7 @@ from .objective import classification_loss, objective_loss
 from .processes import Processes
 from .settings import Stage, TrainSettings
 from .tail import step_logits
-from .trunk import Batch, LabelledTraces, length_batches
+from .trunk import Batch, LabelledTraces, length_batches, refuse_beyond_positions
 
 __all__ = [
     "StageResult",
@@ -41,6 +42,7 @@ __all__ = [
     "predict",
     "predict_with",
     "save_policy_folder",
+    "warning_about",
 ]
 
 
@@ -65,6 +67,7 @@ class StageResult:
         tokens: mean thinking tokens there.
         full_accuracy: of the full traces.
         full_tokens: of the full traces.
+        warning: what `warning_about` says of it; "" for nothing.
     """
 
     name: str
@@ -76,6 +79,7 @@ class StageResult:
     tokens: float
     full_accuracy: float
     full_tokens: float
+    warning: str
 
     def validation_probabilities(self) -> npt.NDArray[np.float32]:
         """Stop probabilities (N, T) on the validation traces."""
@@ -184,6 +188,32 @@ def loss_weight(method: str, part: Batch, batch: Batch) -> float:
     return float(part.mask.sum() / batch.mask.sum())
 
 
+TRIVIAL = 0.01
+"""A policy this near to one of the two trivial rules, in tokens, is as good as that rule."""
+
+
+def warning_about(table: TraceTable, outcome: Outcome) -> str:
+    """Says that a policy is one of the two trivial rules, "" where it is neither.
+
+    Where thinking goes from E[L_1] (stop at the first step) to E[L_T] (never stop), the policy's
+    E[tokens] lies at either end.
+
+    Args:
+        table: traces on which it was tried.
+        outcome: of the policy on them.
+    """
+    first, full = float(table.lengths[:, 0].mean()), float(table.full_tokens.mean())
+    if outcome.mean_tokens >= full - TRIVIAL * (full - first):
+        saved = max(0.0, 1 - outcome.mean_tokens / full)
+        return (
+            "never stops: on the validation traces it equals the full trace and saves "
+            f"{100 * saved:.1f} % of its tokens"
+        )
+    if outcome.mean_tokens <= first + TRIVIAL * (full - first):
+        return "always stops: on the validation traces at the first step, whatever stands there"
+    return ""
+
+
 @torch.no_grad()
 def predict(
     model: Trainable,
@@ -200,8 +230,12 @@ def predict(
 
     Returns:
         (N, T) probabilities, 0 on padding. Replay does not read the last step's.
+
+    Raises:
+        ValueError: a trace is longer than the base's positions.
     """
     traces = LabelledTraces.from_dataset(dataset)
+    refuse_beyond_positions(model.base, traces)
     if isinstance(dataset, LabelledTraces):
         traces.cache_states(model, cache_limit_bytes)
     return predict_with(partial(step_logits, model.policy), model, traces, Processes())

@@ -33,7 +33,7 @@ from .processes import Processes
 from .run import Run, RunFolder, TrainingDivergedError, labels_hash
 from .settings import TrainSettings, penalty_name
 from .tail import no_denormals
-from .trunk import LabelledTraces
+from .trunk import LabelledTraces, refuse_beyond_positions
 
 __all__ = [
     "StageResult",
@@ -120,7 +120,10 @@ def print_stages(
     """
     full = stages[0]
     table = Table(title="On the validation traces")
-    for heading in ("policy", "λ", "accuracy %", "thinking tokens", "reduction %"):
+    headings = ["policy", "λ", "accuracy %", "thinking tokens", "reduction %"]
+    if any(stage.warning for stage in stages):
+        headings.append("warning")
+    for heading in headings:
         table.add_column(heading)
     table.add_row(
         "full trace", "", f"{100 * full.full_accuracy:.1f}", f"{full.full_tokens:.0f}", "0.0"
@@ -134,8 +137,12 @@ def print_stages(
             f"{100 * stage.accuracy:.1f}",
             f"{stage.tokens:.0f}",
             f"{100 * reduction:.1f}",
+            *([stage.warning.partition(":")[0]] if len(headings) > 5 else []),
         )
     console.print(table)
+    for stage in stages:
+        if stage.warning:
+            console.print(f"[yellow]Warning:[/yellow] {stage.name} {stage.warning}.")
     for folder in dict.fromkeys(stage.path.parent for stage in stages):
         console.print(f"Policies: {folder}", soft_wrap=True)
     for folder in dict.fromkeys(s.path.parent for s in stages if s.method == "os-pruner"):
@@ -178,9 +185,10 @@ def train(
         A policy and its validation result for each stage, in order.
 
     Raises:
-        ValueError: too few traces, labels that are all equal, a problem in both sets, or a folder
-            that holds something else.
-        TrainingDivergedError: the loss became NaN or infinite; the batch is kept.
+        ValueError: too few traces, labels that are all equal, a problem in both sets, a trace
+            beyond the base's positions, or a folder that holds something else.
+        TrainingDivergedError: the loss, a gradient or a weight became NaN or infinite; the batch
+            is kept.
         MemoryError: memory ran out; it says what to lower.
     """
     (stages,) = train_together(
@@ -232,7 +240,7 @@ def train_together(
     Raises:
         ValueError: as for `train`, targets that cannot share batches, or several of adapters in
             processes that split the base.
-        TrainingDivergedError: the loss of one became NaN or infinite.
+        TrainingDivergedError: as for `train`, of one of them.
         MemoryError: memory ran out.
     """
     refuse_unlike_targets(targets, out_dirs)
@@ -240,6 +248,8 @@ def train_together(
     validation = LabelledTraces.from_dataset(validation_set)
     rows = [usable_rows(traces, settings) for settings in targets]
     refuse_shared_problems(traces, validation)
+    for labelled in (traces, validation):
+        refuse_beyond_positions(base, labelled)
     shared = {
         "label_settings": label_settings.to_dict(),
         "train_labels": labels_hash(traces.table),

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from modeling_ospruner.common.durable import lock_folder, replace_file, sync_file, sync_folder
@@ -33,7 +34,15 @@ from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
-from .fresh import StageResult, Trainable, batch_loss, loss_weight, predict_with, save_policy_folder
+from .fresh import (
+    StageResult,
+    Trainable,
+    batch_loss,
+    loss_weight,
+    predict_with,
+    save_policy_folder,
+    warning_about,
+)
 from .processes import Processes, load_whole, whole
 from .settings import Stage, TrainSettings
 from .tail import TrainedPolicy
@@ -208,8 +217,12 @@ SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
 
 
+LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+"""Of gradients and weights: AdamW squares the former, and larger squares are infinite."""
+
+
 class TrainingDivergedError(FloatingPointError):
-    """The loss is no longer a finite number."""
+    """The loss, a gradient or a weight is no longer a finite number."""
 
 
 @dataclass
@@ -363,11 +376,21 @@ class Run:
         )
         seen = choices_of(logits.detach().cpu(), part.mask)
         value, *found = self.processes.sum(np.array([loss.item(), *(counts * n for n in seen)]))
+        failed = ""
         if not math.isfinite(value):
-            self._diverged(value, stage, mine, part, logits)
-        # Gradients are averaged over the processes; their losses are parts of a sum.
-        (loss * self.processes.size).backward()
-        self.optimizer.step()
+            failed = f"the loss is {value}"
+        else:
+            # Gradients are averaged over the processes; their losses are parts of a sum.
+            (loss * self.processes.size).backward()
+            self.optimizer.step()
+            failed = self._exploded()
+        if failed:
+            kept = self.folder.save_batch(mine, part, logits)
+            raise TrainingDivergedError(
+                f"{failed} at step {self.steps + 1}: stage {stage.name}, epoch {self.epoch}, batch "
+                f"{self.batch} (traces {mine.tolist()}, kept with their logits in {kept}). "
+                f"{self._advice(hidden)} The last checkpoint in {self.folder.path} is from before"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         self.tally.add(len(rows), float(value), int(found[0]), float(found[1]), int(found[2]))
         return float(value)
@@ -398,15 +421,39 @@ class Run:
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _diverged(
-        self, loss: float, stage: Stage, rows: IntArray, batch: Batch, logits: Tensor
-    ) -> None:
-        kept = self.folder.save_batch(rows, batch, logits)
-        raise TrainingDivergedError(
-            f"the loss is {loss} in stage {stage.name}, epoch {self.epoch}, batch "
-            f"{self.batch} (traces {rows.tolist()}, kept with their logits in {kept}): lower "
-            f"learning_rate ({self.settings.learning_rate:g}), or check the base's weights for "
-            f"NaN. The last checkpoint in {self.folder.path} is from before"
+    def _exploded(self) -> str:
+        """Says what is not finite after an optimiser step, "" where all is.
+
+        One fused pass over gradients and weights, and one number that is waited for.
+        """
+        parameters = self._parameters()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if float(whole(get_total_norm([*gradients, *parameters], torch.inf))) < LARGEST:
+            return ""
+        names = {id(p): name for name, p in self.model.policy.named_parameters()}
+        bad = [
+            f"{what} of {names.get(id(p), 'the policy')}"
+            for what, values in (
+                ("gradient", [p.grad for p in parameters]),
+                ("weights", parameters),
+            )
+            for p, value in zip(parameters, values, strict=True)
+            if value is not None and not float(whole(value.detach().abs().max())) < LARGEST
+        ]
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        return f"not finite, or too large to be squared: {', '.join(bad[:3])}{more}"
+
+    def _advice(self, hidden: Tensor) -> str:
+        """What to do about a run that diverged on these states (B, S, H) of the trunk."""
+        if not hidden.isfinite().all():
+            return (
+                "The base's own hidden states are not finite there: check its weights for NaN, "
+                "and its dtype (float16 overflows where bfloat16 does not)."
+            )
+        rate = max(group["initial_lr"] for group in self.optimizer.param_groups)
+        reduced = self.settings.precision != "float32"
+        return f"Lower learning_rate ({rate:g} at most)" + (
+            f", or leave out precision {self.settings.precision}." if reduced else "."
         )
 
     def _finish_stage(self, stage: Stage) -> None:
@@ -425,6 +472,8 @@ class Run:
         steps = int(self.validation.table.num_steps.sum())
         costs = {"seconds_per_step": round((time.monotonic() - started) / steps, 6)}
         table = self.validation.table
+        warning = warning_about(table, outcome)
+        facts = self.facts | costs | ({"warning": warning} if warning else {})
         tensors = self._tensors()
         path = self.folder.save_policy(
             stage.name,
@@ -434,7 +483,7 @@ class Run:
                 tensors,
                 self.settings,
                 stage,
-                self.facts | costs,
+                facts,
                 self.validation,
                 outcome,
             ),
@@ -449,6 +498,7 @@ class Run:
             tokens=outcome.mean_tokens,
             full_accuracy=float(table.full_correct.mean()),
             full_tokens=float(table.full_tokens.mean()),
+            warning=warning,
         )
         self.results.append(result)
         self.folder.log({"validation": result.to_dict()})

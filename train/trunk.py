@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.policy_ospruner import max_positions
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
@@ -35,6 +36,7 @@ __all__ = [
     "epoch_batches",
     "length_batches",
     "pack",
+    "refuse_beyond_positions",
     "takes_packing",
 ]
 
@@ -239,6 +241,25 @@ class LabelledTraces:
                 states[start:end] = out[b, : end - start]
             done += len(rows)
             progress("trunk", done, len(self), f"{states.nbytes / 2**20:.0f} MiB")
+
+
+def refuse_beyond_positions(base: Any, traces: LabelledTraces) -> None:
+    """Refuses traces that are longer than the texts that a causal LM was made for.
+
+    Raises:
+        ValueError: naming the first and its length.
+    """
+    limit = max_positions(base.config)
+    if limit is None or not (beyond := np.flatnonzero(traces.token_lengths > limit)).size:
+        return
+    n = int(beyond[0])
+    problem = traces.table.problem_ids[int(traces.table.problem_index[n])]
+    raise ValueError(
+        f"{beyond.size} traces are longer than the base's {limit} positions "
+        f"(max_position_embeddings), such as trace {n} (problem {problem!r}) with "
+        f"{int(traces.token_lengths[n])} tokens: these are no traces of this base, or were "
+        f"labelled beyond its positions. Label again with a lower --max-tokens"
+    )
 
 
 def epoch_batches(

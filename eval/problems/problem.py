@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +93,12 @@ def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: another kind of file, or a line is not a JSON object.
+        ValueError: another kind of file, or a line is not UTF-8 or not a JSON object.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no rows at {path}: give a .jsonl, .jsonl.gz or .parquet file")
+        what = "a folder, and no file, is" if path.is_dir() else "no rows"
+        raise FileNotFoundError(f"{what} at {path}: give a .jsonl, .jsonl.gz or .parquet file")
     if path.suffix == ".parquet":
         return _parquet_rows(path)
     if path.name.endswith((".jsonl", ".jsonl.gz")):
@@ -136,6 +139,8 @@ def problems_from_rows(
             break
         where = f"{source}, row {number}"
         given_id, family = _first(row, columns["id"]), _first(row, columns["family"])
+        if not (given_id is None or isinstance(given_id, str) or _is_number(given_id)):
+            raise ValueError(f"{where}: the id is {given_id!r}; it must be a text or a number")
         problem = Problem(
             id=str(number) if given_id is None else str(given_id),
             problem=_text(row, "problem", columns["problem"], where),
@@ -168,14 +173,20 @@ def _text(row: Mapping[str, Any], field: str, names: Sequence[str], where: str) 
             f"(columns {field}=NAME)"
         )
     value = row[column]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    known = isinstance(value, str) or (not isinstance(value, bool) and _is_number(value))
+    if not known:
         raise ValueError(
-            f"{where}: column {column!r} holds {value!r}; it must be a text ({reason})"
+            f"{where}: column {column!r} holds {value!r}; it must be a text or a finite number "
+            f"({reason}): fill it, or drop the row"
         )
     text = str(value).strip()
     if not text:
         raise ValueError(f"{where}: column {column!r} is empty ({reason}); fill it or drop the row")
     return text
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -189,15 +200,30 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: a {type(row).__name__}, not an object")
-            yield row
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _json_row(line, f"{path}, line {number}")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path}, after line {number}: not gzip, or cut off ({error}); copy the file again"
+        ) from error
+
+
+def _json_row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: not UTF-8 (byte {line[error.start]:#04x} at column {error.start + 1}); "
+            "convert the file, such as by iconv -f latin1 -t utf-8"
+        ) from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: not JSON ({error}); a .jsonl file holds one object a line"
+        ) from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a {type(row).__name__}, not an object")
+    return row

@@ -11,6 +11,8 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from modeling_ospruner.loading_ospruner import refuse_no_tokenizer
+
 from .interface import Engine
 
 __all__ = [
@@ -80,6 +82,7 @@ def load_tokenizer(base: str, revision: str | None = None) -> PreTrainedTokenize
         ValueError: there is no such base, or it has no tokenizer.
     """
     try:
+        refuse_no_tokenizer(base, {"revision": revision})
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, revision=revision)
     except (OSError, ValueError) as error:
         raise ValueError(

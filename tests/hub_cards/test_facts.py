@@ -60,7 +60,7 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another version"):
         facts.read_provenance(tmp_path)
     (tmp_path / "provenance.json").write_text("[1]")
-    with pytest.raises(ValueError, match="holds list"):
+    with pytest.raises(ValueError, match="holds a list"):
         facts.read_provenance(tmp_path)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import concatenate_datasets
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -18,8 +21,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import TraceTable
-from ospruner.train.fresh import predict
-from ospruner.train.loop import StageResult, TrainingDivergedError
+from ospruner.train.fresh import batch_loss, predict
+from ospruner.train.loop import StageResult, TrainingDivergedError, print_stages
 
 from .conftest import PENALTY, SETTINGS, SHORT, MakeLabels, log_of
 
@@ -203,11 +206,91 @@ def test_nan_stops_the_run_with_a_clear_error(
 ) -> None:
     with torch.no_grad():
         tiny_base.get_decoder().layers[0].mlp.down_proj.weight.fill_(float("nan"))
-    with pytest.raises(TrainingDivergedError, match=r"the loss is nan in stage lam3e-2, epoch 0"):
+    said = r"the loss is nan at step 1: stage lam3e-2, epoch 0, batch 0 .* base's own hidden states"
+    with pytest.raises(TrainingDivergedError, match=said):
         fit()
     with np.load(tmp_path / "run" / "failed_batch.npz") as kept:
         assert np.isnan(kept["logits"]).any()
         assert len(kept["rows"]) == len(kept["correct"]) == SETTINGS.batch_size
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_at_its_step(
+    fit: Callable[..., list[StageResult]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps = 0
+
+    def loss_with_a_bad_slope(method: str, logits: Tensor, *rest: Any) -> Tensor:
+        nonlocal steps
+        steps += 1
+        # The value is 0, the slope of the root there infinite: the third step's gradient is NaN.
+        bad = (0 * logits.sum()).sqrt() if steps == 3 else 0
+        return batch_loss(method, logits, *rest) + bad
+
+    def fine(method: str, logits: Tensor, *rest: Any) -> Tensor:
+        return batch_loss(method, logits, *rest)
+
+    monkeypatch.setattr("ospruner.train.run.batch_loss", loss_with_a_bad_slope)
+    settings = dataclasses.replace(SHORT, checkpoint_every=1, precision="bfloat16")
+    said = (
+        r"not finite.*: gradient of head\.weight, .* more at step 3: stage lam1e-2, epoch 0, "
+        r"batch 2 .* Lower learning_rate \(0\.01 at most\), or leave out precision bfloat16"
+    )
+    with pytest.raises(TrainingDivergedError, match=said):
+        fit(settings)
+    with np.load(tmp_path / "run" / "failed_batch.npz") as kept:
+        assert np.isfinite(kept["logits"]).all()
+    # The run goes on from the step before.
+    monkeypatch.setattr("ospruner.train.run.batch_loss", fine)
+    (stage,) = fit(settings)
+    tensors = load_file(stage.path / "model.safetensors").values()
+    assert all(tensor.isfinite().all() for tensor in tensors)
+    assert [e["steps"] for e in log_of(tmp_path / "run") if "epoch" in e] == [8]
+
+
+@pytest.mark.parametrize("rate", [1e39, 1e30])
+def test_weights_that_explode_stop_the_run_before_a_policy_is_saved(
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path, rate: float
+) -> None:
+    # One step, whose loss and gradients are finite: only the weights after it are not.
+    settings = dataclasses.replace(
+        SHORT, learning_rate=rate, head_learning_rate=rate, batch_size=32
+    )
+    with pytest.raises(TrainingDivergedError, match=r"weights of head\.weight, .* at step 1: "):
+        fit(settings, make_labels(32))
+    assert not (tmp_path / "run" / "lam1e-2").exists()
+
+
+@pytest.mark.parametrize(
+    ("bias", "said"),
+    [
+        (-30.0, "never stops: on the validation traces it equals the full trace and saves 0.0 %"),
+        (30.0, "always stops: on the validation traces at the first step"),
+        (-2.0, ""),
+    ],
+)
+def test_a_policy_that_is_a_trivial_rule_is_saved_with_a_warning(
+    bias: float,
+    said: str,
+    fit: Callable[..., list[StageResult]],
+    tmp_path: Path,
+) -> None:
+    still = dataclasses.replace(SHORT, init_bias=bias, learning_rate=1e-9, head_learning_rate=1e-9)
+    (stage,) = fit(still)
+    assert stage.warning.startswith(said)
+    assert bool(stage.warning) == bool(said)
+    assert log_of(tmp_path / "run")[-1]["validation"]["warning"] == stage.warning
+    record = json.loads((stage.path / "provenance.json").read_text("utf-8"))
+    assert record["details"].get("warning", "") == stage.warning
+    card = " ".join((stage.path / "README.md").read_text("utf-8").split())
+    assert ("**Warning.**" in card) == bool(said)
+    assert f"This policy {said}" in card or not said
+    printed = io.StringIO()
+    print_stages([stage], Console(file=printed, width=200))
+    row = next(line for line in printed.getvalue().splitlines() if "lam1e-2" in line)
+    assert (said.partition(":")[0] in row, "Warning: lam1e-2" in printed.getvalue()) == (
+        True,
+        bool(said),
+    )
 
 
 def test_memory_that_runs_out_says_what_to_lower(

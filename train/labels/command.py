@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.engines.opening import (
@@ -19,8 +20,10 @@ from modeling_ospruner.engines.opening import (
     open_engine,
 )
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from ospruner.eval.problems.problem import Columns, Problem
+from modeling_ospruner.policy_ospruner import max_positions
+from ospruner.eval.problems.problem import Columns, Problem, user_message
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
+from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 
 from .folder import check_folder
@@ -143,6 +146,7 @@ def run_label(
     fmt = read_format(format_name, tokenizer)
     wanted = _settings(engine_options, fmt, settings)
     check_folder(out_dir, wanted)
+    _refuse_beyond_positions(loaded.problems, engine_options, tokenizer, fmt, wanted)
     if ray is not None:
         return label_with_ray(
             loaded.problems,
@@ -204,8 +208,9 @@ def run_import(
     given = {**settings, "samples_per_problem": samples, "imported_from": Path(file).name}
     wanted = _settings(engine_options, fmt, given)
     check_folder(out_dir, wanted)
-    engine = open_engine(engine_name, tokenizer, engine_options)
     problems = {trace.key.problem.id: trace.key.problem for trace in traces}
+    _refuse_beyond_positions(list(problems.values()), engine_options, tokenizer, fmt, wanted)
+    engine = open_engine(engine_name, tokenizer, engine_options)
     return label(
         list(problems.values()),
         ImportedTraces(traces, engine, tokenizer),
@@ -235,6 +240,43 @@ def parse_columns(text: str) -> Columns:
 def _check_engine(name: str) -> None:
     if name not in ENGINES:
         raise ValueError(f"engine is {name!r}; it must be one of {', '.join(ENGINES)}")
+
+
+def _refuse_beyond_positions(
+    problems: Sequence[Problem],
+    options: EngineOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    fmt: TokenFormat,
+    settings: LabelSettings,
+) -> None:
+    """Refuses a run whose longest text would not fit into the base's positions."""
+    fields, _ = PreTrainedConfig.get_config_dict(options.base, revision=options.revision)
+    if fields.get("model_type") not in CONFIG_MAPPING:  # code of its own: asked for by its engine
+        return
+    limit = max_positions(AutoConfig.from_pretrained(options.base, revision=options.revision))
+    if limit is None:
+        return
+    prompts = {
+        p.id: len(prompt_token_ids(p.id, user_message(p, fmt.format), tokenizer, fmt))
+        for p in problems
+    }
+    longest = max(prompts, key=lambda problem_id: prompts[problem_id])
+    answer = len(fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
+    room = limit - prompts[longest] - answer
+    if settings.max_new_tokens <= room:
+        return
+    if room < 1:
+        raise ValueError(
+            f"the prompt of problem {longest!r} has {prompts[longest]} tokens and its answer takes "
+            f"up to {answer} more, but the base {options.base!r} has {limit} positions "
+            "(max_position_embeddings): drop the problem"
+        )
+    raise ValueError(
+        f"max_new_tokens is {settings.max_new_tokens}, but beside the longest prompt (problem "
+        f"{longest!r}, {prompts[longest]} tokens) and an answer ({answer}) the base "
+        f"{options.base!r} has room for {room} thinking tokens in its {limit} positions "
+        f"(max_position_embeddings): give --max-tokens {room} or fewer"
+    )
 
 
 def _settings(

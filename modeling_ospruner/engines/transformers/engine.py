@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from modeling_ospruner.engines.interface import (
     unique_fork_tokens,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.policy_ospruner import max_positions
 
 from .cache import SlotCache, fast_attention
 from .packed_forks import PackedForks
@@ -75,10 +76,11 @@ class TransformersEngine:
         """Samples one trace and its natural answer per prompt; see `Engine.sample`.
 
         Raises:
-            ValueError: a prompt is empty.
+            ValueError: a prompt is empty, or prompt and cap exceed the base's positions.
         """
         if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
             raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
+        self._refuse_beyond_positions(map(len, prompts), settings.max_new_tokens)
         named = row_keys(prompts, keys)
         rows = [
             SamplingRow.start(i, prompt, key, settings.seed)
@@ -126,12 +128,15 @@ class TransformersEngine:
         """Decodes greedily after every cut of every trace; see `Engine.fork`.
 
         Raises:
-            ValueError: the suffix is empty, or `max_new_tokens` is below 1.
+            ValueError: the suffix is empty, `max_new_tokens` is below 1, or a trace and its answer
+                exceed the base's positions.
         """
         if not len(suffix_ids):
             raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        kept = (len(one.prompt_ids) + max(one.cuts, default=0) for one in requests)
+        self._refuse_beyond_positions(kept, len(suffix_ids) + max_new_tokens)
         own, places = _distinct(requests)
         known: dict[int, list[ForkedAnswer]] = {}
         results: dict[int, list[ForkedAnswer]] = {}
@@ -151,6 +156,15 @@ class TransformersEngine:
         hand_on()
         self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
         return [results[i] for i in range(len(requests))]
+
+    def _refuse_beyond_positions(self, lengths: Iterable[int], added: int) -> None:
+        """Refuses texts of which `added` tokens more would be beyond the base's positions."""
+        limit, longest = max_positions(self.model.config), max(lengths, default=0)
+        if limit is not None and longest + added > limit:
+            raise ValueError(
+                f"a text of {longest} tokens and {added} new ones exceed the base's {limit} "
+                "positions (max_position_embeddings): lower max_new_tokens, or shorten the text"
+            )
 
     def _runner(
         self,
