@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -17,7 +18,7 @@ from ospruner_cli import app
 REPO = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "train/toy/reasoner/README.md"])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MODULES = re.compile(r"\b(?:modeling_ospruner|ospruner)(?:\.\w+)+")
+MODULES = re.compile(r"\b(?:modeling_ospruner|ospruner)(?:\.\w+)+(?<!\.py)\b")
 
 
 def prose(page: Path) -> str:
@@ -87,8 +88,9 @@ def test_modules_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     for name in set(MODULES.findall(text)):
         parts = name.removeprefix("ospruner.").split(".")
-        tops = [REPO.joinpath(*parts[:n]) for n in range(len(parts), 0, -1)]
-        assert any(top.is_dir() or top.with_suffix(".py").is_file() for top in tops[:-1]), name
+        place = REPO.joinpath(*parts)
+        module = place.with_suffix(".py").is_file() or place.parent.with_suffix(".py").is_file()
+        assert module or place.is_dir(), name
     folders = "modeling_ospruner|train|eval|hub_cards|tests|benchmarks|docs"
     for name in set(re.findall(rf"`((?:{folders})/[\w./]*)`", text)):
         assert (REPO / name).exists(), name
@@ -120,3 +122,47 @@ def test_make_targets_that_pages_name_exist() -> None:
         texts = [*command_lines(page), *re.findall(r"`([^`]+)`", prose(page))]
         named = {one[1] for text in texts if (one := re.match(r"make ([a-z][\w-]*)", text))}
         assert named <= targets, page
+
+
+def test_the_map_has_every_room_on_its_floor() -> None:
+    """docs/architecture.md against the floors that are checked, and the uploaded files."""
+    tree = ast.parse((REPO / "tests/project/test_floors.py").read_text("utf-8"))
+    (floors,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
+    )
+    text = prose(REPO / "docs/architecture.md")
+    drawn = {}
+    for floor, room in re.findall(r"^\| (\d+) \| `([\w/.]+)`", text, re.MULTILINE):
+        parts = room.removesuffix(".py").strip("/").replace("/", ".")
+        mapped = parts.split(".")[0] in ("train", "eval", "hub_cards")
+        drawn[f"ospruner.{parts}" if mapped else parts] = int(floor)
+    assert drawn == floors
+    uploaded = {path.name for path in REPO.glob("modeling_ospruner/*_ospruner.py")}
+    assert set(re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)) == uploaded
+
+
+SHAPE = r'(?:\["[^"\[\]{}();]+"\]|\{"[^"\[\]{}();]+"\})?'
+DRAWN_LINE = re.compile(rf' +\w+{SHAPE} -->(?:\|"[^"|();]+"\|)? \w+{SHAPE}')
+
+
+def test_drawings_keep_to_the_syntax_that_github_draws() -> None:
+    """Only nodes with quoted texts and arrows; `end` is no name of a node."""
+    drawings = [
+        text
+        for page in PAGES
+        for kind, text in FENCE.findall(page.read_text("utf-8"))
+        if kind == "mermaid"
+    ]
+    assert len(drawings) >= 3
+    for drawing in drawings:
+        first, *lines = drawing.splitlines()
+        assert first in ("flowchart LR", "flowchart TD")
+        for line in lines:
+            assert DRAWN_LINE.fullmatch(line), line
+            assert not re.search(r"\bend\b", re.sub(r'"[^"]*"', "", line)), line
+        shown = re.findall(r'(\w+)(?:\["|\{")', drawing)
+        named = set(re.findall(r"\b([a-z]\w*)\b", re.sub(r'"[^"]*"', "", "\n".join(lines))))
+        assert named == set(shown), "every node has a text, given once"
+        assert len(shown) == len(named)
