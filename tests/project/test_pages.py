@@ -1,0 +1,168 @@
+"""Every page of the repository: links lead somewhere, commands exist and have their options."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ospruner_cli import app
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "train/toy/reasoner/README.md"])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MODULES = re.compile(r"\b(?:modeling_ospruner|ospruner)(?:\.\w+)+(?<!\.py)\b")
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text("utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+def command_lines(page: Path) -> list[str]:
+    """The lines of a page's shell blocks."""
+    blocks = [
+        text for language, text in FENCE.findall(page.read_text("utf-8")) if language == "bash"
+    ]
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the words name, and its arguments."""
+    command: Any = typer.main.get_command(app)
+    while words and words[0] in vars(command).get("commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def test_every_page_of_docs_is_reached_from_readme() -> None:
+    linked = set(re.findall(r"\]\((docs/[^)#]+\.md)", prose(REPO / "README.md")))
+    assert linked == {f"docs/{page.name}" for page in REPO.glob("docs/*.md")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_commands_exist_and_have_their_options(page: Path) -> None:
+    for line in command_lines(page):
+        found = re.match(r"(?:.*-m ospruner_cli|ospruner) (.*)", line)
+        if found is None:
+            continue
+        command, arguments = command_of(shlex.split(found[1], comments=True))
+        if "..." in arguments:
+            arguments = []
+        else:
+            assert command.make_context(command.name, list(arguments)).params
+    for text in re.findall(r"`ospruner ([^`]+)`", prose(page)):
+        command, arguments = command_of(shlex.split(text))
+        assert not vars(command).get("commands") or arguments in ([], ["..."]), text
+        known = {option for one in command.params for option in one.opts} | {"--help"}
+        given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+        assert given <= known, text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_modules_and_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for name in set(MODULES.findall(text)):
+        parts = name.removeprefix("ospruner.").split(".")
+        place = REPO.joinpath(*parts)
+        module = place.with_suffix(".py").is_file() or place.parent.with_suffix(".py").is_file()
+        assert module or place.is_dir(), name
+    folders = "modeling_ospruner|train|eval|hub_cards|tests|benchmarks|docs"
+    for name in set(re.findall(rf"`((?:{folders})/[\w./]*)`", text)):
+        assert (REPO / name).exists(), name
+
+
+def test_benchmarks_take_the_options_that_pages_give_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [line for page in PAGES for line in command_lines(page)]
+    texts += [text for page in PAGES for text in re.findall(r"`([^`]+)`", prose(page))]
+    named = [re.search(r"\bpython (benchmarks/\w+\.py)(.*)", text) for text in texts]
+    asked: dict[str, set[str]] = {}
+    for one in filter(None, named):
+        asked.setdefault(one[1], set()).update(re.findall(r"--[\w-]+", one[2]))
+    assert {"benchmarks/train.py", "benchmarks/frontier.py"} <= set(asked)
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    for script, options in asked.items():
+        monkeypatch.setattr(sys, "argv", [script, "--help"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(REPO / script), run_name="__main__")
+        known = capsys.readouterr().out
+        assert all(option in known for option in options), (script, options)
+
+
+def test_make_targets_that_pages_name_exist() -> None:
+    makefile = (REPO / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for page in PAGES:
+        texts = [*command_lines(page), *re.findall(r"`([^`]+)`", prose(page))]
+        named = {one[1] for text in texts if (one := re.match(r"make ([a-z][\w-]*)", text))}
+        assert named <= targets, page
+
+
+def test_the_map_has_every_room_on_its_floor() -> None:
+    """docs/architecture.md against the floors that are checked, and the uploaded files."""
+    tree = ast.parse((REPO / "tests/project/test_floors.py").read_text("utf-8"))
+    (floors,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
+    )
+    text = prose(REPO / "docs/architecture.md")
+    drawn = {}
+    for floor, room in re.findall(r"^\| (\d+) \| `([\w/.]+)`", text, re.MULTILINE):
+        parts = room.removesuffix(".py").strip("/").replace("/", ".")
+        mapped = parts.split(".")[0] in ("train", "eval", "hub_cards")
+        drawn[f"ospruner.{parts}" if mapped else parts] = int(floor)
+    assert drawn == floors
+    uploaded = {path.name for path in REPO.glob("modeling_ospruner/*_ospruner.py")}
+    assert set(re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)) == uploaded
+
+
+SHAPE = r'(?:\["[^"\[\]{}();]+"\]|\{"[^"\[\]{}();]+"\})?'
+DRAWN_LINE = re.compile(rf' +\w+{SHAPE} -->(?:\|"[^"|();]+"\|)? \w+{SHAPE}')
+
+
+def test_drawings_keep_to_the_syntax_that_github_draws() -> None:
+    """Only nodes with quoted texts and arrows; `end` is no name of a node."""
+    drawings = [
+        text
+        for page in PAGES
+        for kind, text in FENCE.findall(page.read_text("utf-8"))
+        if kind == "mermaid"
+    ]
+    assert len(drawings) >= 3
+    for drawing in drawings:
+        first, *lines = drawing.splitlines()
+        assert first in ("flowchart LR", "flowchart TD")
+        for line in lines:
+            assert DRAWN_LINE.fullmatch(line), line
+            assert not re.search(r"\bend\b", re.sub(r'"[^"]*"', "", line)), line
+        shown = re.findall(r'(\w+)(?:\["|\{")', drawing)
+        named = set(re.findall(r"\b([a-z]\w*)\b", re.sub(r'"[^"]*"', "", "\n".join(lines))))
+        assert named == set(shown), "every node has a text, given once"
+        assert len(shown) == len(named)
