@@ -141,7 +141,7 @@ class OSPrunerConfig(PreTrainedConfig):
 
     def validate(self) -> None:
         """What transformers calls before it saves a configuration."""
-        super().validate()
+        super().validate()  # type: ignore[misc]  # made by its @strict
         self.check_fields()
 
     # Not transformers' `@strict`: its errors are no ValueError or TypeError, it lets NaN pass, and

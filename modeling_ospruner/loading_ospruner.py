@@ -368,7 +368,8 @@ def check_norms(policy: StoppingPolicy, base: PreTrainedModel, config: OSPrunerC
     theirs = base.get_decoder().state_dict()
     for name, tensor in policy.tail.state_dict().items():
         if not name.startswith("layers.") and not theirs[name].is_meta:
-            check_norm(tensor, theirs[name].to(tensor.device), name, config, base.name_or_path)
+            own, where = theirs[name].to(tensor.device), str(base.name_or_path)
+            check_norm(tensor, own, name, config, where)
 
 
 def check_norm(

@@ -268,7 +268,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
         config: a base's.
     """
     fields = config.get_text_config().to_dict()
-    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS)}
+    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS, _POSITIONS)}
     trained = next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
     if trained is None:
         return None

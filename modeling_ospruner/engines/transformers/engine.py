@@ -246,7 +246,8 @@ def _takes_packed_trees(model: PreTrainedModel) -> bool:
         return False
     if model.config.get_text_config()._attn_implementation not in _PACKED_ATTENTION:
         return False
-    if not model._supports_logits_to_keep():
+    takes: Any = model  # its method is hidden behind nn.Module's __getattr__
+    if not takes._supports_logits_to_keep():
         return False
     vocabulary = model.config.get_text_config().vocab_size
     trunk = [(7 * i + 3) % vocabulary for i in range(6)]
