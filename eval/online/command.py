@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.policy_ospruner import max_positions
 
 from ..methods import PolicyUse, parse_policies, refuse_other_base
 from ..problems.sources import load_source
-from ..problems.task import load_task_class
+from ..problems.task import Task, load_task_class, prompt_token_ids
 from ..rules import parse_rule
 from .batches import Method, Runner, evaluate_online
 from .evaluation import Evaluation
@@ -98,7 +99,9 @@ def run_online(
 
     runner: Runner
     if request.engine == "transformers":
-        runner = HookRunner(setup, load_base(options))
+        model = load_base(options)
+        _refuse_beyond_positions(model, task, tokenizer, fmt)
+        runner = HookRunner(setup, model)
     else:
         # vLLM in this process holds the GPU: beside it a policy runs on the CPU unless told.
         device = options.device or ("cpu" if request.engine == "vllm" else None)
@@ -116,6 +119,21 @@ def run_online(
         "task": task_class.__name__,
     }
     return evaluate_online(task, methods, runner, request.settings, about, out_dir, progress)
+
+
+def _refuse_beyond_positions(
+    base: PreTrainedModel, task: Task, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat
+) -> None:
+    """Refuses problems whose prompts alone are longer than the base's positions."""
+    limit = max_positions(base.config)
+    for problem in task.problems if limit is not None else ():
+        message = task.message(problem, fmt)
+        tokens = len(prompt_token_ids(problem.id, message, tokenizer, fmt))
+        if tokens >= limit:
+            raise ValueError(
+                f"the prompt of problem {problem.id!r} has {tokens} tokens, the base {limit} "
+                "positions (max_position_embeddings): drop the problem"
+            )
 
 
 def _base(
