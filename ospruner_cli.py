@@ -1,7 +1,7 @@
 """The one command, `ospruner`. Only wiring: a sub-command calls one function."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,9 +32,26 @@ app.add_typer(publish_app, name="publish")
 
 console = Console()
 
+
+def _in_a_folder(file: Path | None) -> Path | None:
+    """Makes the folder of a file that is written after the work, before it."""
+    if file is not None:
+        try:
+            file.absolute().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be written ({error}).") from error
+    return file
+
+
 # Options that several commands share.
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write every number to this file too.")
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Write every number to this file too.",
+        dir_okay=False,
+        callback=_in_a_folder,
+    ),
 ]
 Format = Annotated[
     str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
@@ -84,9 +101,9 @@ DryRunFolder = Annotated[
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
+    ] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="The proof: 3 seeds, two to three hours.")
@@ -106,7 +123,9 @@ def demo(
 @app.command("train")
 def train_command(
     labels: Annotated[str, typer.Option(help="Folder or Hub id of labelled traces.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
+    ],
     base: Annotated[
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
@@ -205,7 +224,7 @@ def train_command(
         checkpoint_every=checkpoint_every,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        cache_limit_bytes=int(cache_gib * 2**30),
+        cache_limit_bytes=_bytes(cache_gib),
         cache_on_disk=cache_on_disk,
     )
     processes = open_processes(out, tracker, shard)
@@ -239,7 +258,9 @@ def label_command(
             help="gsm8k, math500, aime, deepscaler, a .jsonl[.gz] or .parquet file, or a Hub id."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the labels; a stopped run continues.", file_okay=False)
+    ],
     engine: Engine = "transformers",
     limit: Annotated[int | None, typer.Option(help="Only the first N problems.")] = None,
     split: Annotated[
@@ -311,7 +332,9 @@ def label_command(
         "top_p": top_p,
         "top_k": top_k,
         "max_new_tokens": max_tokens,
-        "max_answer_tokens": answer_tokens or (32 if answer_mode == "forced" else 512),
+        "max_answer_tokens": answer_tokens
+        if answer_tokens is not None
+        else (32 if answer_mode == "forced" else 512),
         "step_stride": step_stride,
         "seed": seed,
     }
@@ -363,7 +386,9 @@ def labels_show(
 def labels_import(
     file: Annotated[str, typer.Argument(help="Traces: .jsonl, .jsonl.gz or .parquet.")],
     base: Annotated[str, typer.Option(help="The model that answers: a folder or a Hub id.")],
-    out: Annotated[Path, typer.Option(help="Folder of the labels; a stopped run continues.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the labels; a stopped run continues.", file_okay=False)
+    ],
     engine: Engine = "transformers",
     limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     columns: Annotated[
@@ -485,9 +510,9 @@ def doctor(
 
 @toy_app.command("train")
 def toy_train(
-    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")] = Path(
-        "runs/toy"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
+    ] = Path("runs/toy"),
     tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 30_000_000,
     seed: Annotated[int, typer.Option(help="Seed of weights, problems and traces.")] = 0,
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
@@ -520,7 +545,7 @@ def toy_check(
 @eval_app.command("replay")
 def eval_replay(
     labels: Annotated[str, typer.Option(help="Folder or Hub id of labelled traces.")],
-    out: Annotated[Path, typer.Option(help="Folder for the results.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results.", file_okay=False)],
     policies: Annotated[
         list[str] | None,
         typer.Option(help="Policy, or folder of policies; @.7,.8 for thresholds. Repeatable."),
@@ -542,20 +567,24 @@ def eval_replay(
 ) -> None:
     """Compute the exact expected accuracy and length of policies and rules on labelled traces."""
     from modeling_ospruner.common.progress import PhaseBars
+    from ospruner.eval.report.summary import parse_lambdas
     from ospruner.train.replay_labels import replay_labels
 
+    lambdas = parse_lambdas(penalties)
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
             labels, policies or (), rules or (), base=base, validation=validation, model=model,
             benchmark=name, limit=limit, progress=bars,
         )  # fmt: skip
-    _show(evaluation, out, penalties, json_file)
+    _show(evaluation, out, lambdas, json_file)
 
 
 @eval_app.command("online")
 def eval_online(
     dataset: Annotated[str, typer.Option(help="gsm8k, math500, aime, ..., a file, or a Hub id.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
+    ],
     policies: Annotated[
         list[str] | None, typer.Option(help="As for replay. The base is what they pin. Repeatable.")
     ] = None,
@@ -601,6 +630,7 @@ def eval_online(
     from modeling_ospruner.engines.opening import parse_engine_args
     from ospruner.eval.online.command import OnlineRequest, run_online
     from ospruner.eval.online.settings import preset as preset_settings
+    from ospruner.eval.report.summary import parse_lambdas
 
     settings = preset_settings(
         preset, samples=samples, temperature=temperature, top_p=top_p, answer=answer, seed=seed,
@@ -616,9 +646,10 @@ def eval_online(
         task=task, prompt=prompt, model=model,
         benchmark=name, files=files or (), limit=limit, settings=settings,
     )  # fmt: skip
+    lambdas = parse_lambdas(penalties)
     with PhaseBars(console, "online") as bars:
         evaluation = run_online(request, out, bars)
-    _show(evaluation, out, penalties, json_file)
+    _show(evaluation, out, lambdas, json_file)
 
 
 @eval_app.command("report")
@@ -672,11 +703,12 @@ def eval_compare(
     print_comparison(folder, console, paper=paper, model=model, benchmark=name, json_file=json_file)
 
 
-def _show(evaluation: "Evaluation", out: Path, penalties: str, json_file: Path | None) -> None:
+def _show(
+    evaluation: "Evaluation", out: Path, lambdas: Sequence[float], json_file: Path | None
+) -> None:
     """Print an evaluation and save it."""
-    from ospruner.eval.report.summary import parse_lambdas, print_evaluation, save_evaluation
+    from ospruner.eval.report.summary import print_evaluation, save_evaluation
 
-    lambdas = parse_lambdas(penalties)
     results = save_evaluation(evaluation, out, length_penalties=lambdas)
     print_evaluation(evaluation, console, length_penalties=lambdas)
     if json_file is not None:
@@ -753,6 +785,12 @@ def verify(
 
     if not commands.verify(repo, revision, console):
         raise typer.Exit(1)
+
+
+def _bytes(gib: float) -> int:
+    if not 0 <= gib < 2**30:
+        raise typer.BadParameter(f"--cache-gib is {gib}; it must be a number of GiB, 0 or more.")
+    return int(gib * 2**30)
 
 
 def _folder(out: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modeling_ospruner import OSPrunerConfig
+from ospruner.hub_cards.render import is_hub_id
 
 __all__ = [
     "FRONTIER",
@@ -118,6 +119,12 @@ def parse_policies(specs: Sequence[str]) -> list[PolicyUse]:
 
 def _parse(spec: str) -> list[PolicyUse]:
     path, at, how = spec.partition("@")
+    if Path(path).is_file() or not (Path(path).is_dir() or is_hub_id(path)):
+        what = "is a file" if Path(path).exists() else "does not exist"
+        raise ValueError(
+            f"policy {spec!r}: {path} {what}; give the folder of a policy, a folder of policies, "
+            "or an id on the Hub"
+        )
     folders = [path]
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         stages, targets = Path(path).glob("*/config.json"), Path(path).glob("*/*/config.json")

@@ -129,7 +129,7 @@ def parse_rule(text: str) -> NamedRule:
         raise ValueError(
             f"rule {text!r}: {number!r} is no number; write it as {examples}"
         ) from None
-    if whole and value != int(value):
+    if whole and not value.is_integer():
         raise ValueError(f"rule {text!r}: {name} takes a whole number, not {number}")
     return NamedRule(method, value, parameter_name, make(value))
 

@@ -13,6 +13,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
+from .facts import read_object
 from .names import check_repo_id, collection_title, labels_name
 from .publish import Published, add_to_collection, commit_message, find_base, publish_folder
 from .render import CARD_FILE
@@ -137,8 +138,8 @@ def _parts(folder: Path) -> dict[str, Path]:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if not manifest["finished"]:
+    manifest = read_object(folder / MANIFEST)
+    if not manifest.get("finished"):
         raise ValueError(f"{folder} is not finished: run its labelling again, it goes on there")
     if not list((folder / "prefixes").glob("*.parquet")):
         raise ValueError(f"{folder} has no prefixes/: run its labelling again to have it written")

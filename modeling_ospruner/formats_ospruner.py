@@ -455,7 +455,8 @@ class ReasoningFormat:
         """A preset by its name, or the format of a .json file with the literals of `to_dict`.
 
         Raises:
-            ValueError: there is no such preset, or a literal is unknown or missing.
+            ValueError: there is no such preset, the file is no JSON object, or a literal is unknown
+                or missing.
             OSError: there is no such file.
         """
         if name in PRESETS:
@@ -465,7 +466,16 @@ class ReasoningFormat:
                 f"format is {name!r}; it must be one of {', '.join(PRESETS)}, or a .json file "
                 "with the literals of a ReasoningFormat"
             )
-        return cls.from_dict(json.loads(Path(name).read_text(encoding="utf-8")))
+        try:
+            literals = json.loads(Path(name).read_text(encoding="utf-8"))
+            if not isinstance(literals, dict):
+                raise ValueError(f"it holds a {type(literals).__name__}, and no object")
+        except ValueError as error:
+            raise ValueError(
+                f"format is {name!r}, a file that cannot be read ({error}): it must be UTF-8 JSON, "
+                "the literals of a ReasoningFormat"
+            ) from error
+        return cls.from_dict(literals)
 
 
 DEEPSEEK_R1 = ReasoningFormat(

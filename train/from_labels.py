@@ -14,17 +14,18 @@ from datasets import Dataset, load_dataset
 from huggingface_hub import hf_hub_download
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.engines.opening import load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.eval.problems.problem import Problem, user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.hub_cards.render import is_hub_id
 
 from .flashthink import load_verifier_base, verifier_traces
 from .labels.folder import MANIFEST, read_labels, read_manifest
@@ -69,6 +70,12 @@ def load_labels(source: str | Path) -> Labels:
         manifest = read_manifest(source)
         traces = read_labels(source)
     else:
+        if Path(source).exists() or not is_hub_id(str(source)):
+            what = "a file" if Path(source).exists() else "nothing"
+            raise ValueError(
+                f"labels is {str(source)!r}, where {what} is: give a folder of `ospruner label`, "
+                "or a data set's id on the Hub"
+            )
         file = hf_hub_download(str(source), MANIFEST, repo_type="dataset")
         manifest = json.loads(Path(file).read_text("utf-8"))
         traces = load_dataset(str(source), split="train")
@@ -211,6 +218,8 @@ def _split(
     """Training and validation traces."""
     traces = labels.traces
     if limit is not None:
+        if limit < 1:
+            raise ValueError(f"limit is {limit}; it must be at least 1")
         traces = traces.take(min(limit, len(traces)))
     if validation is not None and held_out is not None:
         raise ValueError(
@@ -235,8 +244,7 @@ def _load_base(base: str | None, labels: Labels) -> tuple[PreTrainedModel, PreTr
 
 def _tokenizer(base: str | None, labels: Labels) -> PreTrainedTokenizerBase:
     where, revision = _place(base, labels)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, revision=revision)
-    return tokenizer
+    return load_tokenizer(where, revision)
 
 
 def _place(base: str | None, labels: Labels) -> tuple[str, str | None]:

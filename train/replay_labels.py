@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.engines.opening import load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.eval.limits import (
     best_fixed_budget,
@@ -146,9 +147,8 @@ def replay_labels(
     for use, pi in zip(uses, probabilities, strict=True):
         outcome = replay(table, pi, use.mode, use.threshold)
         found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
-    tokenizer = AutoTokenizer.from_pretrained(
-        base or ours.settings.base_model,
-        revision=None if base else ours.settings.base_revision,
+    tokenizer = load_tokenizer(
+        base or ours.settings.base_model, None if base else ours.settings.base_revision
     )
     fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
     suffix_tokens = len(fmt.forced_suffix(ours.settings.answer))

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from modeling_ospruner.configuration_ospruner import TUNINGS
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.names import penalty_name
 
@@ -176,6 +177,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ValueError(f"method is {self.method!r}; it must be one of {get_args(Method)}")
+        if self.tuning not in TUNINGS:
+            raise ValueError(f"tuning is {self.tuning!r}; it must be one of {', '.join(TUNINGS)}")
         if self.method == "flashthink" and not self.verifier:
             object.__setattr__(self, "verifier", VERIFIER)
         if self.method != "flashthink" and self.verifier:

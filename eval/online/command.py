@@ -7,15 +7,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.policy_ospruner import max_positions
 
 from ..methods import PolicyUse, parse_policies, refuse_other_base
 from ..problems.sources import load_source
-from ..problems.task import load_task_class
+from ..problems.task import Task, load_task_class, prompt_token_ids
 from ..rules import parse_rule
 from .batches import Method, Runner, evaluate_online
 from .evaluation import Evaluation
@@ -88,6 +94,8 @@ def run_online(
     tokenizer = load_tokenizer(base, revision)
     chosen = guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals)
     fmt = TokenFormat.compile(chosen, tokenizer)
+    config = AutoConfig.from_pretrained(base, revision=revision)
+    _refuse_beyond_positions(config, task, tokenizer, fmt)
     options = EngineOptions(base, revision, **request.engine_options)
     setup = Setup(tokenizer, fmt, task, request.settings)
 
@@ -116,6 +124,23 @@ def run_online(
         "task": task_class.__name__,
     }
     return evaluate_online(task, methods, runner, request.settings, about, out_dir, progress)
+
+
+def _refuse_beyond_positions(
+    config: PreTrainedConfig, task: Task, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat
+) -> None:
+    """Refuses problems whose prompts alone are longer than the base's positions."""
+    limit = max_positions(config)
+    if limit is None:
+        return
+    for problem in task.problems:
+        message = task.message(problem, fmt)
+        tokens = len(prompt_token_ids(problem.id, message, tokenizer, fmt))
+        if tokens >= limit:
+            raise ValueError(
+                f"the prompt of problem {problem.id!r} has {tokens} tokens, the base {limit} "
+                "positions (max_position_embeddings): drop the problem"
+            )
 
 
 def _base(

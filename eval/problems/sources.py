@@ -231,7 +231,7 @@ def load_source(
         )
     source: dict[str, Any] = {"dataset": dataset}
     rows: Iterable[Mapping[str, Any]]
-    if dataset.endswith(_FILE_ENDINGS):
+    if dataset.endswith(_FILE_ENDINGS) or Path(dataset).is_file():
         if split is not None:
             raise ValueError(f"split is {split!r}, but {dataset} is a file, which has no splits")
         rows = read_rows(dataset)

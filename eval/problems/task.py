@@ -111,7 +111,7 @@ def load_task_class(path: str | Path | None) -> type[Task]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file defines none, or several.
+        ValueError: the file cannot be run, or defines none, or several.
     """
     if path is None:
         return Task
@@ -122,7 +122,12 @@ def load_task_class(path: str | Path | None) -> type[Task]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no .py file; a task is a Python file with a subclass of Task")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file may raise
+        raise ValueError(
+            f"the task {path} cannot be run ({type(error).__name__}: {error}): mend the file"
+        ) from error
     found = [
         value
         for value in vars(module).values()

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
@@ -14,6 +14,9 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from modeling_ospruner.loading_ospruner import refuse_no_tokenizer
 
 from .interface import Engine
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "ENGINES",
@@ -140,6 +143,11 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
 
     ours = set(inspect.signature(TransformersEngine).parameters) - {"model", "tokenizer"}
     loading = {name: value for name, value in options.arguments.items() if name not in ours}
+    place = _device(options.device)
+    if options.dtype != "auto" and not isinstance(vars(torch).get(options.dtype), torch.dtype):
+        raise ValueError(
+            f"dtype is {options.dtype!r}; it must be auto, float32, bfloat16 or float16"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             options.base, revision=options.revision, dtype=options.dtype, **loading
@@ -150,12 +158,28 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
             f"base is {options.base!r}, which cannot be loaded{given} ({_first_line(error)})"
         ) from error
     if "device_map" not in loading:
-        there = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        torch.nn.Module.to(model, there)
+        torch.nn.Module.to(model, place)
     arguments = {name: options.arguments[name] for name in ours & set(options.arguments)}
     if options.batch_size is not None:
         arguments["batch_size"] = options.batch_size
     return TransformersEngine(model, tokenizer, **arguments)
+
+
+def _device(name: str | None) -> torch.device:
+    """Where the transformers engine computes."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device is {name!r}, which is not here ({_first_line(error)}); leave it out, or give "
+            "cpu, or cuda where there is a GPU"
+        ) from error
+    return device
 
 
 def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:

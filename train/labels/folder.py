@@ -13,7 +13,6 @@ a row names its trace, whose first `end` thinking tokens are the prefix.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from ospruner.eval.schema import (
     LabelSettings,
     with_added_columns,
 )
-from ospruner.hub_cards.facts import PROVENANCE_FILE
+from ospruner.hub_cards.facts import PROVENANCE_FILE, read_object
 
 __all__ = [
     "TokenCosts",
@@ -116,7 +115,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     file = Path(path) / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} has no {MANIFEST}: it is no label folder")
-    manifest: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    manifest = read_object(file)
     if manifest.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{file} has format_version {manifest.get('format_version')!r}; this version of "

@@ -116,6 +116,11 @@ class Recipe:
     decay: float = 0.4
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("seed", 0)):
+            if vars(self)[name] < least:
+                raise ValueError(f"{name} is {vars(self)[name]}; it must be at least {least}")
+
 
 def reasoner_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
     """Architecture of the embedded reasoner."""

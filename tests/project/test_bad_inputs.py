@@ -1,0 +1,168 @@
+"""Bad inputs on the command line: each ends with a clear error, never with a trace.
+
+`bad_inputs.txt` holds a case a line: the command, its exit status, and the words that matter. What
+stands in braces is made below.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+from rich.console import Console
+
+import ospruner_cli
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.hub_cards.facts import provenance
+from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
+
+CASES = Path(__file__).with_name("bad_inputs.txt").read_text("utf-8").splitlines()
+GOOD = {"id": "a", "problem": "What is 1 + 1?", "answer": "2"}
+LINE = json.dumps(GOOD)
+ROWS = {
+    "good": LINE,
+    "nan": '{"problem": "p", "answer": NaN}',
+    "infinite": '{"problem": "p", "answer": -Infinity}',
+    "null": '{"problem": "p", "answer": null}',
+    "list_answer": '{"problem": "p", "answer": ["2"]}',
+    "bool": '{"problem": "p", "answer": true}',
+    "no_answer": '{"problem": "p"}',
+    "empty_answer": '{"problem": "p", "answer": "  "}',
+    "no_problem": '{"answer": "2"}',
+    "number_problem": '{"problem": NaN, "answer": "2"}',
+    "twice": LINE + "\n" + LINE,
+    "id_nan": '{"id": NaN, "problem": "p", "answer": "2"}',
+    "id_list": '{"id": [1], "problem": "p", "answer": "2"}',
+    "not_json": LINE + "\n{",
+    "array": "[1, 2]",
+    "empty": "",
+    "blank": "\n\n",
+    "long": json.dumps(GOOD | {"problem": "What is 1 + 1? " * 300}),
+    "no_reasoning": LINE,
+    "number_reasoning": json.dumps(GOOD | {"reasoning": 3}),
+}
+FILES = {
+    "latin.jsonl": LINE.encode() + b'\n{"problem": "caf\xe9", "answer": "2"}\n',
+    "utf16.jsonl": LINE.encode("utf-16"),
+    "cut.jsonl.gz": gzip.compress(LINE.encode() * 99)[:-20],
+    "plain.jsonl.gz": LINE.encode(),
+    "text.txt": LINE.encode(),
+    "broken.parquet": b"PAR1 nothing PAR1",
+    "format_list.json": b"[1]",
+    "format_cut.json": b"{",
+    "format_latin.json": b'{"name": "\xe9"}',
+    "format_lacks.json": b'{"name": "x"}',
+    "syntax.py": b"def (",
+    "raises.py": b"1 / 0",
+    "none.py": b"x = 1",
+}
+
+
+def config(**changes: Any) -> Callable[[Path], object]:
+    """Edits a policy's config.json; `text` its base's part."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        values = json.loads(file.read_text("utf-8"))
+        values["text_config"].update(changes.pop("text", {}))
+        file.write_text(json.dumps(values | changes))
+
+    return change
+
+
+def put(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def drop(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+POLICIES = {
+    "no_tokenizer": drop("tokenizer.json"),
+    "cut_tokenizer": put("tokenizer.json", b"{"),
+    "layers": config(text={"num_hidden_layers": 4}),
+    "layers_both": config(text={"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}),
+    "hidden": config(text={"hidden_size": 96}),
+    "no_base": config(base_model_name_or_path="/nowhere/base"),
+    "no_text": config(text_config=None),
+    "type": config(num_policy_layers="2"),
+    "nan": config(length_penalty=float("nan")),
+    "list": put("config.json", b"[]"),
+    "cut_config": put("config.json", b"{"),
+    "latin_config": put("config.json", b'{"model_type": "\xe9"}'),
+    "no_weights": drop("model.safetensors"),
+    "cut_weights": put("model.safetensors", b"\x00" * 1000),
+    "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "other_record": put("provenance.json", b'{"seed": 1}'),
+    "cut_record": put("provenance.json", b"{"),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict[str, Path]:
+    """Files and folders to be refused, and good labels and a good policy."""
+    folder = tmp_path_factory.mktemp("bad")
+    labels, policy = folder / "labels", folder / "policy"
+    reasoner.label(draw_split("train", 10, 7), labels, 7)
+    OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer).save_pretrained(policy)
+    provenance(policy, seed=0)
+    for name, text in ROWS.items():
+        (folder / f"{name}.jsonl").write_text(text + "\n" if text else "")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    nothing = pa.array([], pa.string())
+    pq.write_table(pa.table({"problem": nothing, "answer": nothing}), folder / "none.parquet")
+    for empty in ("nothing", "folder.jsonl"):
+        (folder / empty).mkdir()
+    copies = [(f"policy_{name}", policy, change) for name, change in POLICIES.items()]
+    copies += [
+        ("labels_cut", labels, put("manifest.json", b"{")),
+        ("labels_list", labels, put("manifest.json", b"[]")),
+        ("base_no_tokenizer", SHIPPED, drop("tokenizer.json")),
+        ("base_no_weights", SHIPPED, drop("model.safetensors")),
+    ]
+    for copy, source, change in copies:
+        shutil.copytree(source, folder / copy)
+        change(folder / copy)
+    return {
+        "f": folder,
+        "base": SHIPPED,
+        "labels": labels,
+        "policy": policy,
+        "gone": folder / "gone",
+        "file": folder / "text.txt",
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_input_is_refused_in_clear_words(
+    case: str,
+    places: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, _, expected = case.partition(" => ")
+    status, _, words = expected.partition(" ")
+    names = {"out": tmp_path / "out", **places}
+    monkeypatch.setenv("COLUMNS", "600")
+    monkeypatch.setenv("TERMINAL_WIDTH", "600")
+    monkeypatch.setattr(ospruner_cli, "console", Console())
+    argv = [part.format(**names) for part in shlex.split(command)]
+    monkeypatch.setattr(sys, "argv", ["ospruner", *argv])
+    with pytest.raises(SystemExit) as ended:
+        ospruner_cli.main()
+    printed = capsys.readouterr()
+    assert str(ended.value.code) == status, printed.err
+    assert words.format(**names) in " ".join(printed.err.split())
+    assert "Traceback" not in printed.err + printed.out
