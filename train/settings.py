@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from modeling_ospruner.common.text import penalty_name
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.names import penalty_name
 
 __all__ = [
     "GPT_OSS_PENALTIES",
@@ -27,7 +27,6 @@ __all__ = [
     "Stage",
     "TrainSettings",
     "automatic_penalties",
-    "penalty_name",
 ]
 
 
