@@ -33,9 +33,9 @@ class EngineOptions:
         base: the base's folder or Hub id; for "openai" also the model's name at the endpoints.
         revision: of a Hub id.
         batch_size: rows, or requests, that are worked on at once; None for the engine's default.
-        dtype: such as "float32", "bfloat16". Only of "transformers" and "vllm". "auto" is the base's
-            own, but for "transformers" on a CPU: there it is float32, which is faster and gives the
-            same in any batch.
+        dtype: such as "float32", "bfloat16". Only of "transformers" and "vllm". "auto" is the
+            base's own, but for "transformers" on a CPU: there it is float32, which is faster and
+            gives the same in any batch.
         device: such as "cpu", "cuda"; None for the best there is. Only of "transformers".
         urls: endpoints, of "openai" and "sglang".
         arguments: further keyword arguments of the engine, such as vLLM's `tensor_parallel_size`.
