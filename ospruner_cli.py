@@ -64,7 +64,7 @@ Urls = Annotated[list[str] | None, typer.Option(help="A server of the engine. Re
 EngineBatch = Annotated[
     int | None, typer.Option(help="Rows or requests at once; default: the engine's.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="Torch device of the transformers engine.")]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
 EngineArgs = Annotated[

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
@@ -60,7 +61,7 @@ def fetch(repo: str, revision: str | None, api: HfApi) -> tuple[Path, str]:
             f"{repo} is no folder here, and not on the Hub, or not visible with your token: check "
             "the name, or log in with `hf auth login`"
         ) from error
-    except OSError as error:
+    except (OSError, httpx.TransportError) as error:
         raise ConnectionError(
             f"{repo} is no folder here, and the Hub cannot be asked for it ({error})"
         ) from error

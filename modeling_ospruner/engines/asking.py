@@ -155,6 +155,10 @@ class AskingEngine(ABC):
     shares_within_batches = True
     """Whether a server shares the prefixes of requests that it computes at the same time. Where it
     does not, the longest fork of a trace is answered before its others are asked for."""
+    batch_effects: str | None = (
+        "servers compute rows in changing batches, whose kernels may round differently"
+    )
+    """See `Engine`."""
 
     def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
         if concurrency < 1:

@@ -143,6 +143,8 @@ class Engine(Protocol):
     """Of all forks so far."""
     sample_counts: TokenCount
     """Of all sampling so far."""
+    batch_effects: str | None
+    """Why a row may get other tokens in another call with the same seed; None where it does not."""
 
     def sample(
         self,

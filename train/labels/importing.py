@@ -129,6 +129,7 @@ class ImportedTraces:
         self.traces = {trace.key.name: trace for trace in traces}
         self.engine = engine
         self.tokenizer = tokenizer
+        self.batch_effects = engine.batch_effects
         self.counts = engine.counts
         self.sample_counts = TokenCount()
 

@@ -48,8 +48,10 @@ def label(
     """Samples traces of the problems, labels every step, and keeps all in a folder.
 
     A run that was killed continues: finished chunks are kept, and as a trace depends only on the
-    seed, the problem and its sample index, the result is that of an undisturbed run. More problems
-    may be added later. An interrupt (Ctrl-C) leaves what was committed in shards.
+    seed, the problem and its sample index, the result is that of an undisturbed run, with any
+    `chunk_traces`; where the engine cannot promise that (`Engine.batch_effects`), the manifest says
+    why. More problems may be added later. An interrupt (Ctrl-C) leaves what was committed in
+    shards.
 
     Args:
         problems: what to reason about; ids are unique.
@@ -88,6 +90,7 @@ def label(
         try:
             with opened() as folder:
                 _check_problems(folder, problems)
+                folder.note_effects([engine.batch_effects] if engine.batch_effects else [])
                 todo = [k for k in traces if (k.problem.id, k.sample_index) not in folder.done]
                 done = len(traces) - len(todo)
                 for start in range(0, len(todo), chunk_traces):

@@ -196,6 +196,7 @@ def merge_units(
     with LabelFolder(out_dir, settings, source=source) as folder:
         for unit in units:  # what is left there are drops without a row beside them
             with LabelFolder(unit, settings) as rest:
+                folder.note_effects(rest.batch_effects)
                 drops = [drop for drop in rest.dropped if drop[:2] not in folder.done]
                 if drops:
                     folder.commit(Chunk([], drops, rest.costs))

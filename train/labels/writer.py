@@ -84,6 +84,7 @@ class LabelFolder:
         self.path = Path(path)
         self.settings = settings
         self.source = dict(source or {})
+        self.batch_effects: list[str] = []  # why the same seed may give other labels
         self.shard_traces = shard_traces
         self.problems: dict[str, tuple[str, str]] = {}
         self.done: set[tuple[str, int]] = set()
@@ -121,6 +122,10 @@ class LabelFolder:
         if sum(len(line["rows"]) for line in self._pending) >= self.shard_traces:
             self.compact()
 
+    def note_effects(self, reasons: Sequence[str]) -> None:
+        """Notes why the same seed may give other labels; what is known of earlier runs stays."""
+        self.batch_effects += [why for why in reasons if why not in self.batch_effects]
+
     def compact(self) -> None:
         """Moves the journal's chunks into a new shard."""
         if any(line["rows"] for line in self._pending):
@@ -149,8 +154,10 @@ class LabelFolder:
         check_folder(self.path, self.settings)
         if not (self.path / MANIFEST).exists():
             self._write_manifest(finished=False)
-        elif not self.source:
-            self.source = read_manifest(self.path).get("source", {})
+        else:
+            known = read_manifest(self.path)
+            self.source = self.source or known.get("source", {})
+            self.batch_effects = known.get("batch_effects", [])
         replace_file(self.path / README, folder_card().encode())
         for partial in (self.path / "data").glob("*.partial"):
             partial.unlink()
@@ -234,6 +241,8 @@ class LabelFolder:
             "format_version": FORMAT_VERSION,
             "settings": self.settings.to_dict(),
             "source": self.source,
+            "deterministic": not self.batch_effects,
+            "batch_effects": self.batch_effects,
             "finished": finished,
             "traces": self.traces,
             "dropped": self.dropped,

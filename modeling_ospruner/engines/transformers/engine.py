@@ -26,7 +26,7 @@ from modeling_ospruner.policy_ospruner import max_positions
 from .cache import SlotCache, fast_attention
 from .packed_forks import PackedForks
 from .packed_sampling import PackedSampler
-from .rows import SamplingRow, row_keys
+from .rows import SamplingRow, batch_effects, row_keys
 from .sequential import fork_one, sample_batch
 
 _PACKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask
@@ -37,7 +37,8 @@ class TransformersEngine:
 
     Where every layer attends to everything (and the attention takes custom masks), rows are
     replaced as they finish, and the forks of a trace are one packed tree. Other models (sliding
-    windows, recurrent states) go the sequential way: same results, slower.
+    windows, recurrent states) go the sequential way: same results, slower. In float32 a row's
+    tokens do not depend on what else is in the call.
 
     Args:
         model: a causal LM; it is put in eval mode.
@@ -63,6 +64,7 @@ class TransformersEngine:
         self.eos_ids = end_ids(model.generation_config, tokenizer)
         self.counts = TokenCount()
         self.sample_counts = TokenCount()
+        self.batch_effects = batch_effects(self.model)
         self.packed = _takes_packed_trees(self.model)
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from modeling_ospruner.engines.interface import AnswerStop, ForkedAnswer, ForkRe
 from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
 from .cache import SlotCache
-from .rows import Branch
+from .rows import Branch, batch_noise, greedy_alone, is_close
 
 __all__ = ["prefill_shared"]
 
@@ -147,6 +147,7 @@ class PackedForks:
     ) -> None:
         self.model = model
         self.num_layers = num_layers
+        self.suffix_ids = suffix_ids
         self.suffix = torch.tensor(list(suffix_ids), dtype=torch.long)
         self.max_new_tokens = max_new_tokens
         self.stop = stop
@@ -154,12 +155,14 @@ class PackedForks:
         self.count = count
         self.device = model.device
         self.hidden = torch.finfo(model.dtype).min
+        self.noise = batch_noise(model)
 
     def run(self, requests: Sequence[ForkRequest]) -> list[list[ForkedAnswer]]:
         """The answers of each request, in the order of its cuts."""
         branches = [[Branch(cut, self.stop) for cut in request.cuts] for request in requests]
         if not any(branches):
             return [[] for _ in requests]
+        self.requests = requests
         self.branches = branches
         self.rows = list(range(len(requests)))
         self.starts = [len(request.prompt_ids) for request in requests]
@@ -268,11 +271,16 @@ class PackedForks:
     def _push(self, logits: torch.Tensor, rows: list[int], forks: list[list[int]]) -> None:
         """Gives forks their next tokens from logits (R, K, V), whose places they fill in order."""
         tokens, logprobs = (values.tolist() for values in greedy(logits))
+        close = is_close(logits, self.noise).tolist()
         for place, (row, ks) in enumerate(zip(rows, forks, strict=True)):
+            request = self.requests[row]
             for i, k in enumerate(ks):
-                self.branches[row][k].push(
-                    tokens[place][i], logprobs[place][i], self.max_new_tokens, self.eos_ids
-                )
+                branch, token, logprob = self.branches[row][k], tokens[place][i], logprobs[place][i]
+                if close[place][i]:
+                    kept = [*request.prompt_ids, *request.trace_ids[: branch.cut]]
+                    text = [*kept, *self.suffix_ids, *branch.ids]
+                    token, logprob = greedy_alone(self.model, text, self.count)
+                branch.push(token, logprob, self.max_new_tokens, self.eos_ids)
 
     def _widen(self, columns: int) -> None:
         if columns > self.mask.shape[-1]:

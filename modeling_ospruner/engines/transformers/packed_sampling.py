@@ -15,7 +15,7 @@ from modeling_ospruner.rules_ospruner import last_logits
 
 from .cache import SlotCache
 from .packed_forks import prefill_shared
-from .rows import SamplingRow, choose, uniforms
+from .rows import SamplingRow, batch_noise, choose, run_alone, uniforms
 
 _REFILL_SHARE = 8  # replace finished rows once they are one in so many
 _MASK_CHUNK = 256
@@ -56,6 +56,7 @@ class PackedSampler:
         self.count = count
         self.device = model.device
         self.hidden = torch.finfo(model.dtype).min
+        self.noise = batch_noise(model)
         self.rows: list[SamplingRow | None] = []
 
     def run(self, rows: Sequence[SamplingRow], on_done: Callable[[int, Sampled], None]) -> None:
@@ -101,9 +102,13 @@ class PackedSampler:
     def _take(self, slots: torch.Tensor, logits: torch.Tensor) -> None:
         """Chooses the next token of the given slots from their logits (K, V)."""
         where = slots.numpy()
-        tokens = choose(logits, uniforms(self.states[where], self.steps[where]), self.settings)
+        draws = uniforms(self.states[where], self.steps[where])
+        tokens, close = (t.cpu() for t in choose(logits, draws, self.settings, self.noise))
+        for i in close.nonzero()[:, 0].tolist():
+            if (row := self.rows[where[i]]) is not None:
+                alone = run_alone(self.model, [*row.prompt, *row.tokens], self.count)
+                tokens[i] = choose(alone, draws[i : i + 1], self.settings)[0]
         self.steps[where] += np.uint64(1)
-        tokens = tokens.cpu()
         self.last[slots] = tokens
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             row = self.rows[slot]

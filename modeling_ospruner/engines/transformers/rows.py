@@ -1,6 +1,7 @@
 """The state of one row being sampled, and of one answer being forked; how tokens are chosen.
 
-Draws are counter-based: a row's tokens do not depend on its batch.
+Draws are counter-based, and a row's tokens do not depend on its batch: a batch moves the logits by
+a few roundings, so a choice that roundings could turn is made again from the row run alone.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
-from modeling_ospruner.engines.interface import AnswerStop, ForkedAnswer, Sampled, SamplingSettings
+from modeling_ospruner.engines.interface import (
+    AnswerStop,
+    ForkedAnswer,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+)
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.rules_ospruner import mix64
+from modeling_ospruner.rules_ospruner import greedy, mix64
 
 _U64 = np.uint64
 _FEW = 64
@@ -53,7 +61,55 @@ def uniforms(states: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> t
     return torch.from_numpy((z >> _U64(11)).astype(np.float64) * 2.0**-53)
 
 
-def choose(logits: torch.Tensor, draws: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+_ROUNDINGS = 128
+"""Machine epsilons of the largest logit by which a batch may move a logit; 16 is the most seen."""
+
+
+def batch_noise(model: PreTrainedModel) -> float:
+    """How far a row's logits may move with its batch, relative to the largest; 0 if unbounded.
+
+    In half precision nearly every choice could turn: there it is left to the batch.
+    """
+    return 0.0 if batch_effects(model) else _ROUNDINGS * torch.finfo(model.dtype).eps
+
+
+def batch_effects(model: PreTrainedModel) -> str | None:
+    """Why rows may get other tokens in another batch; None where they do not."""
+    if model.dtype not in (torch.float32, torch.float64):
+        name = str(model.dtype).removeprefix("torch.")
+        return f"the base runs in {name}, which rounds differently in other batches"
+    if model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return "the base runs in TF32, which rounds differently in other batches"
+    return None
+
+
+@torch.inference_mode()
+def run_alone(model: PreTrainedModel, token_ids: Sequence[int], count: TokenCount) -> torch.Tensor:
+    """The logits (1, V) after a text that runs by itself: they depend on nothing but the text."""
+    count.computed += len(token_ids)
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+
+
+def greedy_alone(
+    model: PreTrainedModel, token_ids: Sequence[int], count: TokenCount
+) -> tuple[int, float]:
+    """The most likely token after a text that runs by itself, and its log-probability."""
+    token, logprob = greedy(run_alone(model, token_ids, count))
+    return int(token), float(logprob)
+
+
+def is_close(logits: torch.Tensor, noise: float) -> torch.Tensor:
+    """Whether a batch's noise could turn the most likely token of logits (..., V): (...)."""
+    if not noise:
+        return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    best = logits.topk(2, dim=-1).values
+    return best[..., 0] - best[..., 1] < 2 * noise * logits.abs().amax(-1)
+
+
+def choose(
+    logits: torch.Tensor, draws: torch.Tensor, settings: SamplingSettings, noise: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples one token a row by inverting the CDF of the warped distribution.
 
     Temperature, then top-k, then top-p, as transformers orders them; the nucleus is the smallest
@@ -63,34 +119,51 @@ def choose(logits: torch.Tensor, draws: torch.Tensor, settings: SamplingSettings
         logits: (B, V).
         draws: uniform in [0, 1), (B,).
         settings: temperature, top_k, top_p.
+        noise: of the logits, relative to the largest; see `batch_noise`.
 
     Returns:
-        Token ids (B,).
+        Token ids (B,), and whether the noise could turn each of them (B,).
     """
     if settings.temperature == 0:
-        return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / settings.temperature, dim=-1)  # (B, V)
+        return logits.argmax(-1), is_close(logits, noise)
+    scaled = logits.float() / settings.temperature
+    error = noise * scaled.abs().amax(-1, keepdim=True)  # (B, 1), of logs and so of shares
+    probabilities = torch.softmax(scaled, dim=-1)  # (B, V)
     vocabulary = probabilities.shape[-1]
     if settings.top_k == 0 and settings.top_p == 1:
-        return _invert(probabilities, draws)[:, 0]
+        index, margin = _invert(probabilities, draws)
+        return index[:, 0], (margin < error)[:, 0]
     kept = min(settings.top_k or _FEW, vocabulary)
-    values, ids = probabilities.topk(kept, dim=-1)  # (B, kept), descending
+    values, ids = probabilities.topk(min(kept + 1, vocabulary), dim=-1)  # descending
+    ranked = values  # with the first that is not kept: it may be as likely as the last that is
+    values = values[:, :kept]
     if settings.top_k:
         values = values / values.sum(-1, keepdim=True)
     elif kept < vocabulary and bool((values.sum(-1) < settings.top_p).any()):
         values, ids = probabilities.sort(dim=-1, descending=True)
+        ranked = values
     before = values.cumsum(-1) - values
-    values = values.masked_fill(before >= settings.top_p, 0.0)
-    return ids.gather(-1, _invert(values, draws))[:, 0]
+    # Tokens at the nucleus' edge may fall in or out, and move all shares by theirs.
+    edge = ((before - settings.top_p).abs() < error) & (settings.top_p < 1)
+    moved = error + values.masked_fill(~edge, 0.0).sum(-1, keepdim=True)
+    index, margin = _invert(values.masked_fill(before >= settings.top_p, 0.0), draws)
+    logs = torch.nn.functional.pad(ranked.log(), (1, 1), value=torch.inf)
+    around = [logs.gather(-1, index + place) for place in range(3)]  # the chosen's neighbours
+    tied = torch.minimum(*((log - around[1]).abs() for log in around[::2])) < 2 * error
+    return ids.gather(-1, index)[:, 0], ((margin < moved) | tied)[:, 0]
 
 
-def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The index (B, 1) at which the running share of the weights (B, V) passes the draw."""
+def _invert(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the running share of the weights (B, V) passes the draw.
+
+    Returns:
+        The index (B, 1), and how far the draw is from the nearest other one's share (B, 1).
+    """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = draws.to(cumulative.device)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
     last = (weights > 0).int().cumsum(-1).argmax(-1, keepdim=True)  # the last index with weight
-    return torch.minimum(index, last)
+    return torch.minimum(index, last), (cumulative - target).abs().amin(-1, keepdim=True)
 
 
 @dataclass

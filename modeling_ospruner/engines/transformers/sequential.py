@@ -23,7 +23,16 @@ from modeling_ospruner.engines.interface import (
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
-from .rows import Branch, SamplingRow, choose, uniforms
+from .rows import (
+    Branch,
+    SamplingRow,
+    batch_noise,
+    choose,
+    greedy_alone,
+    is_close,
+    run_alone,
+    uniforms,
+)
 
 
 def sample_batch(
@@ -48,6 +57,7 @@ def sample_batch(
     cache = DynamicCache(config=model.config)
     states = np.array([row.state for row in rows], dtype=np.uint64)
     live = [True] * B
+    noise = batch_noise(model)
     step = 0
     while True:
         logits = last_logits(
@@ -59,7 +69,11 @@ def sample_batch(
             use_cache=True,
         )
         draws = uniforms(states, np.full(B, step, dtype=np.uint64))
-        tokens = choose(logits, draws, settings).cpu()
+        tokens, close = (t.cpu() for t in choose(logits, draws, settings, noise))
+        for i in close.nonzero()[:, 0].tolist():
+            if live[i]:
+                alone = run_alone(model, [*rows[i].prompt, *rows[i].tokens], count)
+                tokens[i] = choose(alone, draws[i : i + 1], settings)[0]
         for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             if live[i] and row.push(token, settings, fmt, eos_ids):
                 live[i] = False
@@ -84,6 +98,7 @@ def fork_one(
     count: TokenCount,
 ) -> list[ForkedAnswer]:
     """Walks one trace from cut to cut, and decodes each answer on a copy of the cache."""
+    noise = batch_noise(model)
     cache = DynamicCache(config=model.config)
     text = [*request.prompt_ids, *request.trace_ids]
     done = 0
@@ -99,8 +114,12 @@ def fork_one(
         position = end + len(suffix_ids)
         branch.entropy = float(top_entropy(logits))
         while True:
-            token, logprob = greedy(logits)
-            branch.push(int(token), float(logprob), max_new_tokens, eos_ids)
+            best, score = greedy(logits)
+            token, logprob = int(best), float(score)
+            if is_close(logits, noise):
+                kept = [*text[:end], *suffix_ids, *branch.ids]
+                token, logprob = greedy_alone(model, kept, count)
+            branch.push(token, logprob, max_new_tokens, eos_ids)
             if branch.ended is not None:
                 break
             logits = _feed(model, branch.ids[-1:], position, forked, count)

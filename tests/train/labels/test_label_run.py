@@ -16,7 +16,7 @@ from modeling_ospruner.engines.interface import SamplingSettings
 from modeling_ospruner.engines.opening import ENGINES, EngineOptions
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import QWEN3, TokenFormat
-from ospruner.eval.schema import validate_row
+from ospruner.eval.schema import FEATURES, validate_row
 from ospruner.train.labels.command import (
     ProblemOptions,
     load_run_problems,
@@ -26,6 +26,7 @@ from ospruner.train.labels.command import (
 )
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import ImportedTraces, read_traces
+from ospruner.train.toy.shipped import SHIPPED
 from ospruner_cli import app
 
 LIMITS = {"max_new_tokens": 40, "max_answer_tokens": 5}
@@ -248,3 +249,45 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
         assert row["step_ends"] == sorted({*ends[7::8], ends[-1]})
     manifest = read_manifest(out)
     assert manifest["computed_tokens"] <= 1.02 * manifest["unique_tokens"]
+
+
+def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path: Path) -> None:
+    """The embedded reasoner, whose weights are stored in half precision."""
+
+    def run(name: str, chunk: int, rows: int, dtype: str = "auto") -> list[dict[str, Any]]:
+        run_label(
+            ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold")),
+            "transformers",
+            EngineOptions(str(SHIPPED), batch_size=rows, dtype=dtype, device="cpu"),
+            {"max_new_tokens": 120, "max_answer_tokens": 8, "samples_per_problem": 2},
+            tmp_path / name,
+            chunk_traces=chunk,
+        )
+        exact = set(FEATURES) - {"forced_logprob", "forced_entropy"}
+        return [{key: row[key] for key in exact} for row in read_labels(tmp_path / name)]
+
+    def stop(phase: str, done: int, total: int, note: str = "") -> None:
+        if phase == "sample" and done >= 3:
+            raise KeyboardInterrupt
+
+    whole = run("whole", 8, 32)
+    assert len(whole) == 8
+    assert run("chunks", 3, 2) == whole
+    with pytest.raises(KeyboardInterrupt):
+        run_label(
+            ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold")),
+            "transformers",
+            EngineOptions(str(SHIPPED), device="cpu"),
+            {"max_new_tokens": 120, "max_answer_tokens": 8, "samples_per_problem": 2},
+            tmp_path / "stopped",
+            chunk_traces=2,
+            progress=stop,
+        )
+    assert 0 < len(read_labels(tmp_path / "stopped")) < 8
+    assert run("stopped", 5, 3) == whole
+    manifest = read_manifest(tmp_path / "stopped")
+    assert (manifest["deterministic"], manifest["batch_effects"]) == (True, [])
+    run("half", 8, 8, "bfloat16")
+    manifest = read_manifest(tmp_path / "half")
+    assert not manifest["deterministic"]
+    assert "bfloat16" in manifest["batch_effects"][0]
