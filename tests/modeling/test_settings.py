@@ -179,6 +179,7 @@ SERVED = {
     "--max-thinking-tokens": "90",
     "--control": "0.1",
     "--opt-in": None,
+    "--engine-arg": "seed=1",
 }
 
 
