@@ -1,6 +1,5 @@
 """The one command, `ospruner`. Only wiring: a sub-command calls one function."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +81,9 @@ Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill lose
 BaseName = Annotated[str | None, typer.Option(help="Name of the base in tables.")]
 ProblemsName = Annotated[str | None, typer.Option(help="Name of the problems in tables.")]
 Penalties = Annotated[str, typer.Option("--lambdas", help="Also print rewards at these λ.")]
+Differences = Annotated[
+    bool, typer.Option("--differences", help="Also show paired differences between methods.")
+]
 # of those that publish
 HubBase = Annotated[
     str | None, typer.Option(help="The base's id on the Hub, if it was a local folder.")
@@ -108,6 +110,7 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="The proof: 3 seeds, two to three hours.")
     ] = False,
+    differences: Differences = False,
     json_file: JsonFile = None,
     seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
 ) -> None:
@@ -117,7 +120,7 @@ def demo(
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other; give one of them.")
     size = QUICK if quick else FULL if full else STANDARD
-    run_demo(_folder(out, size.name), size, seed, console, json_file)
+    run_demo(_folder(out, size.name), size, seed, console, json_file, differences=differences)
 
 
 @app.command("train")
@@ -562,6 +565,7 @@ def eval_replay(
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
+    differences: Differences = False,
     limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -576,7 +580,7 @@ def eval_replay(
             labels, policies or (), rules or (), base=base, validation=validation, model=model,
             benchmark=name, limit=limit, progress=bars,
         )  # fmt: skip
-    _show(evaluation, out, lambdas, json_file)
+    _show(evaluation, out, lambdas, differences, json_file)
 
 
 @eval_app.command("online")
@@ -621,6 +625,7 @@ def eval_online(
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
+    differences: Differences = False,
     limit: Annotated[int | None, typer.Option(help="Only the first N problems.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling and of the policy's draws.")] = 0,
     json_file: JsonFile = None,
@@ -649,7 +654,7 @@ def eval_online(
     lambdas = parse_lambdas(penalties)
     with PhaseBars(console, "online") as bars:
         evaluation = run_online(request, out, bars)
-    _show(evaluation, out, lambdas, json_file)
+    _show(evaluation, out, lambdas, differences, json_file)
 
 
 @eval_app.command("report")
@@ -669,6 +674,7 @@ def eval_report(
         bool, typer.Option("--printed-aes", help="AES by the paper's text, not by its tables.")
     ] = False,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Stopping rules compared",
+    differences: Differences = False,
 ) -> None:
     """Write one HTML page, the paper's tables (markdown, CSV, LaTeX) and its pictures."""
     from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
@@ -678,7 +684,7 @@ def eval_report(
     written = write_report(
         folder, out=out, validation=validation, dynamics=dynamics or (), title=title,
         variant=AES_RELATIVE if relative_aes else AES_ABSOLUTE,
-        length_penalties=parse_lambdas(penalties),
+        length_penalties=parse_lambdas(penalties), differences=differences,
     )  # fmt: skip
     for path in written:
         console.print(f"Wrote {path}", soft_wrap=True)
@@ -704,16 +710,21 @@ def eval_compare(
 
 
 def _show(
-    evaluation: "Evaluation", out: Path, lambdas: Sequence[float], json_file: Path | None
+    evaluation: "Evaluation",
+    out: Path,
+    lambdas: Sequence[float],
+    differences: bool,
+    json_file: Path | None,
 ) -> None:
     """Print an evaluation and save it."""
-    from ospruner.eval.report.summary import print_evaluation, save_evaluation
+    from modeling_ospruner.common.results_file import RESULTS_FILE
+    from ospruner.eval.report.summary import print_results, save_evaluation
 
     results = save_evaluation(evaluation, out, length_penalties=lambdas)
-    print_evaluation(evaluation, console, length_penalties=lambdas)
+    print_results(results, console, differences=differences)
     if json_file is not None:
-        shutil.copyfile(results, json_file)
-    console.print(f"Numbers: {results}; page: ospruner eval report {out}")
+        results.save(json_file)
+    console.print(f"Numbers: {out / RESULTS_FILE}; page: ospruner eval report {out}")
 
 
 @publish_app.command("policy")

@@ -22,6 +22,8 @@ from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.results_file import Frontier, Results
+from modeling_ospruner.common.text import penalty_name
 from ospruner.eval.frontier import Family, area_differences, areas, gap_closed
 from ospruner.eval.limits import budget_candidates
 from ospruner.eval.methods import METHOD_NAMES, PAPER_THRESHOLDS
@@ -137,8 +139,8 @@ def untrained(splits: Splits) -> tuple[list[Family], dict[str, str]]:
     return families, left_out
 
 
-def measure(run: Path, penalties: Sequence[float]) -> dict[str, Any]:
-    """All numbers of a demo's run, by name."""
+def measure(run: Path, penalties: Sequence[float]) -> Results:
+    """All numbers of a demo's run."""
     splits = Splits(run)
     runs = sorted((run / "policies").glob("seed*"))
     if not runs:
@@ -150,28 +152,28 @@ def measure(run: Path, penalties: Sequence[float]) -> dict[str, Any]:
     validation, test = (splits.traces[split].table for split in ("validation", "test"))
     found = areas(families, validation, test)
     names = [family.name for family in families]
-    return {
-        "seeds": len(runs),
-        "left_out": left_out,
-        "test_traces": len(test),
-        "areas": {
-            name: estimate(float(found[0, k]), found[1:, k]).to_dict()
-            for k, name in enumerate(names)
+    leads = area_differences(found, names)
+    frontiers = [
+        Frontier(
+            family.name,
+            estimate(float(found[0, k]), found[1:, k]),
+            leads.get(family.name),
+            tuple((lam, gap_closed(family, validation, test, lam)) for lam in penalties),
+        )
+        for k, family in enumerate(families)
+    ]
+    return Results(
+        dataset="embedded reasoner, test problems",
+        setting=f"replay of {len(test)} traces, {len(runs)} training seeds",
+        frontiers=frontiers,
+        about={
+            "seeds": len(runs),
+            "test_traces": len(test),
+            "left_out": left_out,
+            "seed_spread": spreads,
+            **environment(),
         },
-        "area_differences": {
-            name: difference.to_dict()
-            for name, difference in area_differences(found, names).items()
-        },
-        "gap_closed": {
-            f"{penalty:g}": {
-                family.name: gap_closed(family, validation, test, penalty).to_dict()
-                for family in families
-            }
-            for penalty in penalties
-        },
-        "seed_spread": spreads,
-        **environment(),
-    }
+    )
 
 
 def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, float]:
@@ -224,26 +226,26 @@ def shifted(probabilities: FloatArray, shift: float) -> FloatArray:
     return probabilities * odds / (1 - probabilities + probabilities * odds)
 
 
-def report(result: dict[str, Any]) -> None:
+def report(results: Results) -> None:
     """Prints the numbers, and which of the bars hold."""
-    print(f"{result['test_traces']} test traces, {result['seeds']} training seeds")
-    for name, why in result["left_out"].items():
+    print(f"{results.dataset}: {results.setting}")
+    for name, why in results.about["left_out"].items():
         print(f"left out: {name} ({why})")
     print(f"\n{'area under the frontier, %':30}{'':8}OS-Pruner's less it, points")
-    for name, area in result["areas"].items():
-        less = result["area_differences"].get(name)
-        text = "" if less is None else _points(less)
-        if less is not None:
-            held = less["value"] > 0 and 100 * less["low"] >= BAR_POINTS
-            text += "   holds" if held else "   DOES NOT HOLD"
-        print(f"{name:30}{100 * area['value']:8.2f}   {text}")
+    for one in results.frontiers:
+        text = ""
+        if one.lead is not None:
+            held = one.lead.value > 0 and 100 * one.lead.low >= BAR_POINTS
+            text = one.lead.text(100, 2, signed=True) + ("   holds" if held else "   DOES NOT HOLD")
+        print(f"{one.method:30}{100 * one.area.value:8.2f}   {text}")
+    penalties = [penalty for penalty, _ in results.frontiers[0].gap_closed]
     print(
-        f"\n{'share of the oracle gap closed':30}"
-        + "".join(f"{'λ=' + p:>24}" for p in result["gap_closed"])
+        f"\n{'share of the oracle gap closed, %':34}"
+        + "".join(f"{'λ=' + penalty_name(p):>22}" for p in penalties)
     )
-    for name in result["areas"]:
-        cells = [result["gap_closed"][penalty][name] for penalty in result["gap_closed"]]
-        print(f"{name:30}" + "".join(f"{_percent(cell):>24}" for cell in cells))
+    for one in results.frontiers:
+        cells = "".join(f"{share.text(100, 1):>22}" for _, share in one.gap_closed)
+        print(f"{one.method:34}{cells}")
     columns = {
         "accuracy_points": "accuracy, points",
         "accuracy_standard_error": "its s.e.",
@@ -253,22 +255,10 @@ def report(result: dict[str, Any]) -> None:
         "equal_tokens_accuracy_points": "acc. at = tokens",
     }
     print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>22}" for c in columns.values()))
-    for name, values in result["seed_spread"].items():
+    for name, values in results.about["seed_spread"].items():
         held = all(values[key] <= bar for key, bar in SPREAD_BARS.items())
         cells = "".join(f"{values[key]:22.2f}" for key in columns)
         print(f"{name:22}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
-
-
-def _points(values: dict[str, float]) -> str:
-    return "{value:+.2f} [{low:+.2f}, {high:+.2f}]".format(
-        **{name: 100 * value for name, value in values.items()}
-    )
-
-
-def _percent(values: dict[str, float]) -> str:
-    return "{value:.1f} % [{low:.1f}, {high:.1f}]".format(
-        **{name: 100 * value for name, value in values.items()}
-    )
 
 
 def main() -> None:
@@ -278,9 +268,9 @@ def main() -> None:
     parser.add_argument("--lambdas", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    result = measure(args.run, [float(x) for x in args.lambdas.split(",")])
-    report(result)
-    print_last_line(result, args.json)
+    results = measure(args.run, [float(x) for x in args.lambdas.split(",")])
+    report(results)
+    print_last_line(results.to_dict(), args.json)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from modeling_ospruner.common.results_file import Estimate
+
 from .limits import hindsight_oracle
-from .metrics import REPLICATES, Estimate, bootstrap_means, estimate
+from .metrics import REPLICATES, bootstrap_means, estimate
 from .replay import Outcome, replay_full, replay_step
 from .table import FloatArray, TraceTable
 

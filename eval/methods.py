@@ -35,7 +35,7 @@ PAPER_THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9)
 METHOD_NAMES = {
     "os-pruner": FRONTIER,
     "probe": "probe",
-    "convergence": "answer convergence",
+    "convergence": "convergence",
     "flashthink": "FlashThink",
 }
 """What tables and pictures call the methods of `OSPrunerConfig`."""

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from modeling_ospruner.common.results_file import Estimate
+
 from .table import FloatArray, IntArray
 
 __all__ = [
     "AES_ABSOLUTE",
     "AES_RELATIVE",
     "AesVariant",
-    "Estimate",
     "aes",
     "bootstrap_interval",
     "bootstrap_means",
@@ -34,19 +35,6 @@ Statistic = Callable[[FloatArray], FloatArray]
 
 REPLICATES = 2_000
 _BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with the ends of its interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def to_dict(self) -> dict[str, float]:
-        """As JSON-ready values."""
-        return {"value": self.value, "low": self.low, "high": self.high}
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ differences between them belong together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from modeling_ospruner.common.results_file import Difference, Named, Result
 
 from .metrics import (
     AES_ABSOLUTE,
     REPLICATES,
     AesVariant,
-    Estimate,
     bootstrap_means,
     estimate,
     paired_difference,
@@ -27,89 +27,17 @@ from .metrics import (
 from .replay import Outcome
 from .table import FloatArray, IntArray
 
-__all__ = ["Result", "Rule", "best_rows", "compare", "summarise"]
+__all__ = ["Rule", "best_rows", "compare", "summarise"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Named):
     """A rule to summarise: its name, the parameter that picks it from its family, its outcome."""
 
     method: str
     outcome: Outcome
     parameter: float | None = None
     parameter_name: str = ""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A rule's numbers, each with its 95 % interval by problem.
-
-    Attributes:
-        method: name of the method.
-        parameter: length penalty, threshold, budget...; None where there is none.
-        parameter_name: "λ", "threshold", "tokens", "step"; "" where there is none.
-        accuracy: share of right answers.
-        tokens: mean thinking tokens.
-        reduction: share of the full trace's thinking tokens saved.
-        aes: accuracy-efficiency score, of the variant `aes_label`; probe tokens are charged.
-        answer_tokens: mean tokens of the forced answer.
-        helped: share of traces right under the rule and wrong in full.
-        harmed: share of traces wrong under the rule and right in full.
-        truncated: share of traces cut at the token cap.
-        probe_tokens: mean tokens that the rule generated to decide.
-        generated_tokens: mean tokens of thinking and answer together.
-        total_reduction: share of all tokens (thinking, answer, probes) of the full trace saved.
-        time_ratio: wall-clock time over that of the full trace; NaN where not measured.
-        tokens_per_second: generated tokens (thinking, answer) a second; NaN where not measured.
-        rewards: (lambda, accuracy - lambda * tokens) for some lambdas; thinking and probe tokens.
-        aes_label: which AES.
-        traces: how many traces.
-        problems: how many problems.
-    """
-
-    method: str
-    parameter: float | None
-    parameter_name: str
-    accuracy: Estimate
-    tokens: Estimate
-    reduction: Estimate
-    aes: Estimate
-    answer_tokens: Estimate
-    helped: Estimate
-    harmed: Estimate
-    truncated: Estimate
-    probe_tokens: Estimate
-    generated_tokens: Estimate
-    total_reduction: Estimate
-    time_ratio: Estimate
-    tokens_per_second: Estimate
-    rewards: tuple[tuple[float, Estimate], ...]
-    aes_label: str
-    traces: int
-    problems: int
-
-    @property
-    def charged_tokens(self) -> float:
-        """Mean tokens until the stop: thinking, and what the rule generated to decide."""
-        return self.tokens.value + self.probe_tokens.value
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Result:
-        """What `to_dict` wrote.
-
-        Raises:
-            KeyError, TypeError: missing or unknown keys.
-        """
-        read: dict[str, Any] = {
-            name: Estimate(**value) if isinstance(value, dict) else value
-            for name, value in values.items()
-        }
-        rewards = tuple((penalty, Estimate(**value)) for penalty, value in read["rewards"])
-        return cls(**{**read, "rewards": rewards})
 
 
 def summarise(
@@ -217,34 +145,31 @@ def _first_and_rest(values: FloatArray) -> tuple[float, FloatArray]:
 
 
 def compare(
-    a: Outcome,
-    b: Outcome,
+    a: Rule,
+    b: Rule,
     base: Outcome,
     problem_index: IntArray,
     *,
     variant: AesVariant = AES_ABSOLUTE,
     replicates: int = REPLICATES,
     seed: int = 0,
-) -> dict[str, Estimate]:
+) -> Difference:
     """Paired differences a - b on the same traces, with 95 % intervals by problem.
 
     Args:
-        a: one rule's outcome.
-        b: the other's; the full traces' own for a comparison with them.
+        a: one rule.
+        b: the other; the full trace's own for a comparison with it.
         base: the full traces' outcome, for reduction and AES.
         problem_index: (N,) the problem of each trace.
         variant: which AES.
         replicates: bootstrap resamples.
         seed: of the resamples.
-
-    Returns:
-        "accuracy", "tokens", "reduction", "aes" -> the difference.
     """
     left, right = (
         np.column_stack(
             [outcome.correct, outcome.tokens, base.correct, base.tokens, outcome.probe_tokens]
         )
-        for outcome in (a, b)
+        for outcome in (a.outcome, b.outcome)
     )
     statistics = {
         "accuracy": lambda m: m[..., 0],
@@ -252,12 +177,13 @@ def compare(
         "reduction": lambda m: reduction(m[..., 1], m[..., 3]),
         "aes": lambda m: variant(m[..., 0], m[..., 1] + m[..., 4], m[..., 2], m[..., 3]),
     }
-    return {
+    numbers = {
         name: paired_difference(
             left, right, problem_index, statistic, replicates=replicates, seed=seed
         )
         for name, statistic in statistics.items()
     }
+    return Difference(a.name, b.name, **numbers)
 
 
 def best_rows(results: Sequence[Result]) -> dict[str, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 import shlex
@@ -20,6 +19,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from modeling_ospruner.common.durable import replace_file
 
 PROVENANCE_FILE = "provenance.json"
 
@@ -142,9 +143,7 @@ def write_provenance(folder: Path, record: Provenance) -> None:
         raise ValueError(
             f"details={record.details!r} must hold JSON values only: {error}"
         ) from error
-    partial = folder / f".{PROVENANCE_FILE}.{os.getpid()}"
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(folder / PROVENANCE_FILE)
+    replace_file(folder / PROVENANCE_FILE, (text + "\n").encode())
 
 
 def read_provenance(folder: Path | str) -> Provenance:

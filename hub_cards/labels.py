@@ -13,11 +13,12 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
+from modeling_ospruner.common.text import markdown_table
+
 from .facts import read_object
 from .names import check_repo_id, collection_title, labels_name
 from .publish import Published, add_to_collection, commit_message, find_base, publish_folder
 from .render import CARD_FILE
-from .results import markdown_table
 from .staging import Base, Staged, copy_files, scrubbed, seal, write_record
 
 TEMPLATE = Path(__file__).with_name("labels_card.md")

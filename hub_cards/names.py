@@ -11,18 +11,12 @@ import re
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
-__all__ = ["check_repo_id", "collection_title", "labels_name", "penalty_name", "policy_name"]
+from modeling_ospruner.common.text import penalty_name
+
+__all__ = ["check_repo_id", "collection_title", "labels_name", "policy_name"]
 
 # The distilled DeepSeek-R1 models, the paper's first family, have long names.
 _SHORT = ((r"^deepseek-r1-distill-qwen-", "r1-"), (r"^deepseek-r1-distill-", "r1-"))
-
-
-def penalty_name(length_penalty: float) -> str:
-    """A lambda as it stands in names: 1e-4, 2.5e-5, 0."""
-    if length_penalty == 0:
-        return "0"
-    mantissa, _, exponent = f"{length_penalty:.6e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def base_name(base: str) -> str:

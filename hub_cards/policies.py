@@ -11,8 +11,9 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.text import penalty_name
 
-from .names import check_repo_id, collection_title, penalty_name, policy_name
+from .names import check_repo_id, collection_title, policy_name
 from .probes import PROBES_FILE, largest_difference, load_policy, probe
 from .publish import (
     Published,
@@ -30,6 +31,7 @@ from .staging import (
     copy_files,
     file_names,
     pin_base,
+    scrub_results,
     seal,
     write_code,
     write_record,
@@ -93,6 +95,7 @@ def stage_policy(
     left_out = copy_files(folder, out, POLICY_FILES)
     write_code(out)
     pin_base(out, base)
+    scrub_results(out)
     _write_probes(out, repo_id, api, load)
     write_record(folder, out, base, code=True)
     write_policy_card(out, name=repo_id, license=license, datasets=release.datasets)

@@ -16,10 +16,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
+from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 
 from .facts import read_object, read_provenance, without_paths
-from .results import ResultsTable, read_results, save_results
+from .measurements import eval_results, results_caption, results_markdown
 
 CARD_FILE = "README.md"
 PICTURE_FILE = "pareto.png"
@@ -72,7 +73,7 @@ def policy_card(
     *,
     name: str,
     license: License | str | None,
-    results: ResultsTable | None = None,
+    results: Results | None = None,
     datasets: Sequence[str] = (),
 ) -> ModelCard:
     """Renders the card of a saved policy.
@@ -83,7 +84,7 @@ def policy_card(
         license: Licence of the policy, in the Hub's spelling. Copied layers are the base's own
             weights, so that it is normally the base's licence. None where it is not known, which
             the card then says.
-        results: Shown as given; None for those of the folder's `results.json`, if any.
+        results: What was measured; None for the folder's `results.json`, if any.
         datasets: Ids of the labels it was trained on, on the Hub.
 
     Returns:
@@ -95,7 +96,14 @@ def policy_card(
     folder = Path(folder)
     config = read_policy_config(folder)
     record = read_provenance(folder)
-    results = results or read_results(folder)
+    if results is None and (folder / RESULTS_FILE).is_file():
+        results = Results.read(folder / RESULTS_FILE)
+    index = None
+    if results is not None and results.chosen is not None:
+        index = eval_results(results, results.chosen)
+    shown = ""
+    if results is not None and results.results:
+        shown = f"{results_caption(results)}\n\n{results_markdown(results)}"
     license = License(license) if isinstance(license, str) else license
     base = config["base_model_name_or_path"]
     on_hub = is_hub_id(base)
@@ -115,8 +123,8 @@ def policy_card(
         base_model=base if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
         datasets=list(datasets) or None,
-        model_name=name.rpartition("/")[2] if results and results.measurements else None,
-        eval_results=results.index() if results and results.measurements else None,
+        model_name=name.rpartition("/")[2] if index else None,
+        eval_results=index,
     )
     return ModelCard.from_template(
         data,
@@ -132,7 +140,7 @@ def policy_card(
         provenance=record,
         warning=without_paths(record.details.get("warning", "")),
         settings=_settings({k: v for k, v in record.details.items() if k != "warning"}),
-        results=results,
+        results=shown,
         picture=PICTURE_FILE if (folder / PICTURE_FILE).is_file() else None,
         custom_generate=on_hub and (folder / CUSTOM_GENERATE).is_file(),
         license_known=license is not None,
@@ -145,7 +153,7 @@ def write_policy_card(
     *,
     name: str,
     license: License | str | None,
-    results: ResultsTable | None = None,
+    results: Results | None = None,
     datasets: Sequence[str] = (),
 ) -> Path:
     """Writes the card of `policy_card` as the folder's `README.md` and returns its path.
@@ -160,7 +168,7 @@ def write_policy_card(
     path = folder / CARD_FILE
     card.save(path)
     if results is not None:
-        save_results(folder, results)
+        results.save(folder / RESULTS_FILE)
     return path
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import modeling_ospruner
+from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
 
@@ -34,7 +35,7 @@ POLICY_FILES = (
     "generation_config.json",
     "model.safetensors",
     "pareto.png",
-    "results.json",
+    RESULTS_FILE,
     # whatever tokenizers save
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
@@ -59,6 +60,7 @@ __all__ = [
     "copy_files",
     "file_names",
     "pin_base",
+    "scrub_results",
     "scrubbed",
     "seal",
     "write_code",
@@ -167,6 +169,18 @@ def pin_base(out: Path, base: Base) -> None:
     if isinstance(config.get("text_config"), dict):
         config["text_config"].pop("_name_or_path", None)
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def scrub_results(out: Path) -> None:
+    """Takes this machine's paths out of the results of a folder to be published, if there are any.
+
+    Raises:
+        ValueError: If they are of another format or version.
+    """
+    path = out / RESULTS_FILE
+    if path.is_file():
+        results = Results.read(path)
+        dataclasses.replace(results, about=scrubbed(results.about)).save(path)
 
 
 def write_record(folder: Path, out: Path, base: Base | None, code: bool) -> None:

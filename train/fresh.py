@@ -17,13 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.formats_ospruner import ReasoningFormat
-from ospruner.eval.replay import Outcome
+from ospruner.eval.methods import FULL, METHOD_NAMES
+from ospruner.eval.replay import Outcome, replay_full
+from ospruner.eval.results import Rule, summarise
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import write_policy_card
-from ospruner.hub_cards.results import Measurement, ResultsTable
 
 from .flashthink import Verifier, tokens_read
 from .objective import classification_loss, objective_loss
@@ -308,20 +310,16 @@ def save_policy_folder(
     )
     if isinstance(model, Verifier):
         return
-    table = validation.table
-    rows = [
-        ["full trace", table.full_correct.mean(), table.full_tokens.mean()],
-        [stage.name, outcome.accuracy, outcome.mean_tokens],
-    ]
-    results = ResultsTable(
-        f"Replay on {len(table)} validation traces of {len(table.problem_ids)} problems "
-        "of the kind it was trained on; one training seed, no intervals. Printed by `ospruner "
-        "train`.",
-        ["method", "accuracy %", "thinking tokens"],
-        [[name, f"{100 * accuracy:.1f}", f"{tokens:.0f}"] for name, accuracy, tokens in rows],
-        [
-            Measurement("validation traces", "validation", "accuracy", 100 * outcome.accuracy),
-            Measurement("validation traces", "validation", "thinking tokens", outcome.mean_tokens),
-        ],
+    table, config = validation.table, model.config
+    full, method = replay_full(table), METHOD_NAMES[config.method]
+    use = Rule(method, outcome, config.default_threshold, "threshold")
+    if config.default_mode == "sample":
+        use = Rule(method, outcome, config.length_penalty, "λ")
+    results = Results(
+        dataset="validation traces",
+        setting="replay by `ospruner train`, problems of the kind it was trained on, one training "
+        "seed",
+        results=summarise([Rule(FULL, full), use], full, table.problem_index),
+        chosen=1,
     )
     write_policy_card(folder, name=stage.name, license=None, results=results)

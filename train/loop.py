@@ -25,13 +25,14 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.common.text import penalty_name
 from ospruner.eval.report.pictures import save_dynamics
 from ospruner.eval.schema import LabelSettings
 
 from .fresh import StageResult, fresh_policy
 from .processes import Processes
 from .run import Run, RunFolder, TrainingDivergedError, labels_hash
-from .settings import TrainSettings, penalty_name
+from .settings import TrainSettings
 from .tail import no_denormals
 from .trunk import LabelledTraces, refuse_beyond_positions
 

@@ -16,9 +16,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from modeling_ospruner.common.text import penalty_name
 from modeling_ospruner.configuration_ospruner import TUNINGS
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.names import penalty_name
 
 __all__ = [
     "GPT_OSS_PENALTIES",
@@ -28,7 +28,6 @@ __all__ = [
     "Stage",
     "TrainSettings",
     "automatic_penalties",
-    "penalty_name",
 ]
 
 

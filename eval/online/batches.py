@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from modeling_ospruner.common.durable import append_durably
 
 from ..methods import FULL
 from ..problems.problem import Problem
@@ -172,10 +173,7 @@ class Journal:
         self.done[method, batch] = rows
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        with self.path.open("ab") as file:
-            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_durably(self.path, json.dumps(record, ensure_ascii=False).encode() + b"\n")
 
 
 def evaluate_online(

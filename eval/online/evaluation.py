@@ -11,8 +11,8 @@ variant, lambdas and the choice of operating points can change without evaluatin
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from modeling_ospruner.common.durable import replace_file
+from modeling_ospruner.common.results_file import Result
+
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..replay import Outcome
-from ..results import Result, Rule, summarise
+from ..results import Rule, summarise
 from ..table import FloatArray, IntArray, TraceTable
 
 __all__ = ["Evaluation", "find_evaluations", "trace_hash"]
@@ -126,14 +129,14 @@ class Evaluation:
         refuse_other_settings(folder, self.settings)
         folder.mkdir(parents=True, exist_ok=True)
         everything = [*self.rules, *self.limits]
-        unfinished = folder / f".{OUTCOMES}.{os.getpid()}.npz"
+        arrays = io.BytesIO()
         np.savez_compressed(
-            unfinished,
+            arrays,
             outcomes=np.stack([rule.outcome.columns() for rule in everything]),  # (R, N, K)
             problem_index=self.problem_index,
             natural_correct=self.natural_correct,
         )
-        unfinished.replace(folder / OUTCOMES)
+        replace_file(folder / OUTCOMES, arrays.getvalue())
         _write_json(folder / TRACES, self.traces)
         about = {
             "format_version": _VERSION,
@@ -259,7 +262,5 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1)
-    unfinished.write_text(text + "\n", "utf-8")
-    unfinished.replace(path)
+    replace_file(path, (text + "\n").encode())

@@ -12,14 +12,17 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..metrics import AES_ABSOLUTE, AesVariant, Estimate
+from modeling_ospruner.common.results_file import Difference, Estimate, Result
+from modeling_ospruner.common.text import penalty_name
+
+from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation, find_evaluations
-from ..results import Result, best_rows
+from ..results import best_rows
 from .paper import BENCHMARKS, MODELS, compare_with_paper
 from .pictures import save_difficulty, save_dynamics, save_panels
 from .summary import differences_of
 from .tables import GridTable, best_aes_table, chosen_parameters, full_table, group
-from .terminal import parameter_text
+from .terminal import DIFFERENCES_CAPTION
 
 __all__ = ["render_report", "write_report"]
 
@@ -55,6 +58,7 @@ def write_report(
     variant: AesVariant = AES_ABSOLUTE,
     length_penalties: Sequence[float] = (),
     title: str = "Stopping rules compared",
+    differences: bool = False,
 ) -> list[Path]:
     """Writes the page, and beside it the paper's tables (markdown, CSV, LaTeX) and pictures.
 
@@ -67,6 +71,7 @@ def write_report(
         variant: which AES.
         length_penalties: lambdas at which to show the reward.
         title: of the page.
+        differences: show each method's paired differences too.
 
     Returns:
         The files written, the page first.
@@ -105,6 +110,7 @@ def write_report(
         title=title,
         variant=variant,
         length_penalties=length_penalties,
+        differences=differences,
     )
     page.write_text(html, "utf-8")
     return [page, *written]
@@ -118,6 +124,7 @@ def render_report(
     title: str,
     variant: AesVariant = AES_ABSOLUTE,
     length_penalties: Sequence[float] = (),
+    differences: bool = False,
 ) -> str:
     """The page's HTML.
 
@@ -128,13 +135,14 @@ def render_report(
         title: of the page.
         variant: which AES.
         length_penalties: lambdas at which to show the reward.
+        differences: show each method's paired differences too.
     """
     summary = Section("summary", "Summary")
     summary.tables = [_grid(table) for table in tables]
     summary.figures = list(figures)
     sections = [summary]
     for number, one in enumerate(evaluations, 1):
-        sections.append(_section(one, f"e{number}", variant, length_penalties))
+        sections.append(_section(one, f"e{number}", variant, length_penalties, differences))
     modes = sorted({one.settings["mode"] for one in evaluations})
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
@@ -212,7 +220,11 @@ def _figure(name: str, svg: bytes) -> dict[str, str]:
 
 
 def _section(
-    one: Evaluation, anchor: str, variant: AesVariant, length_penalties: Sequence[float]
+    one: Evaluation,
+    anchor: str,
+    variant: AesVariant,
+    length_penalties: Sequence[float],
+    differences: bool,
 ) -> Section:
     results, limits = one.results(variant=variant, length_penalties=length_penalties)
     section = Section(anchor, one.name)
@@ -226,9 +238,8 @@ def _section(
     )
     section.tables.append(_results(results, limits))
     section.tables.append(_costs(results))
-    differences = differences_of(one, results, variant=variant)
-    if differences:
-        section.tables.append(_differences(differences))
+    if differences and (found := differences_of(one, results, variant=variant)):
+        section.tables.append(_differences(found))
     if one.settings["model"] in MODELS and one.settings["benchmark"] in BENCHMARKS:
         section.tables.append(_published(one, variant))
     return section
@@ -238,7 +249,7 @@ def _results(results: Sequence[Result], limits: Sequence[Result]) -> dict[str, A
     rows = []
     for number, result in enumerate([*results, *limits]):
         cells = [
-            _plain(_name(result)),
+            _plain(result.name),
             _number(result.accuracy, 100, 1),
             _number(result.tokens, 1, 0),
             _number(result.reduction, 100, 1),
@@ -246,17 +257,17 @@ def _results(results: Sequence[Result], limits: Sequence[Result]) -> dict[str, A
             *(_number(value, 1, 3) for _, value in result.rewards),
         ]
         rows.append({"cells": cells, "limit": number >= len(results)})
-    rewards = [f"reward λ={penalty:g}" for penalty, _ in results[0].rewards]
+    rewards = [f"reward λ={penalty_name(penalty)}" for penalty, _ in results[0].rewards]
     return {
         "caption": "Rules, and below them (grey) limits. Click a heading to sort.",
-        "columns": ["method", "accuracy %", "thinking tokens", "reduction %", "AES", *rewards],
+        "columns": ["method", "accuracy %", "thinking tokens", "saved %", "AES", *rewards],
         "rows": rows,
     }
 
 
 def _costs(results: Sequence[Result]) -> dict[str, Any]:
     return {
-        "caption": "What stands behind it; – is not measured",
+        "caption": "Changed answers, further tokens and time; – is not measured",
         "columns": [
             "method", "wrong to right %", "right to wrong %", "answer tokens", "probe tokens",
             "all tokens saved %", "cut at cap %", "time over full", "tokens/s",
@@ -265,7 +276,7 @@ def _costs(results: Sequence[Result]) -> dict[str, Any]:
             {
                 "limit": False,
                 "cells": [
-                    _plain(_name(r)),
+                    _plain(r.name),
                     _number(r.helped, 100, 1),
                     _number(r.harmed, 100, 1),
                     _number(r.answer_tokens, 1, 1),
@@ -281,29 +292,23 @@ def _costs(results: Sequence[Result]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _differences(differences: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
+def _differences(differences: Sequence[Difference]) -> dict[str, Any]:
     return {
-        "caption": "Paired differences, each method at its best AES here; an interval without 0 "
-        "settles the sign",
-        "columns": [
-            "difference",
-            "accuracy, points",
-            "thinking tokens",
-            "reduction, points",
-            "AES",
-        ],
+        "caption": f"{differences[0].rule} less each other method at its best AES, paired. "
+        + DIFFERENCES_CAPTION,
+        "columns": ["less", "accuracy, points", "thinking tokens", "saved, points", "AES"],
         "rows": [
             {
                 "limit": False,
                 "cells": [
-                    _plain(name),
-                    _number(by["accuracy"], 100, 1, signed=True),
-                    _number(by["tokens"], 1, 1, signed=True),
-                    _number(by["reduction"], 100, 1, signed=True),
-                    _number(by["aes"], 1, 2, signed=True),
+                    _plain(one.other),
+                    _number(one.accuracy, 100, 1, signed=True),
+                    _number(one.tokens, 1, 1, signed=True),
+                    _number(one.reduction, 100, 1, signed=True),
+                    _number(one.aes, 1, 2, signed=True),
                 ],
             }
-            for name, by in differences.items()
+            for one in differences
         ],
     }
 
@@ -316,7 +321,7 @@ def _published(one: Evaluation, variant: AesVariant) -> dict[str, Any]:
             {
                 "limit": False,
                 "cells": [
-                    _plain(_name(result)),
+                    _plain(result.name),
                     _number(result.accuracy, 100, 1),
                     _plain("–" if cell is None else f"{cell.accuracy_percent:.1f}"),
                     _number(result.total_reduction if free else result.reduction, 100, 1),
@@ -326,40 +331,29 @@ def _published(one: Evaluation, variant: AesVariant) -> dict[str, Any]:
         )
     return {
         "caption": "Measured beside published, same model, benchmark, method and parameter",
-        "columns": ["method", "accuracy %", "paper", "reduction %", "paper"],
+        "columns": ["method", "accuracy %", "paper", "saved %", "paper"],
         "rows": rows,
     }
 
 
 def _grid(table: GridTable) -> dict[str, Any]:
     rows = []
-    for heading, lines in table.sections:
-        above = ""
-        for line in lines:
-            if not line.cells:
-                above = f"{line.label} "
+    for heading, above, label, numbers in table.flat():
+        cells = [_plain(f"{heading}: {above} {label.strip()}".replace(":  ", ": "))]
+        for number in numbers:
+            if number is None:
+                cells.append(_plain(""))
                 continue
-            cells = [_plain(f"{heading}: {above}{line.label.strip()}")]
-            for part in line.cells:
-                for number in part or (None,) * len(table.columns):
-                    if number is None:
-                        cells.append(_plain(""))
-                        continue
-                    cell = _number(number.estimate, number.scale, number.digits)
-                    cells.append(cell | {"mark": number.mark, "text": number.text()})
-            rows.append({"cells": cells, "limit": False})
-    columns = [f"{g} {c}" for g in table.groups for c in table.columns]
-    return {"caption": table.caption, "columns": [table.corner, *columns], "rows": rows}
+            cell = _number(number.estimate, number.scale, number.digits)
+            cells.append(cell | {"mark": number.mark, "text": number.text()})
+        rows.append({"cells": cells, "limit": False})
+    return {"caption": table.caption, "columns": [table.corner, *table.heads], "rows": rows}
 
 
 def _number(
     estimate: Estimate, scale: float, digits: int, *, signed: bool = False
 ) -> dict[str, Any]:
-    sign = "+" if signed else ""
-    value, low, high = (
-        "–" if math.isnan(x) else f"{round(x * scale, digits) + 0.0:{sign}.{digits}f}"
-        for x in (estimate.value, estimate.low, estimate.high)
-    )
+    value, low, high = estimate.texts(scale, digits, signed=signed)
     return {
         "text": value,
         "interval": "" if math.isnan(estimate.low) else f"[{low}, {high}]",
@@ -370,7 +364,3 @@ def _number(
 
 def _plain(text: str) -> dict[str, Any]:
     return {"text": text, "interval": "", "sort": text, "mark": ""}
-
-
-def _name(result: Result) -> str:
-    return " ".join([result.method, parameter_text(result)]).strip()

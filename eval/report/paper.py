@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from modeling_ospruner.common.results_file import Result
+from modeling_ospruner.common.text import penalty_name
 
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
-from ..results import Result
-from .terminal import number_cell, penalty_text
+from .terminal import number_cell, rules_table
 
 __all__ = [
     "AVERAGE",
@@ -47,7 +48,7 @@ _OURS = {
     FULL: BASELINE,
     FRONTIER: "OS-Pruner",
     "probe": "Classification Probe",
-    "answer convergence": "Answer Convergence",
+    "convergence": "Answer Convergence",
     "FlashThink": "FlashThink",
 }
 """Our names of the paper's methods."""
@@ -220,17 +221,14 @@ def comparison_table(
         title: above the table.
         free: lengths are of thinking and answer together.
     """
-    table = Table(
-        title=title,
-        caption="measured [95 % interval by problem] | published; – where the paper has no number",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
+    table = rules_table(
+        title,
+        "measured ± wider half of the 95 % interval by problem | published; – where the paper has "
+        "no number",
+        ("accuracy %", "paper", "tokens", "paper", "saved %", "paper"),
     )
-    table.add_column("method", min_width=18)
-    for name in ("accuracy %", "tokens", "reduction %"):
-        table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("paper", justify="right", style="cyan", no_wrap=True)
+    for column in table.columns[2::2]:
+        column.style = "cyan"
     for result, cell in pairs:
         parameter = "" if result.parameter is None else f" {_parameter(result)}"
         tokens = result.tokens
@@ -251,7 +249,7 @@ def comparison_table(
 
 def _parameter(result: Result) -> str:
     value = result.parameter or 0.0
-    return f"λ={penalty_text(value)}" if result.parameter_name == "λ" else f"{value:g}"
+    return f"λ={penalty_name(value)}" if result.parameter_name == "λ" else f"{value:g}"
 
 
 def _same(published: float | None, measured: float | None) -> bool:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from modeling_ospruner.common.results_file import Estimate, Result
+from modeling_ospruner.common.text import penalty_name
+
 from ..methods import FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
-from ..metrics import Estimate, bootstrap_interval
+from ..metrics import bootstrap_interval
 from ..online.evaluation import Evaluation
-from ..results import Result
 from ..table import FloatArray
-from .terminal import parameter_text, penalty_text
 
 __all__ = [
     "FAINT",
@@ -222,7 +223,7 @@ def label_points(
         space = FreeSpace(axes, figure.dpi / 72.0)
     for result in sorted(results, key=lambda r: r.charged_tokens):
         point = (result.charged_tokens, 100 * result.accuracy.value)
-        text = parameter_text(result)
+        text = result.parameter_text
         for away, (right, up) in itertools.product(_DISTANCES if text else (), _DIRECTIONS):
             reach = away if 0 in (right, up) else 0.7 * away
             place: dict[str, Any] = {
@@ -377,7 +378,7 @@ def save_panels(
         space = FreeSpace(axes, figure.dpi / 72.0)
         ours = [r for r in results if r.method == FRONTIER]
         label_points(axes, ours, FRONTIER_COLOUR, 7.5, space)
-        others = [r for r in results if r.method not in (FRONTIER, FULL) and parameter_text(r)]
+        others = [r for r in results if r.method not in (FRONTIER, FULL) and r.parameter_text]
         label_points(axes, others, MUTED, 6.5, space)
     _save(figure, paths)
 
@@ -420,7 +421,7 @@ def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str =
         axes.margins(y=0.2)
     for stage, start, end in zip(stages, [0, *ends[:-1]], ends, strict=True):
         upper.annotate(
-            f"λ={penalty_text(stage['length_penalty'])}",
+            f"λ={penalty_name(stage['length_penalty'])}",
             ((start + end) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
             textcoords="offset points", ha="center", fontsize=7, color=MUTED,
             rotation=0 if len(stages) < 10 else 45,
@@ -459,7 +460,7 @@ def save_difficulty(
     for place, number in enumerate(chosen):
         rule = evaluation.rules[number]
         colour, marker = (INK, "o") if number == 0 else next(styles)
-        name = " ".join([rule.method, parameter_text(rule)]).strip()
+        name = rule.name
         offset = (place - (len(chosen) - 1) / 2) * 0.12
         by_group = [
             (

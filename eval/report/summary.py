@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from modeling_ospruner.common.durable import replace_file
+from modeling_ospruner.common.results_file import (
+    RESULTS_FILE,
+    Difference,
+    Estimate,
+    Result,
+    Results,
+)
+from modeling_ospruner.common.text import penalty_name
+
 from ..methods import FRONTIER
-from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, Estimate, bootstrap_interval
+from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, bootstrap_interval
 from ..online.evaluation import Evaluation, find_evaluations
-from ..results import Result, best_rows, compare
+from ..results import best_rows, compare
 from .paper import compare_with_paper, comparison_table, table_1_scores
 from .tables import best_aes_table
-from .terminal import differences_table, number_cell, parameter_text, results_table, save_results
+from .terminal import differences_table, number_cell, results_table, rules_table
 
 __all__ = [
     "costs_tables",
     "differences_of",
     "parse_lambdas",
     "print_comparison",
-    "print_evaluation",
+    "print_results",
+    "results_of",
     "save_evaluation",
 ]
 
@@ -49,7 +61,7 @@ def parse_lambdas(text: str) -> tuple[float, ...]:
 
 def differences_of(
     evaluation: Evaluation, results: Sequence[Result], *, variant: AesVariant = AES_ABSOLUTE
-) -> dict[str, dict[str, Estimate]]:
+) -> list[Difference]:
     """Paired differences of one method's best row to every other method's.
 
     The one is OS-Pruner where it is there, else the first after the full trace.
@@ -57,96 +69,99 @@ def differences_of(
     best = best_rows(results)
     methods = [method for method in best if method != results[0].method]
     if not methods:
-        return {}
+        return []
     ours = FRONTIER if FRONTIER in best else methods[0]
-    found = {}
-    for method, number in best.items():
-        if method == ours:
-            continue
-        names = [_name(results[best[ours]]), _name(results[number])]
-        found[" - ".join(names)] = compare(
-            evaluation.rules[best[ours]].outcome,
-            evaluation.rules[number].outcome,
+    rules = evaluation.rules
+    return [
+        compare(
+            rules[best[ours]],
+            rules[number],
             evaluation.full,
             evaluation.problem_index,
             variant=variant,
         )
-    return found
+        for method, number in best.items()
+        if method != ours
+    ]
 
 
 def costs_tables(results: Sequence[Result]) -> tuple[Table, Table]:
-    """What stands behind the main table, within 80 columns.
+    """What the main table leaves out, within 80 columns.
 
     Returns:
         Help and harm, answers, probes and caps; rewards at each lambda, and time where measured.
     """
     timed = any(not math.isnan(result.time_ratio.value) for result in results)
-    costs = _method_table("What stands behind it", "[95 % interval by problem]")
-    for name in ("wrong to\nright %", "right to\nwrong %", "answer\ntokens", "probe\ntokens"):
-        costs.add_column(name, justify="right", no_wrap=True)
-    costs.add_column("cut at\ncap %", justify="right", no_wrap=True)
-    rewards = _method_table(
+    costs = rules_table(
+        "Changed answers and further tokens",
+        "",
+        (
+            "wrong to\nright %",
+            "right to\nwrong %",
+            "answer\ntokens",
+            "probe\ntokens",
+            "cut at\ncap %",
+        ),
+    )
+    headings = ["all tokens\nsaved %"]
+    headings += [f"reward\nλ={penalty_name(penalty)}" for penalty, _ in results[0].rewards]
+    rewards = rules_table(
         "Rewards and time" if timed else "Rewards",
         "" if timed else "Wall-clock: not measured in this mode",
+        headings + (["time over\nfull", "tokens/s"] if timed else []),
     )
-    penalties = [penalty for penalty, _ in results[0].rewards]
-    headings = ["all tokens\nsaved %", *(f"reward\nλ={penalty:g}" for penalty in penalties)]
-    for name in headings + (["time over\nfull", "tokens/s"] if timed else []):
-        rewards.add_column(name, justify="right", no_wrap=True)
     for result in results:
         costs.add_row(
-            Text(_name(result)),
-            number_cell(result.helped, 100, 1, stacked=True),
-            number_cell(result.harmed, 100, 1, stacked=True),
-            number_cell(result.answer_tokens, 1, 1, stacked=True),
-            number_cell(result.probe_tokens, 1, 1, stacked=True),
-            number_cell(result.truncated, 100, 1, stacked=True),
+            Text(result.name),
+            number_cell(result.helped, 100, 1),
+            number_cell(result.harmed, 100, 1),
+            number_cell(result.answer_tokens, 1, 1),
+            number_cell(result.probe_tokens, 1, 1),
+            number_cell(result.truncated, 100, 1),
         )
-        cells = [number_cell(result.total_reduction, 100, 1, stacked=True)]
-        cells += [number_cell(value, 1, 3, stacked=True) for _, value in result.rewards]
+        cells = [number_cell(result.total_reduction, 100, 1)]
+        cells += [number_cell(value, 1, 3) for _, value in result.rewards]
         if timed:
-            cells.append(number_cell(result.time_ratio, 1, 2, stacked=True))
-            cells.append(number_cell(result.tokens_per_second, 1, 0, stacked=True))
-        rewards.add_row(Text(_name(result)), *cells)
+            cells.append(number_cell(result.time_ratio, 1, 2))
+            cells.append(number_cell(result.tokens_per_second, 1, 0))
+        rewards.add_row(Text(result.name), *cells)
     return costs, rewards
 
 
-def _method_table(title: str, caption: str) -> Table:
-    table = Table(
-        title=title,
-        caption=caption or None,
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("method", min_width=12)
-    return table
+def print_results(results: Results, console: Console, *, differences: bool = False) -> None:
+    """The results, their costs and, where asked for, the paired differences as tables."""
+    title = f"{results.dataset}: {results.setting}"
+    console.print(results_table(results.results, results.limits, title=title))
+    for table in costs_tables(results.results):
+        console.print(table)
+    if differences and results.differences:
+        console.print(differences_table(results.differences))
+    natural = results.natural_accuracy
+    if natural is not None:
+        console.print(
+            f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
+            "mixed with forced ones)."
+        )
 
 
-def print_evaluation(
+def results_of(
     evaluation: Evaluation,
-    console: Console,
     *,
     variant: AesVariant = AES_ABSOLUTE,
     length_penalties: Sequence[float] = (),
-) -> None:
-    """The results, their costs and the paired differences as tables."""
+) -> Results:
+    """Every number of an evaluation with its interval."""
     results, limits = evaluation.results(variant=variant, length_penalties=length_penalties)
-    narrow = console.width < 105
-    console.print(results_table(results, limits, title=evaluation.name, stacked=narrow))
-    for table in costs_tables(results):
-        console.print(table)
-    differences = differences_of(evaluation, results, variant=variant)
-    if differences:
-        title = "Paired differences, each method at its best AES on these traces"
-        console.print(differences_table(differences, title=title))
-    natural = _natural(evaluation)
-    if natural is not None:
-        console.print(
-            f"The model's own answers after its own end: {100 * natural.value:.1f} % right "
-            f"[{100 * natural.low:.1f}, {100 * natural.high:.1f}] (never mixed with forced ones)."
-        )
+    settings = evaluation.settings
+    return Results(
+        dataset=settings["benchmark"],
+        setting=f"{settings['model']}, {settings['answer']} answers, {settings['mode']}",
+        results=results,
+        limits=limits,
+        differences=differences_of(evaluation, results, variant=variant),
+        natural_accuracy=_natural(evaluation),
+        about={"settings": settings},
+    )
 
 
 def save_evaluation(
@@ -155,38 +170,23 @@ def save_evaluation(
     *,
     variant: AesVariant = AES_ABSOLUTE,
     length_penalties: Sequence[float] = (),
-) -> Path:
+) -> Results:
     """Saves the evaluation, and beside it every number with its interval.
 
     `results.json` holds them all, `eval_results.yaml` those of OS-Pruner's policies as the Hub's
     model cards take them.
-
-    Returns:
-        The results file.
     """
     evaluation.save(folder)
-    results, limits = evaluation.results(variant=variant, length_penalties=length_penalties)
-    differences = differences_of(evaluation, results, variant=variant)
-    natural = _natural(evaluation)
-    about: dict[str, Any] = {
-        "settings": evaluation.settings,
-        "limits": [limit.to_dict() for limit in limits],
-        "differences": {
-            name: {key: value.to_dict() for key, value in one.items()}
-            for name, one in differences.items()
-        },
-        "natural_accuracy": None if natural is None else natural.to_dict(),
-    }
-    path = Path(folder) / "results.json"
-    save_results(path, results, about)
-    from .hub_results import eval_results, eval_results_yaml  # the Hub's client is slow to import
+    results = results_of(evaluation, variant=variant, length_penalties=length_penalties)
+    results.save(Path(folder) / RESULTS_FILE)
+    # The Hub's client is slow to import.
+    from ospruner.hub_cards.measurements import model_index_yaml
 
-    entries = {
-        _name(r): eval_results(r, evaluation.settings) for r in results if r.method == FRONTIER
-    }
-    if entries:
-        eval_results_yaml(entries, Path(folder) / "eval_results.yaml")
-    return path
+    policies = [n for n, result in enumerate(results.results) if result.method == FRONTIER]
+    if policies:
+        text = model_index_yaml(results, policies)
+        replace_file(Path(folder) / "eval_results.yaml", text.encode())
+    return results
 
 
 def _natural(evaluation: Evaluation) -> Estimate | None:
@@ -194,10 +194,6 @@ def _natural(evaluation: Evaluation) -> Estimate | None:
     if np.isnan(evaluation.natural_correct).all():
         return None
     return bootstrap_interval(np.nan_to_num(evaluation.natural_correct), evaluation.problem_index)
-
-
-def _name(result: Result) -> str:
-    return " ".join([result.method, parameter_text(result)]).strip()
 
 
 def print_comparison(
@@ -217,12 +213,13 @@ def print_comparison(
         paper: compare with the paper.
         model: the paper's name of the model, where ours is called otherwise.
         benchmark: the paper's name of the benchmark, likewise.
-        json_file: where to write the numbers too.
+        json_file: where to write the numbers too: a list of `Results`, the published ones in
+            `about`; of Table 1 alone a list of its cells.
 
     Raises:
         ValueError: nothing to compare, or the paper has no such model or benchmark.
     """
-    found: list[dict[str, Any]]
+    found: list[Any]
     if folder is None:
         if not paper:
             raise ValueError("nothing to compare: give a folder of evaluations, or --paper")
@@ -233,23 +230,20 @@ def print_comparison(
             pairs = compare_with_paper(one, model=model, benchmark=benchmark)
             free = one.settings["answer"] == "free"
             console.print(comparison_table(pairs, one.name, free))
-            for result, cell in pairs:
-                published = None if cell is None else vars(cell)
-                found.append(
-                    {"evaluation": one.name, "measured": result.to_dict(), "published": published}
-                )
+            published = [None if cell is None else vars(cell) for _, cell in pairs]
+            results = results_of(one)
+            about = {**results.about, "published": published}
+            found.append(replace(results, about=about).to_dict())
     else:
         evaluations = find_evaluations(folder)
         for answer in ("forced", "free"):
             if any(one.settings["answer"] == answer for one in evaluations):
                 table = best_aes_table(evaluations, answer)
                 console.print(table.markdown(), markup=False, soft_wrap=True)
-        found = [
-            {"evaluation": one.name, "results": [r.to_dict() for r in one.results()[0]]}
-            for one in evaluations
-        ]
+        found = [results_of(one).to_dict() for one in evaluations]
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        replace_file(json_file, text.encode())
 
 
 def _print_table_1(console: Console) -> list[dict[str, Any]]:

@@ -6,17 +6,19 @@ competes with none.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..metrics import AES_ABSOLUTE, AesVariant, Estimate
+import pandas as pd
+
+from modeling_ospruner.common.results_file import Estimate, Result
+from modeling_ospruner.common.text import markdown_table
+
+from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
-from ..results import Result, best_rows
-from .terminal import parameter_text
+from ..results import best_rows
 
 __all__ = [
     "AVERAGE",
@@ -57,15 +59,9 @@ class Number:
 
     def text(self, intervals: bool = False) -> str:
         """The number as tables write it; – where there is none."""
-        shown = [self.estimate.value]
-        if intervals:
-            shown += [self.estimate.low, self.estimate.high]
-        parts = [
-            "–" if math.isnan(x) else f"{round(x * self.scale, self.digits) + 0.0:.{self.digits}f}"
-            for x in shown
-        ]
-        interval = f" [{parts[1]}, {parts[2]}]" if intervals else ""
-        return f"{parts[0]}{interval}{self.suffix}"
+        value, low, high = self.estimate.texts(self.scale, self.digits)
+        interval = f" [{low}, {high}]" if intervals else ""
+        return f"{value}{interval}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -101,98 +97,85 @@ class GridTable:
     columns: tuple[str, ...]
     sections: tuple[tuple[str, tuple[Line, ...]], ...]
 
+    @property
+    def heads(self) -> list[str]:
+        """Headings of all columns of numbers."""
+        return [f"{g} {c}" for g in self.groups for c in self.columns]
+
+    def flat(self) -> list[tuple[str, str, str, list[Number | None]]]:
+        """Each rule's section, the line above it that heads it ("" for none), label, numbers."""
+        found = []
+        for heading, lines in self.sections:
+            above = ""
+            for line in lines:
+                if line.cells:
+                    found.append((heading, above, line.label, self._numbers(line)))
+                else:
+                    above = line.label
+        return found
+
     def markdown(self, intervals: bool = True) -> str:
         """GitHub's markdown; the caption above."""
-        heads = [f"{g} {c}" for g in self.groups for c in self.columns]
-        lines = [self.caption, "", _row([self.corner, *heads])]
-        lines.append(_row([":--", *["--:"] * len(heads)]))
-        for heading, rows in self.sections:
-            lines.append(_row([f"**{heading}**", *[""] * len(heads)]))
-            for line in rows:
+        rows = []
+        for heading, lines in self.sections:
+            rows.append([f"**{heading}**", *[""] * len(self.heads)])
+            for line in lines:
                 label = line.label if line.cells else f"*{line.label}*"
-                cells = [_marked(c, "**{}**", "<u>{}</u>", intervals) for c in self._flat(line)]
-                lines.append(_row([label, *cells]))
-        return "\n".join(lines) + "\n"
+                cells = [_marked(n, "**{}**", "<u>{}</u>", intervals) for n in self._numbers(line)]
+                rows.append([label, *cells])
+        return f"{self.caption}\n\n{markdown_table([self.corner, *self.heads], rows)}\n"
 
     def csv(self) -> str:
         """Every number with the ends of its interval, one row a rule."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        ends = ("", " low", " high")
-        heads = [f"{g} {c}{e}" for g in self.groups for c in self.columns for e in ends]
-        writer.writerow(["section", self.corner, *heads])
-        for heading, rows in self.sections:
-            above = ""
-            for line in rows:
-                if not line.cells:
-                    above = f"{line.label} "
-                    continue
-                values = []
-                for cell in self._flat(line):
-                    if cell is None:
-                        values += ["", "", ""]
-                        continue
-                    shown = (cell.estimate.value, cell.estimate.low, cell.estimate.high)
-                    values += ["" if math.isnan(x) else f"{x * cell.scale:.10g}" for x in shown]
-                writer.writerow([heading, f"{above}{line.label.strip()}", *values])
-        return out.getvalue()
+        rows = []
+        for heading, above, label, numbers in self.flat():
+            row: dict[str, object] = {"section": heading}
+            row[self.corner] = f"{above} {label.strip()}".strip()
+            for head, number in zip(self.heads, numbers, strict=True):
+                for end, name in (("", "value"), (" low", "low"), (" high", "high")):
+                    value = getattr(number.estimate, name) * number.scale if number else math.nan
+                    row[f"{head}{end}"] = value
+            rows.append(row)
+        text: str = pd.DataFrame(rows).to_csv(index=False, float_format="%.10g")
+        return text
 
     def latex(self, intervals: bool = False) -> str:
         """A booktabs table in the paper's layout."""
-        width = len(self.columns)
-        total = 1 + width * len(self.groups)
-        heads = " & ".join(
-            rf"\multicolumn{{{width}}}{{c}}{{{_tex(g)}}}"
-            if g != AVERAGE
-            else rf"\multicolumn{{{width}}}{{c}}{{\textit{{{g}}}}}"
-            for g in self.groups
-        )
-        rules = " ".join(
-            rf"\cmidrule(lr){{{2 + width * i}-{1 + width * (i + 1)}}}"
-            for i in range(len(self.groups))
-        )
-        inner = " & ".join(_tex(c) for _ in self.groups for c in self.columns)
-        lines = [
-            r"\begin{table}",
-            r"  \centering",
-            r"  \resizebox{\textwidth}{!}{%",
-            rf"  \begin{{tabular}}{{l{'c' * (total - 1)}}}",
-            r"  \toprule",
-            rf"  \multirow{{2}}{{*}}{{{_tex(self.corner)}}} & {heads} \\",
-            f"  {rules}",
-            rf"   & {inner} \\",
-        ]
-        for heading, rows in self.sections:
-            lines.append(r"  \midrule")
-            lines.append(rf"  \multicolumn{{{total}}}{{l}}{{\textbf{{{_tex(heading)}}}}} \\")
-            for line in rows:
+        width, labels, rows = len(self.columns), [], []
+        for number, (heading, lines) in enumerate(self.sections):
+            labels.append("\\midrule\n" * bool(number) + rf"\textbf{{{_tex(heading)}}}")
+            rows.append([""] * len(self.heads))
+            for line in lines:
                 label = _tex(line.label.strip())
-                if not line.cells:
-                    lines.append(rf"  \textit{{{label}}} \\")
-                    continue
                 indent = r"\quad " if line.label.startswith(" ") else ""
+                labels.append(indent + label if line.cells else rf"\textit{{{label}}}")
                 cells = [
-                    _tex_marks(_marked(c, "<b>{}</b>", "<u>{}</u>", intervals))
-                    for c in self._flat(line)
+                    _marked(n, r"\textbf{{{}}}", r"\underline{{{}}}", intervals, _tex)
+                    for n in self._numbers(line)
                 ]
-                lines.append(rf"  {indent}{label} & {' & '.join(cells)} \\")
-        lines += [
-            r"  \bottomrule",
-            r"  \end{tabular}}",
-            rf"  \caption{{{_tex(self.caption)}}}",
-            rf"  \label{{tab:{self.name}}}",
-            r"\end{table}",
-        ]
-        return "\n".join(lines) + "\n"
+                rows.append(cells)
+        groups = [rf"\textit{{{g}}}" if g == AVERAGE else _tex(g) for g in self.groups]
+        rules = " ".join(
+            rf"\cmidrule(lr){{{2 + width * i}-{1 + width * (i + 1)}}}" for i in range(len(groups))
+        )
+        # The rules between the two lines of headings stand where the second would be named.
+        names = [rf"\multirow{{2}}{{*}}{{{_tex(self.corner)}}}", rules]
+        columns = pd.MultiIndex.from_product([groups, [_tex(c) for c in self.columns]], names=names)
+        body = pd.DataFrame(rows, labels, columns).style.to_latex(
+            hrules=True, column_format="l" + "c" * len(self.heads), multicol_align="c"
+        )
+        return (
+            "\\begin{table}\n\\centering\n\\resizebox{\\textwidth}{!}{%\n"
+            f"{body.rstrip()}}}\n"
+            rf"\caption{{{_tex(self.caption)}}}"
+            f"\n\\label{{tab:{self.name}}}\n\\end{{table}}\n"
+        )
 
-    def _flat(self, line: Line) -> list[Number | None]:
-        if not line.cells:
-            return []
-        return [
-            number
-            for cell in line.cells
-            for number in (cell if cell is not None else (None,) * len(self.columns))
-        ]
+    def _numbers(self, line: Line) -> list[Number | None]:
+        """A line's numbers, None where a benchmark lacks the row; a heading has none at all."""
+        return [n for cell in line.cells for n in (cell or (None,) * len(self.columns))] or (
+            [None] * len(self.heads)
+        )
 
 
 def mark_best(lines: Sequence[Line]) -> tuple[Line, ...]:
@@ -202,7 +185,7 @@ def mark_best(lines: Sequence[Line]) -> tuple[Line, ...]:
         for c in range(max(len(grid[g] or ()) for grid in grids)):
             cells = [grid[g] for grid in grids]
             column = [(row, cell[c]) for row, cell in enumerate(cells) if row and cell]
-            shown = {row: float(n.text().replace("–", "nan")) for row, n in column}
+            shown = {row: float(n.text().replace("–", "nan").replace(",", "")) for row, n in column}
             sign = -1.0 if column and column[0][1].higher_is_better is False else 1.0
             ranks = sorted({sign * x for x in shown.values() if not math.isnan(x)}, reverse=True)
             for row, number in column:
@@ -216,30 +199,28 @@ def mark_best(lines: Sequence[Line]) -> tuple[Line, ...]:
     )
 
 
-def _marked(number: Number | None, best: str, second: str, intervals: bool) -> str:
+def _marked(
+    number: Number | None,
+    best: str,
+    second: str,
+    intervals: bool,
+    escape: Callable[[str], str] = str,
+) -> str:
     if number is None:
         return ""
-    text = number.text(intervals)
-    if number.mark == "best":
-        return best.format(text)
-    return second.format(text) if number.mark == "second" else text
+    text = escape(number.text(intervals))
+    return {"best": best, "second": second, "": "{}"}[number.mark].format(text)
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+# Styler's own escaping knows no Greek.
+_TEX = str.maketrans(
+    {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "λ": r"$\lambda$", "≥": r"$\geq$", "–": "--"}
+    | {"≤": r"$\leq$", "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$"}
+)
 
 
 def _tex(text: str) -> str:
-    special = {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "λ": r"$\lambda$", "≥": r"$\geq$"}
-    special |= {"≤": r"$\leq$", "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "–": "--"}
-    return "".join(special.get(character, character) for character in text)
-
-
-def _tex_marks(text: str) -> str:
-    escaped = _tex(text)
-    for tag, command in (("b", "textbf"), ("u", "underline")):
-        escaped = escaped.replace(f"<{tag}>", f"\\{command}{{").replace(f"</{tag}>", "}")
-    return escaped
+    return text.translate(_TEX)
 
 
 def group(evaluations: Sequence[Evaluation], answer: str) -> dict[str, dict[str, Evaluation]]:
@@ -336,7 +317,7 @@ def full_table(
     rows: dict[str, dict[str, dict[str, Result]]] = {}
     for name, one in by_model[model].items():
         for result in one.results(variant=variant)[0]:
-            label = f"  {parameter_text(result) or 'N/A'}"
+            label = f"  {result.parameter_text or 'N/A'}"
             rows.setdefault(result.method, {}).setdefault(label, {})[name] = result
     numbers = _free_numbers if answer == "free" else _forced_numbers
     lines = []
@@ -422,9 +403,8 @@ def _groups(benchmarks: Sequence[str]) -> tuple[str, ...]:
 def _cells(
     by_benchmark: Mapping[str, Result],
     benchmarks: Sequence[str],
-    numbers: object,
+    numbers: Callable[[Result], tuple[Number, ...]],
 ) -> tuple[tuple[Number, ...] | None, ...]:
-    assert callable(numbers)
     cells: list[tuple[Number, ...] | None] = [
         numbers(by_benchmark[name]) if name in by_benchmark else None for name in benchmarks
     ]

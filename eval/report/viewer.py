@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from ..results import Rule
 from ..table import TraceTable
-from .terminal import parameter_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +44,7 @@ def trace_views(
             pi = probabilities[number][n, :steps] if number in probabilities else None
             methods.append(
                 {
-                    "name": " ".join([rule.method, parameter_text(rule)]).strip(),
+                    "name": rule.name,
                     "stop": _stop(rule, pi, table, n),
                     "tokens": float(rule.outcome.tokens[n]),
                     "correct": float(rule.outcome.correct[n]),

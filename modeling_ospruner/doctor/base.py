@@ -7,6 +7,7 @@ import os
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from rich.filesize import decimal
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -21,7 +22,7 @@ from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .description import boundary_ids, describe, faults
-from .findings import Finding, Report, in_bytes, unreachable
+from .findings import Finding, Report, unreachable
 
 Sections = dict[str, list[Finding]]
 
@@ -107,7 +108,7 @@ def _weight_files(where: str, revision: str | None) -> list[Finding]:
         return [Finding("weights", "could not be listed", "note", str(error).split("\n")[0])]
     safe = [name for name in sizes if name.endswith(".safetensors")]
     if safe:
-        total = in_bytes(sum(sizes[name] for name in safe))
+        total = decimal(sum(sizes[name] for name in safe))
         return [
             Finding("weights", f"{total} in {len(safe)} safetensors file{'s'[: len(safe) - 1]}")
         ]
@@ -139,7 +140,7 @@ def _sizes(base: PreTrainedModel) -> list[Finding]:
     found = [
         Finding(
             "base",
-            f"{_count(count)} parameters, {in_bytes(count * dtype.itemsize)} in {_name(dtype)}",
+            f"{_count(count)} parameters, {decimal(count * dtype.itemsize)} in {_name(dtype)}",
         )
     ]
     for n in (1, 2):
@@ -148,12 +149,12 @@ def _sizes(base: PreTrainedModel) -> list[Finding]:
         policy = StoppingPolicy.empty(base, n)
         size = sum(p.numel() for p in policy.parameters())
         by_dtype = ", ".join(
-            f"{in_bytes(size * one.itemsize)} in {_name(one)}"
+            f"{decimal(size * one.itemsize)} in {_name(one)}"
             for one in (torch.float32, torch.bfloat16)
         )
         found.append(Finding(f"tail, n={n}", f"{_count(size)} parameters, {by_dtype}"))
         try:
-            said = f"{in_bytes(cache_bytes(policy, dtype))} in {_name(dtype)}"
+            said = f"{decimal(cache_bytes(policy, dtype))} in {_name(dtype)}"
         except (RuntimeError, NotImplementedError) as error:
             said = f"not known ({' '.join(str(error).split())})"
         name = f"cache, n={n}"

@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 from rich.console import Console
+from rich.filesize import decimal
 from transformers import PreTrainedConfig
 
 from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 
 from .base import examine_base
-from .findings import Finding, Report, in_bytes, print_report, unreachable
+from .findings import Finding, Report, print_report, unreachable
 from .policy import examine_policy
 
 _SHOWN_VERSIONS = ("torch", "transformers", "huggingface_hub", "safetensors")
@@ -146,7 +147,7 @@ def _devices() -> list[Finding]:
             Finding(
                 f"cuda:{i}",
                 f"{torch.cuda.get_device_name(i)}, "
-                f"{in_bytes(torch.cuda.get_device_properties(i).total_memory)}",
+                f"{decimal(torch.cuda.get_device_properties(i).total_memory)}",
             )
             for i in range(torch.cuda.device_count())
         ]

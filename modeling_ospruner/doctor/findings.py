@@ -73,15 +73,6 @@ def unreachable(where: str, revision: str | None, error: Exception) -> Finding:
     return Finding("repository", value, "wrong", advice)
 
 
-def in_bytes(count: float) -> str:
-    """A number of bytes as people read it, in powers of 1,000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
 def print_report(report: Report, console: Console) -> None:
     """Prints the report, and how many things are wrong."""
     for title, found in report.sections.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from modeling_ospruner.common.results_file import Results
 from ospruner.train.toy import demo
 
 SIZE = dataclasses.replace(
@@ -44,15 +45,18 @@ def test_it_reads_a_demo(
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert found == json.loads(file.read_text())
-    assert (found["seeds"], found["test_traces"], found["left_out"]) == (2, 10, {})
-    trained = {"OS-Pruner", "probe", "answer convergence"}
+    about = found["about"]
+    assert (about["seeds"], about["test_traces"], about["left_out"]) == (2, 10, {})
+    trained = {"OS-Pruner", "probe", "convergence"}
     free = {"fixed budget", "answer entropy", "trial confidence", "answer agreement"}
-    assert set(found["areas"]) == trained | free
-    assert set(found["area_differences"]) == (trained | free) - {"OS-Pruner"}
-    assert list(found["gap_closed"]) == ["0.0005", "0.0002", "0.0001"]
-    assert list(found["seed_spread"]) == ["lam5e-3", "lam1e-3", "lam5e-4"]
-    for spread in found["seed_spread"].values():
+    frontiers = Results.read(file).frontiers
+    assert {one.method for one in frontiers} == trained | free
+    assert [one.method for one in frontiers if one.lead is None] == ["OS-Pruner"]
+    for one in frontiers:
+        assert [penalty for penalty, _ in one.gap_closed] == [5e-4, 2e-4, 1e-4]
+    assert list(about["seed_spread"]) == ["lam5e-3", "lam1e-3", "lam5e-4"]
+    for spread in about["seed_spread"].values():
         assert spread["accuracy_points"] > 0
         assert spread["accuracy_standard_error"] > 0
         assert spread["indifferent_tokens_percent"] >= 0
-    assert all(0 <= area["value"] <= 1 for area in found["areas"].values())
+    assert all(0 <= one.area.value <= 1 for one in frontiers)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from rich.console import Console
+from rich.filesize import decimal
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.doctor.base import cache_bytes
 from modeling_ospruner.doctor.examination import examine, unmet
-from modeling_ospruner.doctor.findings import Finding, Report, in_bytes, print_report
+from modeling_ospruner.doctor.findings import Finding, Report, print_report
 from modeling_ospruner.formats_ospruner import HARMONY
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.train.toy.shipped import SHIPPED
@@ -100,8 +101,8 @@ def test_the_embedded_reasoner() -> None:
     model = AutoModelForCausalLM.from_pretrained(SHIPPED)
     tail = StoppingPolicy.from_base(model, 2)
     count = sum(parameter.numel() for parameter in tail.parameters())
-    assert f"{in_bytes(2 * count)} in bfloat16" in value_of(report, "tail, n=2")
-    assert f"{in_bytes(4 * count)} in float32" in value_of(report, "tail, n=2")
+    assert f"{decimal(2 * count)} in bfloat16" in value_of(report, "tail, n=2")
+    assert f"{decimal(4 * count)} in float32" in value_of(report, "tail, n=2")
     cache = tail.new_cache()
     assert cache is not None
     with torch.no_grad():
@@ -109,7 +110,7 @@ def test_the_embedded_reasoner() -> None:
         tail(hidden, torch.arange(1000)[None], None, cache)
     layers: Any = cache.layers
     used = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    assert value_of(report, "cache, n=2").startswith(in_bytes(used))
+    assert value_of(report, "cache, n=2").startswith(decimal(used))
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_moe"])

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modeling_ospruner.common.results_file import Results
 from ospruner.eval.metrics import AES_RELATIVE, aes
 from ospruner.eval.replay import pool, replay, replay_at, replay_budget, replay_full, replay_step
-from ospruner.eval.results import Result, Rule, compare, summarise
+from ospruner.eval.results import Rule, compare, summarise
 from ospruner.eval.table import FloatArray, TraceTable
 
 
@@ -185,13 +186,17 @@ def test_summarise_and_compare() -> None:
     assert (result.traces, result.problems) == (400, 200)
     for number in (result.accuracy, result.tokens, result.reduction, result.aes):
         assert number.low < number.value < number.high
-    assert Result.from_dict(result.to_dict()) == result
 
-    difference = compare(early, full, full, table.problem_index, seed=1)
-    assert difference["accuracy"].value == pytest.approx(early.accuracy - full.accuracy)
-    assert difference["aes"].value == pytest.approx(result.aes.value)
-    assert difference["aes"].low == pytest.approx(result.aes.low)  # the same resamples
-    assert difference["reduction"].high == pytest.approx(result.reduction.high)
+    difference = compare(rules[1], rules[0], full, table.problem_index, seed=1)
+    assert (difference.rule, difference.other) == ("step step 2", "full trace")
+    assert difference.accuracy.value == pytest.approx(early.accuracy - full.accuracy)
+    assert difference.aes.value == pytest.approx(result.aes.value)
+    assert difference.aes.low == pytest.approx(result.aes.low)  # the same resamples
+    assert difference.reduction.high == pytest.approx(result.reduction.high)
+    whole = Results(
+        dataset="made up", setting="400 traces", results=[base, result], differences=[difference]
+    )
+    assert Results.from_dict(whole.to_dict()).to_dict() == whole.to_dict()
     relative = summarise(rules, full, table.problem_index, variant=AES_RELATIVE)[1]
     assert relative.aes_label == "relative, α=1, β=3, γ=7"
     assert relative.aes.value != result.aes.value
@@ -229,5 +234,5 @@ def test_probe_tokens_are_charged() -> None:
     assert more.charged_tokens == pytest.approx(less.charged_tokens + 7)
     assert less.rewards[0][1].value - more.rewards[0][1].value == pytest.approx(0.07)
     assert less.aes.value - more.aes.value == pytest.approx(7 / full.mean_tokens)
-    between = compare(free.outcome, paid.outcome, full, table.problem_index)
-    assert between["aes"].value == pytest.approx(less.aes.value - more.aes.value)
+    between = compare(free, paid, full, table.problem_index)
+    assert between.aes.value == pytest.approx(less.aes.value - more.aes.value)

@@ -14,11 +14,12 @@ import torch
 from huggingface_hub import HfApi, constants
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.results_file import Results
 from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import write_policy_card
-from ospruner.hub_cards.results import Measurement, ResultsTable
 from ospruner.train.toy.shipped import SHIPPED, Reasoner
 
+from ..made_results import make_result
 from .local_hub import TOKEN, LocalHub
 from .repositories import Repo
 
@@ -75,11 +76,15 @@ def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-RESULTS = ResultsTable(
-    "40 test problems of the embedded reasoner, replay, one seed; no intervals.",
-    ["method", "accuracy %", "thinking tokens"],
-    [["full trace", "72.0", "205"], ["OS-Pruner, λ=5e-5", "71.2", "107"]],
-    [Measurement("embedded reasoner, test", "toy", "accuracy", 71.2)],
+RESULTS = Results(
+    dataset="embedded reasoner, test",
+    setting="made up",
+    results=[
+        make_result("full trace", 0.72, 205),
+        make_result("OS-Pruner", 0.712, 107, 5e-5, "λ"),
+    ],
+    chosen=1,
+    about={"labels": f"{SHIPPED}/labels"},
 )
 
 

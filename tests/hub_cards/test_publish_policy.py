@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.results_file import Results
 from ospruner.hub_cards.facts import read_provenance
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
 from ospruner.hub_cards.publish import Published
@@ -120,11 +121,20 @@ def test_card_is_that_of_the_repository(publisher: Publisher, run_dir: Path) -> 
     assert data["datasets"] == ["org/labels"]
     (entry,) = data["model-index"]
     assert entry["name"] == "carded"
-    assert entry["results"][0]["metrics"] == [
-        {"type": "accuracy", "value": 71.2, "name": "accuracy"}
+    (metrics,) = [one["metrics"] for one in entry["results"]]
+    assert [(m["type"], m["value"]) for m in metrics[:2]] == [
+        ("accuracy", 71.2),
+        ("thinking_tokens", 107.0),
     ]
+    assert metrics[0]["name"] == "Pass@1, % (made up)"
+    assert metrics[0]["args"]["interval_95_by_problem"] == [69.2, 73.2]
+    assert entry["results"][0]["dataset"]["type"] == "embedded-reasoner-test"
     assert '"org/carded"' in card.text
-    assert "| OS-Pruner, λ=5e-5 | 71.2 | 107 |" in card.text
+    row = "| **OS-Pruner λ=5e-5** | 71.2 [69.2, 73.2] | 107 [102, 112] |"
+    assert row in card.text
+    published = Results.read(staged.path / "results.json")
+    assert published.about == {"labels": "labels"}, "no folder of this machine"
+    assert published.results == Results.read(run_dir / "results.json").results
     assert "](pareto.png)" in card.text
     assert "| settings: learning rate | 1e-05 |" in card.text
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
 
+from modeling_ospruner.common.results_file import Results
 from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import policy_card, write_policy_card
-from ospruner.hub_cards.results import ResultsTable
+
+from ..made_results import make_result
 
 CONFIG: dict[str, Any] = {
     "model_type": "ospruner",
@@ -27,10 +30,11 @@ CONFIG: dict[str, Any] = {
     "default_threshold": 0.5,
     "reasoning_format": {"user_instruction": "Put it within \\boxed{}."},
 }
-RESULTS = ResultsTable(
-    caption="500 problems, `ospruner eval`, 95 % intervals by problem.",
-    columns=["method", "accuracy", "tokens"],
-    rows=[["full trace", "77.4 [75.1, 79.6]", "3,214"], ["P(stop|h)", "77.0", "1,900"]],
+RESULTS = Results(
+    dataset="MATH-500",
+    setting="`ospruner eval replay`, one training seed",
+    results=[make_result("full trace", 0.774, 3214), make_result("P(stop|h)", 0.77, 1900)],
+    limits=[make_result("hindsight oracle", 0.8, 1500)],
 )
 
 
@@ -71,12 +75,32 @@ def test_snippet_is_python_and_asks_as_labelling_did(policy_dir: Path, instructi
     assert "stop_policy=True" in snippet
 
 
-def test_results_stand_as_given(policy_dir: Path) -> None:
+def test_results_stand_with_their_setting_and_intervals(policy_dir: Path) -> None:
     text = policy_card(policy_dir, name="org/policy", license="mit", results=RESULTS).text
-    assert RESULTS.caption in text
-    assert "| full trace | 77.4 [75.1, 79.6] | 3,214 |" in text
-    assert "| P(stop\\|h) | 77.0 | 1,900 |" in text
+    assert f"MATH-500: {RESULTS.setting}; 1,500 traces of 1,500 problems" in text
+    assert "Brackets are 95 % intervals by problem; AES absolute, α=1, β=3, γ=5." in text
+    assert "| full trace | 77.4 [75.4, 79.4] | 3,214 [3,209, 3,219] |" in text
+    assert "| P(stop\\|h) | 77.0 [75.0, 79.0] | 1,900 [1,895, 1,905] |" in text
+    assert "| hindsight oracle | 80.0" in text
     assert "None were recorded" not in text
+
+
+def test_results_of_the_folder_are_read_again(policy_dir: Path) -> None:
+    """As when a policy is published under another name."""
+    chosen = replace(RESULTS, chosen=1)
+    first = write_policy_card(policy_dir, name="a", license="mit", results=chosen)
+    shown = ModelCard.load(first)
+    again = policy_card(policy_dir, name="org/b", license="mit")
+    table = next(line for line in shown.text.splitlines() if "**P(stop\\|h)**" in line)
+    assert table in again.text
+    (entry,) = again.data.to_dict()["model-index"]
+    assert entry["name"] == "b"
+    assert [m["type"] for one in entry["results"] for m in one["metrics"]] == [
+        *("accuracy", "thinking_tokens", "reduction", "aes")
+    ]
+    (policy_dir / "results.json").write_text('{"caption": "old"}')
+    with pytest.raises(ValueError, match="results.json has format None and version None"):
+        policy_card(policy_dir, name="org/b", license="mit")
 
 
 def test_card_without_results_says_so(policy_dir: Path) -> None:
@@ -150,18 +174,3 @@ def test_incomplete_folders_are_refused(policy_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         write_policy_card(policy_dir, name="org/policy", license="mit")
     assert not (policy_dir / "README.md").exists()
-
-
-@pytest.mark.parametrize(
-    ("caption", "columns", "rows", "complaint"),
-    [
-        (" ", ["a"], [["1"]], "caption is empty"),
-        ("c", [], [], "columns is empty"),
-        ("c", ["a", "b"], [["1", "2"], ["1"]], r"rows\[1\] has 1 cells, expected 2"),
-    ],
-)
-def test_malformed_results_are_refused(
-    caption: str, columns: list[str], rows: list[list[str]], complaint: str
-) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        ResultsTable(caption=caption, columns=columns, rows=rows)

@@ -125,7 +125,7 @@ def test_multi_trains_every_target_on_one_trunk_pass(labels: Path, tmp_path: Pat
     assert (out / "lam2e-4" / "dynamics.png").is_file()
     uses = parse_policies([str(out)])
     assert [use.parameter for use in uses if use.method == "OS-Pruner"] == [1e-3, 2e-4]
-    assert {use.method for use in uses} == {"OS-Pruner", "probe", "answer convergence"}
+    assert {use.method for use in uses} == {"OS-Pruner", "probe", "convergence"}
     baseline = ["train", "--labels", str(labels), "--method", "probe", "--multi", "--out", str(out)]
     with pytest.raises(ValueError, match="method is 'probe', one target by itself"):
         CliRunner().invoke(app, baseline, catch_exceptions=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ospruner.train.settings import TrainSettings, penalty_name
+from ospruner.train.settings import TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,3 @@ def test_a_longer_first_stage_counts_in_every_target() -> None:
         "probe": [9],
         "convergence": [9],
     }
-
-
-@pytest.mark.parametrize(
-    ("penalty", "name"), [(0.0, "0"), (1e-4, "1e-4"), (0.05, "5e-2"), (10.0, "1e1")]
-)
-def test_penalty_names(penalty: float, name: str) -> None:
-    assert penalty_name(penalty) == name

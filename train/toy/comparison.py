@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from modeling_ospruner.common.results_file import Difference, Result, Results
 from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
-from ospruner.eval.methods import FRONTIER, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
-from ospruner.eval.metrics import Estimate
+from ospruner.eval.methods import FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
 from ospruner.eval.replay import Outcome, pool, replay, replay_budget, replay_full
-from ospruner.eval.results import Result, Rule, compare, summarise
+from ospruner.eval.results import Rule, compare, summarise
 from ospruner.eval.selection import Criterion, best_aes, choose
 from ospruner.eval.table import TraceTable
 
@@ -59,7 +59,7 @@ class Comparison:
     chosen: Result
     accurate: bool
     rivals: list[Result]
-    differences: dict[str, dict[str, Estimate]]
+    differences: list[Difference]
 
     @property
     def drawn(self) -> list[Result]:
@@ -94,20 +94,26 @@ class Comparison:
             )
         return claims
 
-    def about(self) -> dict[str, Any]:
-        """What belongs beside the results in their file, JSON-ready."""
-        return {
-            "chosen": self.chosen.to_dict(),
-            "limits": [result.to_dict() for result in self.limits],
-            "differences": {
-                name: {key: value.to_dict() for key, value in difference.items()}
-                for name, difference in self.differences.items()
+    def to_results(self, setting: str) -> Results:
+        """Every number, for the file.
+
+        Args:
+            setting: how it was measured, in a line.
+        """
+        return Results(
+            dataset="embedded reasoner, test problems",
+            setting=setting,
+            results=self.results,
+            limits=self.limits,
+            chosen=self.results.index(self.chosen),
+            differences=self.differences,
+            about={
+                "claims": [
+                    {"claim": claim, "holds": held, "numbers": numbers}
+                    for claim, held, numbers in self.claims()
+                ]
             },
-            "claims": [
-                {"claim": claim, "holds": held, "numbers": numbers}
-                for claim, held, numbers in self.claims()
-            ],
-        }
+        )
 
 
 @dataclass(frozen=True)
@@ -152,10 +158,10 @@ def compare_methods(
     for p in (p for p in predictions if p.method != "os-pruner"):
         paper = [_candidate(p, validation, test, threshold) for threshold in PAPER_THRESHOLDS]
         baselines += [c.rule for c in paper]
-        rivals.append(_pick(paper, base, "aes", "best of the paper's thresholds"))
+        rivals.append(_pick(paper, base, "aes", "paper"))
         tuned = [_candidate(p, validation, test, threshold) for threshold in TUNED_THRESHOLDS]
-        rivals.append(_pick(tuned, base, "reduction", "tuned threshold"))
-        rivals.append(_pick(tuned, base, "aes", "threshold tuned for AES"))
+        rivals.append(_pick(tuned, base, "reduction", "1 point"))
+        rivals.append(_pick(tuned, base, "aes", "AES"))
     budget = best_fixed_budget(validation, "aes")
     rivals.append(Rule("best fixed budget", replay_budget(test, budget), float(budget), "tokens"))
     rules = [Rule(FULL, replay_full(test)), *(c.rule for c in frontier), *baselines, *rivals]
@@ -165,7 +171,7 @@ def compare_methods(
     ]
     summaries = summarise([*rules, *limits], rules[0].outcome, test.problem_index)
     results, bounds = summaries[: len(rules)], summaries[len(rules) :]
-    taken = frontier[number].rule.outcome
+    taken = frontier[number].rule
     against = [rules[0], *rivals]
     return Comparison(
         results=results,
@@ -173,12 +179,9 @@ def compare_methods(
         chosen=results[1 + number],
         accurate=accurate is not None,
         rivals=results[-len(rivals) :],
-        differences={
-            f"{FRONTIER} - {rule.method}": compare(
-                taken, rule.outcome, rules[0].outcome, test.problem_index
-            )
-            for rule in against
-        },
+        differences=[
+            compare(taken, rule, rules[0].outcome, test.problem_index) for rule in against
+        ],
     )
 
 
@@ -207,4 +210,4 @@ def _pick(candidates: list[_Candidate], base: Outcome, criterion: Criterion, nam
     """The candidate that validation chooses (the most careful one where none qualifies)."""
     number = choose([c.validation for c in candidates], base, criterion, max_loss=MAX_LOSS)
     rule = candidates[-1 if number is None else number].rule
-    return Rule(f"{rule.method}, {name}", rule.outcome, rule.parameter, rule.parameter_name)
+    return Rule(f"{rule.method} ({name})", rule.outcome, rule.parameter, rule.parameter_name)

@@ -15,19 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.durable import replace_file
 from modeling_ospruner.common.progress import PhaseBars
-from ospruner.eval.metrics import Estimate
+from modeling_ospruner.common.results_file import RESULTS_FILE, Results
+from modeling_ospruner.common.text import penalty_name
 from ospruner.eval.report.pictures import save_pareto
-from ospruner.eval.report.terminal import (
-    differences_table,
-    parameter_text,
-    results_table,
-    save_results,
-)
+from ospruner.eval.report.terminal import differences_table, results_table
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import hash_files, provenance
 from ospruner.hub_cards.render import write_policy_card
-from ospruner.hub_cards.results import Measurement, ResultsTable
 
 from ..fresh import predict
 from ..loop import StageResult, train
@@ -122,6 +118,7 @@ def run_demo(
     console: Console,
     json_file: Path | None = None,
     reasoner_folder: Path | None = None,
+    differences: bool = False,
 ) -> Comparison:
     """Label, train, choose, test, save, load in a fresh process, generate.
 
@@ -132,6 +129,7 @@ def run_demo(
         console: Where to draw bars and print.
         json_file: Where to write every number too.
         reasoner_folder: Another embedded reasoner; None for the shipped one.
+        differences: Print the paired differences too.
 
     Raises:
         ValueError: `out_dir` holds another run's files.
@@ -153,14 +151,16 @@ def run_demo(
         title="Embedded reasoner, test problems",
         chosen=comparison.chosen,
     )
-    _print(comparison, size, picture, console)
-    policy = _save_policy(reasoner, runs, comparison, out_dir, seed)
+    seeds = f"{size.seeds} training seed" + "s pooled" * (size.seeds > 1)
+    results = comparison.to_results(f"replay, {seeds}")
+    _print(comparison, results, size, picture, differences, console)
+    policy = _save_policy(reasoner, runs, results, out_dir, seed)
     generate_side_by_side(policy, out_dir, seed, console)
-    save_results(out_dir / "results.json", comparison.results, comparison.about())
-    if json_file is not None:
-        shutil.copyfile(out_dir / "results.json", json_file)
+    for path in (out_dir / RESULTS_FILE, json_file):
+        if path is not None:
+            results.save(path)
     minutes = (time.monotonic() - started) / 60
-    console.print(f"Policy: {policy}; numbers: {out_dir / 'results.json'}; {minutes:.1f} minutes.")
+    console.print(f"Policy: {policy}; numbers: {out_dir / RESULTS_FILE}; {minutes:.1f} minutes.")
     return comparison
 
 
@@ -181,7 +181,7 @@ def _claim(out_dir: Path, size: DemoSize, seed: int, reasoner: Reasoner) -> None
             f"{out_dir} is not empty and holds no demo: choose another --out, or empty it"
         )
     out_dir.mkdir(parents=True, exist_ok=True)
-    claim.write_text(json.dumps(identity, indent=2))
+    replace_file(claim, json.dumps(identity, indent=2).encode())
 
 
 def _hash_folder(folder: Path) -> str:
@@ -274,23 +274,30 @@ def _predict_all(
     return predictions
 
 
-def _print(comparison: Comparison, size: DemoSize, picture: Path, console: Console) -> None:
-    narrow = console.width < 105
+def _print(
+    comparison: Comparison,
+    results: Results,
+    size: DemoSize,
+    picture: Path,
+    differences: bool,
+    console: Console,
+) -> None:
+    title = f"{results.dataset}: {results.setting}"
     console.print()
+    console.print(results_table(results.results, results.limits, title=title))
     console.print(
-        results_table(
-            comparison.results, comparison.limits, title="On the test problems", stacked=narrow
-        )
+        "Of the classifiers' thresholds validation chose: (paper) among the paper's five, by AES; "
+        "(1 point) the fewest tokens within 1 point of the full trace; (AES) the best AES."
     )
     penalties = (*size.steep_penalties, *size.length_penalties)[: size.not_chosen]
-    highest = ", ".join(f"{penalty:g}" for penalty in penalties)
+    highest = ", ".join(penalty_name(penalty) for penalty in penalties)
     console.print(f"λ = {highest}: the frontier's short end, shown, but not chosen from.")
     why = "fewest tokens within 1 point of the full trace" if comparison.accurate else "best AES"
     if not comparison.accurate:
         console.print("No λ kept the accuracy within 1 point on validation.")
-    chosen = comparison.chosen
-    console.print(f"Chosen on validation: {chosen.method} {parameter_text(chosen)} ({why}).")
-    console.print(differences_table(comparison.differences, title="Paired differences"))
+    console.print(f"Chosen on validation: {comparison.chosen.name} ({why}).")
+    if differences:
+        console.print(differences_table(comparison.differences))
     bars = Table(title="What should hold", show_header=False)
     for claim, held, numbers in comparison.claims():
         bars.add_row(claim, numbers, "holds" if held else "DOES NOT HOLD")
@@ -301,14 +308,14 @@ def _print(comparison: Comparison, size: DemoSize, picture: Path, console: Conso
 def _save_policy(
     reasoner: Reasoner,
     runs: Sequence[dict[str, list[StageResult]]],
-    comparison: Comparison,
+    results: Results,
     out_dir: Path,
     seed: int,
 ) -> Path:
-    """Save the chosen policy as a repository folder with card and provenance."""
-    stages = runs[0]["os-pruner"]
-    penalty = float(comparison.chosen.parameter or 0.0)
-    stage = next(s for s in stages if s.length_penalty == penalty)
+    """Save the chosen policy as a repository folder with card, results and provenance."""
+    assert results.chosen is not None
+    penalty = float(results.results[results.chosen].parameter or 0.0)
+    stage = next(s for s in runs[0]["os-pruner"] if s.length_penalty == penalty)
     folder = out_dir / "policy"
     model = OSPrunerForCausalLM.from_base(reasoner.model, stage.path)
     model.save_pretrained(folder)
@@ -319,27 +326,6 @@ def _save_policy(
         data_hash=_hash_folder(out_dir / "labels" / "train" / "data"),
         details={"length_penalty": penalty},
     )
-    rows = [
-        [r.method, parameter_text(r), _percent(r.accuracy), f"{r.tokens.value:.0f}",
-         _percent(r.reduction), f"{r.aes.value:.2f}"]
-        for r in comparison.results
-    ]  # fmt: skip
-    table = ResultsTable(
-        "Replay on test problems of the embedded reasoner; 95 % intervals by problem.",
-        ["method", "parameter", "accuracy %", "thinking tokens", "reduction %", "AES"],
-        rows,
-        [
-            Measurement("embedded reasoner, test", "ospruner-toy", name, value)
-            for name, value in (
-                ("accuracy", 100 * comparison.chosen.accuracy.value),
-                ("thinking tokens", comparison.chosen.tokens.value),
-            )
-        ],
-    )
     shutil.copyfile(out_dir / "pareto.png", folder / "pareto.png")
-    write_policy_card(folder, name="OS-Pruner demo policy", license="apache-2.0", results=table)
+    write_policy_card(folder, name="OS-Pruner demo policy", license="apache-2.0", results=results)
     return folder
-
-
-def _percent(number: Estimate) -> str:
-    return f"{100 * number.value:.1f} [{100 * number.low:.1f}, {100 * number.high:.1f}]"

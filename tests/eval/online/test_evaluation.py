@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from modeling_ospruner.common.results_file import Results
 from ospruner.eval.online.evaluation import Evaluation, find_evaluations
 from ospruner.eval.report.summary import differences_of, parse_lambdas, save_evaluation
 from ospruner.eval.results import best_rows
@@ -69,10 +70,13 @@ def test_an_evaluation_has_a_name_and_a_full_trace() -> None:
 
 def test_the_numbers_are_written_with_their_intervals(tmp_path: Path) -> None:
     evaluation = make_evaluation()
-    path = save_evaluation(evaluation, tmp_path, length_penalties=[1e-4])
+    saved = save_evaluation(evaluation, tmp_path, length_penalties=[1e-4])
+    path = tmp_path / "results.json"
+    assert Results.read(path).to_dict() == saved.to_dict()
     content = json.loads(path.read_text())
     results = evaluation.results(length_penalties=[1e-4])[0]
-    assert content["about"]["natural_accuracy"]["value"] == pytest.approx(results[0].accuracy.value)
+    assert content["natural_accuracy"]["value"] == pytest.approx(results[0].accuracy.value)
+    assert content["about"]["settings"] == evaluation.settings
     first = content["results"][1]
     assert first["accuracy"]["low"] < first["accuracy"]["value"] < first["accuracy"]["high"]
     (penalty, reward), = first["rewards"]  # fmt: skip
@@ -95,9 +99,10 @@ def test_differences_are_to_the_best_row_of_each_other_method() -> None:
     assert results[best["OS-Pruner"]].aes.value == max(ours)
     differences = differences_of(evaluation, results)
     assert len(differences) == 3
-    against_full = next(value for name, value in differences.items() if "full trace" in name)
+    against_full = next(one for one in differences if one.other == "full trace")
     chosen = results[best["OS-Pruner"]]
-    assert against_full["reduction"].value == pytest.approx(chosen.reduction.value)
+    assert against_full.rule == chosen.name
+    assert against_full.reduction.value == pytest.approx(chosen.reduction.value)
 
 
 def test_lambdas_are_numbers() -> None:

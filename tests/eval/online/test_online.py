@@ -14,6 +14,7 @@ from datasets import Dataset
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.rules_ospruner import Budget
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import paired_difference
@@ -341,18 +342,27 @@ def test_the_commands_replay_report_and_compare(
     numbers = str(tmp_path / "numbers.json")
     text = run(*common, *rules, "--out", out, "--json", numbers)
     assert "OS-Pruner" in text
-    content = json.loads(Path(numbers).read_text())
-    assert [r["method"] for r in content["results"]] == [
+    assert "less each other" not in text
+    found = Results.read(numbers)
+    assert [r.method for r in found.results] == [
         "full trace", "OS-Pruner", "fixed budget", "answer entropy",
     ]  # fmt: skip
-    assert content["results"][3]["probe_tokens"]["value"] > 0
-    assert content["about"]["natural_accuracy"]["value"] >= 0
+    assert found.results[3].probe_tokens.value > 0
+    assert found.natural_accuracy is not None
+    assert found.natural_accuracy.value >= 0
+    assert Results.read(Path(out) / "results.json").to_dict() == found.to_dict()
+    asked = run(*common, *rules, "--out", out, "--differences")
+    assert f"{found.differences[0].rule} less each other" in asked
     assert "report.html" in run("report", str(tmp_path / "out"))
     page = (tmp_path / "out" / "report.html").read_text()
     assert "stop probability" in page
-    assert "toy, forced, replay" in run("compare", out, "--json", numbers) + str(
-        json.loads(Path(numbers).read_text())
-    )
+    assert "less each other" not in page
+    run("report", str(tmp_path / "out"), "--differences")
+    assert "less each other" in (tmp_path / "out" / "report.html").read_text()
+    run("compare", out, "--json", numbers)
+    (again,) = (Results.from_dict(one) for one in json.loads(Path(numbers).read_text()))
+    assert (again.dataset, again.setting) == ("toy", found.setting)
+    assert [r.name for r in again.results] == [r.name for r in found.results]
     with pytest.raises(ValueError, match="other settings.*'benchmark': 'toy'|benchmark: 'toy'"):
         run(*common[:-1], "other", "--out", out)
     with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from modeling_ospruner.common.results_file import Results
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.report.paper import (
     BENCHMARKS,
@@ -139,7 +140,11 @@ def test_the_command_prints_both(tmp_path: Path) -> None:
     assert "88.0" in text
     assert "59.3" in text
     numbers = json.loads((tmp_path / "out.json").read_text())
-    assert numbers[0]["published"]["accuracy_percent"] == 88.7
+    measured, published = Results.from_dict(numbers[0]), numbers[0]["about"]["published"]
+    assert len(measured.results) == len(published)
+    assert measured.results[0].method == "full trace"
+    assert published[0]["accuracy_percent"] == 88.7
+    assert published[-1] is None
     assert "Each method at its best AES" in printed(tmp_path, False)
     with pytest.raises(ValueError, match="give a folder of evaluations, or --paper"):
         printed(None, False)

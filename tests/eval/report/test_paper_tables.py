@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ospruner.eval.metrics import Estimate
+from modeling_ospruner.common.results_file import Estimate
 from ospruner.eval.report.tables import (
     AVERAGE,
     average,

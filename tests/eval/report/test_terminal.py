@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,53 +15,14 @@ from matplotlib.transforms import Bbox
 from rich.console import Console
 from rich.table import Table
 
+from modeling_ospruner.common.results_file import Difference, Estimate, Result
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
-from ospruner.eval.metrics import AES_RELATIVE, Estimate
+from ospruner.eval.metrics import AES_RELATIVE
 from ospruner.eval.report.pictures import draw_pareto, label_points, save_pareto
-from ospruner.eval.report.terminal import (
-    differences_table,
-    load_results,
-    parameter_text,
-    penalty_text,
-    results_table,
-    save_results,
-)
-from ospruner.eval.results import Result
+from ospruner.eval.report.terminal import differences_table, results_table
 from ospruner.eval.table import FloatArray
 
-
-def make_result(
-    method: str,
-    accuracy: float,
-    tokens: float,
-    parameter: float | None = None,
-    parameter_name: str = "",
-) -> Result:
-    def around(value: float, half: float) -> Estimate:
-        return Estimate(value, value - half, value + half)
-
-    return Result(
-        method=method,
-        parameter=parameter,
-        parameter_name=parameter_name,
-        accuracy=around(accuracy, 0.02),
-        tokens=around(tokens, 5),
-        reduction=around(1 - tokens / 200, 0.01),
-        aes=around(1 - tokens / 200 + 3 * (accuracy - 0.6), 0.05),
-        answer_tokens=around(6, 0.1),
-        helped=around(0.1, 0.01),
-        harmed=around(0.05, 0.01),
-        truncated=around(0.0, 0.0),
-        probe_tokens=around(0.0, 0.0),
-        generated_tokens=around(tokens + 6, 5),
-        total_reduction=around(1 - tokens / 200, 0.01),
-        time_ratio=Estimate(math.nan, math.nan, math.nan),
-        tokens_per_second=Estimate(math.nan, math.nan, math.nan),
-        rewards=((0.001, around(accuracy - 0.001 * tokens, 0.02)),),
-        aes_label="absolute, α=1, β=3, γ=5",
-        traces=1500,
-        problems=1500,
-    )
+from ...made_results import make_result
 
 
 def frontier(step: float = 12.0) -> list[Result]:
@@ -90,40 +50,32 @@ def render(table: Table, width: int) -> str:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (5e-5, "5e-5"), (1e-4, "1e-4"), (2.5e-4, "2.5e-4"), (9.9999e-5, "1e-4"), (1, "1e0")],
-)
-def test_penalty_text(value: float, text: str) -> None:
-    assert penalty_text(value) == text
-
-
-def test_parameter_text() -> None:
-    texts = [parameter_text(result) for result in (RESULTS[0], RESULTS[1], *RESULTS[9:])]
-    assert texts == ["", "λ=5e-3", "≥.70", "≥.80", "≥.90", "110 tokens"]
-    assert parameter_text(make_result("s", 0.5, 9, 4, "step")) == "step 4"
-    assert parameter_text(make_result("s", 0.5, 9, 1.0, "threshold")) == "≥1.00"
-
-
-def test_results_table_holds_every_number() -> None:
-    text = render(results_table(RESULTS, LIMITS, title="Test"), 120)
+def test_results_table_holds_every_number_in_80_columns() -> None:
+    asymmetric = replace(RESULTS[-1], aes=Estimate(0.42, 0.37, 0.49))
+    text = render(results_table([*RESULTS[:-1], asymmetric], LIMITS, title="Test"), 80)
     lines = text.splitlines()
     row = next(line for line in lines if "fixed budget" in line)
-    for part in ("110 tokens", "59.0 [57.0, 61.0]", "110 [105, 115]", "45.0 [44.0, 46.0]"):
+    # One line a rule; ± is the wider half of an interval.
+    for part in ("fixed budget 110 tokens", "59.0 ±2.0", "110 ±5", "45.0 ±1.0", "0.42 ±0.07"):
         assert part in row
-    assert "0.42 [0.37, 0.47]" in row
+    for result in (*RESULTS, *LIMITS):
+        assert sum(result.name in line for line in lines) >= 1
+    assert len(lines) <= len(RESULTS) + len(LIMITS) + 9
     assert "1,500 traces of 1,500 problems" in text
-    assert "AES absolute, α=1, β=3, γ=5" in text
+    assert "AES absolute, α=1, β=3, γ=5" in text.replace("\n", " ")
     oracle = next(i for i, line in enumerate(lines) if ORACLE in line)
     assert not lines[oracle - 1].strip()  # limits stand apart
-    assert max(map(len, lines)) <= 120
-
-
-def test_stacked_table_fits_80_columns() -> None:
-    text = render(results_table(RESULTS, LIMITS, stacked=True), 80)
-    assert "[57.0, 61.0]" in text
-    assert "λ=5e-3" in text
     assert "…" not in text
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_longest_names_of_the_demo_fit_80_columns() -> None:
+    wide = make_result("convergence (1 point)", 0.5, 1234, 0.95, "threshold")
+    wide = replace(wide, aes=Estimate(-1.25, -1.5, -1.1))
+    long = [RESULTS[0], wide, make_result("fixed budget", 0.5, 1234, 12000, "tokens")]
+    lines = render(results_table(long, LIMITS), 80).splitlines()
+    assert any("convergence (1 point) ≥.95" in line and "-1.25 ±0.25" in line for line in lines)
+    assert any("fixed budget 12000 tokens" in line and "1,234 ±5" in line for line in lines)
 
 
 def test_results_table_refuses_mixed_scores_and_nothing() -> None:
@@ -135,32 +87,22 @@ def test_results_table_refuses_mixed_scores_and_nothing() -> None:
 
 
 def test_differences_table() -> None:
-    difference = {
-        "accuracy": Estimate(0.012, -0.001, 0.02),
-        "tokens": Estimate(-17.2, -19, -15),
-        "reduction": Estimate(0.078, 0.069, 0.086),
-        "aes": Estimate(-0.001, -0.004, math.nan),
-    }
-    text = render(differences_table({"OS-Pruner - probe": difference}), 120)
-    assert "+1.2 [-0.1, +2.0]" in text
-    assert "-17.2 [-19.0, -15.0]" in text
-    assert "+7.8 [+6.9, +8.6]" in text
-    assert "+0.00 [+0.00, –]" in text  # no minus zero, no "nan"
-
-
-def test_results_file_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    odd = replace(RESULTS[1], aes=Estimate(math.nan, math.nan, math.nan))
-    save_results(path, [*RESULTS, odd], {"seed": 3})
-    results, about = load_results(path)
-    assert results[:-1] == RESULTS
-    assert math.isnan(results[-1].aes.low)
-    assert about == {"seed": 3}
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
-    json.loads(path.read_text("utf-8"), parse_constant=lambda name: pytest.fail(name))
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="is not a results file"):
-        load_results(path)
+    difference = Difference(
+        rule="OS-Pruner λ=5e-5",
+        other="convergence (1 point) ≥.95",
+        accuracy=Estimate(0.012, -0.001, 0.02),
+        tokens=Estimate(-17.2, -19, -15),
+        reduction=Estimate(0.078, 0.069, 0.086),
+        aes=Estimate(-0.001, -0.004, math.nan),
+    )
+    text = render(differences_table([difference]), 80)
+    row = next(line for line in text.splitlines() if "convergence (1 point) ≥.95" in line)
+    assert "+1.2 ±1.3" in row
+    assert "-17.2 ±2.2" in row
+    assert "+7.8 ±0.9" in row
+    assert "+0.00 ±–" in row  # no minus zero, no "nan"
+    assert "OS-Pruner λ=5e-5 less each other" in text
+    assert "training seeds are not in the intervals" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("step", [12.0, 3.0, 0.5])
@@ -177,12 +119,12 @@ def test_labels_overlap_neither_each_other_nor_points(step: float) -> None:
     assert len(boxes) >= (8 if step == 12.0 else 1)
     names = [text.get_text() for text in axes.texts]
     assert len(set(names)) == len(names)
-    assert set(names) <= {parameter_text(result) for result in frontier()}
+    assert set(names) <= {result.parameter_text for result in frontier()}
     inside = axes.get_window_extent()
     points = {
         r: axes.transData.transform((r.tokens.value, 100 * r.accuracy.value)) for r in results
     }
-    by_name = {parameter_text(result): result for result in frontier(step)}
+    by_name = {result.parameter_text: result for result in frontier(step)}
     for i, (box, text) in enumerate(zip(boxes, axes.texts, strict=True)):
         assert not any(box.overlaps(other) for other in boxes[:i])
         assert not any(box.contains(x, y) for x, y in points.values())

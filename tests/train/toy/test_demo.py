@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from modeling_ospruner.common.results_file import Results
 from ospruner.eval.methods import FRONTIER, FULL
-from ospruner.eval.report.terminal import load_results
 from ospruner.eval.table import TraceTable
 from ospruner.train.labels.folder import read_labels
 from ospruner.train.toy.comparison import Predictions, compare_methods
@@ -43,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     assert len(shards) == 3
     again = subprocess.run(
         [*COMMAND, str(out)],
-        env=os.environ | {"COLUMNS": "140"},
+        env=os.environ | {"COLUMNS": "80"},
         capture_output=True,
         text=True,
         check=False,
@@ -55,17 +55,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_prints_and_writes_what_it_found(finished: tuple[Path, str]) -> None:
     out, printed = finished
-    for words in ("thinking tokens", "hindsight oracle", "best fixed budget", "stop_policy=True"):
+    for words in ("accuracy %", "hindsight oracle", "best fixed budget", "stop_policy=True"):
         assert words in printed.replace("\n", " ")
-    results, about = load_results(out / "results.json")
-    full = results[0]
+    assert "less each other" not in printed, "differences are shown on request"
+    found = Results.read(out / "results.json")
+    results, full = found.results, found.results[0]
     assert full.method == FULL
     labels = TraceTable.from_dataset(read_labels(out / "labels" / "test"))
     assert full.accuracy.value == pytest.approx(labels.full_correct.mean())
     assert full.tokens.value == pytest.approx(labels.full_tokens.mean())
     assert [r.parameter for r in results if r.method == FRONTIER] == list(QUICK.length_penalties)
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    assert len(about["claims"]) >= 1
+    assert len(found.about["claims"]) >= 1
+    assert found.differences[0].other == FULL
+    assert Results.read(out / "policy" / "results.json").to_dict() == found.to_dict()
+    assert found.chosen is not None
+    assert results[found.chosen].method == FRONTIER
 
 
 def test_the_policy_was_used_in_a_fresh_process(finished: tuple[Path, str]) -> None:
@@ -160,4 +165,4 @@ def test_where_no_policy_is_accurate_enough_the_best_aes_is_shown(
     assert not comparison.accurate
     assert comparison.claims()[0][1] is False
     assert comparison.chosen.parameter in chances
-    assert "OS-Pruner - full trace" in comparison.differences
+    assert comparison.differences[0].other == FULL

@@ -1,0 +1,51 @@
+"""Numbers and tables as text: one way for terminal, cards, reports and names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["markdown_table", "number_text", "parameter_text", "penalty_name"]
+
+
+def number_text(value: float, digits: int, *, signed: bool = False) -> str:
+    """A number without minus zero, thousands apart; – for NaN.
+
+    Args:
+        value: the number.
+        digits: decimals.
+        signed: with a + where it is positive.
+    """
+    sign = "+" if signed else ""
+    return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:{sign},.{digits}f}"
+
+
+def penalty_name(length_penalty: float) -> str:
+    """A lambda as it stands in names and tables: 1e-4, 2.5e-5, 0."""
+    if length_penalty == 0:
+        return "0"
+    mantissa, _, exponent = f"{length_penalty:.6e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def parameter_text(parameter: float | None, name: str) -> str:
+    """A rule's parameter as tables and pictures write it: λ=5e-4, ≥.70, 110 tokens, or ""."""
+    if parameter is None:
+        return ""
+    if name == "λ":
+        return f"λ={penalty_name(parameter)}"
+    if name == "threshold":
+        return f"≥{parameter:.2f}".replace("0.", ".", 1)
+    if name == "step":
+        return f"step {parameter:g}"
+    if name == "nats":
+        return f"≤{parameter:g} nats"
+    return f"{parameter:g} {name}".rstrip()
+
+
+# Our own: pandas' to_markdown needs one more package, tabulate.
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in GitHub's markdown, all columns but the first aligned to the right."""
+    rule = [":--", *["--:"] * (len(columns) - 1)]
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *lines))

@@ -1,0 +1,41 @@
+"""Results made up for tests: nothing was measured."""
+
+from __future__ import annotations
+
+import math
+
+from modeling_ospruner.common.results_file import Estimate, Result
+
+
+def make_result(
+    method: str,
+    accuracy: float,
+    tokens: float,
+    parameter: float | None = None,
+    parameter_name: str = "",
+) -> Result:
+    def around(value: float, half: float) -> Estimate:
+        return Estimate(value, value - half, value + half)
+
+    return Result(
+        method=method,
+        parameter=parameter,
+        parameter_name=parameter_name,
+        accuracy=around(accuracy, 0.02),
+        tokens=around(tokens, 5),
+        reduction=around(1 - tokens / 200, 0.01),
+        aes=around(1 - tokens / 200 + 3 * (accuracy - 0.6), 0.05),
+        answer_tokens=around(6, 0.1),
+        helped=around(0.1, 0.01),
+        harmed=around(0.05, 0.01),
+        truncated=around(0.0, 0.0),
+        probe_tokens=around(0.0, 0.0),
+        generated_tokens=around(tokens + 6, 5),
+        total_reduction=around(1 - tokens / 200, 0.01),
+        time_ratio=Estimate(math.nan, math.nan, math.nan),
+        tokens_per_second=Estimate(math.nan, math.nan, math.nan),
+        rewards=((0.001, around(accuracy - 0.001 * tokens, 0.02)),),
+        aes_label="absolute, α=1, β=3, γ=5",
+        traces=1500,
+        problems=1500,
+    )
