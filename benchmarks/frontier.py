@@ -164,7 +164,7 @@ def measure(run: Path, penalties: Sequence[float]) -> Results:
     ]
     return Results(
         dataset="embedded reasoner, test problems",
-        setting=f"replay of {len(test)} traces, {len(runs)} training seeds",
+        setting=f"replay of {len(test)} traces, {len(runs)} training seed{'s' * (len(runs) > 1)}",
         frontiers=frontiers,
         about={
             "seeds": len(runs),

@@ -21,7 +21,7 @@ __all__ = [
 
 DIFFERENCES_CAPTION = (
     "Operating points and differences are of the same traces, and training seeds are not in the "
-    "intervals: one without 0 is no proof."
+    "intervals: an interval without 0 does not prove the sign."
 )
 
 
