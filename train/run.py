@@ -237,7 +237,7 @@ def state_hash(state: Any) -> str:
         if isinstance(value, Tensor):
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
             flat = value.detach().cpu().contiguous().view(-1)
-            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+            digest.update(flat.view(torch.uint8).numpy().data)
         elif isinstance(value, Mapping):
             digest.update(f"mapping of {len(value)}".encode())
             for key, one in value.items():
