@@ -259,3 +259,35 @@ def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:
     message = r"cannot copy a row of a cache layer DynamicIndexedLayer \(layer 1\)"
     with pytest.raises(ValueError, match=message):
         fork_row(indexed, 0, reasoner.model.config)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (PROMPT.float(), TypeError, "the prompt's dtype is torch.float32; token ids are torch.int"),
+        (PROMPT.bool(), TypeError, "the prompt's dtype is torch.bool; token ids are torch.int64"),
+        (torch.tensor([[3, -1]]), ValueError, r"holds \[-1\]; .*vocabulary has the ids 0 to 639"),
+        (torch.tensor([[3, 640]]), ValueError, r"holds \[640\]; .*vocabulary has the ids 0 to 639"),
+        (torch.full((1, 1025), 20), ValueError, "row 0 has 1025 tokens; the base has 1024 positio"),
+    ],
+)
+def test_ids_that_the_base_cannot_read_are_refused(
+    model: OSPrunerForCausalLM, ids: torch.Tensor, error: type[Exception], message: str
+) -> None:
+    refused(model, error, message, ids)
+    with pytest.raises(error):
+        model.stop_probabilities(ids, prompt_length=1)
+
+
+def test_padding_does_not_count_among_the_positions(model: OSPrunerForCausalLM) -> None:
+    ids, mask = torch.full((1, 1025), 20), torch.ones(1, 1025, dtype=torch.long)
+    mask[0, :20] = 0
+    output = model.generate(ids, attention_mask=mask, stop_policy=True, max_new_tokens=2)
+    assert output.shape[1] <= 1027
+
+
+@pytest.mark.parametrize("value", [2.0, -1.0, float("nan")])
+def test_a_mask_of_other_values_is_refused(model: OSPrunerForCausalLM, value: float) -> None:
+    mask = torch.full(PROMPT.shape, value)
+    refused(model, ValueError, "1 for tokens and 0 for padding", PROMPT, attention_mask=mask)
+    refused(model, TypeError, "attention_mask is a list", PROMPT, attention_mask=mask.tolist())

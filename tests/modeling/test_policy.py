@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import BloomConfig, GPT2Config, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
-from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.policy_ospruner import StoppingPolicy, max_positions
 
 
 def test_fresh_policy_says_its_initial_bias(tiny_base: Qwen2ForCausalLM) -> None:
@@ -51,3 +51,26 @@ def test_training_leaves_the_base_unchanged(tiny_base: Qwen2ForCausalLM) -> None
 def test_too_many_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"num_policy_layers is 5; it must lie in 0..4"):
         StoppingPolicy.from_base(tiny_base, 5)
+
+
+def _scaled(kind: str, factor: float, original: int) -> PreTrainedConfig:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": factor}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    rope |= {} if kind == "linear" else {"original_max_position_embeddings": original}
+    return Qwen2Config(max_position_embeddings=4096, rope_parameters=rope)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (Qwen2Config(max_position_embeddings=300), 300),
+        (GPT2Config(n_positions=77), 77),
+        (BloomConfig(), None),
+        (_scaled("yarn", 4.0, 4096), 16384),  # the configuration keeps the length before
+        (_scaled("yarn", 4.0, 1024), 4096),  # or already says the one after
+        (_scaled("linear", 2.0, 0), 8192),
+        (_scaled("llama3", 8.0, 1024), 4096),
+    ],
+)
+def test_a_base_says_how_long_a_text_may_be(config: PreTrainedConfig, limit: int | None) -> None:
+    assert max_positions(config) == limit

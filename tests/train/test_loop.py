@@ -365,3 +365,25 @@ def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
     assert loaded.policy.tail.dtype == torch.bfloat16
     said = predict(loaded, make_labels(40, seed=1, prefix="v"))
     np.testing.assert_allclose(said, result.validation_probabilities(), atol=5e-2)
+
+
+def test_traces_beyond_the_bases_positions_are_refused(
+    fit: Callable[..., list[StageResult]],
+    make_labels: MakeLabels,
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
+    fitting = make_labels(64).filter(lambda row: len(row["step_ends"]) < 5)
+    held_out = make_labels(40, seed=1, prefix="v")
+    lengths = [len(row["prompt_ids"]) + len(row["trace_ids"]) for row in held_out]
+    tiny_base.config.max_position_embeddings = max(lengths) - 1
+    first = lengths.index(max(lengths))
+    said = rf"longer than the base's {max(lengths) - 1} positions .* trace {first} .*'v{first}'"
+    with pytest.raises(ValueError, match=said):
+        fit(SHORT, fitting)
+    assert not (tmp_path / "run").exists()
+    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
+    with pytest.raises(ValueError, match=said):
+        predict(model, held_out)
+    assert predict(model, fitting).shape[0] == len(fitting)
