@@ -382,7 +382,7 @@ def test_half_precision_says_that_batches_matter(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert TransformersEngine(tiny_base, tiny_tokenizer).batch_effects is None
-    half = TransformersEngine(tiny_base.to(torch.bfloat16), tiny_tokenizer)
+    half = TransformersEngine(tiny_base.bfloat16(), tiny_tokenizer)
     assert half.batch_effects is not None
     assert "bfloat16" in half.batch_effects
 
