@@ -66,6 +66,10 @@ EngineBatch = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="Torch device of the transformers engine.")]
+ForceBase = Annotated[
+    str | None,
+    typer.Option(metavar="REASON", help="Take another base than the labels'; kept in the record."),
+]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
 EngineArgs = Annotated[
     list[str] | None,
@@ -132,6 +136,7 @@ def train_command(
     base: Annotated[
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
+    force_base: ForceBase = None,
     method: Annotated[
         str, typer.Option(help="os-pruner, or a baseline: probe, convergence, flashthink.")
     ] = "os-pruner",
@@ -239,6 +244,7 @@ def train_command(
             settings,
             multi=multi,
             base=base,
+            force_base=force_base,
             validation=validation,
             held_out=held_out,
             split_seed=seed,
@@ -441,6 +447,17 @@ def labels_import(
     print_run(out, console, json_file)
 
 
+@labels_app.command("check")
+def labels_check(
+    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
+) -> None:
+    """Compare every file with what was written; status 1, and what to do, where one differs."""
+    from ospruner.train.labels.looking import print_check
+
+    if not print_check(folder, console):
+        raise typer.Exit(1)
+
+
 @labels_app.command("regrade")
 def labels_regrade(
     folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
@@ -562,6 +579,7 @@ def eval_replay(
     base: Annotated[
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
+    force_base: ForceBase = None,
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
@@ -577,8 +595,8 @@ def eval_replay(
     lambdas = parse_lambdas(penalties)
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
-            labels, policies or (), rules or (), base=base, validation=validation, model=model,
-            benchmark=name, limit=limit, progress=bars,
+            labels, policies or (), rules or (), base=base, force_base=force_base,
+            validation=validation, model=model, benchmark=name, limit=limit, progress=bars,
         )  # fmt: skip
     _show(evaluation, out, lambdas, differences, json_file)
 

@@ -12,7 +12,6 @@ the training seeds. Differences are paired, their intervals go by problem.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.durable import read_checked_line
 from modeling_ospruner.common.results_file import Frontier, Results
 from modeling_ospruner.common.text import penalty_name
 from ospruner.eval.frontier import Family, area_differences, areas, gap_closed
@@ -117,8 +117,9 @@ def trained(
 
 def stages_of(run: Path) -> list[StageResult]:
     """The policies that a finished run has saved, in order."""
-    lines = (run / "log.jsonl").read_text("utf-8").splitlines()
-    found = [entry["validation"] for entry in map(json.loads, lines) if "validation" in entry]
+    lines = (run / "log.jsonl").read_bytes().splitlines()
+    entries = [read_checked_line(line, f"{run}/log.jsonl", "train again") for line in lines]
+    found = [entry["validation"] for entry in entries if "validation" in entry]
     return [StageResult.from_dict(values, run) for values in found]
 
 

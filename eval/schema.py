@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Features, List, Value
 
 from .table import TraceTable
 
 __all__ = [
-    "ADDED",
     "COLUMNS",
     "ENDED",
     "FEATURES",
@@ -33,10 +31,8 @@ __all__ = [
     "STEP_COLUMNS",
     "LabelSettings",
     "TraceTable",
-    "completed",
     "split_of",
     "validate_row",
-    "with_added_columns",
 ]
 
 
@@ -118,15 +114,6 @@ STEP_COLUMNS = (
 )
 """Lists with one entry a labelled step."""
 
-ADDED = (
-    "forced_answer_ids",
-    "forced_logprob",
-    "forced_entropy",
-    "ungraded_reasons",
-    "natural_answer_ids",
-)
-"""Columns that the first label folders lack; they are null there, entry by entry."""
-
 
 PREFIX_COLUMNS: dict[str, tuple[Any, str]] = {
     "trace": (Value("int32"), "number of the trace's row in the default configuration, from 0"),
@@ -149,34 +136,6 @@ PREFIX_COLUMNS: dict[str, tuple[Any, str]] = {
 """Type and meaning of the columns of the derived view with one row a labelled step."""
 
 PREFIX_FEATURES = Features({name: kind for name, (kind, _) in PREFIX_COLUMNS.items()})
-
-
-def completed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of an earlier version with null in the columns of `ADDED` that it lacks."""
-    nulls = [None] * len(row["step_ends"])
-    empty = {name: nulls if name in STEP_COLUMNS else None for name in ADDED}
-    return {**empty, **row}
-
-
-def with_added_columns(table: pa.Table) -> pa.Table:
-    """A table of labelled traces in today's columns: those of `ADDED` that it lacks are null.
-
-    Every list per step keeps one entry a step.
-    """
-    steps = table.column("step_ends").combine_chunks()
-    for name in ADDED:
-        if name in table.column_names:
-            continue
-        kind = FEATURES.arrow_schema.field(name).type
-        if name in STEP_COLUMNS:
-            nulls = pa.nulls(len(steps.flatten()), kind.value_type)
-            lengths = steps.value_lengths().to_numpy(zero_copy_only=False)
-            offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int32())
-            column = pa.ListArray.from_arrays(offsets, nulls, type=kind)
-        else:
-            column = pa.nulls(len(table), kind)
-        table = table.append_column(name, column)
-    return table.select(list(FEATURES))
 
 
 Ended = Literal["natural", "cap"]
@@ -281,9 +240,6 @@ def _check_grades(name: str, values: Sequence[Any], where: str) -> None:
             raise ValueError(f"{where}: {name} holds {value}; it must lie in [0, 1]")
 
 
-_ADDED_SETTINGS = {"imported_from"}  # the first label folders lack these
-
-
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings:
     """What a label run must share with another to be mixed with it: the manifest's `settings`.
@@ -291,6 +247,8 @@ class LabelSettings:
     Attributes:
         base_model: name or path of the base that wrote the traces and the forced answers.
         base_revision: its revision; None where it has none (a folder).
+        base_fingerprint: of its weights (`base_fingerprint` of the model files); None where they
+            were not at hand.
         reasoning_format: the format's literals (`ReasoningFormat` as a dict).
         answer: "forced" (closing and box prefix are forced, also after a natural end) or "free"
             (only the closing).
@@ -307,6 +265,7 @@ class LabelSettings:
 
     base_model: str
     base_revision: str | None = None
+    base_fingerprint: str | None = None
     reasoning_format: dict[str, Any] = field(default_factory=dict)
     answer: Literal["forced", "free"] = "forced"
     temperature: float = 0.6
@@ -347,14 +306,14 @@ class LabelSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LabelSettings:
-        """The settings that `to_dict` wrote, earlier versions' included.
+        """The settings that `to_dict` wrote.
 
         Raises:
             ValueError: an unknown key (labels of a newer version, perhaps), or a missing one.
         """
         names = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - names)
-        missing = sorted(names - set(values) - _ADDED_SETTINGS)
+        missing = sorted(names - set(values))
         if unknown or missing:
             raise ValueError(
                 f"label settings with unknown keys {unknown} and missing keys {missing}: "
@@ -374,14 +333,11 @@ class LabelSettings:
     def differences(self, other: LabelSettings) -> list[str]:
         """One line for each setting that differs, naming it and both values; [] where none does.
 
-        Literals that an earlier version's reasoning format did not have are no difference.
+        An unknown fingerprint is no difference.
         """
         mine, theirs = self.to_dict(), other.to_dict()
-        formats = mine["reasoning_format"], theirs["reasoning_format"]
-        if all(formats) and all(
-            formats[0][k] == formats[1][k] for k in formats[0].keys() & formats[1]
-        ):
-            theirs["reasoning_format"] = formats[0]
+        if None in (self.base_fingerprint, other.base_fingerprint):
+            del mine["base_fingerprint"]
         return [
             f"{name}: {mine[name]!r} here, {theirs[name]!r} there"
             for name in mine

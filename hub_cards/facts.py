@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from modeling_ospruner.common.durable import replace_file
+from modeling_ospruner.common.durable import read_checked, write_checked
 
 PROVENANCE_FILE = "provenance.json"
 
@@ -63,7 +63,7 @@ class Provenance:
         data_hash: SHA-256 of the input data (see `hash_files`); None without data.
         seed: Seed of the run; None where nothing is drawn.
         details: Settings of the run, JSON values only.
-        files: SHA-256 of each file published with the record, by its path; empty before.
+        files: SHA-256 by path: of a policy's weights, and once published of every file.
         code: Of the flat code published with it: "version" of OS-Pruner, "commit" that last
             changed the code, and whether it was "modified" since; empty before.
     """
@@ -92,6 +92,7 @@ def provenance(
     base_revision: str | None = None,
     data_hash: str | None = None,
     details: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> Provenance:
     """Records how the artefact in `folder` is made and writes it there as `provenance.json`.
 
@@ -102,6 +103,7 @@ def provenance(
         base_revision: Commit of the base on the Hub.
         data_hash: SHA-256 of the input data, from `hash_files` or the like.
         details: Settings worth keeping; JSON values only.
+        files: SHA-256 of files beside it that shall not change, by name.
 
     Returns:
         The record that was written.
@@ -126,6 +128,7 @@ def provenance(
         data_hash=data_hash,
         seed=seed,
         details=dict(details or {}),
+        files=dict(files or {}),
     )
     write_provenance(folder, record)
     return record
@@ -138,24 +141,24 @@ def write_provenance(folder: Path, record: Provenance) -> None:
         ValueError: If its details hold something JSON cannot.
     """
     try:
-        text = json.dumps(asdict(record), indent=2, allow_nan=False)
+        json.dumps(asdict(record), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"details={record.details!r} must hold JSON values only: {error}"
         ) from error
-    replace_file(folder / PROVENANCE_FILE, (text + "\n").encode())
+    write_checked(folder / PROVENANCE_FILE, asdict(record))
 
 
 def read_provenance(folder: Path | str) -> Provenance:
     """Reads the record that `provenance` wrote into `folder`.
 
     Raises:
-        ValueError: If there is none, or its fields are not those of this version.
+        ValueError: If there is none, it is damaged, or its fields are not those of this version.
     """
     path = Path(folder) / PROVENANCE_FILE
     if not path.is_file():
         raise ValueError(f"folder={str(folder)!r} has no {PROVENANCE_FILE}: it was not made here")
-    values = read_object(path)
+    values = read_checked(path, "put back the one that was written with the files beside it")
     known = {entry.name for entry in fields(Provenance)}
     needed = known - {e.name for e in fields(Provenance) if e.default_factory is not MISSING}
     if not needed <= set(values) <= known:
@@ -203,15 +206,15 @@ def hash_files(paths: Iterable[Path | str]) -> str:
     Raises:
         ValueError: If `paths` is empty.
     """
-    whole = hashlib.sha256()
-    count = 0
-    for path in paths:
-        with Path(path).open("rb") as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())
-        count += 1
-    if count == 0:
+    hashes = [file_hash(Path(path)) for path in paths]
+    if not hashes:
         raise ValueError("paths is empty: name at least one file to hash")
-    return whole.hexdigest()
+    return hash_of(hashes)
+
+
+def hash_of(hashes: Iterable[str]) -> str:
+    """What `hash_files` gives for files with these SHA-256, in order."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, hashes))).hexdigest()
 
 
 def _command(orig_argv: list[str]) -> str:

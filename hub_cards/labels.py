@@ -13,9 +13,10 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
+from modeling_ospruner.common.durable import read_checked, write_checked
 from modeling_ospruner.common.text import markdown_table
 
-from .facts import read_object
+from .facts import PROVENANCE_FILE, file_hash, hash_of, read_provenance
 from .names import check_repo_id, collection_title, labels_name
 from .publish import Published, add_to_collection, commit_message, find_base, publish_folder
 from .render import CARD_FILE
@@ -139,11 +140,19 @@ def _parts(folder: Path) -> dict[str, Path]:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    manifest = read_object(folder / MANIFEST)
+    way_out = f"`ospruner labels check {folder}` says what can be made good"
+    manifest = read_checked(folder / MANIFEST, way_out)
     if not manifest.get("finished"):
         raise ValueError(f"{folder} is not finished: run its labelling again, it goes on there")
     if not list((folder / "prefixes").glob("*.parquet")):
         raise ValueError(f"{folder} has no prefixes/: run its labelling again to have it written")
+    shards = [*manifest["chunks"], *({**v, "file": n} for n, v in manifest["prefixes"].items())]
+    for shard in shards:
+        if shard["file"] and file_hash(folder / shard["file"]) != shard["sha256"]:
+            raise ValueError(f"{folder / shard['file']} is damaged: {way_out}")
+    found = hash_of([chunk["sha256"] for chunk in manifest["chunks"] if chunk["file"]])
+    if read_provenance(folder).data_hash not in (None, found):
+        raise ValueError(f"{folder / PROVENANCE_FILE} is of other data: {way_out}")
     return manifest
 
 
@@ -159,14 +168,20 @@ def _copy_split(
     """Copies a label folder as a split, and returns what of it is not published."""
     copied = out / f".{split}"
     left_out = copy_files(part, copied, LABEL_FILES)
+    names = {"": ""}
     for kind in ("data", "prefixes"):
         (out / kind).mkdir(exist_ok=True)
         for number, shard in enumerate(sorted((copied / kind).glob("*.parquet"))):
-            shard.replace(out / kind / f"{split}-{number:05d}.parquet")
+            names[f"{kind}/{shard.name}"] = f"{kind}/{split}-{number:05d}.parquet"
+            shard.replace(out / names[f"{kind}/{shard.name}"])
     pinned = {**manifest["settings"], "base_model": base.id, "base_revision": base.revision}
     name = MANIFEST if not (out / MANIFEST).exists() else f"manifest-{split}.json"
-    text = json.dumps({**scrubbed(manifest), "settings": pinned}, indent=2) + "\n"
-    (out / name).write_text(text, encoding="utf-8")
+    listed = {
+        "settings": pinned,
+        "chunks": [{**chunk, "file": names[chunk["file"]]} for chunk in manifest["chunks"]],
+        "prefixes": {names[old]: view for old, view in manifest["prefixes"].items()},
+    }
+    write_checked(out / name, {**scrubbed(manifest), **listed})
     if (copied / PICTURE).exists():
         (copied / PICTURE).replace(out / (f"{split}-{PICTURE}" if nested else PICTURE))
     shutil.rmtree(copied)

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.loading_ospruner import WEIGHTS
 
 from .facts import PROVENANCE_FILE, file_hash, read_provenance
 from .probes import largest_difference, load_policy, read_probes
@@ -87,9 +88,17 @@ def verify_folder(
     record = read_provenance(folder)
     if not record.files:
         raise ValueError(
-            f"{PROVENANCE_FILE} names no files: the policy was saved, but not published by "
-            "`ospruner publish policy`, so that there is nothing to verify"
+            f"{PROVENANCE_FILE} names no files, so that there is nothing to verify: the policy was "
+            "neither trained by `ospruner train` nor published by `ospruner publish policy`"
         )
+    if not record.code:  # trained, and not published: only its weights are recorded
+        return [
+            Check(
+                f"weights equal the hash in {PROVENANCE_FILE}; not published yet",
+                file_hash(folder / WEIGHTS) == record.files[WEIGHTS],
+                f"{WEIGHTS}, SHA-256 {record.files[WEIGHTS]}",
+            )
+        ]
     pinned, revision = config["base_model_name_or_path"], config["base_revision"]
     return [
         _check_code(folder, record.code.get("version")),

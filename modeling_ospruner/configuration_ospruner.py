@@ -60,6 +60,8 @@ class OSPrunerConfig(PreTrainedConfig):
         text_config: the base's own configuration.
         base_model_name_or_path: the base's repository or folder.
         base_revision: the commit of that repository; None for a folder.
+        base_fingerprint: of the weights there (`base_fingerprint` of the loading file); None where
+            its files were not at hand.
         num_policy_layers: n, the layers that the policy copies from the base's end; with 0 its
             head reads the base's last hidden state.
         tuning: what of the copies trains: whole "layers", their "attention", or the "head" alone;
@@ -81,6 +83,7 @@ class OSPrunerConfig(PreTrainedConfig):
     text_config: dict[str, Any] | PreTrainedConfig | None = None
     base_model_name_or_path: str = ""
     base_revision: str | None = None
+    base_fingerprint: str | None = None
     num_policy_layers: int = 2
     tuning: str = "layers"
     lora_rank: int = 16

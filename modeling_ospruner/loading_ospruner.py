@@ -7,9 +7,11 @@ Also a policy put on a base that somebody else has loaded, which is what
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +32,7 @@ from transformers.utils.hub import cached_file
 from .configuration_ospruner import OSPrunerConfig, saved_by
 from .formats_ospruner import ReasoningFormat, TokenFormat
 from .generation_ospruner import generate_pruned
-from .policy_ospruner import StoppingPolicy, tail_device
+from .policy_ospruner import StoppingPolicy, is_quantised, tail_device
 from .stopping_ospruner import StopPolicyConfig
 
 WEIGHTS = "model.safetensors"
@@ -44,6 +46,7 @@ _VOCABULARIES = (
     "vocab.txt",
     "tekken.json",
 )
+_RECORD = "provenance.json"
 _BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 _POLICY_ONLY = ("revision", "subfolder")
 _AUTO_ONLY = ("adapter_kwargs", "code_revision", "trust_remote_code", "_from_auto", "_commit_hash")
@@ -127,6 +130,7 @@ def load_parts(
         base = load_base(config, policy_arguments, base_arguments)
     else:
         check_base(config, base.config, str(base.name_or_path))
+    check_fingerprint(config, base)
     config._attn_implementation = base.config._attn_implementation
     policy = load_policy(path, config, base, policy_arguments)
     refuse_no_tokenizer(path, policy_arguments)
@@ -209,6 +213,11 @@ def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str
     Raises:
         ValueError: naming each size that differs, on both sides.
     """
+    if isinstance(base_config, OSPrunerConfig):
+        raise ValueError(
+            f"{where!r} is no base but a stopping policy, for the base "
+            f"{base_config.base_model_name_or_path!r}: give that base"
+        )
     if config.text_config is None:
         raise ValueError(
             "the policy's config.json has no text_config, its base's configuration: copy it again"
@@ -226,6 +235,100 @@ def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str
             f"the base {where!r} does not match the policy: it has {'; '.join(differing)}. Load "
             f"the base that the policy was trained for: {config.base_model_name_or_path!r} at "
             f"revision {config.base_revision!r}"
+        )
+
+
+_SAMPLE = 64  # bytes, at each of the places of a tensor that a fingerprint looks at
+
+
+def base_fingerprint(where: str, revision: str | None = None) -> str | None:
+    """Tells a base's weights from others, such as those of a fine-tune, without reading them whole.
+
+    SHA-256 over every stored tensor's name, type, shape and a few bytes at four places of it. What
+    is stored counts: the dtype and device that it is loaded in, and how many files it is spread
+    over, change nothing.
+
+    Args:
+        where: the base's folder or Hub id.
+        revision: of a Hub id.
+
+    Returns:
+        None where no safetensors files of it are on this machine.
+    """
+    here: dict[str, Any] = {"revision": revision, "local_files_only": True}
+    try:
+        try:
+            files = {str(cached_file(where, WEIGHTS, **here))}
+        except OSError:
+            index = cached_file(where, f"{WEIGHTS}.index.json", **here)
+            with open(str(index), encoding="utf-8") as opened:
+                names = set(json.load(opened)["weight_map"].values())
+            files = {str(cached_file(where, name, **here)) for name in names}
+    except (OSError, ValueError):
+        return None
+    digest = hashlib.sha256()
+    for _, said in sorted(sample for file in files for sample in _samples(file)):
+        digest.update(said)
+    return digest.hexdigest()
+
+
+def _samples(file: str) -> Iterator[tuple[str, bytes]]:
+    """Name, and what a fingerprint takes, of each tensor in a safetensors file."""
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(size))
+        header.pop("__metadata__", None)
+        for name, about in header.items():
+            start, end = about["data_offsets"]
+            said = f"{name} {about['dtype']} {about['shape']}".encode()
+            for place in range(4):
+                opened.seek(8 + size + start + max(0, end - start - _SAMPLE) * place // 3)
+                said += opened.read(min(_SAMPLE, end - start))
+            yield name, said
+
+
+def fingerprint_of(base: PreTrainedModel) -> str | None:
+    """`base_fingerprint` of the files that a loaded base came from."""
+    commit = vars(base.config).get("_commit_hash")  # of a base that came from the Hub
+    return base_fingerprint(str(base.name_or_path), commit)
+
+
+def check_fingerprint(config: OSPrunerConfig, base: PreTrainedModel) -> None:
+    """Refuses a base of other weights than those that a policy was trained on.
+
+    Where either is unknown, or the base's files are quantised ones, this says nothing.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if config.base_fingerprint is None or is_quantised(base):
+        return
+    found = fingerprint_of(base)
+    if found not in (None, config.base_fingerprint):
+        raise ValueError(
+            f"the base {str(base.name_or_path)!r} has other weights (fingerprint {found}) than "
+            f"{config.base_model_name_or_path!r} at revision {config.base_revision!r} had when the "
+            f"policy was trained on it (fingerprint {config.base_fingerprint}): load that one"
+        )
+
+
+def check_weights(path: str, policy_arguments: dict[str, Any]) -> None:
+    """Compares a policy's weights with the hash that stands in its record.
+
+    Raises:
+        ValueError: they differ, or there is no such hash.
+        OSError: there is no record.
+    """
+    with open(str(cached_file(path, _RECORD, **policy_arguments)), encoding="utf-8") as opened:
+        stated = json.load(opened).get("files", {}).get(WEIGHTS)
+    with open(str(cached_file(path, WEIGHTS, **policy_arguments)), "rb") as weights:
+        found = hashlib.file_digest(weights, "sha256").hexdigest()
+    if stated is None:
+        raise ValueError(f"{path}/{_RECORD} states no hash of {WEIGHTS}: leave out verify=True")
+    if found != stated:
+        raise ValueError(
+            f"{path}/{WEIGHTS} has the SHA-256 {found}, its record {_RECORD} states {stated}: it "
+            "is damaged or was exchanged; copy it again, or load with force_download=True"
         )
 
 

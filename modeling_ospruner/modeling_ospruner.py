@@ -29,7 +29,14 @@ from .configuration_ospruner import VERSION, OSPrunerConfig
 from .custom_generate_ospruner import CUSTOM_GENERATE
 from .formats_ospruner import ReasoningFormat, ThinkingSpan, TokenFormat, guess
 from .generation_ospruner import LastStop, TrunkDone, generate_pruned, refuse_prompts
-from .loading_ospruner import check_exchange, check_hub_arguments, load_parts, split_arguments
+from .loading_ospruner import (
+    check_exchange,
+    check_hub_arguments,
+    check_weights,
+    fingerprint_of,
+    load_parts,
+    split_arguments,
+)
 from .loading_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
 from .policy_ospruner import (
     DEFAULT_INIT_BIAS,
@@ -423,6 +430,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             text_config=plain_text_config(base.config),
             base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),
             base_revision=base_revision,
+            base_fingerprint=fingerprint_of(base),
             num_policy_layers=num_policy_layers,
             tuning=tuning,
             lora_rank=lora_rank,
@@ -470,6 +478,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
         pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
         config: OSPrunerConfig | None = None,
+        verify: bool = False,
         **kwargs: Any,
     ) -> OSPrunerForCausalLM:
         """Loads a policy, and the base that it pins at the pinned revision.
@@ -480,18 +489,21 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             pretrained_model_name_or_path: the policy's repository or folder.
             args: none; for transformers' signature.
             config: the policy's configuration, where it is loaded already.
+            verify: compare the policy's weights with the hash in its `provenance.json` first.
             kwargs: `revision`, `subfolder` and `code_revision` concern the policy;
                 `base_trust_remote_code` the base (`trust_remote_code` does not); `cache_dir`,
                 `token`, `local_files_only`, `force_download` and `proxies` both; all others (dtype,
                 device_map, quantization_config, attn_implementation...) go to the base.
 
         Raises:
-            ValueError: the base does not fit (both sizes are named, before weights are read), it
-                needs code of its own, or the policy's tensors are not exactly those expected
-                (they are named).
+            ValueError: the base does not fit (both sizes are named, before weights are read) or
+                has other weights, it needs code of its own, or the policy's tensors are not exactly
+                those expected (they are named), or not those of its record.
         """
         path = os.fspath(pretrained_model_name_or_path)
         policy_arguments, base_arguments = split_arguments(kwargs)
+        if verify:
+            check_weights(path, policy_arguments)
         if config is None:
             config = OSPrunerConfig.from_pretrained(path, **policy_arguments)
         parts = load_parts(path, config, None, policy_arguments, base_arguments)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +19,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.durable import DamagedError
 from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.formats_ospruner import ReasoningFormat
+from modeling_ospruner.loading_ospruner import WEIGHTS
 from ospruner.eval.methods import FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay_full
 from ospruner.eval.results import Rule, summarise
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.facts import provenance
+from ospruner.hub_cards.facts import file_hash, provenance
 from ospruner.hub_cards.render import write_policy_card
 
 from .flashthink import Verifier, tokens_read
@@ -65,6 +69,7 @@ class StageResult:
         length_penalty: lambda; 0 for the baselines.
         path: the policy's folder.
         probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
+        probabilities_sha256: of that file; "" in processes that do not write it.
         accuracy: on validation, in mode "sample" for OS-Pruner, at `default_threshold` else.
         tokens: mean thinking tokens there.
         full_accuracy: of the full traces.
@@ -77,6 +82,7 @@ class StageResult:
     length_penalty: float
     path: Path
     probabilities_path: Path
+    probabilities_sha256: str
     accuracy: float
     tokens: float
     full_accuracy: float
@@ -84,8 +90,18 @@ class StageResult:
     warning: str
 
     def validation_probabilities(self) -> npt.NDArray[np.float32]:
-        """Stop probabilities (N, T) on the validation traces."""
-        values: npt.NDArray[np.float32] = np.load(self.probabilities_path, allow_pickle=False)
+        """Stop probabilities (N, T) on the validation traces.
+
+        Raises:
+            DamagedError: the file no longer holds what was written.
+        """
+        content = self.probabilities_path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != self.probabilities_sha256:
+            raise DamagedError(
+                f"{self.probabilities_path} is damaged (its SHA-256 is not that of the run's "
+                "record): `predict` of the policy beside it gives the same again"
+            )
+        values: npt.NDArray[np.float32] = np.load(io.BytesIO(content), allow_pickle=False)
         return values
 
     def to_dict(self) -> dict[str, Any]:
@@ -289,7 +305,7 @@ def save_policy_folder(
         tensors: its policy's state dict, gathered from all processes.
         settings: of the run.
         stage: that ends here.
-        facts: what else the record shall hold, JSON values.
+        facts: what else the record shall hold, JSON values; `data_hash` is that of the labels.
         validation: the validation traces.
         outcome: of the policy on them.
     """
@@ -306,7 +322,9 @@ def save_policy_folder(
         seed=settings.seed,
         base_model=model.config.base_model_name_or_path,
         base_revision=model.config.base_revision,
+        data_hash=facts.get("data_hash"),
         details={**facts, "settings": settings.to_dict()},
+        files={WEIGHTS: file_hash(folder / WEIGHTS)},
     )
     if isinstance(model, Verifier):
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, load_dataset
-from huggingface_hub import hf_hub_download
+import torch
+from datasets import Dataset
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -19,16 +20,25 @@ from transformers import (
 )
 
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.opening import load_tokenizer
+from modeling_ospruner.engines.opening import known_revision, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.loading_ospruner import fingerprint_of
 from ospruner.eval.problems.problem import Problem, user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.hub_cards.facts import PROVENANCE_FILE
 from ospruner.hub_cards.render import is_hub_id
 
 from .flashthink import load_verifier_base, verifier_traces
-from .labels.folder import MANIFEST, read_labels, read_manifest
+from .labels.folder import (
+    MANIFEST,
+    chunks_of,
+    data_hash,
+    read_labels,
+    read_manifest,
+    refuse_other_data,
+)
 from .loop import StageResult, train_together
 from .memory import memory_need
 from .processes import Processes
@@ -37,7 +47,9 @@ from .trunk import LabelledTraces
 
 __all__ = [
     "Labels",
+    "forced_base",
     "held_out_split",
+    "load_labelled_base",
     "load_labels",
     "parse_penalties",
     "settings_for",
@@ -50,10 +62,17 @@ HELD_OUT_PROBLEMS = 500
 
 @dataclass(frozen=True)
 class Labels:
-    """Labelled traces and how they were made."""
+    """Labelled traces and how they were made.
+
+    Attributes:
+        traces: columns `schema.FEATURES`.
+        settings: of their run.
+        data_hash: of their shards.
+    """
 
     traces: Dataset
     settings: LabelSettings
+    data_hash: str
 
 
 def load_labels(source: str | Path) -> Labels:
@@ -63,23 +82,26 @@ def load_labels(source: str | Path) -> Labels:
         source: a folder of `ospruner label`, or a data set's id.
 
     Raises:
-        ValueError: the folder holds no labels, or labels of another version.
+        ValueError: the folder holds no labels, damaged ones, labels of another version, or a
+            record of other data.
         OSError: the Hub has no such data set.
     """
-    if Path(source).is_dir():
-        manifest = read_manifest(source)
-        traces = read_labels(source)
-    else:
-        if Path(source).exists() or not is_hub_id(str(source)):
-            what = "a file" if Path(source).exists() else "nothing"
+    folder = Path(source)
+    if not folder.is_dir():
+        if folder.exists() or not is_hub_id(str(source)):
+            what = "a file" if folder.exists() else "nothing"
             raise ValueError(
                 f"labels is {str(source)!r}, where {what} is: give a folder of `ospruner label`, "
                 "or a data set's id on the Hub"
             )
-        file = hf_hub_download(str(source), MANIFEST, repo_type="dataset")
-        manifest = json.loads(Path(file).read_text("utf-8"))
-        traces = load_dataset(str(source), split="train")
-    return Labels(traces, LabelSettings.from_dict(manifest["settings"]))
+        wanted = [MANIFEST, PROVENANCE_FILE, "data/*.parquet"]
+        found = snapshot_download(str(source), repo_type="dataset", allow_patterns=wanted)
+        folder = Path(found)
+    manifest = read_manifest(folder)
+    if (folder / PROVENANCE_FILE).is_file():
+        refuse_other_data(folder, manifest)
+    settings = LabelSettings.from_dict(manifest["settings"])
+    return Labels(read_labels(folder), settings, data_hash(chunks_of(manifest)))
 
 
 def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) -> list[bool]:
@@ -150,6 +172,7 @@ def train_from_labels(
     held_out: int | None = None,
     split_seed: int = 0,
     limit: int | None = None,
+    force_base: str | None = None,
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
     processes: Processes | None = None,
@@ -167,6 +190,7 @@ def train_from_labels(
         held_out: how many problems; see `held_out_split`.
         split_seed: which problems.
         limit: only the first so many traces.
+        force_base: why another base than the labels' is right; kept in each policy's record.
         progress: as for `train`.
         say: told in a line, before the first step, what the run will hold in memory.
         processes: those that train together; see `open_processes`.
@@ -182,6 +206,8 @@ def train_from_labels(
     training, validating = _split(ours, validation, held_out, split_seed, limit)
     train_set = LabelledTraces.from_dataset(training)
     chosen = settings(train_set.table)
+    facts: dict[str, Any] = {"data_hash": ours.data_hash}
+    label_settings = ours.settings
     targets = chosen.targets() if multi else {"": chosen}
     if chosen.method == "flashthink":
         reads = _tokenizer(base, ours)
@@ -191,7 +217,10 @@ def train_from_labels(
             verifier_traces(rows, reads, tokenizer, limit) for rows in (training, validating)
         )
     else:
-        model, tokenizer = _load_base(base, ours)
+        model, tokenizer = load_labelled_base(base, ours, force_base)
+        if force_base is not None:
+            label_settings = settings_of_base(base, ours, model)
+            facts["forced_base"] = forced_base(force_base, ours.settings)
         validation_set = LabelledTraces.from_dataset(validating)
     say(str(memory_need(model, list(targets.values()), train_set, validation_set)))
     results = train_together(
@@ -200,8 +229,9 @@ def train_from_labels(
         train_set,
         validation_set,
         list(targets.values()),
-        ours.settings,
+        label_settings,
         [Path(out_dir) / name for name in targets],
+        facts=facts,
         progress=progress,
         processes=processes,
     )
@@ -234,12 +264,106 @@ def _split(
     return traces.select(np.flatnonzero(~held)), traces.select(np.flatnonzero(held))
 
 
-def _load_base(base: str | None, labels: Labels) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that made the labels, where it lies now."""
-    tokenizer = _tokenizer(base, labels)
+def load_labelled_base(
+    base: str | None, labels: Labels, force: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that made labels, and its tokenizer.
+
+    Args:
+        base: where it lies now; None for where it lay then.
+        labels: the labels.
+        force: a reason to take another base nonetheless.
+
+    Raises:
+        ValueError: it is a policy, or another base (both are named): it asks in other tokens, its
+            weights have another fingerprint or, where that is unknown, it finds the labels' forced
+            answers more or less likely than their base did.
+    """
     where, revision = _place(base, labels)
-    _refuse_other_base(where, tokenizer, labels)
-    return AutoModelForCausalLM.from_pretrained(where, revision=revision, dtype="auto"), tokenizer
+    known_revision(where, revision)  # refuses a policy
+    tokenizer = _tokenizer(base, labels)
+    if force is None:
+        _refuse_other_base(where, tokenizer, labels)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        where, revision=revision, dtype="auto"
+    )
+    found, theirs = fingerprint_of(model), labels.settings.base_fingerprint
+    if force is not None or found == theirs is not None:
+        return model, tokenizer
+    if found is not None and theirs is not None:
+        raise ValueError(
+            f"{_not_by(where, labels)}: its weights have the fingerprint {found}, theirs had "
+            f"{theirs}. {_INSTEAD}"
+        )
+    pinned = labels.settings.base_revision is not None and where == labels.settings.base_model
+    difference = 0.0 if pinned else _answers_difference(model, tokenizer, labels)
+    if difference > _LIKELIHOOD_TOLERANCE:
+        raise ValueError(
+            f"{_not_by(where, labels)}: it gives their forced answers log-probabilities that differ"
+            f" by {difference:.2g} nats a token (tolerated: {_LIKELIHOOD_TOLERANCE}). {_INSTEAD}"
+        )
+    return model, tokenizer
+
+
+_LIKELIHOOD_TOLERANCE = 0.1
+"""In nats a token; bfloat16 and other kernels move a mean log-probability by a few hundredths."""
+_COMPARED_TRACES = 4
+_INSTEAD = (
+    "Leave out --base, give a local copy of that base, label with this one, or say why it may be "
+    "taken with --force-base REASON"
+)
+
+
+def _not_by(where: str, labels: Labels) -> str:
+    made_by = labels.settings
+    return (
+        f"the labels were made by {made_by.base_model!r} at revision {made_by.base_revision!r}, "
+        f"not by {where!r}, and a policy is trained on the base that wrote its traces"
+    )
+
+
+@torch.no_grad()
+def _answers_difference(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, labels: Labels
+) -> float:
+    """Median difference, in nats a token, from the stored likelihood of forced answers.
+
+    Of all steps of the shortest traces; 0 where the labels store none.
+    """
+    fmt = TokenFormat.compile(
+        ReasoningFormat.from_dict(labels.settings.reasoning_format), tokenizer
+    )
+    suffix = fmt.forced_suffix(labels.settings.answer)
+    shortest = np.argsort([len(ids) for ids in labels.traces["trace_ids"]])[:_COMPARED_TRACES]
+    differences = []
+    for row in labels.traces.select(shortest):
+        steps = zip(row["step_ends"], row["forced_answer_ids"], row["forced_logprob"], strict=True)
+        for end, answer, stored in steps:
+            if not answer or stored is None:
+                continue
+            ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix, *answer]
+            logits = model(torch.tensor([ids], device=model.device)).logits  # (1, S, V)
+            said = logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
+            chosen = said.gather(-1, torch.tensor(answer, device=said.device)[:, None])
+            differences.append(abs(float(chosen.mean()) - stored))
+    return float(np.median(differences)) if differences else 0.0
+
+
+def settings_of_base(base: str | None, labels: Labels, model: PreTrainedModel) -> LabelSettings:
+    """The labels' settings with the base that is taken by force, which the policy then pins."""
+    where, revision = _place(base, labels)
+    return dataclasses.replace(
+        labels.settings,
+        base_model=where,
+        base_revision=known_revision(where, revision),
+        base_fingerprint=fingerprint_of(model),
+    )
+
+
+def forced_base(reason: str, labelled: LabelSettings) -> dict[str, Any]:
+    """What a record says of a base that was taken by force."""
+    names = ("base_model", "base_revision", "base_fingerprint")
+    return {"reason": reason, "labels": {name: vars(labelled)[name] for name in names}}
 
 
 def _tokenizer(base: str | None, labels: Labels) -> PreTrainedTokenizerBase:
@@ -265,11 +389,7 @@ def _refuse_other_base(where: str, tokenizer: PreTrainedTokenizerBase, labels: L
     message = user_message(problem, reasoning_format)
     asked = prompt_token_ids(problem.id, message, tokenizer, fmt)
     if not Path(where).is_dir() or asked != row["prompt_ids"]:
-        raise ValueError(
-            f"the labels were made by {made_by!r} at revision {labels.settings.base_revision!r}, "
-            f"not by {where!r}: a policy is trained on the base that wrote its traces. Leave out "
-            "--base, give a local copy of that base, or label with this one"
-        )
+        raise ValueError(f"{_not_by(where, labels)}. {_INSTEAD}")
 
 
 def _refuse_other_labels(ours: LabelSettings, theirs: LabelSettings) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -215,6 +215,7 @@ def train_together(
     label_settings: LabelSettings,
     out_dirs: Sequence[str | Path],
     *,
+    facts: Mapping[str, Any] | None = None,
     progress: Progress = silent,
     processes: Processes | None = None,
 ) -> list[list[StageResult]]:
@@ -232,6 +233,7 @@ def train_together(
         targets: settings that share batch size, seed, layers and cache limit.
         label_settings: as for `train`.
         out_dirs: a folder for each target.
+        facts: what else each policy's record shall hold, JSON values; see `save_policy_folder`.
         progress: as for `train`; the notes name the target.
         processes: as for `train`.
 
@@ -278,7 +280,7 @@ def train_together(
             together.place_trunk(base, [model.policy for model in models])
             together.wait()  # until the first process has claimed the folders
             runs = [
-                Run(model, traces, mine, validation, settings, folder, progress, together)
+                Run(model, traces, mine, validation, settings, folder, progress, together, facts)
                 for model, mine, settings, folder in zip(
                     models, rows, targets, folders, strict=True
                 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.progress import Progress, silent
@@ -33,7 +33,7 @@ from ospruner.eval.table import TraceTable
 
 from .flashthink import Verifier, tokens_read, verifier_traces
 from .fresh import predict
-from .from_labels import Labels, load_labels
+from .from_labels import Labels, forced_base, load_labelled_base, load_labels
 from .trunk import LabelledTraces
 
 __all__ = ["replay_labels", "replay_verifiers"]
@@ -97,6 +97,7 @@ def replay_labels(
     rules: Sequence[str] = (),
     *,
     base: str | None = None,
+    force_base: str | None = None,
     validation: str | Path | None = None,
     model: str | None = None,
     benchmark: str | None = None,
@@ -111,6 +112,8 @@ def replay_labels(
         policies: see `eval.policies.parse_policies`.
         rules: see `eval.rules.parse_rule`.
         base: the model, where it now lies elsewhere than when it was labelled.
+        force_base: why policies of another base, or another base, may be taken; kept with the
+            results.
         validation: other labels of the same settings, on which the best fixed budget and step are
             chosen; None leaves these two limits out.
         model: what tables call the base; None for the last part of its name.
@@ -137,12 +140,15 @@ def replay_labels(
     for use in uses:
         refuse_other_base(
             use,
-            ours.settings.base_model,
-            ours.settings.base_revision,
+            *(
+                (ours.settings.base_model, ours.settings.base_revision)
+                if force_base is None
+                else (use.config.base_model_name_or_path, use.config.base_revision)
+            ),
             ours.settings.reasoning_format,
             ours.settings.step_stride,
         )
-    probabilities = _probabilities(uses, traces, ours.settings, base, progress)
+    probabilities = _probabilities(uses, traces, ours, base, force_base, progress)
     found = [Rule(FULL, replay_full(table))]
     for use, pi in zip(uses, probabilities, strict=True):
         outcome = replay(table, pi, use.mode, use.threshold)
@@ -170,6 +176,8 @@ def replay_labels(
         "labels": trace_hash(table),
         "label_settings": ours.settings.to_dict(),
     }
+    if force_base is not None:
+        settings["forced_base"] = forced_base(force_base, ours.settings)
     return Evaluation.of_table(
         table,
         settings,
@@ -211,17 +219,15 @@ def _limits(table: TraceTable, ours: Labels, validation: str | Path | None) -> l
 def _probabilities(
     uses: Sequence[PolicyUse],
     traces: Dataset,
-    settings: LabelSettings,
+    ours: Labels,
     base: str | None,
+    force_base: str | None,
     progress: Progress,
 ) -> list[npt.NDArray[np.float32]]:
     """Stop probabilities (N, T) for each use; a policy used at several thresholds runs once."""
     if not uses:
         return []
-    where = base or settings.base_model
-    model = AutoModelForCausalLM.from_pretrained(
-        where, revision=None if base else settings.base_revision, dtype="auto"
-    )
+    model, _ = load_labelled_base(base, ours, force_base)
     labelled = LabelledTraces.from_dataset(traces)
     by_path: dict[str, npt.NDArray[np.float32]] = {}
     paths = list(dict.fromkeys(use.path for use in uses))

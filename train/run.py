@@ -1,8 +1,8 @@
 """One training run: a policy, its optimiser, how far it is through its stages, and its folder.
 
 run.json         what is trained on what; a folder with another is refused
-checkpoint.pt    weights, optimiser and place, replaced atomically
-log.jsonl        one line an epoch
+checkpoint.pt    weights, optimiser and place, replaced atomically, with a checksum of them
+log.jsonl        one line an epoch, each with its checksum
 lam1e-3/ ...     a policy at each stage's end (or probe/, convergence/)
 lam1e-3.validation.npy ...   its stop probabilities on the validation traces
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import shutil
@@ -28,11 +27,21 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from modeling_ospruner.common.durable import lock_folder, replace_file, sync_file, sync_folder
+from modeling_ospruner.common.durable import (
+    DamagedError,
+    checked_line,
+    lock_folder,
+    read_checked,
+    replacing,
+    sync_file,
+    sync_folder,
+    write_checked,
+)
 from modeling_ospruner.common.progress import Progress
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
+from ospruner.hub_cards.facts import file_hash
 
 from .fresh import (
     StageResult,
@@ -53,6 +62,7 @@ __all__ = ["Run", "RunFolder", "TrainingDivergedError", "labels_hash", "new_opti
 
 _RUN = "run.json"
 _CHECKPOINT = "checkpoint.pt"
+_CHECKSUM = "checksum"
 _LOG = "log.jsonl"
 _FAILED_BATCH = "failed_batch.npz"
 
@@ -97,7 +107,7 @@ class RunFolder:
     def _claim(self, identity: dict[str, Any]) -> None:
         file = self.path / _RUN
         if file.is_file():
-            stored = json.loads(file.read_text("utf-8"))
+            stored = read_checked(file, "put it back, or train into another folder")
             differences = [
                 f"{name}: {identity.get(name)!r} here, {stored.get(name)!r} there"
                 for name in sorted({*identity, *stored})
@@ -115,23 +125,25 @@ class RunFolder:
                 f"{self.path} holds another run's files ({', '.join(strangers[:5])}): use an "
                 "empty folder"
             )
-        replace_file(file, (json.dumps(identity, indent=2) + "\n").encode())
+        write_checked(file, identity)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Replaces the checkpoint; remembers how long the log is."""
         if not self.writes:
             return
         log = self.path / _LOG
-        buffer = io.BytesIO()
-        torch.save({**state, "log_bytes": log.stat().st_size if log.exists() else 0}, buffer)
-        replace_file(self.path / _CHECKPOINT, buffer.getvalue())
+        state = {**state, "log_bytes": log.stat().st_size if log.exists() else 0}
+        with replacing(self.path / _CHECKPOINT) as file:
+            torch.save({**state, _CHECKSUM: state_hash(state)}, file)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """The last checkpoint, None where there is none; cuts the log to what it had then."""
+        """The last checkpoint, None where there is none; cuts the log to what it had then.
+
+        Raises:
+            DamagedError: it no longer holds what was written.
+        """
         file, log = self.path / _CHECKPOINT, self.path / _LOG
-        state: dict[str, Any] | None = None
-        if file.is_file():
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        state = read_checkpoint(file) if file.is_file() else None
         if self.writes and log.exists():
             with log.open("r+b") as lines:
                 lines.truncate(state["log_bytes"] if state is not None else 0)
@@ -142,7 +154,7 @@ class RunFolder:
         if not self.writes:
             return
         with (self.path / _LOG).open("ab") as lines:
-            lines.write(json.dumps(entry).encode() + b"\n")
+            lines.write(checked_line(entry))
             sync_file(lines)
 
     def save_policy(self, name: str, save: Callable[[Path], None]) -> Path:
@@ -175,16 +187,15 @@ class RunFolder:
         file = self.path / _FAILED_BATCH
         if not self.writes:
             return file
-        buffer = io.BytesIO()
-        np.savez(
-            buffer,
-            rows=rows,
-            logits=logits.detach().float().cpu().numpy(),
-            lengths=batch.lengths.numpy(),
-            correct=batch.correct.numpy(),
-            mask=batch.mask.numpy(),
-        )
-        replace_file(file, buffer.getvalue())
+        with replacing(file) as opened:
+            np.savez(
+                opened,
+                rows=rows,
+                logits=logits.detach().float().cpu().numpy(),
+                lengths=batch.lengths.numpy(),
+                correct=batch.correct.numpy(),
+                mask=batch.mask.numpy(),
+            )
         return file
 
     def save_array(self, name: str, values: np.ndarray[Any, Any]) -> Path:
@@ -192,10 +203,55 @@ class RunFolder:
         file = self.path / f"{name}.npy"
         if not self.writes:
             return file
-        buffer = io.BytesIO()
-        np.save(buffer, values, allow_pickle=False)
-        replace_file(file, buffer.getvalue())
+        with replacing(file) as opened:
+            np.save(opened, values, allow_pickle=False)
         return file
+
+
+def read_checkpoint(file: Path) -> dict[str, Any]:
+    """What a run has saved, on the CPU.
+
+    Raises:
+        DamagedError: it no longer holds what was written.
+    """
+    way_out = "delete it, and the run begins anew with the same labels and settings"
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        stated = state.pop(_CHECKSUM)
+        whole = stated == state_hash(state)
+    # Whatever a flipped bit makes of a zip of pickles and tensors, it is damage.
+    except Exception as error:
+        raise DamagedError(
+            f"{file} is damaged ({type(error).__name__}: {error}): {way_out}"
+        ) from error
+    if not whole:
+        raise DamagedError(f"{file} is damaged (its checksum does not fit its tensors): {way_out}")
+    return state
+
+
+def state_hash(state: Any) -> str:
+    """SHA-256 of nested dicts, lists and tuples of tensors and plain values; no copy is made."""
+    digest = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            flat = value.detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+        elif isinstance(value, Mapping):
+            digest.update(f"mapping of {len(value)}".encode())
+            for key, one in value.items():
+                take(key)
+                take(one)
+        elif isinstance(value, list | tuple):
+            digest.update(f"{len(value)} values".encode())
+            for one in value:
+                take(one)
+        else:
+            digest.update(f"{type(value).__name__} {value!r}".encode())
+
+    take(state)
+    return digest.hexdigest()
 
 
 def labels_hash(table: TraceTable) -> str:
@@ -275,6 +331,7 @@ class Run:
         folder: RunFolder,
         progress: Progress,
         processes: Processes,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.processes = processes
@@ -285,6 +342,7 @@ class Run:
         self.folder = folder
         self.progress = progress
         self.facts = {"labels": labels_hash(traces.table), "training_traces": len(rows)}
+        self.facts |= facts or {}
         trainable = [p.numel() for p in model.policy.parameters() if p.requires_grad]
         self.trainable_parameters = sum(trainable)
         trained = TrainedPolicy(model.policy, settings, processes)
@@ -488,12 +546,14 @@ class Run:
                 outcome,
             ),
         )
+        saved = self.folder.save_array(f"{stage.name}.validation", probabilities)
         result = StageResult(
             name=stage.name,
             method=self.settings.method,
             length_penalty=stage.length_penalty,
             path=path,
-            probabilities_path=self.folder.save_array(f"{stage.name}.validation", probabilities),
+            probabilities_path=saved,
+            probabilities_sha256=file_hash(saved) if self.folder.writes else "",
             accuracy=outcome.accuracy,
             tokens=outcome.mean_tokens,
             full_accuracy=float(table.full_correct.mean()),

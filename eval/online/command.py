@@ -14,7 +14,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
+from modeling_ospruner.engines.opening import (
+    EngineOptions,
+    known_revision,
+    load_tokenizer,
+    open_engine,
+)
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.policy_ospruner import max_positions
@@ -91,6 +96,7 @@ def run_online(
         loaded.problems,
         request.prompt,
     )
+    known_revision(base, revision)  # refuses a policy
     tokenizer = load_tokenizer(base, revision)
     chosen = guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals)
     fmt = TokenFormat.compile(chosen, tokenizer)

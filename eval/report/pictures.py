@@ -7,13 +7,13 @@ grey print would lose: markers and line styles say everything twice.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from modeling_ospruner.common.durable import read_checked_line
 from modeling_ospruner.common.results_file import Estimate, Result
 from modeling_ospruner.common.text import penalty_name
 
@@ -516,7 +516,11 @@ def _read_log(
     log = folder / "log.jsonl"
     if not log.is_file():
         raise ValueError(f"{folder} has no log.jsonl: give the folder of a training run")
-    entries = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    way_out = "the policies beside it are whole; only the picture of their training is lost"
+    entries = [
+        read_checked_line(line, f"{log}, line {number}", way_out)
+        for number, line in enumerate(log.read_bytes().splitlines(), start=1)
+    ]
     stages = {e["validation"]["name"]: e["validation"] for e in entries if "validation" in e}
     epochs = {e["stage"]: e for e in entries if "epoch" in e and e["stage"] in stages}
     between = [e["dynamics"] for e in entries if "dynamics" in e]

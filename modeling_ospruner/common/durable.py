@@ -1,26 +1,39 @@
-"""Files that survive kills: fsync, atomic replacement, and a lock on a run's folder."""
+"""Files that survive kills and tell of damage: fsync, replacement, checksums, a folder's lock."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 __all__ = [
     "LOCK",
-    "append_durably",
+    "DamagedError",
+    "checked_line",
     "lock_folder",
+    "partial_of",
+    "read_checked",
+    "read_checked_line",
     "replace_file",
+    "replacing",
     "room_needed",
     "sync_file",
     "sync_folder",
+    "write_checked",
 ]
 
 LOCK = ".lock"
+_CHECKSUM = "checksum"
+
+
+class DamagedError(ValueError):
+    """A file no longer holds what was written to it."""
 
 
 def lock_folder(path: Path) -> IO[bytes]:
@@ -60,28 +73,33 @@ def room_needed(path: Path) -> Iterator[None]:
         ) from error
 
 
-def append_durably(path: Path, content: bytes) -> None:
-    """Appends to a file; a failure leaves the file as it was."""
-    with path.open("ab", buffering=0) as file:
-        before = os.fstat(file.fileno()).st_size
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
-        except BaseException:
-            file.truncate(before)
-            raise
+def partial_of(path: Path) -> Path:
+    """Where a file is written before it takes its place."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the path's place, atomically and durably, when all went well.
+
+    Whatever fails leaves the path as it was, and no partial file behind.
+    """
+    partial = partial_of(path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+            sync_file(file)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a whole file atomically and durably."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with replacing(path) as file:
         file.write(content)
-        sync_file(file)
-    partial.replace(path)
-    sync_folder(path.parent)
 
 
 def sync_file(file: IO[bytes]) -> None:
@@ -97,3 +115,58 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_checked(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes JSON values with a checksum of them, as `replace_file` does."""
+    text = json.dumps(_with_checksum(values), indent=2, ensure_ascii=False) + "\n"
+    replace_file(path, text.encode())
+
+
+def read_checked(path: Path, way_out: str) -> dict[str, Any]:
+    """What `write_checked` wrote.
+
+    Args:
+        path: the file.
+        way_out: what to do where it is damaged.
+
+    Raises:
+        DamagedError: the values are not those that were written.
+    """
+    return _checked(path.read_bytes(), str(path), way_out)
+
+
+def checked_line(values: Mapping[str, Any]) -> bytes:
+    """JSON values with a checksum of them, as one line."""
+    return json.dumps(_with_checksum(values), ensure_ascii=False).encode() + b"\n"
+
+
+def read_checked_line(line: bytes, where: str, way_out: str) -> dict[str, Any]:
+    """The values of `checked_line`; raises as `read_checked` does."""
+    return _checked(line, where, way_out)
+
+
+def _with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {**values, _CHECKSUM: _checksum_of(values)}
+
+
+def _checksum_of(values: Mapping[str, Any]) -> str:
+    """Of the values, not of their spelling: reading and writing them keeps it."""
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _checked(content: bytes, where: str, way_out: str) -> dict[str, Any]:
+    try:
+        values = json.loads(content)
+        stated = values.pop(_CHECKSUM)
+        whole: bool = stated == _checksum_of(values)
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{where} is damaged ({error}): {way_out}") from error
+    if not whole:
+        raise DamagedError(
+            f"{where} is damaged, or was edited by hand (its checksum does not fit what it says): "
+            f"{way_out}"
+        )
+    found: dict[str, Any] = values
+    return found

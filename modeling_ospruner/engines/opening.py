@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -101,7 +102,7 @@ def known_revision(base: str, revision: str | None = None) -> str | None:
     """The commit of a base on the Hub; None for a folder.
 
     Raises:
-        ValueError: there is no such base.
+        ValueError: there is no such base, or it is a stopping policy.
     """
     try:
         file = cached_file(base, "config.json", revision=revision)
@@ -110,6 +111,12 @@ def known_revision(base: str, revision: str | None = None) -> str | None:
             f"base is {base!r}, which cannot be loaded ({_first_line(error)}); give the folder or "
             "Hub id of a reasoning model"
         ) from error
+    config: dict[str, Any] = json.loads(Path(str(file)).read_text("utf-8"))
+    if config.get("model_type") == "ospruner":
+        raise ValueError(
+            f"base is {base!r}, which is no base but a stopping policy, for the base "
+            f"{config.get('base_model_name_or_path')!r}: give that base"
+        )
     return extract_commit_hash(file, None)
 
 

@@ -11,14 +11,11 @@ import pytest
 from datasets import Dataset
 
 from ospruner.eval.schema import (
-    ADDED,
     FEATURES,
     LabelSettings,
     TraceTable,
-    completed,
     split_of,
     validate_row,
-    with_added_columns,
 )
 
 
@@ -103,21 +100,6 @@ def test_missing_and_unknown_columns() -> None:
         validate_row({**row, "stopped": 1})
 
 
-def test_rows_and_tables_of_the_first_version_get_nulls() -> None:
-    rows = [make_row("p0", 0, 3), make_row("p1", 0, 1)]
-    old = [{name: row[name] for name in FEATURES if name not in ADDED} for row in rows]
-    table = with_added_columns(Dataset.from_list(old).data.table)
-    assert table.column_names == list(FEATURES)
-    dataset = Dataset(table.cast(FEATURES.arrow_schema))
-    for row, first in zip(dataset, old, strict=True):
-        assert row == completed(first)
-        assert row["forced_logprob"] == [None] * len(row["step_ends"])
-        assert row["natural_answer_ids"] is None
-        validate_row(row)
-    assert TraceTable.from_dataset(Dataset.from_list(old)).ungraded.tolist() == [0, 0]
-    assert completed(rows[0]) == rows[0]
-
-
 def test_trace_table() -> None:
     rows = [make_row("p0", 0, 3), make_row("p1", 0, 1), make_row("p0", 1, 2)]
     rows[0]["forced_correct"] = [None, 0.5, 1.0]
@@ -179,9 +161,7 @@ def test_label_settings_round_trip_and_differences(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"unknown keys \['colour'\]"):
         LabelSettings.from_dict({**settings.to_dict(), "colour": 1})
-    first = {k: v for k, v in settings.to_dict().items() if k != "imported_from"}
-    assert LabelSettings.from_dict(first) == settings
-    del first["seed"]
+    first = {name: value for name, value in settings.to_dict().items() if name != "seed"}
     with pytest.raises(ValueError, match=r"missing keys \['seed'\]"):
         LabelSettings.from_dict(first)
 

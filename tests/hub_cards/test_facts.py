@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from modeling_ospruner.common.durable import write_checked
 from ospruner.hub_cards import facts
 
 
@@ -56,11 +56,16 @@ def test_missing_folder_is_refused(tmp_path: Path) -> None:
 def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no provenance.json"):
         facts.read_provenance(tmp_path)
-    (tmp_path / "provenance.json").write_text(json.dumps({"seed": 1}))
+    write_checked(tmp_path / "provenance.json", {"seed": 1})
     with pytest.raises(ValueError, match="another version"):
         facts.read_provenance(tmp_path)
     (tmp_path / "provenance.json").write_text("[1]")
-    with pytest.raises(ValueError, match="holds a list"):
+    with pytest.raises(ValueError, match=r"provenance\.json is damaged"):
+        facts.read_provenance(tmp_path)
+    facts.provenance(tmp_path, seed=17)
+    text = (tmp_path / "provenance.json").read_text()
+    (tmp_path / "provenance.json").write_text(text.replace("17", "18"))
+    with pytest.raises(ValueError, match=r"provenance\.json is damaged, or was edited by hand"):
         facts.read_provenance(tmp_path)
 
 

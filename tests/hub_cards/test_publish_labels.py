@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from huggingface_hub import DatasetCard, HfApi
 
+from modeling_ospruner.common.durable import read_checked, write_checked
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
 from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.labels import LabelsRelease, send_labels, stage_labels
+from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.writer import Chunk, LabelFolder
 from ospruner.train.toy.shipped import SHIPPED
 
@@ -121,8 +123,9 @@ def test_both_configurations_load_elsewhere(
     for name, file in repo.head.files.items():
         for secret in (b"swordfish", str(labels_dir).encode(), str(SHIPPED).encode()):
             assert secret not in file.content, name
-    manifest = json.loads(repo.head.files["manifest.json"].content)
-    settings = LabelSettings.from_dict(manifest["settings"])
+    loaded_labels = load_labels(staged.path)  # with every hash compared
+    assert [row["problem_id"] for row in loaded_labels.traces] == ["a", "b"]
+    settings = loaded_labels.settings
     assert (settings.base_model, settings.base_revision) == ("org/base", base_repo.head.oid)
 
     result = tmp_path / "result.json"
@@ -171,8 +174,14 @@ def test_what_cannot_be_published_is_refused(api: HfApi, base_repo: Repo, tmp_pa
     write_labels(tmp_path / "run" / "test", ["b"], temperature=0.0)
     with pytest.raises(ValueError, match="test was labelled with other settings than .*train"):
         stage(tmp_path / "run")
-    manifest = json.loads((whole / "manifest.json").read_text())
-    (whole / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
+    for file in ("data/train-00000.parquet", "prefixes/train-00000.parquet", "manifest.json"):
+        kept = (whole / file).read_bytes()
+        (whole / file).write_bytes(kept[:99] + bytes([kept[99] ^ 1]) + kept[100:])
+        with pytest.raises(ValueError, match=rf"{file} is damaged.*labels check"):
+            stage(whole)
+        (whole / file).write_bytes(kept)
+    manifest = read_checked(whole / "manifest.json", "")
+    write_checked(whole / "manifest.json", {**manifest, "finished": False})
     with pytest.raises(ValueError, match="train is not finished: run its labelling again"):
         stage(whole)
     assert not (tmp_path / "out").exists()

@@ -366,5 +366,5 @@ def test_verification_finds_each_change(publisher: Publisher, run_dir: Path) -> 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"base_revision": "main"}))
     assert set(failing()) == {"files", "base"}
-    with pytest.raises(ValueError, match="provenance.json names no files: the policy was saved"):
+    with pytest.raises(ValueError, match="provenance.json names no files, so that"):
         verify_folder(run_dir, publisher.load)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from modeling_ospruner.common.durable import read_checked_line
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import FEATURES, LabelSettings
 from ospruner.train.loop import StageResult, train
@@ -111,4 +111,5 @@ def fit(
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    lines = (out / "log.jsonl").read_bytes().splitlines()
+    return [read_checked_line(line, "log.jsonl", "") for line in lines]

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.durable import write_checked
+from modeling_ospruner.engines.opening import EngineOptions
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.schema import LabelSettings
+from ospruner.hub_cards.facts import read_provenance
 from ospruner.train.from_labels import (
     held_out_split,
+    load_labelled_base,
     load_labels,
     parse_penalties,
     settings_for,
     train_from_labels,
 )
+from ospruner.train.labels.command import ProblemOptions, run_label
+from ospruner.train.labels.folder import read_manifest
+from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import R1_PENALTIES
 from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 from ospruner.train.trunk import LabelledTraces
@@ -79,9 +89,9 @@ def test_lambdas_by_name_by_list_and_wrong(labels: Path) -> None:
 def test_validation_labels_made_otherwise_are_refused(labels: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(labels, other)
-    manifest = json.loads((other / "manifest.json").read_text())
+    manifest = read_manifest(other)
     changed = LabelSettings.from_dict(manifest["settings"] | {"temperature": 1.0, "seed": 8})
-    (other / "manifest.json").write_text(json.dumps(manifest | {"settings": changed.to_dict()}))
+    write_checked(other / "manifest.json", manifest | {"settings": changed.to_dict()})
     with pytest.raises(ValueError, match=r"made otherwise .*temperature: 0.6 here, 1.0 there\)"):
         train_from_labels(labels, tmp_path / "run", settings_for("auto"), validation=other)
     assert not (tmp_path / "run").exists()
@@ -106,6 +116,79 @@ def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> N
     settings = settings_for("1e-3", tuning="head", batch_size=8)
     (stage,) = train_from_labels(labels, tmp_path / "run", settings, base=str(copied))
     assert stage.path.is_dir()
+
+
+@pytest.fixture
+def sibling(tmp_path: Path) -> Path:
+    """A model of the reasoner's kind and tokenizer, with other weights in its last layer."""
+    folder = shutil.copytree(SHIPPED, tmp_path / "sibling")
+    tensors = load_file(folder / "model.safetensors")
+    name = max(name for name in tensors if name.endswith("mlp.down_proj.weight"))
+    tensors[name] = tensors[name].roll(1, dims=0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_sibling_of_the_base_is_refused_and_may_be_forced(
+    labels: Path, sibling: Path, tmp_path: Path
+) -> None:
+    assert load_labels(labels).settings.base_fingerprint is not None
+    settings = settings_for("1e-3", tuning="head", batch_size=8)
+    with pytest.raises(
+        ValueError, match=r"made by .*reasoner.*, not by .*sibling.*fingerprint .*, theirs had"
+    ):
+        train_from_labels(labels, tmp_path / "run", settings, base=str(sibling))
+    assert not (tmp_path / "run").exists()
+    (own,) = train_from_labels(labels, tmp_path / "own", settings)
+    assert read_provenance(own.path).data_hash == load_labels(labels).data_hash
+    with pytest.raises(ValueError, match=r"not by .*sibling"):
+        replay_labels(labels, [str(own.path)], base=str(sibling))
+    changed = AutoModelForCausalLM.from_pretrained(sibling)
+    with pytest.raises(ValueError, match=r"sibling' has other weights .* than .*reasoner"):
+        OSPrunerForCausalLM.from_base(changed, own.path)
+
+    line = ["train", "--labels", str(labels), "--base", str(sibling), "--tuning", "head"]
+    line += ["--batch-size", "8", "--lambdas", "1e-3", "--out", str(tmp_path / "forced")]
+    done = CliRunner().invoke(app, [*line, "--force-base", "tuned on the same data"])
+    assert done.exit_code == 0, done.output
+    record = read_provenance(tmp_path / "forced" / "lam1e-3")
+    assert record.base_model == str(sibling)
+    forced = record.details["forced_base"]
+    assert forced["reason"] == "tuned on the same data"
+    assert forced["labels"]["base_model"] == str(SHIPPED)
+    policy = tmp_path / "forced" / "lam1e-3"
+    assert str(OSPrunerForCausalLM.from_pretrained(policy).base.name_or_path) == str(sibling)
+    evaluation = replay_labels(labels, [str(policy)], base=str(sibling), force_base="the same")
+    assert evaluation.settings["forced_base"]["reason"] == "the same"
+
+
+def test_where_no_fingerprint_is_known_the_forced_answers_tell(
+    labels: Path, sibling: Path, tmp_path: Path
+) -> None:
+    stored = load_labels(labels)
+    unknown = dataclasses.replace(stored.settings, base_fingerprint=None)
+    stored = dataclasses.replace(stored, settings=unknown)
+    with pytest.raises(ValueError, match=r"not by .*sibling.*log-probabilities that differ by"):
+        load_labelled_base(str(sibling), stored)
+    copied = shutil.copytree(SHIPPED, tmp_path / "copy")
+    model, _ = load_labelled_base(str(copied), stored)
+    assert str(model.name_or_path) == str(copied)
+
+
+def test_a_policy_is_no_base(labels: Path, tmp_path: Path) -> None:
+    settings = settings_for("1e-3", tuning="head", batch_size=8)
+    (stage,) = train_from_labels(labels, tmp_path / "run", settings)
+    policy, said = str(stage.path), r"lam1e-3', which is no base but a stopping policy.*reasoner"
+    with pytest.raises(ValueError, match=said):
+        train_from_labels(labels, tmp_path / "again", settings, base=policy)
+    with pytest.raises(ValueError, match=said):
+        replay_labels(labels, [policy], base=policy)
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"id": "a", "problem": "1+1?", "answer": "2"}\n')
+    out = tmp_path / "labels"
+    with pytest.raises(ValueError, match=said):
+        run_label(ProblemOptions(str(problems)), "transformers", EngineOptions(policy), {}, out)
+    assert not out.exists()
 
 
 def test_multi_trains_every_target_on_one_trunk_pass(labels: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,9 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.durable import DamagedError, read_checked
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
+from ospruner.hub_cards.verify import verify_folder
 from ospruner.train.loop import StageResult
+from ospruner.train.run import read_checkpoint, state_hash
 from ospruner.train.trunk import LabelledTraces
 
 from .conftest import SETTINGS, SHORT, MakeLabels, log_of
@@ -172,6 +177,56 @@ def test_states_on_disk_train_the_same_bits_and_are_found_again(
     monkeypatch.setattr(LabelledTraces, "_run_trunk", None)
     (again,) = fit(settings, make_labels(40), tmp_path / "disk")
     assert again == disk
+
+
+def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    (stage,) = fit(SHORT, make_labels(40))
+    folder, draws = tmp_path / "run", random.Random(0)
+    readers: dict[str, Callable[[], object]] = {
+        "run.json": lambda: read_checked(folder / "run.json", ""),
+        "log.jsonl": lambda: log_of(folder),
+        "checkpoint.pt": lambda: state_hash(read_checkpoint(folder / "checkpoint.pt")),
+        stage.probabilities_path.name: lambda: stage.validation_probabilities().tolist(),
+    }
+    for name, read in readers.items():
+        file, right = folder / name, read()
+        whole = file.read_bytes()
+        flips, refused = min(len(whole), 150), 0
+        for place in draws.sample(range(len(whole)), flips):
+            flipped = bytes([whole[place] ^ (1 << draws.randrange(8))])
+            file.write_bytes(whole[:place] + flipped + whole[place + 1 :])
+            try:
+                assert read() == right, (name, place)
+            except DamagedError as error:
+                refused += 1
+                assert name in str(error)  # noqa: PT017
+        file.write_bytes(whole)
+        print(f"{name}: {refused} of {flips} flips refused")
+        assert refused > flips / 3
+    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:-100])
+    with pytest.raises(DamagedError, match=r"checkpoint\.pt is damaged.*: delete it, and the run"):
+        fit(SHORT, make_labels(40))
+    (folder / "checkpoint.pt").unlink()
+    (again,) = fit(SHORT, make_labels(40))
+    assert again.accuracy == stage.accuracy
+
+
+def test_a_policy_s_damaged_weights_are_refused_where_asked(
+    fit: Callable[..., list[StageResult]],
+) -> None:
+    (stage,) = fit(SHORT)
+    (check,) = verify_folder(stage.path)
+    assert check.ok
+    OSPrunerForCausalLM.from_pretrained(stage.path, verify=True)
+    weights = stage.path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    (check,) = verify_folder(stage.path)
+    assert not check.ok
+    with pytest.raises(ValueError, match=r"model\.safetensors has the SHA-256 .*was exchanged"):
+        OSPrunerForCausalLM.from_pretrained(stage.path, verify=True)
 
 
 def test_folder_of_another_run_is_refused(

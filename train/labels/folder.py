@@ -1,9 +1,10 @@
-"""The folder of a label run: journal, Parquet shards and manifest, safe against kills at any time.
+"""The folder of a label run, as it is read: every byte is compared with what was written.
 
-data/train-00000.parquet ...   finished shards; only `regrade` ever writes one again
+data/train-00000.parquet ...   a chunk of traces each; only `regrade` ever writes one again
 prefixes/train-00000.parquet   the same, one row a labelled step; derived
-journal.jsonl                  finished chunks not yet in a shard, one a line, fsynced
-manifest.json                  settings, counts and token costs (derived from the two above)
+manifest.json                  settings, and each chunk's file, SHA-256, dropped traces and costs
+.manifest.json.copy            the same again, read where the manifest is damaged
+damaged/                       shards that no longer held what was written, set aside
 README.md                      tells `datasets.load_dataset(FOLDER)` which files are data
 .lock                          held by the run that writes
 
@@ -13,43 +14,47 @@ a row names its trace, whose first `end` thinking tokens are the prefix.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
-from datasets import Dataset, List
+from datasets import Dataset, Features, List
 
-from modeling_ospruner.common.durable import LOCK, sync_file, sync_folder
+from modeling_ospruner.common.durable import LOCK, DamagedError, partial_of, read_checked
 from ospruner.eval.schema import (
-    ADDED,
     COLUMNS,
     FEATURES,
     PREFIX_COLUMNS,
     PREFIX_FEATURES,
     LabelSettings,
-    with_added_columns,
 )
-from ospruner.hub_cards.facts import PROVENANCE_FILE, read_object
+from ospruner.hub_cards.facts import PROVENANCE_FILE, hash_of, read_provenance
 
 __all__ = [
+    "StoredChunk",
     "TokenCosts",
     "check_folder",
+    "data_hash",
+    "faults_of",
     "folder_card",
     "prefix_rows",
     "read_labels",
     "read_manifest",
-    "write_prefixes",
 ]
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-JOURNAL = "journal.jsonl"
+COPY = f".{MANIFEST}.copy"
 README = "README.md"
-SHARD_KEY = b"ospruner"
-_OWN = frozenset({"data", "prefixes", MANIFEST, JOURNAL, LOCK, README, PROVENANCE_FILE})
+DAMAGED = "damaged"
+_OWN = frozenset({"data", "prefixes", DAMAGED, MANIFEST, COPY, LOCK, README, PROVENANCE_FILE})
+_AGAIN = "run `ospruner label` again with the same arguments, which"
 
 
 @dataclass
@@ -76,52 +81,195 @@ class TokenCosts:
             setattr(self, name, vars(self)[name] + value)
 
 
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk of traces, as the manifest lists it.
+
+    Attributes:
+        file: its shard in the folder; "" where the chunk has no row.
+        sha256: of the shard's bytes.
+        rows: labelled traces in it.
+        dropped: traces that cannot be rows: (problem id, sample index, why).
+        costs: tokens.
+    """
+
+    file: str
+    sha256: str
+    rows: int
+    dropped: list[tuple[str, int, str]] = field(default_factory=list)
+    costs: TokenCosts = field(default_factory=TokenCosts)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StoredChunk:
+        """What `dataclasses.asdict` gave, through JSON."""
+        dropped = [(problem, index, why) for problem, index, why in values["dropped"]]
+        return cls(**{**values, "dropped": dropped, "costs": TokenCosts(**values["costs"])})
+
+
+def chunks_of(manifest: Mapping[str, Any]) -> list[StoredChunk]:
+    """The chunks that a manifest lists, in order."""
+    return [StoredChunk.from_dict(values) for values in manifest["chunks"]]
+
+
+def data_hash(chunks: Iterable[StoredChunk]) -> str:
+    """What `hub_cards.facts.hash_files` gives for the chunks' shards, from the manifest alone."""
+    return hash_of(chunk.sha256 for chunk in chunks if chunk.file)
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as a Parquet file whose pages carry checksums."""
+    buffer = BytesIO()
+    pq.write_table(table, buffer, write_page_checksum=True)
+    return buffer.getvalue()
+
+
 def read_labels(path: str | Path) -> Dataset:
     """The labelled traces of a folder, all shards, in memory.
 
-    Columns that an earlier version did not write yet are null.
+    Raises:
+        ValueError: the folder holds no labels, or a shard is damaged or missing.
+    """
+    path = Path(path)
+    chunks = [chunk for chunk in chunks_of(read_manifest(path)) if chunk.file]
+    if not chunks:
+        raise ValueError(f"{path} holds no labelled traces: its {MANIFEST} lists no shard")
+    return Dataset(pa.concat_tables([read_shard(path, chunk).data.table for chunk in chunks]))
+
+
+def read_shard(path: Path, chunk: StoredChunk, columns: list[str] | None = None) -> Dataset:
+    """The labelled traces of one shard.
 
     Raises:
-        ValueError: the folder holds no labels, or its columns are not those of FEATURES.
+        ValueError: it is damaged or missing, or its columns are not those of FEATURES.
     """
-    shards = data_shards(Path(path))
-    if not shards:
-        raise ValueError(f"{path} holds no labelled traces: no data/*.parquet in it")
-    return Dataset(pa.concat_tables([read_shard(shard).data.table for shard in shards]))
-
-
-def read_shard(shard: Path) -> Dataset:
-    """The labelled traces of one shard, in the columns of today.
-
-    Raises:
-        ValueError: its columns are not those of FEATURES.
-    """
-    table = pq.read_table(shard)
-    needed, found = set(FEATURES) - set(ADDED), set(table.column_names)
-    if not needed <= found <= set(FEATURES):
-        raise ValueError(
-            f"{shard} has the columns {sorted(found)}, labelled traces have {sorted(FEATURES)}: "
-            "were they made by another version of ospruner?"
+    content = content_of(path / chunk.file, chunk.sha256)
+    if content is None:
+        raise DamagedError(
+            f"{_fault_of(path / chunk.file)}: {_AGAIN} labels its {chunk.rows} traces anew and "
+            f"keeps the others; `ospruner labels check {path}` looks at every file"
         )
-    return Dataset(with_added_columns(table).cast(FEATURES.arrow_schema))
+    table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
+    if set(table.column_names) != set(FEATURES):
+        raise ValueError(
+            f"{path / chunk.file} has the columns {sorted(table.column_names)}, labelled traces "
+            f"have {sorted(FEATURES)}: were they made by another version of ospruner?"
+        )
+    names = columns or list(FEATURES)
+    kinds = Features({name: FEATURES[name] for name in names})
+    return Dataset(table.select(names).cast(kinds.arrow_schema))
+
+
+def content_of(file: Path, sha256: str) -> bytes | None:
+    """A file's bytes, if they are those that the manifest means; else None.
+
+    A kill, or a run that is writing, may leave them in the partial file, about to take its place.
+    """
+    for place in (partial_of(file), file):
+        try:
+            content = place.read_bytes()
+        except FileNotFoundError:
+            continue
+        if hashlib.sha256(content).hexdigest() == sha256:
+            return content
+    return None
+
+
+def _fault_of(file: Path) -> str:
+    """What is wrong with a shard that is not what was written."""
+    if not file.is_file():
+        return f"{file} is missing"
+    try:
+        shard = pq.ParquetFile(file, page_checksum_verification=True)
+        for group in range(shard.num_row_groups):
+            try:
+                shard.read_row_group(group)
+            except Exception as error:  # noqa: BLE001 - as below
+                return f"{file} is damaged in row group {group} ({error})"
+    except Exception as error:  # noqa: BLE001 - damage may raise whatever a parser can
+        return f"{file} is damaged in its footer ({error})"
+    return f"{file} is damaged outside its pages (its SHA-256 is not that in {MANIFEST})"
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The manifest of a label folder.
+    """The manifest of a label folder; its copy where it is damaged.
 
     Raises:
-        ValueError: there is none, or one of another version.
+        ValueError: there is none, both are damaged, or it is of another version.
     """
-    file = Path(path) / MANIFEST
+    file, copy = Path(path) / MANIFEST, Path(path) / COPY
     if not file.is_file():
         raise ValueError(f"{path} has no {MANIFEST}: it is no label folder")
-    manifest = read_object(file)
+    way_out = (
+        f"put an earlier copy of {MANIFEST} in its place, or label into another folder (without "
+        "it, nothing tells how the traces were made)"
+    )
+    try:
+        manifest = read_checked(file, way_out)
+    except DamagedError:
+        if not copy.is_file():
+            raise
+        manifest = read_checked(copy, way_out)
     if manifest.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{file} has format_version {manifest.get('format_version')!r}; this version of "
-            f"ospruner reads {FORMAT_VERSION}"
+            f"ospruner reads {FORMAT_VERSION}: label again, into another folder"
         )
     return manifest
+
+
+def faults_of(path: str | Path) -> list[str]:
+    """Everything in a label folder that is not as it was written, with what to do about it.
+
+    Raises:
+        ValueError: it is no label folder, or its manifest and the copy of it are both damaged.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    faults = []
+    for name in (MANIFEST, COPY):
+        try:
+            if read_checked(path / name, "") != manifest:
+                faults.append(f"{path / name} is of another moment: {_AGAIN} writes it anew")
+        except (DamagedError, FileNotFoundError):
+            faults.append(f"{path / name} is damaged or missing: {_AGAIN} restores it")
+    chunks = [chunk for chunk in chunks_of(manifest) if chunk.file]
+    for chunk in chunks:
+        if content_of(path / chunk.file, chunk.sha256) is None:
+            fault = _fault_of(path / chunk.file)
+            faults.append(f"{fault}: {_AGAIN} labels its {chunk.rows} traces anew")
+    for name, view in manifest["prefixes"].items():
+        if content_of(path / name, view["sha256"]) is None:
+            faults.append(f"{_fault_of(path / name)}: {_AGAIN} derives it from the traces")
+    faults += [f"{file} {_STRANGER}" for file in strangers_of(path, chunks)]
+    if (path / PROVENANCE_FILE).is_file():
+        try:
+            refuse_other_data(path, manifest)
+        except ValueError as error:
+            faults.append(str(error))
+    return faults
+
+
+_STRANGER = (
+    f"is not in {MANIFEST}: it is not of this run, and `load_dataset` would read it; move it "
+    "out of the folder"
+)
+
+
+def strangers_of(path: Path, chunks: Iterable[StoredChunk]) -> list[Path]:
+    """Shards in a folder that its manifest does not list."""
+    listed = {path / chunk.file for chunk in chunks if chunk.file}
+    return [file for file in sorted((path / "data").glob("*.parquet")) if file not in listed]
+
+
+def refuse_other_data(path: str | Path, manifest: Mapping[str, Any]) -> None:
+    """Raises a ValueError where a label folder's `provenance.json` is of other data."""
+    stated = read_provenance(path).data_hash
+    if stated is not None and stated != (found := data_hash(chunks_of(manifest))):
+        raise ValueError(
+            f"{Path(path) / PROVENANCE_FILE} has data_hash {stated}, but the traces beside it "
+            f"have {found}: they are not those that it tells of. Put the two that belong together "
+            f"in one folder, or {_AGAIN} records these"
+        )
 
 
 def counts_of(dataset: Dataset) -> dict[str, int]:
@@ -136,32 +284,32 @@ def counts_of(dataset: Dataset) -> dict[str, int]:
     }
 
 
-def data_shards(path: Path) -> list[Path]:
-    return sorted((path / "data").glob("train-*.parquet"))
-
-
 def check_folder(path: str | Path, settings: LabelSettings) -> None:
     """Checks that a run with these settings may write into a folder; changes nothing.
 
     Raises:
-        ValueError: it is no folder, or holds something else, or labels made with other settings.
+        ValueError: it is no folder, or holds something else, or labels made with other settings,
+            or a shard that is in no chunk.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; labels go into a folder")
     found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     if MANIFEST in found:
-        stored = LabelSettings.from_dict(read_manifest(path)["settings"])
+        manifest = read_manifest(path)
+        stored = LabelSettings.from_dict(manifest["settings"])
         if differences := settings.differences(stored):
             raise ValueError(
                 f"{path} holds labels made with other settings ({'; '.join(differences)}):"
                 " use the same settings to continue them, or another folder"
             )
+        if strangers := strangers_of(path, chunks_of(manifest)):
+            raise ValueError(f"{strangers[0]} {_STRANGER}")
         return
-    # A kill while the first files were written may have left a hidden partial one.
-    partial = {f".{name}.partial" for name in (MANIFEST, README)}
-    strangers = [name for name in found if name not in _OWN | partial]
-    if strangers or data_shards(path):
+    # A kill while the first files were written may have left the copy, or a hidden partial file.
+    partial = {partial_of(path / name).name for name in (MANIFEST, COPY, README)}
+    others = [name for name in found if name not in _OWN | partial]
+    if others or strangers_of(path, ()):
         raise ValueError(
             f"{path} holds another run's files ({', '.join(found[:5])}): use an empty folder"
         )
@@ -240,23 +388,3 @@ def prefix_rows(traces: Dataset, first: int = 0) -> Dataset:
                 }
             )
     return Dataset.from_list(rows, features=PREFIX_FEATURES)
-
-
-def write_prefixes(folder: Path) -> None:
-    """Writes the view of every shard of a label folder that has none yet."""
-    (folder / "prefixes").mkdir(exist_ok=True)
-    first = 0
-    for shard in data_shards(folder):
-        path = folder / "prefixes" / shard.name
-        if path.exists():
-            first += pq.read_metadata(shard).num_rows
-            continue
-        traces = read_shard(shard)
-        table: pa.Table = prefix_rows(traces, first).data.table
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            pq.write_table(table, file)
-            sync_file(file)
-        partial.replace(path)
-        first += len(traces)
-    sync_folder(folder / "prefixes")

@@ -18,12 +18,13 @@ from modeling_ospruner.engines.opening import load_tokenizer
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.hub_cards.labels import PICTURE
 
-from .folder import MANIFEST, read_labels, read_manifest
+from .folder import MANIFEST, faults_of, read_labels, read_manifest
 from .regrading import Regraded
 
 __all__ = [
     "FRACTIONS",
     "draw_stats",
+    "print_check",
     "print_regrade",
     "print_run",
     "print_stats",
@@ -164,6 +165,23 @@ def print_stopped(path: Path, console: Console) -> None:
     """Says what an interrupted run has left."""
     traces = read_manifest(path)["traces"] if (path / MANIFEST).is_file() else 0
     console.print(f"Stopped: {traces} labelled traces in {path}; the same command goes on.")
+
+
+def print_check(path: Path, console: Console) -> bool:
+    """Prints what of a label folder is not as it was written; whether all is.
+
+    Raises:
+        ValueError: it is no label folder, or none of its manifests can be read.
+    """
+    faults = faults_of(path)
+    for fault in faults:
+        console.print(fault, highlight=False)
+    if not faults:
+        manifest = read_manifest(path)
+        console.print(
+            f"All as written: {manifest['traces']} traces in {len(manifest['chunks'])} chunks."
+        )
+    return not faults
 
 
 def print_regrade(result: Regraded, console: Console, json_file: Path | None) -> None:

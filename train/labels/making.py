@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.common.durable import room_needed
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.asking import EnginesDownError
 from modeling_ospruner.engines.interface import Engine, Sampled
 from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.loading_ospruner import base_fingerprint
 from ospruner.eval.problems.problem import Problem, user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
-from ospruner.hub_cards.facts import provenance
+from ospruner.hub_cards.facts import PROVENANCE_FILE, provenance, read_provenance
 
-from .folder import TokenCosts
+from .folder import TokenCosts, data_hash
 from .rows import TraceKey, label_traces, sample_traces, wanted_traces
 from .writer import Chunk, LabelFolder
 
@@ -40,7 +40,6 @@ def label(
     out_dir: str | Path,
     *,
     chunk_traces: int = 512,
-    shard_traces: int = 2048,
     traces: Sequence[TraceKey] | None = None,
     source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
@@ -50,18 +49,19 @@ def label(
     A run that was killed continues: finished chunks are kept, and as a trace depends only on the
     seed, the problem and its sample index, the result is that of an undisturbed run, with any
     `chunk_traces`; where the engine cannot promise that (`Engine.batch_effects`), the manifest says
-    why. More problems may be added later. An interrupt (Ctrl-C) leaves what was committed in
-    shards.
+    why. More problems may be added later. Damaged shards are set aside and their traces
+    labelled again.
 
     Args:
         problems: what to reason about; ids are unique.
         engine: runs the base.
         tokenizer: the base's.
         fmt: the base's reasoning format.
-        settings: of the run; an empty `reasoning_format` is filled in.
+        settings: of the run; an empty `reasoning_format` and an unknown `base_fingerprint` are
+            filled in.
         out_dir: an empty folder, or one of an earlier run with the same settings.
-        chunk_traces: traces sampled, forked and committed together. A kill loses at most these.
-        shard_traces: traces in a Parquet file, at least.
+        chunk_traces: traces sampled, forked and committed together, as one Parquet file. A kill
+            loses at most these.
         traces: which traces of the problems; by default `samples_per_problem` of each.
         source: where the problems come from, JSON values; kept in the manifest.
         progress: called with phases "sample", "fork" and "grade": in traces, and the last in
@@ -73,22 +73,24 @@ def label(
     Raises:
         ValueError: bad problems, a folder that holds something else or other settings, settings
             whose reasoning format is not `fmt`, or a full disk.
-        EnginesDownError: no server is left; what was committed stands in shards.
+        EnginesDownError: no server is left; what was committed is kept.
     """
-    if chunk_traces < 1 or shard_traces < 1:
-        raise ValueError(
-            f"chunk_traces is {chunk_traces} and shard_traces {shard_traces}; both must be >= 1"
-        )
+    if chunk_traces < 1:
+        raise ValueError(f"chunk_traces is {chunk_traces}; it must be 1 or more")
     settings = _with_format(settings, fmt)
+    source = dict(source or {})
+    if settings.base_fingerprint is None:
+        where, revision = settings.base_model, settings.base_revision
+        found = base_fingerprint(where, revision)
+        settings = dataclasses.replace(settings, base_fingerprint=found)
+        if found is None:
+            why = f"no safetensors files of {where!r} at revision {revision!r} on this machine"
+            source["base_fingerprint"] = f"unknown: {why}"
     if traces is None:
         traces = wanted_traces(problems, settings.samples_per_problem)
-
-    def opened() -> LabelFolder:
-        return LabelFolder(out_dir, settings, shard_traces, source)
-
     with room_needed(Path(out_dir)):
         try:
-            with opened() as folder:
+            with LabelFolder(out_dir, settings, source) as folder:
                 _check_problems(folder, problems)
                 folder.note_effects([engine.batch_effects] if engine.batch_effects else [])
                 todo = [k for k in traces if (k.problem.id, k.sample_index) not in folder.done]
@@ -97,21 +99,24 @@ def label(
                     keys = todo[start : start + chunk_traces]
                     counter = _Counter(progress, done + start, len(traces))
                     folder.commit(_label_chunk(keys, engine, tokenizer, fmt, settings, counter))
-                return _finished(folder, settings, new=bool(todo))
-        except (KeyboardInterrupt, EnginesDownError):
-            with opened() as folder:  # as the disk has it: memory may be half a step further
-                folder.compact()
-            raise
+                return _finished(folder, settings)
+        except KeyboardInterrupt:
+            # It may have come in the middle of a commit: opening completes that, or takes it back.
+            with LabelFolder(out_dir, settings, source):
+                raise
 
 
-def _finished(folder: LabelFolder, settings: LabelSettings, new: bool) -> Dataset:
+def _finished(folder: LabelFolder, settings: LabelSettings) -> Dataset:
     dataset = folder.finish()
-    if new:
+    found = data_hash(folder.chunks)
+    recorded = (folder.path / PROVENANCE_FILE).is_file()
+    if not recorded or read_provenance(folder.path).data_hash != found:
         provenance(
             folder.path,
             seed=settings.seed,
             base_model=settings.base_model,
             base_revision=settings.base_revision,
+            data_hash=found,
             details={"settings": settings.to_dict()},
         )
     return dataset

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
-from datasets import Dataset
-
-from modeling_ospruner.common.durable import sync_file, sync_folder
 from modeling_ospruner.common.progress import Progress, silent
-from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.eval.schema import LabelSettings
+from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance, write_provenance
 
-from .folder import data_shards, read_manifest, read_shard
+from .folder import data_hash, read_labels, read_manifest, read_shard
 from .rows import grade_rows
 from .writer import LabelFolder
 
@@ -50,14 +47,13 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     path = Path(path)
     settings = LabelSettings.from_dict(read_manifest(path)["settings"])
     result = Regraded()
+    read_labels(path)  # a damaged shard is refused: opening to write would set it aside
     with LabelFolder(path, settings) as folder:
-        folder.compact()
-        for view in (path / "prefixes").glob("*.parquet"):
-            view.unlink()
         done = 0
-        for shard in data_shards(path):
-            traces = read_shard(shard)
-            rows = traces.to_list()
+        for number, chunk in enumerate(folder.chunks):
+            if not chunk.file:
+                continue
+            rows = read_shard(path, chunk).to_list()
             before = [list(row["forced_correct"]) for row in rows]
             grade_rows(rows)
             for row, old in zip(rows, before, strict=True):
@@ -66,25 +62,11 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
                     if was != now:
                         result.changed[str(was), str(now)] += 1
                 result.ungraded.update(why for why in row["ungraded_reasons"] if why)
-            _replace(shard, rows)
+            folder.rewrite(number, rows)
             done += len(rows)
             progress("grade", done, folder.traces)
         folder.finish()
+        if (path / PROVENANCE_FILE).is_file():
+            regraded = replace(read_provenance(path), data_hash=data_hash(folder.chunks))
+            write_provenance(path, regraded)
     return result
-
-
-def _replace(shard: Path, rows: list[dict[str, object]]) -> None:
-    """Writes a shard's rows anew, its note on chunks and costs kept."""
-    table = Dataset.from_list(rows, features=FEATURES).data.table
-    metadata = {**(table.schema.metadata or {})}
-    metadata |= {
-        key: value
-        for key, value in (pq.read_schema(shard).metadata or {}).items()
-        if key not in metadata and key != b"ARROW:schema"
-    }
-    partial = shard.with_suffix(".partial")
-    with partial.open("wb") as file:
-        pq.write_table(table.replace_schema_metadata(metadata), file)
-        sync_file(file)
-    partial.replace(shard)
-    sync_folder(shard.parent)

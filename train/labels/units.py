@@ -12,9 +12,10 @@ dropped with that reason.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,11 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.common.durable import replace_file, sync_folder
+from modeling_ospruner.common.durable import DamagedError, read_checked, write_checked
 from modeling_ospruner.engines.interface import Engine
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.eval.schema import LabelSettings
 
-from .folder import data_shards
 from .making import label
 from .rows import TraceKey
 from .writer import Chunk, LabelFolder
@@ -84,11 +84,11 @@ def open_units(
         done = folder.done
     layout = out_dir / PARTS / "layout.json"
     if layout.exists():
-        units = json.loads(layout.read_text("utf-8"))["units"]
+        units = read_checked(layout, f"remove it if no unit stands in {layout.parent}")["units"]
     else:
         units = min(MAX_UNITS, max(1, len(traces) // unit_traces))
         layout.parent.mkdir(exist_ok=True)
-        replace_file(layout, json.dumps({"units": units}).encode())
+        write_checked(layout, {"units": units})
     todo: dict[int, list[TraceKey]] = {}
     for key in traces:
         if (key.problem.id, key.sample_index) not in done:
@@ -132,8 +132,7 @@ def _done_together(
         _label(diary.folder, keys, todo, worker)
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - one by one shows whose it is
-        diary.note(error)
+    except Exception:  # noqa: BLE001 - one by one shows whose it is
         return False
     return True
 
@@ -144,7 +143,7 @@ def _do_alone(diary: _Diary, keys: Sequence[TraceKey], worker: Worker) -> None:
     todo = diary.unfinished(keys, worker)
     for key in todo:
         name = (key.problem.id, key.sample_index)
-        if diary.tried(key) >= _ALONE:
+        if diary.alone[key.name] >= _ALONE:
             failed.append((*name, f"the worker ended {_ALONE} times while doing it alone"))
             continue
         diary.begin_alone(key)
@@ -171,7 +170,7 @@ def merge_units(
     finished: bool,
     source: Mapping[str, Any] | None = None,
 ) -> Dataset | None:
-    """Moves what the units hold into the run's own folder, in the units' order.
+    """Takes what the units hold into the run's own folder, in the units' order.
 
     Args:
         out_dir: the label folder of the whole run.
@@ -182,26 +181,12 @@ def merge_units(
     Returns:
         The labelled traces; None where not all units are done.
     """
-    units = sorted(path for path in (out_dir / PARTS).glob("unit-*") if path.is_dir())
-    data = out_dir / "data"
-    numbers = [int(shard.stem.rpartition("-")[2]) for shard in data_shards(out_dir)]
-    number = max(numbers, default=-1)
-    for unit in units:
-        with LabelFolder(unit, settings) as folder:
-            folder.compact()
-        for shard in data_shards(unit):
-            number += 1
-            shard.replace(data / f"train-{number:05d}.parquet")
-        sync_folder(data)
-    with LabelFolder(out_dir, settings, source=source) as folder:
-        for unit in units:  # what is left there are drops without a row beside them
-            with LabelFolder(unit, settings) as rest:
-                folder.note_effects(rest.batch_effects)
-                drops = [drop for drop in rest.dropped if drop[:2] not in folder.done]
-                if drops:
-                    folder.commit(Chunk([], drops, rest.costs))
+    with LabelFolder(out_dir, settings, source) as folder:
+        for unit in sorted(path for path in (out_dir / PARTS).glob("unit-*") if path.is_dir()):
+            with LabelFolder(unit, settings) as part:
+                folder.adopt(part)
+            shutil.rmtree(unit)
         if not finished:
-            folder.compact()
             return None
         dataset = folder.finish()
     shutil.rmtree(out_dir / PARTS)
@@ -224,47 +209,41 @@ def _label(
 
 
 class _Diary:
-    """What a unit's workers began: on disk before they begin it, since they may end in it."""
+    """What a unit's workers began: on disk before they begin it, since they may end in it.
+
+    Attributes:
+        folder: the unit's label folder.
+        begun: how often the unit was begun by a worker that has not ended it.
+        alone: the same of each trace that was begun alone.
+    """
 
     def __init__(self, out_dir: Path, unit: int) -> None:
         self.folder = out_dir / PARTS / f"unit-{unit:04d}"
         self._file = self.folder.with_suffix(".json")
-        self._entries: dict[str, Any] = {"begun": 0, "alone": {}, "errors": []}
-        if self._file.exists():
-            self._entries = json.loads(self._file.read_text("utf-8"))
-
-    @property
-    def begun(self) -> int:
-        """How often the unit was begun."""
-        return int(self._entries["begun"])
+        noted: dict[str, Any] = {"begun": 0, "alone": {}}
+        with suppress(FileNotFoundError, DamagedError):  # at worst a worker ends in it once more
+            noted = read_checked(self._file, "")
+        self.begun: int = noted["begun"]
+        self.alone: Counter[str] = Counter(noted["alone"])
 
     def begin(self) -> None:
         """Notes that the unit is begun."""
-        self._entries["begun"] += 1
-        self._write()
-
-    def tried(self, key: TraceKey) -> int:
-        """How often a trace was begun alone."""
-        return int(self._entries["alone"].get(key.name, 0))
-
-    def begin_alone(self, key: TraceKey) -> None:
-        """Notes that a trace is begun alone."""
-        self._entries["alone"][key.name] = self.tried(key) + 1
+        self.begun += 1
         self._write()
 
     def end(self) -> None:
         """Notes that the worker lives on."""
-        self._entries["begun"] = 0
+        self.begun = 0
+        self._write()
+
+    def begin_alone(self, key: TraceKey) -> None:
+        """Notes that a trace is begun alone."""
+        self.alone[key.name] += 1
         self._write()
 
     def end_alone(self, key: TraceKey) -> None:
         """Notes that the worker lives on after this trace."""
-        del self._entries["alone"][key.name]
-        self._write()
-
-    def note(self, error: Exception) -> None:
-        """Notes an error, for whoever looks for its cause."""
-        self._entries["errors"].append(f"{type(error).__name__}: {error}")
+        del self.alone[key.name]
         self._write()
 
     def unfinished(self, keys: Sequence[TraceKey], worker: Worker) -> list[TraceKey]:
@@ -273,4 +252,4 @@ class _Diary:
             return [key for key in keys if (key.problem.id, key.sample_index) not in folder.done]
 
     def _write(self) -> None:
-        replace_file(self._file, json.dumps(self._entries).encode())
+        write_checked(self._file, {"begun": self.begun, "alone": self.alone})

@@ -1,45 +1,50 @@
-"""Writing a label folder: journal, Parquet shards and manifest, safe against kills at any time.
+"""Writing a label folder, safe against kills at any time: one Parquet file a chunk, and a manifest.
 
-A chunk is committed by its line in the journal. A shard appears under its name by an atomic rename
-and lists the chunks it took, so that a kill between that rename and the emptying of the journal
-repeats nothing.
+A chunk's partial file is made durable, then the manifest that lists it, then it takes its name. A
+kill leaves a partial file that no manifest lists, which is removed, or one that is listed, which
+takes its name when the run goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from modeling_ospruner.common.durable import (
-    append_durably,
     lock_folder,
+    partial_of,
     replace_file,
+    replacing,
     sync_file,
     sync_folder,
+    write_checked,
 )
-from ospruner.eval.schema import FEATURES, LabelSettings, completed
+from ospruner.eval.schema import FEATURES, LabelSettings
 
 from .folder import (
+    COPY,
+    DAMAGED,
     FORMAT_VERSION,
-    JOURNAL,
     MANIFEST,
     README,
-    SHARD_KEY,
+    StoredChunk,
     TokenCosts,
     check_folder,
+    chunks_of,
+    content_of,
     counts_of,
-    data_shards,
     folder_card,
+    parquet_bytes,
+    prefix_rows,
     read_labels,
     read_manifest,
-    write_prefixes,
+    read_shard,
 )
 
 __all__ = ["Chunk", "LabelFolder"]
@@ -63,10 +68,12 @@ class Chunk:
 class LabelFolder:
     """The folder, opened for writing by one run; a context manager.
 
+    What a kill left half done is completed. A damaged shard is set aside, with a warning, and its
+    traces are no longer among `done`.
+
     Args:
         path: the folder; made where it does not exist.
         settings: of the run; a folder made with others is refused.
-        shard_traces: a shard is written as soon as the journal holds so many traces.
         source: where the problems come from; kept in the manifest.
 
     Raises:
@@ -78,26 +85,21 @@ class LabelFolder:
         self,
         path: str | Path,
         settings: LabelSettings,
-        shard_traces: int = 2048,
         source: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(path)
         self.settings = settings
         self.source = dict(source or {})
         self.batch_effects: list[str] = []  # why the same seed may give other labels
-        self.shard_traces = shard_traces
+        self.chunks: list[StoredChunk] = []
         self.problems: dict[str, tuple[str, str]] = {}
         self.done: set[tuple[str, int]] = set()
-        self.dropped: list[tuple[str, int, str]] = []
-        self.costs = TokenCosts()
-        self.traces = 0
-        self._pending: list[dict[str, Any]] = []  # the journal's lines
-        self._compacted: set[str] = set()
+        self._views: dict[str, dict[str, Any]] = {}  # of `prefixes/`, as the manifest has them
         check_folder(self.path, settings)
         (self.path / "data").mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.path)
         try:
-            self._read()
+            self._open()
         except BaseException:
             self._lock.close()
             raise
@@ -108,153 +110,189 @@ class LabelFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
+    @property
+    def traces(self) -> int:
+        """Labelled traces that the folder holds."""
+        return sum(chunk.rows for chunk in self.chunks)
+
     def commit(self, chunk: Chunk) -> None:
         """Makes a chunk durable: when this returns, no kill loses it."""
-        record = {
-            "chunk": _name(chunk),
-            "rows": chunk.rows,
-            "dropped": chunk.dropped,
-            "costs": asdict(chunk.costs),
-        }
-        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-        append_durably(self.path / JOURNAL, line)
-        self._take(record)
-        if sum(len(line["rows"]) for line in self._pending) >= self.shard_traces:
-            self.compact()
+        content = b""
+        if chunk.rows:
+            content = parquet_bytes(Dataset.from_list(chunk.rows, features=FEATURES).data.table)
+        self._store(content, StoredChunk("", "", len(chunk.rows), chunk.dropped, chunk.costs))
 
     def note_effects(self, reasons: Sequence[str]) -> None:
         """Notes why the same seed may give other labels; what is known of earlier runs stays."""
         self.batch_effects += [why for why in reasons if why not in self.batch_effects]
 
-    def compact(self) -> None:
-        """Moves the journal's chunks into a new shard."""
-        if any(line["rows"] for line in self._pending):
-            self._write_shard()
-            replace_file(self.path / JOURNAL, b"")
-            self._compacted.update(line["chunk"] for line in self._pending)
-            self._pending = []
-        self._write_manifest(finished=False)
+    def adopt(self, other: LabelFolder) -> None:
+        """Takes what another folder holds of traces that this one lacks."""
+        self._take_fingerprint(other.settings)
+        self.note_effects(other.batch_effects)
+        for chunk in other.chunks:
+            content = content_of(other.path / chunk.file, chunk.sha256) if chunk.file else b""
+            assert content is not None  # the other folder was opened, which sets damage aside
+            if not self._keys(other.path, chunk) & self.done:
+                self._store(content, chunk)
+
+    def rewrite(self, number: int, rows: list[dict[str, Any]]) -> None:
+        """Puts other rows, of the same traces, in the place of a chunk's."""
+        content = parquet_bytes(Dataset.from_list(rows, features=FEATURES).data.table)
+        self._put(content, replace(self.chunks[number], sha256=_sha256(content)), number)
 
     def finish(self) -> Dataset:
-        """Compacts what is left, and reads the whole back.
+        """Derives the view of prefixes, and reads the whole back.
 
         Raises:
             ValueError: there is no labelled trace.
         """
-        self.compact()
         if not self.traces:
-            reasons = sorted({why for _, _, why in self.dropped})
+            reasons = sorted({why for chunk in self.chunks for _, _, why in chunk.dropped})
             raise ValueError(f"no trace could be labelled: {reasons}")
-        write_prefixes(self.path)
+        self._write_views()
         dataset = read_labels(self.path)
-        self._write_manifest(finished=True, dataset=dataset)
+        self._write_manifest(counts_of(dataset))
         return dataset
 
-    def _read(self) -> None:
+    def _open(self) -> None:
         check_folder(self.path, self.settings)
-        if not (self.path / MANIFEST).exists():
-            self._write_manifest(finished=False)
-        else:
-            known = read_manifest(self.path)
-            self.source = self.source or known.get("source", {})
-            self.batch_effects = known.get("batch_effects", [])
         replace_file(self.path / README, folder_card().encode())
-        for partial in (self.path / "data").glob("*.partial"):
+        if not (self.path / MANIFEST).exists():
+            self._write_manifest()
+            return
+        manifest = read_manifest(self.path)
+        if not self._is_copied():
+            self._write(manifest)
+        self.source = {**manifest["source"], **self.source}
+        self._take_fingerprint(LabelSettings.from_dict(manifest["settings"]))
+        self.batch_effects = manifest["batch_effects"]
+        self._views = manifest["prefixes"]
+        stored = chunks_of(manifest)
+        settled = [self._settled(chunk) for chunk in stored]
+        self.chunks = [chunk for chunk in settled if chunk.file or chunk.dropped]
+        for partial in (self.path / "data").glob(".*.partial"):
             partial.unlink()
-        for shard in data_shards(self.path):
-            note = json.loads(pq.read_schema(shard).metadata[SHARD_KEY])
-            columns = pq.read_table(
-                shard, columns=["problem_id", "sample_index", "problem", "answer"]
+        for chunk in self.chunks:
+            self._account(chunk)
+        if self.chunks != stored:
+            self._write_manifest()
+
+    def _take_fingerprint(self, theirs: LabelSettings) -> None:
+        if self.settings.base_fingerprint is None:
+            self.settings = replace(self.settings, base_fingerprint=theirs.base_fingerprint)
+
+    def _is_copied(self) -> bool:
+        copy = self.path / COPY
+        return copy.is_file() and copy.read_bytes() == (self.path / MANIFEST).read_bytes()
+
+    def _settled(self, chunk: StoredChunk) -> StoredChunk:
+        """A chunk whose shard stands under its name; without its rows where the shard is lost."""
+        if not chunk.file:
+            return chunk
+        file = self.path / chunk.file
+        partial = partial_of(file)
+        if partial.exists() and _sha256(partial.read_bytes()) == chunk.sha256:
+            partial.replace(file)
+            sync_folder(file.parent)
+        if content_of(file, chunk.sha256) is not None:
+            return chunk
+        if file.exists():
+            (self.path / DAMAGED).mkdir(exist_ok=True)
+            file.replace(self.path / DAMAGED / file.name)
+            warnings.warn(
+                f"{file} is damaged: it is set aside in {self.path / DAMAGED}, and its "
+                f"{chunk.rows} traces are labelled again",
+                stacklevel=2,
             )
-            self._compacted.update(note["chunks"])
-            self._account(columns.to_pylist(), note["dropped"], note["costs"])
-        for record in self._read_journal():
-            if record["chunk"] not in self._compacted:
-                self._take(record)
+        return StoredChunk("", "", 0, chunk.dropped)
 
-    def _read_journal(self) -> list[dict[str, Any]]:
-        """The journal's chunks; a last line torn by a kill is cut off."""
-        path = self.path / JOURNAL
-        if not path.exists():
-            return []
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            with path.open("r+b") as journal:
-                journal.truncate(len(whole))
-                sync_file(journal)
-        records = []
-        for number, line in enumerate(whole.splitlines(), start=1):
+    def _store(self, content: bytes, chunk: StoredChunk) -> None:
+        """Adds a chunk under the next name."""
+        if not content:
+            self.chunks.append(chunk)
+            self._write_manifest()
+        else:
+            taken = [path.stem for path in self.path.glob("d*/train-*.parquet")]  # data, damaged
+            number = 1 + max((int(name.rpartition("-")[2]) for name in taken), default=-1)
+            name = f"data/train-{number:05d}.parquet"
+            chunk = replace(chunk, file=name, sha256=_sha256(content))
+            self._put(content, chunk, len(self.chunks))
+        self._account(self.chunks[-1])
+
+    def _put(self, content: bytes, chunk: StoredChunk, number: int) -> None:
+        """Writes a chunk's shard and lists it as the `number`th."""
+        with replacing(self.path / chunk.file) as file:
+            file.write(content)
+            sync_file(file)  # the manifest must never list what is not on the disk
+            before = list(self.chunks)
+            self.chunks[number : number + 1] = [chunk]
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number} is damaged ({error}): delete that line; its traces "
-                    "are labelled again"
-                ) from error
-        return records
+                self._write_manifest()
+            except BaseException:
+                self.chunks = before
+                raise
 
-    def _take(self, record: dict[str, Any]) -> None:
-        self._pending.append(record)
-        self._account(record["rows"], record["dropped"], record["costs"])
+    def _keys(self, path: Path, chunk: StoredChunk) -> set[tuple[str, int]]:
+        keys = {(problem_id, index) for problem_id, index, _ in chunk.dropped}
+        if chunk.file:
+            rows = read_shard(path, chunk, ["problem_id", "sample_index", "problem", "answer"])
+            for row in rows:
+                keys.add((row["problem_id"], row["sample_index"]))
+                self.problems[row["problem_id"]] = (row["problem"], row["answer"])
+        return keys
 
-    def _account(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        dropped: Sequence[Sequence[Any]],
-        costs: Mapping[str, int],
-    ) -> None:
-        for row in rows:
-            self.done.add((row["problem_id"], row["sample_index"]))
-            self.problems[row["problem_id"]] = (row["problem"], row["answer"])
-        for problem_id, sample_index, why in dropped:
-            self.done.add((problem_id, sample_index))
-            self.dropped.append((problem_id, sample_index, why))
-        self.traces += len(rows)
-        self.costs.add(TokenCosts(**costs))
+    def _account(self, chunk: StoredChunk) -> None:
+        self.done |= self._keys(self.path, chunk)
 
-    def _write_shard(self) -> None:
+    def _write_views(self) -> None:
+        """Derives the view of each shard that has none yet."""
+        (self.path / "prefixes").mkdir(exist_ok=True)
+        views = {}
+        first = 0
+        for chunk in self.chunks:
+            if not chunk.file:
+                continue
+            name = chunk.file.replace("data/", "prefixes/")
+            view = self._views.get(name, {})
+            made_of = {"of": chunk.sha256, "first": first}
+            known = {key: view.get(key) for key in made_of} == made_of
+            if not known or content_of(self.path / name, view["sha256"]) is None:
+                rows = prefix_rows(read_shard(self.path, chunk), first)
+                content = parquet_bytes(rows.data.table)
+                replace_file(self.path / name, content)
+                view = {"sha256": _sha256(content), **made_of}
+            views[name] = view
+            first += chunk.rows
+        for file in (self.path / "prefixes").iterdir():
+            if f"prefixes/{file.name}" not in views:
+                file.unlink()
+        self._views = views
+
+    def _write_manifest(self, counts: Mapping[str, int] | None = None) -> None:
         costs = TokenCosts()
-        for line in self._pending:
-            costs.add(TokenCosts(**line["costs"]))
-        note = {
-            "chunks": [line["chunk"] for line in self._pending],
-            "dropped": [entry for line in self._pending for entry in line["dropped"]],
-            "costs": asdict(costs),
-        }
-        rows = [completed(row) for line in self._pending for row in line["rows"]]
-        table = Dataset.from_list(rows, features=FEATURES).data.table
-        table = table.replace_schema_metadata(
-            {**(table.schema.metadata or {}), SHARD_KEY: json.dumps(note).encode()}
-        )
-        numbers = [int(shard.stem.rpartition("-")[2]) for shard in data_shards(self.path)]
-        name = self.path / "data" / f"train-{max(numbers, default=-1) + 1:05d}.parquet"
-        partial = name.with_suffix(".partial")
-        with partial.open("wb") as file:
-            pq.write_table(table, file)
-            sync_file(file)
-        partial.replace(name)
-        sync_folder(name.parent)
-
-    def _write_manifest(self, finished: bool, dataset: Dataset | None = None) -> None:
+        for chunk in self.chunks:
+            costs.add(chunk.costs)
         manifest: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "settings": self.settings.to_dict(),
             "source": self.source,
             "deterministic": not self.batch_effects,
             "batch_effects": self.batch_effects,
-            "finished": finished,
+            "finished": counts is not None,
             "traces": self.traces,
-            "dropped": self.dropped,
-            **asdict(self.costs),
+            "dropped": [drop for chunk in self.chunks for drop in chunk.dropped],
+            **asdict(costs),
+            **(counts or {}),
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "prefixes": self._views,
         }
-        if dataset is not None:
-            manifest |= counts_of(dataset)
-        replace_file(self.path / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        self._write(manifest)
+
+    def _write(self, manifest: Mapping[str, Any]) -> None:
+        for name in (COPY, MANIFEST):
+            write_checked(self.path / name, manifest)
 
 
-def _name(chunk: Chunk) -> str:
-    """A chunk's name, by its traces: the same in whichever folder it stands."""
-    traces = [[row["problem_id"], row["sample_index"]] for row in chunk.rows]
-    traces += [list(entry[:2]) for entry in chunk.dropped]
-    return hashlib.blake2b(json.dumps(traces).encode(), digest_size=8).hexdigest()
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

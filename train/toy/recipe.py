@@ -6,7 +6,6 @@ the first teaches arithmetic and checking, the second the habits of the shipped 
 are a function of (seed, chunk), so a run that was stopped continues where it was.
 """
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from modeling_ospruner.common.durable import replacing
 from modeling_ospruner.common.progress import Progress
 
 from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
@@ -309,8 +309,8 @@ def _save_state(
         "seen": seen,
         "chunk": chunk,
     }
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    with replacing(path) as file:
+        torch.save(state, file)
 
 
 def _load_state(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from modeling_ospruner.common.durable import checked_line
 from ospruner.eval.report.page import write_report
 
 from ..evaluations import make_evaluation
@@ -61,7 +62,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 }
             }
         )  # fmt: skip
-    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "log.jsonl").write_bytes(b"".join(map(checked_line, lines)))
     paths = write_report(folder, dynamics=[run], length_penalties=[1e-4], title="A <test> & more")
     return {path.name: path for path in paths}
 

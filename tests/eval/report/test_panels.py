@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from modeling_ospruner.common.durable import checked_line
 from ospruner.eval.report.pictures import (
     assign_styles,
     difficulty_groups,
@@ -97,8 +97,11 @@ def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no log.jsonl"):
         save_dynamics(tmp_path, [tmp_path / "x.png"])
     log = tmp_path / "log.jsonl"
-    log.write_text(json.dumps({"stage": "s", "epoch": 0}) + "\n")
+    log.write_bytes(checked_line({"stage": "s", "epoch": 0}))
     with pytest.raises(ValueError, match="has no finished stage in log.jsonl"):
+        save_dynamics(tmp_path, [tmp_path / "x.png"])
+    log.write_bytes(log.read_bytes().replace(b"0", b"1"))
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 1 is damaged"):
         save_dynamics(tmp_path, [tmp_path / "x.png"])
 
 
@@ -113,7 +116,7 @@ def test_dynamics_between_stage_ends_are_drawn_over_steps(tmp_path: Path) -> Non
         lines.append(
             {"validation": {**result, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}}
         )
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "log.jsonl").write_bytes(b"".join(map(checked_line, lines)))
     save_dynamics(tmp_path, [tmp_path / "d.svg"])
     drawn = (tmp_path / "d.svg").read_text()
     assert "optimiser steps" in drawn

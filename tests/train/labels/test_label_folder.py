@@ -34,7 +34,7 @@ SETTINGS = LabelSettings(base_model="tiny")
 @pytest.fixture
 def folder(make_labels: MakeLabels, tmp_path: Path) -> Path:
     path = tmp_path / "labels"
-    with LabelFolder(path, SETTINGS, shard_traces=5) as writer:
+    with LabelFolder(path, SETTINGS) as writer:
         writer.commit(Chunk(make_labels(5).to_list(), [("lost", 0, "the trace has no thinking")]))
         writer.commit(Chunk(make_labels(3, seed=1, prefix="q").to_list()))
         writer.finish()

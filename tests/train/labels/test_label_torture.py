@@ -5,6 +5,7 @@ The run is a child process made by fork, so that it starts at once; the signals 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -25,10 +26,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import FEATURES, LabelSettings
-from ospruner.train.labels.folder import JOURNAL, read_labels, read_manifest
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.folder import TokenCosts, faults_of, read_labels, read_manifest
 from ospruner.train.labels.making import label
+from ospruner.train.labels.writer import Chunk, LabelFolder
 from ospruner_cli import app
+
+from ..conftest import MakeLabels
 
 SETTINGS = LabelSettings(
     base_model="tiny", temperature=0, max_new_tokens=32, max_answer_tokens=4, samples_per_problem=2
@@ -38,15 +42,13 @@ Run = Callable[[Path, int], Dataset]
 
 @pytest.fixture
 def run(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Run:
-    """Labels so many problems in a folder, in small chunks and shards."""
+    """Labels so many problems in a folder, in small chunks."""
     engine = TransformersEngine(tiny_base, tiny_tokenizer, batch_size=4)
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
 
     def label_some(folder: Path, problems: int) -> Dataset:
         made = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(problems)]
-        return label(
-            made, engine, tiny_tokenizer, fmt, SETTINGS, folder, chunk_traces=2, shard_traces=8
-        )
+        return label(made, engine, tiny_tokenizer, fmt, SETTINGS, folder, chunk_traces=2)
 
     return label_some
 
@@ -79,12 +81,8 @@ def ended(pid: int) -> int:
 
 
 def committed(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The rows that are safe: those in shards and in whole lines of the journal."""
-    rows = read_labels(folder).to_list() if list(folder.glob("data/*.parquet")) else []
-    journal = folder / JOURNAL
-    lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
-    for line in lines:
-        rows += Dataset.from_list(json.loads(line)["rows"], features=FEATURES).to_list()
+    """The rows that are safe: those that a reader finds."""
+    rows = read_labels(folder).to_list() if read_manifest(folder)["traces"] else []
     return {(row["problem_id"], row["sample_index"]): row for row in rows}
 
 
@@ -92,9 +90,7 @@ def wait_for_progress(folder: Path, pid: int, known: int) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run ended before it could be killed"
-        sizes = [(folder / JOURNAL).stat().st_size] if (folder / JOURNAL).exists() else [0]
-        sizes += [shard.stat().st_size for shard in folder.glob("data/*.parquet")]
-        if sum(sizes) != known:
+        if size_of(folder) != known:
             return
         time.sleep(0.002)
     raise AssertionError("the run made no progress")
@@ -107,8 +103,7 @@ def wait_for_a_commit(folder: Path, pid: int) -> None:
 
 
 def size_of(folder: Path) -> int:
-    files = [*folder.glob("data/*.parquet"), *folder.glob(JOURNAL)]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in folder.glob("data/*.parquet"))
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -153,7 +148,6 @@ def test_interrupt_leaves_what_is_done_and_a_second_run_is_refused(
         run(folder, 2000)
     os.kill(pid, signal.SIGINT)
     assert ended(pid) == 130
-    assert (folder / JOURNAL).read_bytes() == b""
     loaded = load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
     manifest = read_manifest(folder)
     assert len(loaded) == manifest["traces"] >= 2
@@ -184,24 +178,97 @@ def test_ctrl_c_at_the_command_says_what_is_done(
     assert f"Stopped: {traces} labelled traces in" in said
 
 
+@pytest.mark.parametrize("room", [2_000, 6_000])
 def test_full_disk_loses_nothing(
-    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    room: int, run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No file may grow beyond a few kB: writing fails in the middle of a line."""
+    """From the third chunk on, no file may grow: writing fails in the middle of a shard."""
     folder = tmp_path / "labels"
+    commit = LabelFolder.commit
+
+    def on_a_full_disk(self: LabelFolder, chunk: Chunk) -> None:
+        if self.traces == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        commit(self, chunk)
 
     def cramped() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, resource.RLIM_INFINITY))
+        LabelFolder.commit = on_a_full_disk  # type: ignore[method-assign]
         run(folder, 12)
 
     assert ended(start(cramped)) == 3
     assert "no room left to write in" in capfd.readouterr().out
     safe = committed(folder)
-    assert 2 <= len(safe) < 24
-    assert (folder / JOURNAL).read_bytes().endswith(b"\n")  # the torn line was taken back
+    assert len(safe) == 4
+    assert not list(folder.rglob("*.partial"))  # the torn file was taken back
     assert len(run(folder, 12)) == 24
     assert safe.items() <= committed(folder).items()
+
+
+def die_at(moment: int) -> None:
+    """Ends this process at the n-th step that makes something durable, before or after it."""
+    steps = iter(range(moment + 1))
+    fsync, rename = os.fsync, Path.replace
+
+    def step(work: Callable[[], object]) -> None:
+        for when in ("before", "after"):
+            if next(steps) == moment:
+                os._exit(9)
+            if when == "before":
+                work()
+
+    os.fsync = lambda descriptor: step(lambda: fsync(descriptor))  # type: ignore[assignment]
+    Path.replace = lambda path, to: step(lambda: rename(path, to))  # type: ignore[assignment, method-assign, return-value]
+
+
+def test_killed_at_each_moment_of_each_commit(
+    run: Run, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    """The steps are fsyncs and renames, of which the disk may keep all before the kill."""
+    rows = make_labels(6).to_list()
+    chunks = [
+        Chunk(rows[:2], [("lost", 0, "why")], TokenCosts(3, 2)),
+        Chunk([], [("lost", 1, "why")]),
+        Chunk(rows[2:4], costs=TokenCosts(5, 4)),
+        Chunk(rows[4:]),
+    ]
+
+    def work(folder: Path) -> None:
+        with LabelFolder(folder, SETTINGS) as writer:
+            for chunk in chunks:
+                keys = {(row["problem_id"], row["sample_index"]) for row in chunk.rows}
+                if not keys | {drop[:2] for drop in chunk.dropped} <= writer.done:
+                    writer.commit(chunk)
+            writer.finish()
+
+    def dying(folder: Path, moment: int) -> None:
+        die_at(moment)
+        work(folder)
+
+    def state(folder: Path) -> tuple[Any, ...]:
+        manifest = read_manifest(folder)
+        counts = ("traces", "dropped", "computed_tokens", "finished", "steps")
+        return (read_labels(folder).to_list(), *(manifest[name] for name in counts))
+
+    work(tmp_path / "undisturbed")
+    whole = state(tmp_path / "undisturbed")
+    seen, moment, code = set(), 0, 9
+    while code == 9:
+        folder = tmp_path / str(moment)
+        code = ended(start(functools.partial(dying, folder, moment)))
+        if (folder / "manifest.json").exists():
+            found = list(committed(folder).values())
+            assert found == whole[0][: len(found)]  # before it goes on: whole chunks, in order
+            assert len(found) % 2 == 0
+            seen.add(len(found))
+        work(folder)
+        assert state(folder) == whole
+        assert faults_of(folder) == []
+        moment += 1
+    assert code == 0
+    assert seen == {0, 2, 4, 6}
+    print(f"{moment - 1} moments")
+    assert moment > 60
 
 
 @pytest.mark.parametrize("name", [".manifest.json.partial", ".README.md.partial"])

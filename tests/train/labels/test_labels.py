@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,22 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.common import durable
 from modeling_ospruner.common.durable import lock_folder
 from modeling_ospruner.engines.interface import Sampled, SamplingSettings
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, QWEN3, TokenFormat
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import ADDED, FEATURES, LabelSettings, validate_row
-from ospruner.train.labels import writer
-from ospruner.train.labels.folder import JOURNAL, read_labels, read_manifest
+from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
+from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.making import label
 from ospruner.train.labels.rows import labelled_step_ends
 
@@ -132,9 +129,8 @@ def test_load_dataset_reads_the_folder_and_ignores_the_rest(
         SETTINGS,
         folder,
         chunk_traces=2,
-        shard_traces=4,
     )
-    assert len(list((folder / "data").iterdir())) == 2
+    assert len(list((folder / "data").iterdir())) == 4
     loaded = load_dataset(str(folder), split="train")
     assert loaded.features == FEATURES
     assert loaded.to_list() == made.to_list()
@@ -174,7 +170,7 @@ engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(base), tokenize
 problems = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(5000)]
 fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
 label(problems, engine, tokenizer, fmt, LabelSettings.load(settings), out,
-      chunk_traces=2, shard_traces=6)
+      chunk_traces=2)
 """
 
 
@@ -193,20 +189,15 @@ def test_killed_run_goes_on_without_repeating_or_losing(
     ]  # fmt: skip
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     deadline = time.monotonic() + 120
-    journal = folder / JOURNAL
-    while not (list(folder.glob("data/*.parquet")) and journal.exists() and journal.stat().st_size):
+    while len(list(folder.glob("data/*.parquet"))) < 3:
         assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline, "the run wrote no shard"
+        assert time.monotonic() < deadline, "the run wrote no three shards"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     shards = {path: path.read_bytes() for path in folder.glob("data/*.parquet")}
-    in_journal = [
-        (row["problem_id"], row["sample_index"])
-        for line in journal.read_bytes().split(b"\n")[:-1]
-        for row in json.loads(line)["rows"]
-    ]
-    committed = {*keys_of(folder), *in_journal}
+    committed = set(keys_of(folder))
+    assert len(committed) >= 6
     problems = make_problems(len(committed) + 4)
 
     label(problems, engine, tiny_tokenizer, fmt, SETTINGS, folder, chunk_traces=2)
@@ -220,44 +211,21 @@ def test_killed_run_goes_on_without_repeating_or_losing(
     assert undisturbed["trace_ids"] == read_labels(folder)["trace_ids"]
 
 
-def test_torn_last_line_is_cut_and_a_damaged_one_named(
+def test_what_a_kill_left_is_removed_and_a_stranger_named(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     label(make_problems(2), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
-    (tmp_path / JOURNAL).write_bytes(b'{"chunk": 7, "rows": [{"problem_id": "p')
+    (tmp_path / "data" / ".train-00001.parquet.partial").write_bytes(b"PAR1 torn")
     label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
     assert keys_of(tmp_path) == [("p0", 0), ("p1", 0), ("p2", 0)]
-    (tmp_path / JOURNAL).write_bytes(b'{"chunk": 7,\n{"chunk": 8}\n')
-    with pytest.raises(ValueError, match=r"journal\.jsonl, line 1 is damaged"):
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {
+        "train-00000.parquet",
+        "train-00001.parquet",
+    }
+    shutil.copy(tmp_path / "data" / "train-00000.parquet", tmp_path / "data" / "other.parquet")
+    with pytest.raises(ValueError, match=r"other\.parquet is not in manifest\.json"):
         label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
-
-
-def test_kill_between_the_shard_and_the_emptied_journal_repeats_nothing(
-    engine: Recording,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    fmt: TokenFormat,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    replace = durable.replace_file
-
-    def die_at_journal(path: Path, content: bytes) -> None:
-        if path.name == JOURNAL:
-            raise Killed
-        replace(path, content)
-
-    monkeypatch.setattr(writer, "replace_file", die_at_journal)
-    with pytest.raises(Killed):
-        label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
-    monkeypatch.undo()
-    assert (tmp_path / JOURNAL).stat().st_size
-    costs = engine.counts.computed
-    label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
-    assert keys_of(tmp_path) == [("p0", 0), ("p1", 0), ("p2", 0)]
-    assert read_manifest(tmp_path)["computed_tokens"] == costs == engine.counts.computed
+    assert engine.sampled == ["p0/0", "p1/0", "p2/0"]
 
 
 def test_other_settings_problems_files_and_runs_are_refused(
@@ -319,30 +287,3 @@ def test_every_keeps_the_last_step(
     assert labelled_step_ends(fmt, trace, 2) == [ends[1], ends[3], ends[4]]
     assert labelled_step_ends(fmt, trace, 3) == [ends[2], ends[4]]
     assert labelled_step_ends(fmt, trace, 9) == [ends[4]]
-
-
-def test_folder_of_the_first_version_is_read_and_continued(
-    engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
-) -> None:
-    def strip(name: str) -> None:
-        """Makes the folder what the first version would have left: a shard and a journal."""
-        manifest = json.loads((tmp_path / "manifest.json").read_text())
-        for key in ("imported_from",):
-            del manifest["settings"][key]
-        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-        shard = tmp_path / "data" / name
-        table = pq.read_table(shard)
-        pq.write_table(table.drop_columns(list(ADDED)), shard)
-
-    made = label(make_problems(2), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
-    strip("train-00000.parquet")
-    row = {name: value for name, value in made[0].items() if name not in ADDED}
-    row |= {"problem_id": "p2", "problem": "What is 2 + 4?", "answer": "6"}
-    record = {"chunk": 5, "rows": [row], "dropped": [], "costs": {}}
-    (tmp_path / JOURNAL).write_text(json.dumps(record) + "\n")
-    assert read_labels(tmp_path)["forced_correct"] == made["forced_correct"]
-    more = label(make_problems(4), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
-    assert more["problem_id"] == ["p0", "p1", "p2", "p3"]
-    assert set(map(str, more["natural_answer_ids"][:3])) == {"None"}
-    assert more["forced_entropy"][0] == [None] * len(more["step_ends"][0])
-    assert None not in more["forced_entropy"][3]
