@@ -29,11 +29,11 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from modeling_ospruner.common.durable import (
     DamagedError,
+    append_durably,
     checked_line,
     lock_folder,
     read_checked,
     replacing,
-    sync_file,
     sync_folder,
     write_checked,
 )
@@ -153,9 +153,7 @@ class RunFolder:
         """Appends one line to the log."""
         if not self.writes:
             return
-        with (self.path / _LOG).open("ab") as lines:
-            lines.write(checked_line(entry))
-            sync_file(lines)
+        append_durably(self.path / _LOG, checked_line(entry))
 
     def save_policy(self, name: str, save: Callable[[Path], None]) -> Path:
         """Has a policy saved; its folder appears as a whole.
