@@ -42,10 +42,10 @@ class OnlineRequest:
 
     Attributes:
         dataset: problems: a benchmark's name, a file, or a dataset of the Hub (`load_source`).
-        policies: see `policies.parse_policies`.
+        policies: see `methods.parse_policies`.
         rules: see `rules.parse_rule`.
         base: the model; None for the one that the policies pin.
-        engine: one of `open_engine.ENGINES`.
+        engine: one of `opening.ENGINES`.
         engine_options: of `EngineOptions`, such as `urls` or `arguments`.
         task: a file with a subclass of `Task`; None for mathematics.
         prompt: one of `task.PROMPT_PRESETS`.

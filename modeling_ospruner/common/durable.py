@@ -174,9 +174,15 @@ def _checksum_of(values: Mapping[str, Any]) -> str:
 def _checked(content: bytes, where: str, way_out: str) -> dict[str, Any]:
     try:
         values = json.loads(content)
-        stated = values.pop(_CHECKSUM)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where} is damaged, it is no JSON ({error}): {way_out}") from error
+    if not isinstance(values, dict) or _CHECKSUM not in values:
+        what = "has no checksum" if isinstance(values, dict) else f"holds a {type(values).__name__}"
+        raise DamagedError(f"{where} is damaged, or not ours (it {what}): {way_out}")
+    stated = values.pop(_CHECKSUM)
+    try:
         whole: bool = stated == _checksum_of(values)
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged ({error}): {way_out}") from error
     if not whole:
         raise DamagedError(

@@ -2,7 +2,7 @@
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`), also where it
 serves something else: nothing is imported here that vLLM has not imported by then. The model is in
-`vllm_plugin_model.py`, the logits processor in `vllm_plugin_processor.py`.
+`model.py`, the logits processor in `processor.py`.
 """
 
 from __future__ import annotations

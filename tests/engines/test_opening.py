@@ -41,7 +41,8 @@ def test_an_argument_given_twice_is_refused() -> None:
 
 def opened(name: str, base: Path, tokenizer: PreTrainedTokenizerFast, **arguments: Any) -> Any:
     urls = ("http://127.0.0.1:9",) if name in ("openai", "sglang") else ()
-    options = EngineOptions(str(base), dtype="float32", urls=urls, arguments=arguments)
+    dtype = "auto" if urls else "float32"
+    options = EngineOptions(str(base), dtype=dtype, urls=urls, arguments=arguments)
     return open_engine(name, tokenizer, options)
 
 

@@ -167,7 +167,9 @@ def test_verify_accepts_it_and_finds_what_was_changed(
 
     done = command("verify", "org/nowhere")
     assert done.returncode == 1
-    assert "Error: org/nowhere is not on the Hub" in " ".join(done.stderr.split())
+    assert "Error: org/nowhere is no folder here, and not on the Hub" in " ".join(
+        done.stderr.split()
+    )
 
 
 def test_dry_run_sends_nothing(

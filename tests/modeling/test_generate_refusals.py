@@ -246,7 +246,9 @@ def test_rules_that_ask_for_what_is_not_there(reasoner: Reasoner) -> None:
     fails(Greedy(), "the rule Greedy asks for stop probabilities, but there is no policy")
     policy = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer).policy
     fails(Greedy(), "asks for stop probabilities and for trial answers, which cannot", policy)
-    with pytest.raises(ValueError, match="without a rule both must be given here"):
+    with pytest.raises(
+        ValueError, match="without a rule the mode and its threshold must be given here"
+    ):
         generate_pruned(reasoner.model, policy, reasoner.token_format, StopPolicyConfig(), PROMPT)
 
 

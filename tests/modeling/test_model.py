@@ -259,8 +259,11 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
         ({"num_policy_layers": True}, "num_policy_layers is True; it must be an integer"),
         ({"lora_rank": 2.0}, "lora_rank is 2.0; it must be an integer"),
         ({"lora_rank": 0}, "lora_rank is 0; it must be 1 or more"),
-        ({"base_model_name_or_path": None}, "base_model_name_or_path is None; it must be a text"),
-        ({"base_revision": 7}, "base_revision is 7; it must be a text or None"),
+        (
+            {"base_model_name_or_path": None},
+            "base_model_name_or_path is None; it must be the base's Hub id or folder",
+        ),
+        ({"base_revision": 7}, "base_revision is 7; it must be a str, or None"),
         ({"colour": "red"}, r"OSPrunerConfig has no colour.*saved by ospruner \(unknown version\)"),
         (
             {"colour": "red", "ospruner_version": "99.1.0"},

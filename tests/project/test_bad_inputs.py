@@ -23,6 +23,7 @@ from rich.console import Console
 import ospruner_cli
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.hub_cards.facts import provenance
+from ospruner.train.labels.folder import COPY, MANIFEST
 from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 
 CASES = Path(__file__).with_name("bad_inputs.txt").read_text("utf-8").splitlines()
@@ -83,6 +84,11 @@ def put(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(content)
 
 
+def put_both(content: bytes) -> Callable[[Path], object]:
+    """The manifest and its copy, which would serve in its place."""
+    return lambda folder: [(folder / name).write_bytes(content) for name in (MANIFEST, COPY)]
+
+
 def drop(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
@@ -126,8 +132,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
         (folder / empty).mkdir()
     copies = [(f"policy_{name}", policy, change) for name, change in POLICIES.items()]
     copies += [
-        ("labels_cut", labels, put("manifest.json", b"{")),
-        ("labels_list", labels, put("manifest.json", b"[]")),
+        ("labels_cut", labels, put_both(b"{")),
+        ("labels_list", labels, put_both(b"[]")),
         ("base_no_tokenizer", SHIPPED, drop("tokenizer.json")),
         ("base_no_weights", SHIPPED, drop("model.safetensors")),
     ]

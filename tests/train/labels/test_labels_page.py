@@ -59,7 +59,7 @@ def test_commands_on_the_reasoner_and_the_python_lines(
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         ran += 1
-    assert ran == 4
+    assert ran == 5
     assert (tmp_path / "labels" / "toy" / "statistics.png").is_file()
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
