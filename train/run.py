@@ -484,7 +484,8 @@ class Run:
         """
         parameters = self._parameters()
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if float(whole(get_total_norm([*gradients, *parameters], torch.inf))) < LARGEST:
+        # The 2-norm: a process's shard may be empty, and of nothing there is no largest entry.
+        if math.isfinite(float(whole(get_total_norm([*gradients, *parameters])))):
             return ""
         names = {id(p): name for name, p in self.model.policy.named_parameters()}
         bad = [
@@ -494,8 +495,8 @@ class Run:
                 ("weights", parameters),
             )
             for p, value in zip(parameters, values, strict=True)
-            if value is not None and not float(whole(value.detach().abs().max())) < LARGEST
-        ]
+            if value is not None and not float(whole(value.detach()).abs().max()) < LARGEST
+        ] or ["gradients and weights together"]
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         return f"not finite, or too large to be squared: {', '.join(bad[:3])}{more}"
 
