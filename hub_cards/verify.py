@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx2's
+    HTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.loading_ospruner import WEIGHTS
@@ -62,7 +65,7 @@ def fetch(repo: str, revision: str | None, api: HfApi) -> tuple[Path, str]:
             f"{repo} is no folder here, and not on the Hub, or not visible with your token: check "
             "the name, or log in with `hf auth login`"
         ) from error
-    except (OSError, httpx.TransportError) as error:
+    except (HTTPError, OSError) as error:
         raise ConnectionError(
             f"{repo} is no folder here, and the Hub cannot be asked for it ({error})"
         ) from error

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
+
+from ospruner.hub_cards.verify import fetch
 
 from .conftest import Stranger
 from .local_hub import TOKEN, LocalHub
@@ -196,3 +200,11 @@ def test_dry_run_sends_nothing(
         *("publish", "policy", policy_dir, *arguments, pinned, "--out", out), token=False
     )
     assert "is for --dry-run alone" in " ".join(again.stderr.split())
+
+
+def test_verify_says_when_the_hub_cannot_be_reached(api: HfApi) -> None:
+    with socket.socket() as bound:  # bound, not listening: connections are refused
+        bound.bind(("127.0.0.1", 0))
+        api.endpoint = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(ConnectionError, match="org/policy is no folder here, and the Hub"):
+            fetch("org/policy", None, api)
