@@ -187,7 +187,15 @@ def train_command(
     checkpoint_every: Annotated[
         int, typer.Option(help="Optimiser steps between checkpoints; 0: one each epoch.")
     ] = 0,
-    precision: Annotated[str, typer.Option(help="The tail's: float32 or bfloat16.")] = "float32",
+    precision: Annotated[
+        str, typer.Option(help="The tail's: float32, bfloat16, or auto: bfloat16 on CUDA.")
+    ] = "auto",
+    micro_batch_tokens: Annotated[
+        int, typer.Option(help="Tokens at once; a larger batch is taken in parts, with one step.")
+    ] = 16_384,
+    max_gradient_norm: Annotated[
+        float, typer.Option(help="Clip gradients to this 2-norm; 0: never, as in the paper.")
+    ] = 0.0,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
     ] = False,
@@ -231,6 +239,8 @@ def train_command(
         validate_every=validate_every,
         checkpoint_every=checkpoint_every,
         precision=precision,
+        micro_batch_tokens=micro_batch_tokens,
+        max_gradient_norm=max_gradient_norm,
         gradient_checkpointing=gradient_checkpointing,
         cache_limit_bytes=_bytes(cache_gib),
         cache_on_disk=cache_on_disk,

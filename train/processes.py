@@ -9,6 +9,7 @@ frozen trunk (FSDP2). Only the first process writes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
@@ -138,6 +140,17 @@ class Processes:
             fully_shard(layer, mesh=self._mesh())
         fully_shard(trained, mesh=self._mesh())
         return trained
+
+    def adding(self, trained: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a batch's part; copies exchange gradients after the last.
+
+        Args:
+            trained: what `place_tail` gave.
+            last: whether this is the batch's last part.
+        """
+        if last or not isinstance(trained, DistributedDataParallel):
+            return nullcontext()
+        return trained.no_sync()
 
     def _mesh(self) -> Any:
         assert self.device is not None

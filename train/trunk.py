@@ -29,12 +29,15 @@ from modeling_ospruner.policy_ospruner import max_positions
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
+from .tail import fused_attention
+
 __all__ = [
     "Batch",
     "LabelledTraces",
     "Packed",
     "epoch_batches",
     "length_batches",
+    "micro_batches",
     "pack",
     "refuse_beyond_positions",
     "takes_packing",
@@ -157,7 +160,7 @@ class LabelledTraces:
     def states(self, model: HasTrunk, rows: IntArray) -> Tensor:
         """The states (B, S, H) that enter the tail, from memory or from the trunk.
 
-        The trunk runs on packed traces where its layers allow that.
+        The trunk runs on packed traces where its layers and the device allow that.
         """
         if self._states is None or self._states_of != _trunk_of(model):
             return self._run_trunk(model, rows)
@@ -172,8 +175,10 @@ class LabelledTraces:
     @torch.no_grad()
     def _run_trunk(self, model: HasTrunk, rows: IntArray) -> Tensor:
         device = model.base.device
-        if not takes_packing(model.base):
-            return model.trunk(self.input_ids(rows).to(device))
+        # The masks that confine packed traces keep flash attention away, which CUDA has.
+        if device.type == "cuda" or not takes_packing(model.base):
+            with fused_attention(device):
+                return model.trunk(self.input_ids(rows).to(device))
         packed = pack([self._tokens[self._starts[row] : self._starts[row + 1]] for row in rows])
         hidden = model.trunk(
             packed.input_ids.to(device), position_ids=packed.position_ids.to(device)
@@ -285,6 +290,30 @@ def epoch_batches(
         part = part[np.argsort(token_lengths[part], kind="stable")]
         batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
     return [batches[i] for i in draws.permutation(len(batches))]
+
+
+def micro_batches(
+    token_lengths: IntArray, rows: IntArray, max_tokens: int, processes: int = 1
+) -> list[IntArray]:
+    """Cuts a batch into parts, so that no process takes more than `max_tokens` slots at once.
+
+    A slot is a token or padding; each process may take one trace, however long. All processes get
+    as many parts.
+
+    Args:
+        token_lengths: (N,) tokens of each trace.
+        rows: the batch's traces, best of similar lengths one after another.
+        max_tokens: slots of each process.
+        processes: those that share each part, as `Processes.share` does.
+    """
+    parts, start = [], 0
+    longest = 0
+    for end, row in enumerate(rows):
+        longest = max(longest, int(token_lengths[row]))
+        if end - start >= processes and -(-(end + 1 - start) // processes) * longest > max_tokens:
+            parts.append(rows[start:end])
+            start, longest = end, int(token_lengths[row])
+    return [*parts, rows[start:]]
 
 
 def length_batches(

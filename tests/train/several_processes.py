@@ -40,7 +40,10 @@ def main() -> None:
             raise BreakOffError
 
     def settings(table: TraceTable) -> TrainSettings:
-        return dataclasses.replace(SETTINGS, gradient_checkpointing=how == "shard")
+        # One process takes a batch whole, these take it in parts.
+        return dataclasses.replace(
+            SETTINGS, gradient_checkpointing=how == "shard", micro_batch_tokens=400
+        )
 
     try:
         train_from_labels(labels, out, settings, progress=count, processes=processes)
