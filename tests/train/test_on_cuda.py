@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.common.progress import silent
+from modeling_ospruner.doctor.plan import Workload, training_peak_bytes
 from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy, plain_text_config
 from ospruner.eval.schema import FEATURES
@@ -299,4 +300,7 @@ def test_a_step_on_32_traces_of_15_000_tokens_fits_one_gpu(
     peak = step_peak(SETTINGS, tmp_path / "run", attention)
     print(f"{peak / 1e9:.1f} GB, {attention.calls} attention calls")
     assert attention.calls == 3 * 28
+    base = empty_base(AutoConfig.from_pretrained(BASES / "r1-distill-qwen-7b"))
+    planned = training_peak_bytes(base, StoppingPolicy.empty(base, 2), Workload())
+    assert planned == pytest.approx(peak, rel=0.05)
     assert peak < 60e9
