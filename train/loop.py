@@ -261,9 +261,10 @@ def train_together(
         "validation_labels": labels_hash(validation.table),
     }
     together = processes or Processes()
-    if together.size > 1 and targets[0].cache_on_disk:
+    if targets[0].cache_on_disk and not together.one_machine:
         raise ValueError(
-            f"cache_on_disk is for one process, and {together.size} train together: leave it out"
+            f"cache_on_disk is for the processes of one machine, and {together.size} train "
+            "together on several: leave it out"
         )
     if together.sharded and len(targets) > 1 and targets[0].tuning == "lora":
         raise ValueError(

@@ -8,6 +8,7 @@ frozen trunk (FSDP2). Only the first process writes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -43,6 +44,7 @@ class Processes:
         size: how many there are.
         sharded: whether base and tails are split over them, a layer at a time.
         device: where this process computes; None leaves the base where it is.
+        one_machine: whether all of them run on this machine, as torchrun says.
 
     Args:
         accelerator: accelerate's; None for one process that computes where the base lies.
@@ -55,6 +57,7 @@ class Processes:
         self.rank = 0 if accelerator is None else accelerator.process_index
         self.size = 1 if accelerator is None else accelerator.num_processes
         self.device = None if accelerator is None else accelerator.device
+        self.one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) >= self.size
         asked = accelerator is not None and accelerator.distributed_type == DistributedType.FSDP
         self.sharded = (shard or asked) and self.size > 1
 

@@ -400,7 +400,9 @@ class Run:
             for name, traces in (("train", self.traces), ("validation", self.validation)):
                 kept = self.folder.path / f"trunk_states.{name}"
                 file = kept if self.settings.cache_on_disk else None
-                held += traces.cache_states(self.model, limit - held, self.progress, file)
+                held += traces.cache_states(
+                    self.model, limit - held, self.progress, file, self.processes
+                )
             if self.steps == 0:
                 self.folder.log(self._header(held))
         for stage in stages[self.stage :]:

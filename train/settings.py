@@ -141,8 +141,8 @@ class TrainSettings:
             of the training's dynamics; 0 for none but those at the stages' ends.
         cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
             again for every batch.
-        cache_on_disk: larger states are kept in files of the run's folder, which one process alone
-            may do.
+        cache_on_disk: larger states are kept in files of the run's folder, which the processes of
+            one machine share.
         gradient_checkpointing: the tail's layers keep their inputs alone and compute the rest again
             in the backward pass; the last one computes little where it is read at step ends only.
         precision: of the tail's layers; "bfloat16" leaves weights, head and loss in float32. "auto"

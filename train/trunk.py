@@ -29,6 +29,7 @@ from modeling_ospruner.policy_ospruner import max_positions
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
+from .processes import Processes
 from .tail import fused_attention
 
 __all__ = [
@@ -196,6 +197,7 @@ class LabelledTraces:
         limit_bytes: int,
         progress: Progress = silent,
         file: Path | None = None,
+        processes: Processes | None = None,
     ) -> int:
         """Runs the trunk once over all traces, where its states fit in memory or go to a file.
 
@@ -207,6 +209,7 @@ class LabelledTraces:
             progress: called with phase "trunk", in traces; the note says the size.
             file: where larger states are kept, mapped into memory; a complete file is used as it
                 is, so it must be of this trunk. None keeps no file.
+            processes: those of one machine that call this together, and share the file.
 
         Returns:
             The bytes now held in memory for this model: 0 where they do not fit.
@@ -223,28 +226,39 @@ class LabelledTraces:
         dtype = model.base.dtype
         if fits:
             states = torch.empty(shape, dtype=dtype, device=model.base.device)
-            self._fill(states, model, progress)
+            self._fill(states, model, progress, Processes())
         else:
             assert file is not None
-            if not file.is_file():
+            together = processes or Processes()
+            absent = together.sum(np.array([not file.is_file()], dtype=np.float64))
+            if absent.any():
                 partial = file.with_name(f".{file.name}.partial")
-                partial.unlink(missing_ok=True)
+                if together.main:
+                    partial.unlink(missing_ok=True)
+                    torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
+                together.wait()
                 states = torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
-                self._fill(states.view(shape), model, progress)
-                partial.replace(file)
+                self._fill(states.view(shape), model, progress, together)
+                together.wait()
+                if together.main:
+                    partial.replace(file)
+                together.wait()
             states = torch.from_file(str(file), True, shape[0] * shape[1], dtype=dtype).view(shape)
         self._states, self._states_of = states, _trunk_of(model)
         self.cached_bytes = size if fits else 0
         return self.cached_bytes
 
-    def _fill(self, states: Tensor, model: HasTrunk, progress: Progress) -> None:
+    def _fill(
+        self, states: Tensor, model: HasTrunk, progress: Progress, processes: Processes
+    ) -> None:
+        """Each process fills in what it computes; `states` is theirs together."""
         done = 0
-        for rows in length_batches(self.token_lengths):
+        for rows, _ in processes.turns(list(length_batches(self.token_lengths))):
             out = self._run_trunk(model, rows)
             for b, row in enumerate(rows):
                 start, end = self._starts[row], self._starts[row + 1]
                 states[start:end] = out[b, : end - start]
-            done += len(rows)
+            done = min(done + len(rows) * processes.size, len(self))
             progress("trunk", done, len(self), f"{states.nbytes / 2**20:.0f} MiB")
 
 

@@ -40,9 +40,13 @@ def main() -> None:
             raise BreakOffError
 
     def settings(table: TraceTable) -> TrainSettings:
-        # One process takes a batch whole, these take it in parts.
+        # One process takes a batch whole and runs the trunk anew, these take it in parts; copies
+        # share a file of the trunk's states.
         return dataclasses.replace(
-            SETTINGS, gradient_checkpointing=how == "shard", micro_batch_tokens=400
+            SETTINGS,
+            gradient_checkpointing=how == "shard",
+            cache_on_disk=how == "copies",
+            micro_batch_tokens=400,
         )
 
     try:
