@@ -140,7 +140,7 @@ def contradictions() -> Iterator[Case]:
 
 
 def names(drawn: random.Random) -> Iterator[Case]:
-    """Names that are almost ours, long ones, and thousands at once."""
+    """Names that begin like ours, long ones, and thousands at once."""
     near: list[str] = []
     for key in ALL_KEYS:
         near += [key.upper(), key.replace("_", "-"), key.replace("_", " "), f" {key}", f"{key}\0"]
@@ -152,7 +152,7 @@ def names(drawn: random.Random) -> Iterator[Case]:
             key.replace("_", "."),
             key[:-1],
         ]
-        place = drawn.randrange(5, len(key))
+        place = drawn.randrange(5 if key.startswith("stop") else key.rindex("_"), len(key))
         near.append(key[:place] + drawn.choice("xqz") + key[place:])
     for name in near:
         says = (repr(name)[1:-1], "the policy's keys are ['stop_policy', ")
@@ -222,7 +222,8 @@ def attack(target: Target, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
             wrong.append(f"{begun} got {status} {text[:300]}")
         elif outcome == "refused":
             said = json.loads(text)
-            message = str(said.get("error", said.get("detail")))
+            error = said.get("error", said.get("detail"))
+            message = error["message"] if isinstance(error, dict) else str(error)
             wrong += [
                 f"{begun} got no {s!r} in {text[:600]}" for s in case.says if s not in message
             ]
