@@ -124,6 +124,8 @@ def wrong_types() -> Iterator[Case]:
 
 def contradictions() -> Iterator[Case]:
     """Keys that do nothing together, or where they stand."""
+    extra: dict[str, Any]
+    says: tuple[str, ...]
     for extra, says in (
         ({"stop_mode": "sample", "stop_threshold": 0.5}, ("threshold is 0.5", "leave one of")),
         ({"stop_sample_index": 3}, ("stop_sample_index is 3", "Send both, or none")),
@@ -509,11 +511,11 @@ def head_games(drawn: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "length and chunks", posted(good, "Transfer-Encoding: chunked") + good
     for coding in ("gzip, chunked", "chunked, chunked", "x", "xchunked", "identity"):
         yield "wrong coding", posted(good, f"Transfer-Encoding: {coding}") + good
-    for size in (b"zz", b"-1", b"F" * 30, b"", b"5;" + b"x" * 99_999, b"0x5", b"\0"):
-        yield "wrong chunk", chunked + size + b"\r\n" + good + b"\r\n0\r\n\r\n"
+    for begin in (b"zz", b"-1", b"F" * 30, b"", b"5;" + b"x" * 99_999, b"0x5", b"\0"):
+        yield "wrong chunk", chunked + begin + b"\r\n" + good + b"\r\n0\r\n\r\n"
     yield "chunks cut", chunked + b"5\r\nab"
     yield "trailers", chunked + b"0\r\n" + b"A: b\r\n" * 9_999 + b"\r\n"
-    types = (
+    types: tuple[str, ...] = (
         "text/plain",
         "",
         "application/jsonx",
