@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if isinstance(report, pytest.TestReport) and report.when == "call":
             for name, value in report.user_properties:
                 if name == "fuzzed":
-                    what, counts = value  # type: ignore[misc]
+                    what, counts = cast("tuple[str, dict[str, int]]", value)
                     totals.setdefault(what, Counter()).update(counts)
     if totals:
         terminalreporter.section("fuzzers")

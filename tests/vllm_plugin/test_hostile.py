@@ -124,6 +124,8 @@ def wrong_types() -> Iterator[Case]:
 
 def contradictions() -> Iterator[Case]:
     """Keys that do nothing together, or where they stand."""
+    extra: dict[str, Any]
+    says: tuple[str, ...]
     for extra, says in (
         ({"stop_mode": "sample", "stop_threshold": 0.5}, ("threshold is 0.5", "leave one of")),
         ({"stop_sample_index": 3}, ("stop_sample_index is 3", "Send both, or none")),
@@ -140,7 +142,7 @@ def contradictions() -> Iterator[Case]:
 
 
 def names(drawn: random.Random) -> Iterator[Case]:
-    """Names that are almost ours, long ones, and thousands at once."""
+    """Names that begin like ours, long ones, and thousands at once."""
     near: list[str] = []
     for key in ALL_KEYS:
         near += [key.upper(), key.replace("_", "-"), key.replace("_", " "), f" {key}", f"{key}\0"]
@@ -152,7 +154,7 @@ def names(drawn: random.Random) -> Iterator[Case]:
             key.replace("_", "."),
             key[:-1],
         ]
-        place = drawn.randrange(5, len(key))
+        place = drawn.randrange(5 if key.startswith("stop") else key.rindex("_"), len(key))
         near.append(key[:place] + drawn.choice("xqz") + key[place:])
     for name in near:
         says = (repr(name)[1:-1], "the policy's keys are ['stop_policy', ")
@@ -222,7 +224,8 @@ def attack(target: Target, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
             wrong.append(f"{begun} got {status} {text[:300]}")
         elif outcome == "refused":
             said = json.loads(text)
-            message = str(said.get("error", said.get("detail")))
+            error = said.get("error", said.get("detail"))
+            message = error["message"] if isinstance(error, dict) else str(error)
             wrong += [
                 f"{begun} got no {s!r} in {text[:600]}" for s in case.says if s not in message
             ]
@@ -508,11 +511,11 @@ def head_games(drawn: random.Random) -> Iterator[tuple[str, bytes]]:
     yield "length and chunks", posted(good, "Transfer-Encoding: chunked") + good
     for coding in ("gzip, chunked", "chunked, chunked", "x", "xchunked", "identity"):
         yield "wrong coding", posted(good, f"Transfer-Encoding: {coding}") + good
-    for size in (b"zz", b"-1", b"F" * 30, b"", b"5;" + b"x" * 99_999, b"0x5", b"\0"):
-        yield "wrong chunk", chunked + size + b"\r\n" + good + b"\r\n0\r\n\r\n"
+    for begin in (b"zz", b"-1", b"F" * 30, b"", b"5;" + b"x" * 99_999, b"0x5", b"\0"):
+        yield "wrong chunk", chunked + begin + b"\r\n" + good + b"\r\n0\r\n\r\n"
     yield "chunks cut", chunked + b"5\r\nab"
     yield "trailers", chunked + b"0\r\n" + b"A: b\r\n" * 9_999 + b"\r\n"
-    types = (
+    types: tuple[str, ...] = (
         "text/plain",
         "",
         "application/jsonx",

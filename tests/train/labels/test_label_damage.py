@@ -123,7 +123,7 @@ def test_each_flipped_byte_is_refused_or_changes_nothing(
 def test_many_flips_of_a_larger_shard(
     make_labels: MakeLabels, tmp_path: Path, fuzzed: Fuzzed
 ) -> None:
-    folder = write(tmp_path / "labels", [make_labels(1_500).to_list()])
+    folder = write(tmp_path / "labels", [make_labels(2_000).to_list()])
     shard = folder / "data" / "train-00000.parquet"
     size = shard.stat().st_size
     assert size > 60_000
