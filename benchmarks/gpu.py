@@ -258,7 +258,8 @@ class Served:
         from modeling_ospruner.vllm_plugin.plugin import PROCESSOR, WORKER_EXTENSION
 
         self.job = job
-        arguments: dict[str, Any] = {"dtype": job.sizes.dtype, "max_model_len": 1024}
+        longest = 32 + job.sizes.tokens + 64
+        arguments: dict[str, Any] = {"dtype": job.sizes.dtype, "max_model_len": longest}
         if job.device == "cuda":
             arguments["gpu_memory_utilization"] = 0.8
         else:
