@@ -104,7 +104,7 @@ def is_close(logits: torch.Tensor, noise: float) -> torch.Tensor:
     if not noise:
         return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     best = logits.topk(2, dim=-1).values
-    return best[..., 0] - best[..., 1] < 2 * noise * logits.abs().amax(-1)
+    return best[..., 0] - best[..., 1] < 2 * noise * _largest(logits)
 
 
 def choose(
@@ -127,43 +127,80 @@ def choose(
     if settings.temperature == 0:
         return logits.argmax(-1), is_close(logits, noise)
     scaled = logits.float() / settings.temperature
-    error = noise * scaled.abs().amax(-1, keepdim=True)  # (B, 1), of logs and so of shares
+    error = noise * _largest(scaled)[:, None]  # (B, 1), of logs
     probabilities = torch.softmax(scaled, dim=-1)  # (B, V)
     vocabulary = probabilities.shape[-1]
     if settings.top_k == 0 and settings.top_p == 1:
-        index, margin = _invert(probabilities, draws)
-        return index[:, 0], (margin < error)[:, 0]
+        index, close = _invert(probabilities, draws, error)
+        return index[:, 0], close
     kept = min(settings.top_k or _FEW, vocabulary)
     values, ids = probabilities.topk(min(kept + 1, vocabulary), dim=-1)  # descending
     ranked = values  # with the first that is not kept: it may be as likely as the last that is
     values = values[:, :kept]
     if settings.top_k:
         values = values / values.sum(-1, keepdim=True)
-    elif kept < vocabulary and bool((values.sum(-1) < settings.top_p).any()):
+    elif kept < vocabulary and bool((values.sum(-1) < settings.top_p + error[:, 0]).any()):
         values, ids = probabilities.sort(dim=-1, descending=True)
         ranked = values
     before = values.cumsum(-1) - values
+    inside = values.masked_fill(before >= settings.top_p, 0.0)
+    if not noise:
+        index, close = _invert(inside, draws, error)
+        return ids.gather(-1, index)[:, 0], close
     # Tokens at the nucleus' edge may fall in or out, and move all shares by theirs.
-    edge = ((before - settings.top_p).abs() < error) & (settings.top_p < 1)
-    moved = error + values.masked_fill(~edge, 0.0).sum(-1, keepdim=True)
-    index, margin = _invert(values.masked_fill(before >= settings.top_p, 0.0), draws)
+    edge = ((before - settings.top_p).abs() < _moved(before, error)) & (settings.top_p < 1)
+    index, close = _invert(inside, draws, error, values.masked_fill(~edge, 0.0).sum(-1))
     logs = torch.nn.functional.pad(ranked.log(), (1, 1), value=torch.inf)
     around = [logs.gather(-1, index + place) for place in range(3)]  # the chosen's neighbours
     tied = torch.minimum(*((log - around[1]).abs() for log in around[::2])) < 2 * error
-    return ids.gather(-1, index)[:, 0], ((margin < moved) | tied)[:, 0]
+    return ids.gather(-1, index)[:, 0], close | tied[:, 0]
 
 
-def _invert(weights: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of logits (..., V): (...)."""
+    low, high = logits.aminmax(dim=-1)
+    return torch.maximum(-low, high)
+
+
+def _moved(shares: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """How far shares (B, V) of a distribution move where logs move by up to `error` (B, 1).
+
+    Moving all logs inside the share s up and all others down multiplies its odds s / (1 - s) by
+    exp(2 error): s moves by s (1 - s) (exp(2 error) - 1) at most. The shares themselves are
+    rounded, too.
+    """
+    return shares * (1 - shares) * torch.expm1(2 * error) + 8 * torch.finfo(torch.float32).eps
+
+
+def _invert(
+    weights: torch.Tensor,
+    draws: torch.Tensor,
+    error: torch.Tensor,
+    beside: torch.Tensor | float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the running share of the weights (B, V) passes the draw.
 
+    Args:
+        weights: of the tokens.
+        draws: uniform in [0, 1), (B,).
+        error: of the weights' logs, (B, 1).
+        beside: weight that may also join or leave, (B,).
+
     Returns:
-        The index (B, 1), and how far the draw is from the nearest other one's share (B, 1).
+        The index (B, 1), and whether the error could turn it (B,).
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    target = draws.to(cumulative.device)[:, None] * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    target = draws.to(cumulative.device)[:, None] * total
     index = torch.searchsorted(cumulative, target, right=True)
     last = (weights > 0).int().cumsum(-1).argmax(-1, keepdim=True)  # the last index with weight
-    return torch.minimum(index, last), (cumulative - target).abs().amin(-1, keepdim=True)
+    index = torch.minimum(index, last)
+    # Only the shares at both ends of the chosen token's can pass the draw first.
+    ends = torch.cat([index - 1, index], dim=-1).clamp(min=0)  # (B, 2)
+    shares = cumulative.gather(-1, ends) / total
+    margin = (shares - target / total).abs() - _moved(shares, error)
+    turned = margin < torch.as_tensor(beside)[..., None] / total
+    return index, turned.any(-1) & (error[:, 0] > 0)
 
 
 @dataclass
