@@ -68,7 +68,9 @@ EngineBatch = Annotated[
     int | None, typer.Option(help="Rows or requests at once; default: the engine's.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="Torch device of the transformers engine.")]
+Device = Annotated[
+    str | None, typer.Option(help="Torch device that computes in this process; default: the best.")
+]
 ForceBase = Annotated[
     str | None,
     typer.Option(metavar="REASON", help="Take another base than the labels'; kept in the record."),
@@ -645,6 +647,7 @@ def eval_replay(
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
     force_base: ForceBase = None,
+    device: Device = None,
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
@@ -661,7 +664,8 @@ def eval_replay(
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
             labels, policies or (), rules or (), base=base, force_base=force_base,
-            validation=validation, model=model, benchmark=name, limit=limit, progress=bars,
+            validation=validation, model=model, benchmark=name, limit=limit, device=device,
+            progress=bars,
         )  # fmt: skip
     _show(evaluation, out, lambdas, differences, json_file)
 

@@ -161,7 +161,7 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
     streams = min(work.streams, fitting)
     notes = _notes(base, config, peak, work)
     if streams < work.streams:
-        notes.append(f"labelling holds {streams} of the longest traces at once, no {work.streams}")
+        notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
     hidden_size = config.get_text_config().hidden_size
     return Plan(
         base=f"{type(base).__name__}, attention {base.config._attn_implementation}",
