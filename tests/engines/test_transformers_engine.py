@@ -4,19 +4,24 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
+from transformers.cache_utils import DynamicLayer
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
 from modeling_ospruner.engines import (
@@ -28,6 +33,7 @@ from modeling_ospruner.engines import (
     TransformersEngine,
 )
 from modeling_ospruner.engines.transformers import rows
+from modeling_ospruner.engines.transformers.cache import SlotCache, forked, own_cache
 from modeling_ospruner.engines.transformers.rows import choose, row_state, uniforms
 from modeling_ospruner.rules_ospruner import mix64
 
@@ -439,6 +445,84 @@ def test_half_precision_says_that_batches_matter(
     half = TransformersEngine(tiny_base.bfloat16(), tiny_tokenizer)
     assert half.batch_effects is not None
     assert "bfloat16" in half.batch_effects
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_offloaded_bases(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    """A layer and the embedding are read from disk at each forward: their device is meta."""
+    asked, suffix = requests(fmt, 4)[1:], fmt.forced_suffix()
+    settings = dataclasses.replace(SETTINGS, max_new_tokens=8)
+    found = []
+    for offloaded in (False, True):
+        base = make_base(name, tiny_tokenizer)
+        if offloaded:
+            leaves = [key for key, module in base.named_modules() if not list(module.children())]
+            spread = {
+                key: "disk" if "embed_tokens" in key or ".layers.1." in key else "cpu"
+                for key in leaves
+            }
+            dispatch_model(base, spread, offload_dir=tmp_path)
+            meta = {key for key, one in base.named_parameters() if one.device.type == "meta"}
+            assert any(".layers.1." in key for key in meta)
+            # A tied embedding stays in memory.
+            assert ("model.embed_tokens.weight" in meta) == (name == "qwen2")
+        engine = TransformersEngine(base, tiny_tokenizer, batch_size=2)
+        traces = engine.sample(prompts(3), settings, fmt)
+        found.append([engine.packed, traces, engine.fork(asked, suffix, 3, fmt.box_state)])
+    assert found[0] == found[1]
+
+
+def test_a_slot_cache_on_several_devices() -> None:
+    """Fake tensors refuse what mixes devices, as GPUs do, and hold no values."""
+    devices = [torch.device("cpu"), torch.device("meta")]
+    with FakeTensorMode():
+
+        def filled(rows: int, columns: int) -> SlotCache:
+            cache = SlotCache(2)
+            for i, device in enumerate(devices):
+                states = torch.zeros(rows, 2, columns, 4, device=device)
+                cache.update(states, states, i)
+            return cache
+
+        cache, new = filled(4, 9), filled(2, 5)
+        cache.shift(torch.tensor([0, 1, 0, 2]))
+        cache.realign(2, 8)
+        cache.select(torch.tensor([3, 1, 0]))
+        cache.place(torch.tensor([0, 2]), new)
+        for layer, device in zip(cache.slots, devices, strict=True):
+            for buffer in (layer.key_buffer, layer.value_buffer):
+                assert (buffer.device, buffer.shape[:2]) == (device, (3, 2))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+def test_a_fork_shares_the_keys_and_values_of_its_trace(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    base = make_base(name, tiny_tokenizer)
+    text = torch.tensor([[5 + i for i in range(20)]])
+
+    def run(cache: Any, first: int, last: int) -> torch.Tensor:
+        where = torch.arange(first, last)[None]
+        logits: torch.Tensor = base(
+            input_ids=text[:, first:last], position_ids=where, past_key_values=cache
+        ).logits
+        return logits
+
+    with torch.inference_mode():
+        plain = run(DynamicCache(config=base.config), 0, 20)
+        cache = own_cache(base.config)
+        run(cache, 0, 15)
+        for _ in range(2):
+            fork = forked(cache)
+            for ours, theirs in zip(fork.layers, cache.layers, strict=True):
+                if isinstance(ours, DynamicLayer):
+                    assert isinstance(theirs, DynamicLayer)
+                    assert ours.keys.data_ptr() == theirs.keys.data_ptr()
+            torch.testing.assert_close(run(fork, 15, 20), plain[:, 15:])
+            assert cache.get_seq_length() == 15
+        torch.testing.assert_close(run(cache, 15, 20), plain[:, 15:])
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))

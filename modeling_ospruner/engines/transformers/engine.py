@@ -21,7 +21,7 @@ from modeling_ospruner.engines.interface import (
     unique_fork_tokens,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.policy_ospruner import max_positions
+from modeling_ospruner.policy_ospruner import input_device, max_positions
 
 from .cache import SlotCache, fast_attention
 from .packed_forks import PackedForks
@@ -238,7 +238,7 @@ def mean_logprob(
     model: PreTrainedModel, token_ids: Sequence[int], answer_ids: Sequence[int]
 ) -> float:
     """The mean log-probability, in nats a token, of an answer after a text."""
-    ids = torch.tensor([[*token_ids, *answer_ids]], device=model.device)
+    ids = torch.tensor([[*token_ids, *answer_ids]], device=input_device(model))
     said = model(ids).logits[0, -len(answer_ids) - 1 : -1].float().log_softmax(-1)  # (A, V)
     chosen = torch.tensor(list(answer_ids), device=said.device)[:, None]
     return float(said.gather(-1, chosen).mean())
@@ -286,7 +286,7 @@ def _takes_packed_trees(model: PreTrainedModel) -> bool:
     trunk = [(7 * i + 3) % vocabulary for i in range(6)]
     tails = [(3, [(11 * i + 5) % vocabulary for i in range(3)]), (6, [2 % vocabulary] * 3)]
     cache = SlotCache(len(layers))
-    device = model.device
+    device = input_device(model)
     model(input_ids=torch.tensor([trunk], device=device), past_key_values=cache, use_cache=True)
     hidden = torch.finfo(model.dtype).min
     mask = torch.full((1, 1, 6, 12), hidden, dtype=model.dtype, device=device)
