@@ -62,7 +62,12 @@ Revision = Annotated[
     str | None, typer.Option(help="Commit, branch or tag of the base or policy on the Hub.")
 ]
 # of those that label
-Engine = Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="transformers, vllm, sglang or openai; default: vllm with a GPU, else transformers."
+    ),
+]
 Urls = Annotated[list[str] | None, typer.Option(help="A server of the engine. Repeatable.")]
 EngineBatch = Annotated[
     int | None, typer.Option(help="Rows or requests at once; default: the engine's.")
@@ -283,7 +288,7 @@ def label_command(
     out: Annotated[
         Path, typer.Option(help="Folder of the labels; a stopped run continues.", file_okay=False)
     ],
-    engine: Engine = "transformers",
+    engine: Engine = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N problems.")] = None,
     split: Annotated[
         str | None, typer.Option(help="Split of the dataset; deepscaler has train and holdout.")
@@ -363,7 +368,7 @@ def label_command(
     with _stoppable(out), PhaseBars(console) as bars:
         run_label(
             problems,
-            engine,
+            engine or _default_engine(device),
             options,
             settings,
             out,
@@ -411,7 +416,7 @@ def labels_import(
     out: Annotated[
         Path, typer.Option(help="Folder of the labels; a stopped run continues.", file_okay=False)
     ],
-    engine: Engine = "transformers",
+    engine: Engine = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     columns: Annotated[
         str, typer.Option(help="Names of the columns: reasoning=cot,answer=gold.")
@@ -447,7 +452,7 @@ def labels_import(
     with _stoppable(out), PhaseBars(console) as bars:
         run_import(
             file,
-            engine,
+            engine or _default_engine(device),
             options,
             settings,
             out,
@@ -889,6 +894,15 @@ def _bytes(gib: float) -> int:
 
 def _folder(out: Path, name: str) -> Path:
     return out if out != Path("runs/demo") or name == "standard" else Path(f"runs/demo-{name}")
+
+
+def _default_engine(device: str | None) -> str:
+    """The engine to label with where none is named; says which one and why."""
+    from modeling_ospruner.engines.opening import default_engine
+
+    engine, why = default_engine(device)
+    console.print(f"Engine: {engine} ({why}).")
+    return engine
 
 
 @contextmanager

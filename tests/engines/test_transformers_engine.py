@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
@@ -22,6 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
 from modeling_ospruner.engines import (
@@ -32,8 +35,8 @@ from modeling_ospruner.engines import (
     TokenTrie,
     TransformersEngine,
 )
-from modeling_ospruner.engines.transformers import rows
-from modeling_ospruner.engines.transformers.cache import SlotCache, forked, own_cache
+from modeling_ospruner.engines.transformers import budget, rows
+from modeling_ospruner.engines.transformers.cache import SlotCache, SlotLayer, forked, own_cache
 from modeling_ospruner.engines.transformers.rows import choose, row_state, uniforms
 from modeling_ospruner.rules_ospruner import mix64
 
@@ -472,6 +475,77 @@ def test_offloaded_bases(
         traces = engine.sample(prompts(3), settings, fmt)
         found.append([engine.packed, traces, engine.fork(asked, suffix, 3, fmt.box_state)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_rows_are_admitted_by_free_memory(
+    name: str,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = make_base(name, tiny_tokenizer)
+    token = 4 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, head size, float32
+    free, seen, most = 10**15, [0], [0]
+    monkeypatch.setattr(budget, "free_bytes", lambda device: free)
+
+    def look(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if (cache := kwargs.get("past_key_values")) is None:
+            return
+        held = 0
+        for layer in cache.layers:
+            own = ("key_buffer", "value_buffer") if type(layer) is SlotLayer else ("keys", "values")
+            held += sum(vars(layer)[name].nbytes for name in own)
+        seen.append(held)
+        most.append(len(kwargs["input_ids"]))
+
+    def everything() -> tuple[Any, ...]:
+        engine = TransformersEngine(base, tiny_tokenizer, memory_share=0.5)
+        handle = base.register_forward_hook(look, with_kwargs=True)
+        del seen[1:], most[1:]
+        sampled = engine.sample(prompts(9), SETTINGS, fmt)
+        together = max(most)
+        forks = engine.fork(requests(fmt, 5), fmt.forced_suffix(), 6, fmt.box_state)
+        handle.remove()
+        ids = [[(answer.ids, answer.ended) for answer in row] for row in forks]
+        return together, max(seen), sampled, ids
+
+    together, held, *plain = everything()
+    assert together == 9
+    assert held > 9 * 47 * token // 2  # half of gemma2's layers keep a window only
+    # 7 + 40 + 1 + 10 tokens at most, 64 spare ones and a layer's copy: three rows and a half fit.
+    free = int(2 * 3.5 * (58 + 64) * token * 1.25)
+    if name == "gemma2":
+        free = int(2 * 3.5 * ((58 + 64) * (0.5 + 2 * 0.25) + 8 * 0.5) * token)
+    together, held, *tight = everything()
+    assert together == 3
+    assert held <= free // 2
+    assert tight == plain
+    free = 1000
+    with pytest.raises(ValueError, match="58 tokens need 0.00 GB of 0.00 GB free on cpu"):
+        everything()
+
+
+def test_free_memory_of_this_machine() -> None:
+    free = budget.free_bytes(torch.device("cpu"))
+    assert free is not None
+    assert 10**6 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert budget.free_bytes(torch.device("meta")) is None
+
+
+def test_grouped_attention_in_half_precision(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """No worse than sdpa, against float32."""
+    torch.manual_seed(0)
+    states = [torch.randn(3, heads, length, 8) for heads, length in ((4, 1), (2, 50), (2, 50))]
+    mask = torch.zeros(3, 1, 1, 50).masked_fill(torch.arange(50) < 9, -1e9)
+    layer = make_base("qwen2", tiny_tokenizer).get_decoder().layers[0].self_attn
+    exact = sdpa_attention_forward(layer, *states, mask)[0]
+    half = [state.bfloat16() for state in states]
+    errors = [
+        float((attend(layer, *half, mask.bfloat16())[0].float() - exact).abs().max())
+        for attend in (sdpa_attention_forward, AttentionInterface()["ospruner_grouped"])
+    ]
+    assert 0 < errors[1] <= 1.5 * errors[0]
 
 
 def test_a_slot_cache_on_several_devices() -> None:

@@ -1,6 +1,7 @@
 """A key-value cache that is written in place and whose rows can be replaced.
 
-On the CPU, attention over it does not copy keys and values for each query head (2-4x faster).
+Attention of single new tokens over it does not copy keys and values for each query head: on a CPU
+that is 2-4x faster, on a GPU it saves gigabytes a layer.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from modeling_ospruner.policy_ospruner import input_device
-
-_NAME = "ospruner_cpu"
+_NAME = "ospruner_grouped"
 
 
 def _grouped_attention(
@@ -58,7 +57,12 @@ def _grouped_attention(
     if S == 1:
         grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
         scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
-        out = torch.matmul(scores.softmax(-1), value).view(B, Hq, 1, value.shape[-1])
+        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        out = torch.matmul(shares.to(value.dtype), value).view(B, Hq, 1, value.shape[-1])
+    elif query.device.type != "cpu":  # masked GQA would take the kernel that keeps all scores
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
     else:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=Hq != Hkv
@@ -69,12 +73,17 @@ def _grouped_attention(
 AttentionInterface.register(_NAME, _grouped_attention)
 
 
+def takes_fast_attention(model: PreTrainedModel) -> bool:
+    """Whether `fast_attention` changes anything for a model: it takes the place of sdpa."""
+    return model.config.get_text_config()._attn_implementation == "sdpa"
+
+
 @contextmanager
 def fast_attention(model: PreTrainedModel) -> Iterator[None]:
     """Uses this attention in place of sdpa while the context lasts; masks must be 4-D or None."""
     config = model.config.get_text_config()
     before = config._attn_implementation
-    if before == "sdpa" and input_device(model).type == "cpu":
+    if takes_fast_attention(model):
         config._attn_implementation = _NAME
     try:
         yield
@@ -83,6 +92,11 @@ def fast_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 _CHUNK = 64
+
+
+def spare_columns(columns: int) -> int:
+    """How many columns more than it needs a layer takes when it grows."""
+    return max(_CHUNK, columns // 4)
 
 
 class SlotLayer(DynamicLayer):
@@ -103,7 +117,7 @@ class SlotLayer(DynamicLayer):
             self.columns = 0
         start, end = self.columns, self.columns + key_states.shape[-2]
         if end > self.key_buffer.shape[-2]:
-            capacity = max(end + _CHUNK, end * 5 // 4)
+            capacity = end + spare_columns(end)
             self.key_buffer = _grown(self.key_buffer, start, capacity)
             self.value_buffer = _grown(self.value_buffer, start, capacity)
         self.key_buffer[:, :, start:end] = key_states
