@@ -89,6 +89,9 @@ StepStride = Annotated[
     int, typer.Option(help="Label every k-th step; policies trained on them decide there alone.")
 ]
 Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Try the traces again that an error ended.")
+]
 # of those that evaluate
 BaseName = Annotated[str | None, typer.Option(help="Name of the base in tables.")]
 ProblemsName = Annotated[str | None, typer.Option(help="Name of the problems in tables.")]
@@ -220,6 +223,10 @@ def train_command(
     tracker: Annotated[
         str | None, typer.Option(help="tensorboard, wandb or trackio; none is needed.")
     ] = None,
+    max_ungraded: Annotated[
+        float,
+        typer.Option(help="Refuse labels with a greater share of answers that nobody could grade."),
+    ] = 0.1,
     json_file: JsonFile = None,
 ) -> None:
     """Train policies on labelled traces: one run anneals through all lambdas."""
@@ -267,6 +274,7 @@ def train_command(
             held_out=held_out,
             split_seed=seed,
             limit=limit,
+            max_ungraded=max_ungraded,
             progress=bars if processes.main else silent,
             say=console.print,
             processes=processes,
@@ -325,6 +333,7 @@ def label_command(
     url: Urls = None,
     engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
+    retry_failed: RetryFailed = False,
     scale: Annotated[
         str | None, typer.Option(help="ray: spread over a Ray cluster; see docs/scale.md.")
     ] = None,
@@ -375,6 +384,7 @@ def label_command(
             format_name=reasoning_format,
             chunk_traces=chunk,
             ray=ray,
+            retry_failed=retry_failed,
             progress=bars,
         )
     print_run(out, console, json_file)
@@ -432,6 +442,7 @@ def labels_import(
     url: Urls = None,
     engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
+    retry_failed: RetryFailed = False,
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
@@ -460,6 +471,7 @@ def labels_import(
             limit=limit,
             format_name=reasoning_format,
             chunk_traces=chunk,
+            retry_failed=retry_failed,
             progress=bars,
         )
     print_run(out, console, json_file)

@@ -536,13 +536,13 @@ def test_free_memory_of_this_machine() -> None:
 def test_grouped_attention_in_half_precision(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """No worse than sdpa, against float32."""
     torch.manual_seed(0)
-    states = [torch.randn(3, heads, length, 8) for heads, length in ((4, 1), (2, 50), (2, 50))]
+    q, k, v = (torch.randn(3, heads, length, 8) for heads, length in ((4, 1), (2, 50), (2, 50)))
     mask = torch.zeros(3, 1, 1, 50).masked_fill(torch.arange(50) < 9, -1e9)
     layer = make_base("qwen2", tiny_tokenizer).get_decoder().layers[0].self_attn
-    exact = sdpa_attention_forward(layer, *states, mask)[0]
-    half = [state.bfloat16() for state in states]
+    exact = sdpa_attention_forward(layer, q, k, v, mask)[0]
+    q, k, v, mask = (states.bfloat16() for states in (q, k, v, mask))
     errors = [
-        float((attend(layer, *half, mask.bfloat16())[0].float() - exact).abs().max())
+        float((attend(layer, q, k, v, mask)[0].float() - exact).abs().max())
         for attend in (sdpa_attention_forward, AttentionInterface()["ospruner_grouped"])
     ]
     assert 0 < errors[1] <= 1.5 * errors[0]
@@ -593,6 +593,8 @@ def test_a_fork_shares_the_keys_and_values_of_its_trace(
             for ours, theirs in zip(fork.layers, cache.layers, strict=True):
                 if isinstance(ours, DynamicLayer):
                     assert isinstance(theirs, DynamicLayer)
+                    assert ours.keys is not None
+                    assert theirs.keys is not None
                     assert ours.keys.data_ptr() == theirs.keys.data_ptr()
             torch.testing.assert_close(run(fork, 15, 20), plain[:, 15:])
             assert cache.get_seq_length() == 15
