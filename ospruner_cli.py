@@ -62,7 +62,12 @@ Revision = Annotated[
     str | None, typer.Option(help="Commit, branch or tag of the base or policy on the Hub.")
 ]
 # of those that label
-Engine = Annotated[str, typer.Option(help="transformers, vllm, sglang or openai.")]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="transformers, vllm, sglang or openai; default: vllm with a GPU, else transformers."
+    ),
+]
 Urls = Annotated[list[str] | None, typer.Option(help="A server of the engine. Repeatable.")]
 EngineBatch = Annotated[
     int | None, typer.Option(help="Rows or requests at once; default: the engine's.")
@@ -86,6 +91,9 @@ StepStride = Annotated[
     int, typer.Option(help="Label every k-th step; policies trained on them decide there alone.")
 ]
 Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Try the traces again that an error ended.")
+]
 # of those that evaluate
 BaseName = Annotated[str | None, typer.Option(help="Name of the base in tables.")]
 ProblemsName = Annotated[str | None, typer.Option(help="Name of the problems in tables.")]
@@ -217,6 +225,10 @@ def train_command(
     tracker: Annotated[
         str | None, typer.Option(help="tensorboard, wandb or trackio; none is needed.")
     ] = None,
+    max_ungraded: Annotated[
+        float,
+        typer.Option(help="Refuse labels with a greater share of answers that nobody could grade."),
+    ] = 0.1,
     json_file: JsonFile = None,
 ) -> None:
     """Train policies on labelled traces: one run anneals through all lambdas."""
@@ -264,6 +276,7 @@ def train_command(
             held_out=held_out,
             split_seed=seed,
             limit=limit,
+            max_ungraded=max_ungraded,
             progress=bars if processes.main else silent,
             say=console.print,
             processes=processes,
@@ -285,7 +298,7 @@ def label_command(
     out: Annotated[
         Path, typer.Option(help="Folder of the labels; a stopped run continues.", file_okay=False)
     ],
-    engine: Engine = "transformers",
+    engine: Engine = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N problems.")] = None,
     split: Annotated[
         str | None, typer.Option(help="Split of the dataset; deepscaler has train and holdout.")
@@ -322,6 +335,7 @@ def label_command(
     url: Urls = None,
     engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
+    retry_failed: RetryFailed = False,
     scale: Annotated[
         str | None, typer.Option(help="ray: spread over a Ray cluster; see docs/scale.md.")
     ] = None,
@@ -365,13 +379,14 @@ def label_command(
     with _stoppable(out), PhaseBars(console) as bars:
         run_label(
             problems,
-            engine,
+            engine or _default_engine(device),
             options,
             settings,
             out,
             format_name=reasoning_format,
             chunk_traces=chunk,
             ray=ray,
+            retry_failed=retry_failed,
             progress=bars,
         )
     print_run(out, console, json_file)
@@ -413,7 +428,7 @@ def labels_import(
     out: Annotated[
         Path, typer.Option(help="Folder of the labels; a stopped run continues.", file_okay=False)
     ],
-    engine: Engine = "transformers",
+    engine: Engine = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     columns: Annotated[
         str, typer.Option(help="Names of the columns: reasoning=cot,answer=gold.")
@@ -429,6 +444,7 @@ def labels_import(
     url: Urls = None,
     engine_arg: EngineArgs = None,
     chunk: Chunk = 128,
+    retry_failed: RetryFailed = False,
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
@@ -449,7 +465,7 @@ def labels_import(
     with _stoppable(out), PhaseBars(console) as bars:
         run_import(
             file,
-            engine,
+            engine or _default_engine(device),
             options,
             settings,
             out,
@@ -457,6 +473,7 @@ def labels_import(
             limit=limit,
             format_name=reasoning_format,
             chunk_traces=chunk,
+            retry_failed=retry_failed,
             progress=bars,
         )
     print_run(out, console, json_file)
@@ -893,6 +910,15 @@ def _bytes(gib: float) -> int:
 
 def _folder(out: Path, name: str) -> Path:
     return out if out != Path("runs/demo") or name == "standard" else Path(f"runs/demo-{name}")
+
+
+def _default_engine(device: str | None) -> str:
+    """The engine to label with where none is named; says which one and why."""
+    from modeling_ospruner.engines.opening import default_engine
+
+    engine, why = default_engine(device)
+    console.print(f"Engine: {engine} ({why}).")
+    return engine
 
 
 @contextmanager

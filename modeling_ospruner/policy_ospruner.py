@@ -74,6 +74,11 @@ def execution_device(base: PreTrainedModel, module: nn.Module) -> torch.device:
     return torch.device(device)
 
 
+def input_device(base: PreTrainedModel) -> torch.device:
+    """Where the base takes its token ids and masks, and gives its logits."""
+    return execution_device(base, base.get_input_embeddings())
+
+
 def tail_device(base: PreTrainedModel) -> torch.device:
     """Where the base computes its last layer, and the policy all of its own."""
     return execution_device(base, decoder_layers(base)[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,9 @@ __all__ = [
     "train_from_labels",
 ]
 
+MAX_UNGRADED = 0.1
+"""Share of ungraded answers above which labels are refused: those are trained on as wrong."""
+_BY_THE_MODEL = ("no answer", "too long")  # why an answer has no verdict, whatever grades it
 HELD_OUT_PROBLEMS = 500
 """Problems that the paper keeps out of training, to choose lambda on."""
 
@@ -175,6 +179,7 @@ def train_from_labels(
     split_seed: int = 0,
     limit: int | None = None,
     force_base: str | None = None,
+    max_ungraded: float = MAX_UNGRADED,
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
     processes: Processes | None = None,
@@ -193,6 +198,8 @@ def train_from_labels(
         split_seed: which problems.
         limit: only the first so many traces.
         force_base: why another base than the labels' is right; kept in each policy's record.
+        max_ungraded: labels with a greater share of forced answers that the grader could not read
+            or decide are refused; an answer that never closed is not the grader's fault.
         progress: as for `train`.
         say: told in a line, before the first step, what the run will hold in memory.
         processes: those that train together; see `open_processes`. None for this one alone, on the
@@ -203,10 +210,14 @@ def train_from_labels(
 
     Raises:
         ValueError: the labels were made by another base, the validation labels otherwise than the
-            training labels, or any of `train`'s refusals.
+            training labels, too many of their answers are ungraded, or any of `train`'s refusals.
     """
+    if not 0 <= max_ungraded <= 1:
+        raise ValueError(f"max_ungraded is {max_ungraded}; it must lie in [0, 1]")
     ours = load_labels(labels)
     training, validating = _split(ours, validation, held_out, split_seed, limit)
+    for traces in (training, validating):
+        _refuse_ungraded(traces, max_ungraded)
     train_set = LabelledTraces.from_dataset(training)
     chosen = settings(train_set.table)
     facts: dict[str, Any] = {"data_hash": ours.data_hash}
@@ -267,6 +278,21 @@ def _split(
         return traces, theirs.traces
     held = np.array(held_out_split(traces["problem_id"], held_out, split_seed))
     return traces.select(np.flatnonzero(~held)), traces.select(np.flatnonzero(held))
+
+
+def _refuse_ungraded(traces: Dataset, bound: float) -> None:
+    """Refuses labels of a grader that was broken, or cannot read these answers."""
+    reasons = Counter(why for row in traces["ungraded_reasons"] for why in row)
+    steps = reasons.total()
+    failed = {why: n for why, n in reasons.items() if why is not None and why not in _BY_THE_MODEL}
+    share = sum(failed.values()) / steps
+    if share > bound:
+        counts = ", ".join(f"{why}: {n}" for why, n in sorted(failed.items()))
+        raise ValueError(
+            f"{share:.1%} of the {steps} forced answers could not be graded ({counts}), and at most"
+            f" {bound:.1%} may be: they would be trained on as wrong. Grade them again (`ospruner "
+            "labels regrade FOLDER`, which tests the grader first), or raise --max-ungraded"
+        )
 
 
 def load_labelled_base(

@@ -10,7 +10,7 @@ import atexit
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from .pool import GradingPool, Verdict
 
@@ -18,6 +18,7 @@ __all__ = [
     "MAX_ANSWER_CHARS",
     "TIME_LIMIT_SECONDS",
     "Verdict",
+    "check_grader",
     "compare_many",
     "equal",
     "extract_boxed",
@@ -82,6 +83,42 @@ def extract_boxed(text: str) -> str | None:
                 answer = text[start:position].strip()  # an enclosing box closes later and wins
         position += 1
     return answer
+
+
+_KNOWN = (
+    (r"\frac{1}{2}", "0.5", True),
+    (r"\sqrt{8}", r"2\sqrt{2}", True),
+    ("x^2+2x+1", "(x+1)^2", True),
+    (r"\frac{1}{2}", r"\frac{1}{3}", False),
+    (r"\sqrt{8}", "3", False),
+)
+"""Pairs that Math-Verify reads by LaTeX, and what it must say of them."""
+
+
+@cache
+def check_grader() -> None:
+    """Lets the grader judge a few known pairs: a broken one would call everything wrong.
+
+    Once a process: what was found to work is not tried again.
+
+    Raises:
+        ValueError: it does not start, or misjudges one; with what it said.
+    """
+    way_out = (
+        "nothing can be graded. Install the versions that belong together: pip install "
+        "--force-reinstall math-verify latex2sympy2_extended antlr4-python3-runtime==4.13.2"
+    )
+    for reference, answer, expected in _KNOWN:
+        try:
+            said = _POOL.compare(reference, answer, TIME_LIMIT_SECONDS)
+        except RuntimeError as error:
+            raise ValueError(f"{error}: {way_out}") from error
+        if said.correct is not expected:
+            raise ValueError(
+                f"the grader is broken: of {answer!r} against {reference!r} it says "
+                f"{said.correct} ({said.reason or 'without a reason'}), which is {expected}: "
+                f"{way_out}"
+            )
 
 
 def grade(answer: str | None, reference: str) -> bool | None:

@@ -24,6 +24,7 @@ from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.policy_ospruner import max_positions
 
+from ..grading.boxed import check_grader
 from ..methods import PolicyUse, parse_policies, refuse_other_base
 from ..problems.sources import load_source
 from ..problems.task import Task, load_task_class, prompt_token_ids
@@ -90,6 +91,8 @@ def run_online(
     named = [parse_rule(text) for text in request.rules]
     base, revision, literals = _base(request.base, uses)
     task_class = load_task_class(request.task)
+    if task_class.grade is Task.grade:
+        check_grader()
     loaded = load_source(request.dataset, files=request.files, limit=request.limit)
     task = task_class(
         request.benchmark or Path(request.dataset).name.partition(".")[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENGINES",
     "EngineOptions",
+    "default_engine",
     "known_revision",
     "load_tokenizer",
     "open_engine",
@@ -118,6 +120,23 @@ def known_revision(base: str, revision: str | None = None) -> str | None:
             f"{config.get('base_model_name_or_path')!r}: give that base"
         )
     return extract_commit_hash(file, None)
+
+
+def default_engine(device: str | None = None) -> tuple[str, str]:
+    """The engine to label with where none is named, and why.
+
+    Args:
+        device: where the user wants to compute; None leaves it open.
+    """
+    import torch
+
+    if device is not None:
+        return "transformers", f"the one that computes on a given device ({device})"
+    if not torch.cuda.is_available():
+        return "transformers", "there is no CUDA GPU"
+    if importlib.util.find_spec("vllm") is None:
+        return "transformers", "vLLM, which is many times faster on a GPU, is not installed"
+    return "vllm", "there are a CUDA GPU and vLLM"
 
 
 def open_engine(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from modeling_ospruner.engines.opening import EngineOptions, open_engine, parse_engine_args
+from modeling_ospruner.engines.opening import (
+    EngineOptions,
+    default_engine,
+    open_engine,
+    parse_engine_args,
+)
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.vllm_plugin.server import vllm_options
 
@@ -37,6 +43,30 @@ def test_an_argument_without_name_or_value_is_refused(text: str) -> None:
 def test_an_argument_given_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="max_model_len is given twice"):
         parse_engine_args(["max_model_len=2", "max-model-len=3"])
+
+
+@pytest.mark.parametrize(
+    ("cuda", "vllm", "device", "engine", "why"),
+    [
+        (True, True, None, "vllm", "a CUDA GPU and vLLM"),
+        (True, True, "cuda:1", "transformers", r"a given device \(cuda:1\)"),
+        (True, False, None, "transformers", "vLLM, .* is not installed"),
+        (False, True, None, "transformers", "no CUDA GPU"),
+    ],
+)
+def test_the_default_engine(
+    cuda: bool,
+    vllm: bool,
+    device: str | None,
+    engine: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if vllm else None)
+    found, reason = default_engine(device)
+    assert found == engine
+    assert re.search(why, reason)
 
 
 def opened(name: str, base: Path, tokenizer: PreTrainedTokenizerFast, **arguments: Any) -> Any:

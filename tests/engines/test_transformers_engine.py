@@ -2,21 +2,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
 from modeling_ospruner.engines import (
@@ -27,7 +35,8 @@ from modeling_ospruner.engines import (
     TokenTrie,
     TransformersEngine,
 )
-from modeling_ospruner.engines.transformers import rows
+from modeling_ospruner.engines.transformers import budget, rows
+from modeling_ospruner.engines.transformers.cache import SlotCache, SlotLayer, forked, own_cache
 from modeling_ospruner.engines.transformers.rows import choose, row_state, uniforms
 from modeling_ospruner.rules_ospruner import mix64
 
@@ -439,6 +448,157 @@ def test_half_precision_says_that_batches_matter(
     half = TransformersEngine(tiny_base.bfloat16(), tiny_tokenizer)
     assert half.batch_effects is not None
     assert "bfloat16" in half.batch_effects
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_offloaded_bases(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    """A layer and the embedding are read from disk at each forward: their device is meta."""
+    asked, suffix = requests(fmt, 4)[1:], fmt.forced_suffix()
+    settings = dataclasses.replace(SETTINGS, max_new_tokens=8)
+    found = []
+    for offloaded in (False, True):
+        base = make_base(name, tiny_tokenizer)
+        if offloaded:
+            leaves = [key for key, module in base.named_modules() if not list(module.children())]
+            spread = {
+                key: "disk" if "embed_tokens" in key or ".layers.1." in key else "cpu"
+                for key in leaves
+            }
+            dispatch_model(base, spread, offload_dir=tmp_path)
+            meta = {key for key, one in base.named_parameters() if one.device.type == "meta"}
+            assert any(".layers.1." in key for key in meta)
+            # A tied embedding stays in memory.
+            assert ("model.embed_tokens.weight" in meta) == (name == "qwen2")
+        engine = TransformersEngine(base, tiny_tokenizer, batch_size=2)
+        traces = engine.sample(prompts(3), settings, fmt)
+        found.append([engine.packed, traces, engine.fork(asked, suffix, 3, fmt.box_state)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_rows_are_admitted_by_free_memory(
+    name: str,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fmt: TokenFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = make_base(name, tiny_tokenizer)
+    token = 4 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, head size, float32
+    free, seen, most = 10**15, [0], [0]
+    monkeypatch.setattr(budget, "free_bytes", lambda device: free)
+
+    def look(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if (cache := kwargs.get("past_key_values")) is None:
+            return
+        held = 0
+        for layer in cache.layers:
+            own = ("key_buffer", "value_buffer") if type(layer) is SlotLayer else ("keys", "values")
+            held += sum(vars(layer)[name].nbytes for name in own)
+        seen.append(held)
+        most.append(len(kwargs["input_ids"]))
+
+    def everything() -> tuple[Any, ...]:
+        engine = TransformersEngine(base, tiny_tokenizer, memory_share=0.5)
+        handle = base.register_forward_hook(look, with_kwargs=True)
+        del seen[1:], most[1:]
+        sampled = engine.sample(prompts(9), SETTINGS, fmt)
+        together = max(most)
+        forks = engine.fork(requests(fmt, 5), fmt.forced_suffix(), 6, fmt.box_state)
+        handle.remove()
+        ids = [[(answer.ids, answer.ended) for answer in row] for row in forks]
+        return together, max(seen), sampled, ids
+
+    together, held, *plain = everything()
+    assert together == 9
+    assert held > 9 * 47 * token // 2  # half of gemma2's layers keep a window only
+    # 7 + 40 + 1 + 10 tokens at most, 64 spare ones and a layer's copy: three rows and a half fit.
+    free = int(2 * 3.5 * (58 + 64) * token * 1.25)
+    if name == "gemma2":
+        free = int(2 * 3.5 * ((58 + 64) * (0.5 + 2 * 0.25) + 8 * 0.5) * token)
+    together, held, *tight = everything()
+    assert together == 3
+    assert held <= free // 2
+    assert tight == plain
+    free = 1000
+    with pytest.raises(ValueError, match="58 tokens need 0.00 GB of 0.00 GB free on cpu"):
+        everything()
+
+
+def test_free_memory_of_this_machine() -> None:
+    free = budget.free_bytes(torch.device("cpu"))
+    assert free is not None
+    assert 10**6 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert budget.free_bytes(torch.device("meta")) is None
+
+
+def test_grouped_attention_in_half_precision(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """No worse than sdpa, against float32."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, length, 8) for heads, length in ((4, 1), (2, 50), (2, 50)))
+    mask = torch.zeros(3, 1, 1, 50).masked_fill(torch.arange(50) < 9, -1e9)
+    layer = make_base("qwen2", tiny_tokenizer).get_decoder().layers[0].self_attn
+    exact = sdpa_attention_forward(layer, q, k, v, mask)[0]
+    q, k, v, mask = (states.bfloat16() for states in (q, k, v, mask))
+    errors = [
+        float((attend(layer, q, k, v, mask)[0].float() - exact).abs().max())
+        for attend in (sdpa_attention_forward, AttentionInterface()["ospruner_grouped"])
+    ]
+    assert 0 < errors[1] <= 1.5 * errors[0]
+
+
+def test_a_slot_cache_on_several_devices() -> None:
+    """Fake tensors refuse what mixes devices, as GPUs do, and hold no values."""
+    devices = [torch.device("cpu"), torch.device("meta")]
+    with FakeTensorMode():
+
+        def filled(rows: int, columns: int) -> SlotCache:
+            cache = SlotCache(2)
+            for i, device in enumerate(devices):
+                states = torch.zeros(rows, 2, columns, 4, device=device)
+                cache.update(states, states, i)
+            return cache
+
+        cache, new = filled(4, 9), filled(2, 5)
+        cache.shift(torch.tensor([0, 1, 0, 2]))
+        cache.realign(2, 8)
+        cache.select(torch.tensor([3, 1, 0]))
+        cache.place(torch.tensor([0, 2]), new)
+        for layer, device in zip(cache.slots, devices, strict=True):
+            for buffer in (layer.key_buffer, layer.value_buffer):
+                assert (buffer.device, buffer.shape[:2]) == (device, (3, 2))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
+def test_a_fork_shares_the_keys_and_values_of_its_trace(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    base = make_base(name, tiny_tokenizer)
+    text = torch.tensor([[5 + i for i in range(20)]])
+
+    def run(cache: Any, first: int, last: int) -> torch.Tensor:
+        where = torch.arange(first, last)[None]
+        logits: torch.Tensor = base(
+            input_ids=text[:, first:last], position_ids=where, past_key_values=cache
+        ).logits
+        return logits
+
+    with torch.inference_mode():
+        plain = run(DynamicCache(config=base.config), 0, 20)
+        cache = own_cache(base.config)
+        run(cache, 0, 15)
+        for _ in range(2):
+            fork = forked(cache)
+            for ours, theirs in zip(fork.layers, cache.layers, strict=True):
+                if isinstance(ours, DynamicLayer):
+                    assert isinstance(theirs, DynamicLayer)
+                    assert ours.keys is not None
+                    assert theirs.keys is not None
+                    assert ours.keys.data_ptr() == theirs.keys.data_ptr()
+            torch.testing.assert_close(run(fork, 15, 20), plain[:, 15:])
+            assert cache.get_seq_length() == 15
+        torch.testing.assert_close(run(cache, 15, 20), plain[:, 15:])
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))

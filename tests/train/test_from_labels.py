@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from ospruner.train.from_labels import (
 )
 from ospruner.train.labels.command import ProblemOptions, run_label
 from ospruner.train.labels.folder import read_manifest
+from ospruner.train.labels.writer import LabelFolder
 from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import R1_PENALTIES
 from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
@@ -96,6 +98,33 @@ def test_validation_labels_made_otherwise_are_refused(labels: Path, tmp_path: Pa
     with pytest.raises(ValueError, match=r"made otherwise .*temperature: 0.6 here, 1.0 there\)"):
         train_from_labels(labels, tmp_path / "run", settings_for("auto"), validation=other)
     assert not (tmp_path / "run").exists()
+
+
+def test_labels_that_could_not_be_graded_are_refused(labels: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "labels"
+    shutil.copytree(labels, folder)
+    settings = LabelSettings.from_dict(read_manifest(folder)["settings"])
+
+    def spoil(rows: list[dict[str, Any]]) -> None:
+        """A third has no verdict because of the grader, the rest because of the model."""
+        for row in rows:
+            for step in range(len(row["step_ends"])):
+                row["forced_correct"][step] = row["matches_final"][step] = None
+                row["ungraded_reasons"][step] = "no answer" if step % 3 else "unreadable"
+
+    with LabelFolder(folder, settings) as writer:
+        writer.rewrite(spoil)
+    (folder / "provenance.json").unlink()
+    refused = r"3\d\.\d% of the \d+ forced answers could not be graded \(unreadable: \d+\), .*10.0%"
+    with pytest.raises(ValueError, match=refused + ".*labels regrade"):
+        train_from_labels(folder, tmp_path / "run", settings_for("auto"))
+    with pytest.raises(ValueError, match=refused):
+        train_from_labels(labels, tmp_path / "run", settings_for("auto"), validation=folder)
+    with pytest.raises(ValueError, match="max_ungraded is 2; it must lie in"):
+        train_from_labels(labels, tmp_path / "run", settings_for("auto"), max_ungraded=2)
+    # What is allowed gets further: without a single verdict there is nothing to train on.
+    with pytest.raises(ValueError, match="null everywhere"):
+        train_from_labels(folder, tmp_path / "run", settings_for("auto"), max_ungraded=0.5)
 
 
 def test_another_base_than_the_labels_is_refused(

@@ -119,6 +119,7 @@ def run_label(
     format_name: str | None = None,
     chunk_traces: int = 128,
     ray: RayOptions | None = None,
+    retry_failed: bool = False,
     progress: Progress = silent,
 ) -> Dataset:
     """Labels problems with a base. Whatever can be refused is refused before the engine starts.
@@ -132,6 +133,7 @@ def run_label(
         format_name: see `read_format`.
         chunk_traces: traces committed together; a kill loses at most these.
         ray: spreads the run over a Ray cluster; its `unit_traces` take the place of chunks.
+        retry_failed: try those again that failed in an earlier run.
         progress: called with phases "sample", "fork" and "grade", in traces.
 
     Returns:
@@ -154,6 +156,7 @@ def run_label(
             wanted,
             out_dir,
             ray,
+            retry_failed=retry_failed,
             source=loaded.source | {"engine": engine_name, "scale": "ray"},
             progress=progress,
         )
@@ -165,6 +168,7 @@ def run_label(
         wanted,
         out_dir,
         chunk_traces=chunk_traces,
+        retry_failed=retry_failed,
         source=loaded.source | {"engine": engine_name},
         progress=progress,
     )
@@ -181,6 +185,7 @@ def run_import(
     limit: int | None = None,
     format_name: str | None = None,
     chunk_traces: int = 128,
+    retry_failed: bool = False,
     progress: Progress = silent,
 ) -> Dataset:
     """Labels traces that others made: their answers are forced by a base of yours.
@@ -195,6 +200,7 @@ def run_import(
         limit: only the first so many traces.
         format_name: see `read_format`.
         chunk_traces: traces committed together.
+        retry_failed: try those again that failed in an earlier run.
         progress: called with phases "fork" and "grade".
 
     Raises:
@@ -220,6 +226,7 @@ def run_import(
         out_dir,
         chunk_traces=chunk_traces,
         traces=[trace.key for trace in traces],
+        retry_failed=retry_failed,
         source={"traces": Path(file).name, "engine": engine_name},
         progress=progress,
     )

@@ -1,8 +1,8 @@
 """The folder of a label run, as it is read: every byte is compared with what was written.
 
-data/train-00000.parquet ...   a chunk of traces each; only `regrade` ever writes one again
+data/train-00000.parquet ...   a chunk of traces each; `regrade` writes all again, at once
 prefixes/train-00000.parquet   the same, one row a labelled step; derived
-manifest.json                  settings, and each chunk's file, SHA-256, dropped traces and costs
+manifest.json                  settings, and each chunk's file, SHA-256, lost traces and costs
 .manifest.json.copy            the same again, read where the manifest is damaged
 damaged/                       shards that no longer held what was written, set aside
 README.md                      tells `datasets.load_dataset(FOLDER)` which files are data
@@ -90,6 +90,7 @@ class StoredChunk:
         sha256: of the shard's bytes.
         rows: labelled traces in it.
         dropped: traces that cannot be rows: (problem id, sample index, why).
+        failed: traces that an error kept from being rows: (problem id, sample index, error).
         costs: tokens.
     """
 
@@ -97,13 +98,17 @@ class StoredChunk:
     sha256: str
     rows: int
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
+    failed: list[tuple[str, int, str]] = field(default_factory=list)
     costs: TokenCosts = field(default_factory=TokenCosts)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StoredChunk:
         """What `dataclasses.asdict` gave, through JSON."""
-        dropped = [(problem, index, why) for problem, index, why in values["dropped"]]
-        return cls(**{**values, "dropped": dropped, "costs": TokenCosts(**values["costs"])})
+        lost: dict[str, Any] = {
+            name: [(problem, index, why) for problem, index, why in values[name]]
+            for name in ("dropped", "failed")
+        }
+        return cls(**{**values, **lost, "costs": TokenCosts(**values["costs"])})
 
 
 def chunks_of(manifest: Mapping[str, Any]) -> list[StoredChunk]:

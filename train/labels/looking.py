@@ -88,6 +88,7 @@ def summary_of(path: str | Path) -> dict[str, Any]:
         "problems": len(set(dataset["problem_id"])),
         "steps": sum(map(len, grades)),
         "dropped_traces": len(manifest["dropped"]),
+        "failed_traces": len(manifest["failed"]),
         "capped_traces": list(dataset["ended"]).count("cap"),
         "ungraded_steps": sum(row.count(None) for row in grades),
         "ungraded_reasons": dict(reasons),
@@ -142,6 +143,9 @@ def print_stats(
     return stats
 
 
+_SHOWN_ERRORS = 3
+
+
 def print_run(path: Path, console: Console, json_file: Path | None) -> None:
     """Prints what a label run made, in a few lines."""
     stats = summary_of(path)
@@ -151,6 +155,13 @@ def print_run(path: Path, console: Console, json_file: Path | None) -> None:
         f"{stats['ungraded_steps']}, cut at the cap {stats['capped_traces']}, dropped "
         f"{stats['dropped_traces']}"
     )
+    for problem, sample, error in read_manifest(path)["failed"][:_SHOWN_ERRORS]:
+        console.print(f"Failed: trace {sample} of problem {problem}: {error}", highlight=False)
+    if failed := stats["failed_traces"]:
+        console.print(
+            f"{failed} of {failed + stats['traces']} traces failed. If they are the long ones, the "
+            "labels are biased: the same command with --retry-failed tries them again."
+        )
     console.print(
         f"Tokens of the forks: {stats['computed_tokens']:,} computed, {stats['unique_tokens']:,} "
         f"unique ({_ratio(stats):.3f}). In {path}; look: ospruner labels stats {path}"
@@ -224,6 +235,7 @@ def _lines(stats: dict[str, Any]) -> list[tuple[str, str]]:
         ("answer tokens a step", f"{stats['answer_tokens_per_step']:.1f}"),
         ("cut at the cap", str(stats["capped_traces"])),
         ("dropped", str(stats["dropped_traces"])),
+        ("failed", str(stats["failed_traces"])),
         ("steps without a verdict", f"{stats['ungraded_steps']} {reasons}".strip()),
         (
             "tokens of the forks",

@@ -19,6 +19,7 @@ from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.engines.interface import Engine, Sampled
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.loading_ospruner import base_fingerprint
+from ospruner.eval.grading.boxed import check_grader
 from ospruner.eval.problems.problem import Problem, user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
@@ -41,6 +42,7 @@ def label(
     *,
     chunk_traces: int = 512,
     traces: Sequence[TraceKey] | None = None,
+    retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Dataset:
@@ -51,6 +53,10 @@ def label(
     `chunk_traces`; where the engine cannot promise that (`Engine.batch_effects`), the manifest says
     why. More problems may be added later. Damaged shards are set aside and their traces labelled
     again.
+
+    Where an error ends a chunk, its traces are done one by one; those that raise one again are
+    recorded as failed, with the error. Errors that keep out long traces bias the labels: look at
+    their number.
 
     Args:
         problems: what to reason about; ids are unique.
@@ -63,6 +69,7 @@ def label(
         chunk_traces: traces sampled, forked and committed together, as one Parquet file. A kill
             loses at most these.
         traces: which traces of the problems; by default `samples_per_problem` of each.
+        retry_failed: try those again that failed in an earlier run.
         source: where the problems come from, JSON values; kept in the manifest.
         progress: called with phases "sample", "fork" and "grade": in traces, and the last in
             comparisons of answers.
@@ -72,12 +79,14 @@ def label(
 
     Raises:
         ValueError: bad problems, a folder that holds something else or other settings, settings
-            whose reasoning format is not `fmt`, or a full disk.
+            whose reasoning format is not `fmt`, a full disk, or a broken grader.
         EnginesDownError: no server is left; what was committed is kept.
+        Exception: that of the first trace, where every one of several raises one.
     """
     if chunk_traces < 1:
         raise ValueError(f"chunk_traces is {chunk_traces}; it must be 1 or more")
     settings = _with_format(settings, fmt)
+    check_grader()
     source = dict(source or {})
     if settings.base_fingerprint is None:
         where, revision = settings.base_model, settings.base_revision
@@ -93,12 +102,14 @@ def label(
             with LabelFolder(out_dir, settings, source) as folder:
                 _check_problems(folder, problems)
                 folder.note_effects([engine.batch_effects] if engine.batch_effects else [])
+                if retry_failed:
+                    folder.forget_failed()
                 todo = [k for k in traces if (k.problem.id, k.sample_index) not in folder.done]
                 done = len(traces) - len(todo)
                 for start in range(0, len(todo), chunk_traces):
                     keys = todo[start : start + chunk_traces]
                     counter = _Counter(progress, done + start, len(traces))
-                    folder.commit(_label_chunk(keys, engine, tokenizer, fmt, settings, counter))
+                    folder.commit(_label_or_part(keys, engine, tokenizer, fmt, settings, counter))
                 return _finished(folder, settings)
         except KeyboardInterrupt:
             # It may have come in the middle of a commit: opening completes that, or takes it back.
@@ -120,6 +131,36 @@ def _finished(folder: LabelFolder, settings: LabelSettings) -> Dataset:
             details={"settings": settings.to_dict()},
         )
     return dataset
+
+
+def _label_or_part(
+    keys: Sequence[TraceKey],
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    fmt: TokenFormat,
+    settings: LabelSettings,
+    counter: _Counter,
+) -> Chunk:
+    """Labels traces together and, where that raises an error, one by one, to see whose it is."""
+    try:
+        return _label_chunk(keys, engine, tokenizer, fmt, settings, counter)
+    except OSError:  # servers that are gone, a full disk
+        raise
+    except Exception as error:  # noqa: BLE001 - recorded with the trace, or raised
+        if len(keys) == 1:
+            why = f"{type(error).__name__}: {error}"
+            return Chunk([], failed=[(keys[0].problem.id, keys[0].sample_index, why)])
+        first = error
+    whole = Chunk([])
+    for key in keys:
+        one = _label_or_part([key], engine, tokenizer, fmt, settings, counter)
+        whole.rows.extend(one.rows)
+        whole.dropped.extend(one.dropped)
+        whole.failed.extend(one.failed)
+        whole.costs.add(one.costs)
+    if len(whole.failed) == len(keys):  # the engine is broken, not they
+        raise first
+    return whole
 
 
 def _label_chunk(
@@ -155,7 +196,7 @@ def _label_chunk(
     ]
     after = _costs(engine)
     spent = {name: value - vars(before)[name] for name, value in vars(after).items()}
-    return Chunk(rows, dropped, TokenCosts(**spent))
+    return Chunk(rows, dropped, costs=TokenCosts(**spent))
 
 
 class _Counter:
@@ -169,6 +210,7 @@ class _Counter:
 
     def start(self, phase: str) -> None:
         """Shows a phase before its first trace."""
+        self._sampled = 0
         self._progress(phase, self._done, self._total)
 
     def one_sampled(self, index: int, trace: Sampled) -> None:

@@ -87,6 +87,7 @@ def label_with_ray(
     out_dir: str | Path,
     options: RayOptions,
     *,
+    retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Dataset:
@@ -101,6 +102,7 @@ def label_with_ray(
         settings: of the run, its reasoning format filled in.
         out_dir: an empty folder, or one of an earlier run with the same settings.
         options: how the run spreads over the cluster.
+        retry_failed: try those again that failed in an earlier run.
         source: where the problems come from; kept in the manifest.
         progress: called with phase "label", in traces.
 
@@ -115,7 +117,7 @@ def label_with_ray(
     ray = needed("ray.data", "--scale ray", _PIP_LINE)
     out = Path(out_dir).resolve()
     wanted = wanted_traces(problems, settings.samples_per_problem)
-    todo = open_units(out, settings, wanted, options.unit_traces)
+    todo = open_units(out, settings, wanted, options.unit_traces, retry_failed)
     with lock_folder(out / PARTS):
         left = sum(map(len, todo.values()))
         finished = len(wanted) - left

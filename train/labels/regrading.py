@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from modeling_ospruner.common.progress import Progress, silent
+from ospruner.eval.grading.boxed import check_grader
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance, write_provenance
 
-from .folder import data_hash, read_labels, read_manifest, read_shard
+from .folder import data_hash, read_labels, read_manifest
 from .rows import grade_rows
 from .writer import LabelFolder
 
@@ -33,27 +35,29 @@ class Regraded:
 
 
 def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
-    """Grades every stored answer of a label folder again and writes the shards anew.
+    """Grades every stored answer of a label folder again.
 
-    Each shard is replaced atomically; a run that was killed is simply started again.
+    The new shards take the old ones' places at once, when all are graded: a run that was killed
+    before has changed nothing, and is simply started again.
 
     Args:
         path: the label folder.
         progress: called with phase "grade", in traces.
 
     Raises:
-        ValueError: it is no label folder, holds no traces, or is being written.
+        ValueError: it is no label folder, holds no traces, or is being written; or the grader
+            is broken.
     """
+    check_grader()
     path = Path(path)
     settings = LabelSettings.from_dict(read_manifest(path)["settings"])
     result = Regraded()
     read_labels(path)  # a damaged shard is refused: opening to write would set it aside
     with LabelFolder(path, settings) as folder:
         done = 0
-        for number, chunk in enumerate(folder.chunks):
-            if not chunk.file:
-                continue
-            rows = read_shard(path, chunk).to_list()
+
+        def change(rows: list[dict[str, Any]]) -> None:
+            nonlocal done
             before = [list(row["forced_correct"]) for row in rows]
             grade_rows(rows)
             for row, old in zip(rows, before, strict=True):
@@ -62,9 +66,10 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
                     if was != now:
                         result.changed[str(was), str(now)] += 1
                 result.ungraded.update(why for why in row["ungraded_reasons"] if why)
-            folder.rewrite(number, rows)
             done += len(rows)
             progress("grade", done, folder.traces)
+
+        folder.rewrite(change)
         folder.finish()
         if (path / PROVENANCE_FILE).is_file():
             regraded = replace(read_provenance(path), data_hash=data_hash(folder.chunks))

@@ -5,8 +5,8 @@
     parts/unit-0007.json     how often its worker ended in it, and in each trace alone
 
 A problem's unit follows from the hash of its id. A unit's traces are done together; where workers
-ended in it twice, the next one does them one by one, and a trace on which workers end again is
-dropped with that reason.
+ended in it twice, the next one does them one by one, and a trace on which workers end again has
+failed for that reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ospruner.eval.schema import LabelSettings
 
 from .making import label
 from .rows import TraceKey
-from .writer import Chunk, LabelFolder
+from .writer import Chunk, LabelFolder, NoTracesError
 
 __all__ = ["PARTS", "Worker", "do_unit", "merge_units", "open_units", "unit_of"]
 
@@ -68,6 +68,7 @@ def open_units(
     settings: LabelSettings,
     traces: Sequence[TraceKey],
     unit_traces: int,
+    retry_failed: bool = False,
 ) -> dict[int, list[TraceKey]]:
     """The units that have something to do, with their unfinished traces.
 
@@ -76,11 +77,14 @@ def open_units(
         settings: of the run.
         traces: all that are wanted.
         unit_traces: traces in a unit, about; a folder that has units keeps their number.
+        retry_failed: try those again that failed in an earlier run.
 
     Raises:
         ValueError: the folder holds something else or other settings, or is being written.
     """
     with LabelFolder(out_dir, settings) as folder:
+        if retry_failed:
+            folder.forget_failed()
         done = folder.done
     layout = out_dir / PARTS / "layout.json"
     if layout.exists():
@@ -99,8 +103,7 @@ def open_units(
 def do_unit(out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker) -> None:
     """Labels the traces of a unit in its own folder; what that holds already is kept.
 
-    A trace that raises an error is dropped with it, unless every trace of several raises one:
-    then the worker is broken, not they.
+    A trace that raises an error is recorded as failed, and so is one that ends its worker.
 
     Args:
         out_dir: the label folder of the whole run.
@@ -119,49 +122,29 @@ def do_unit(out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker) 
         return
     diary.begin()
     try:
-        if diary.begun > _TOGETHER or not _done_together(diary, keys, todo, worker):
+        if diary.begun <= _TOGETHER:
+            _label(diary.folder, keys, todo, worker)
+        else:
             _do_alone(diary, keys, worker)
     finally:
         diary.end()
 
 
-def _done_together(
-    diary: _Diary, keys: Sequence[TraceKey], todo: Sequence[TraceKey], worker: Worker
-) -> bool:
-    try:
-        _label(diary.folder, keys, todo, worker)
-    except OSError:
-        raise
-    except Exception:  # noqa: BLE001 - one by one shows whose it is
-        return False
-    return True
-
-
 def _do_alone(diary: _Diary, keys: Sequence[TraceKey], worker: Worker) -> None:
-    failed: list[tuple[str, int, str]] = []
-    first: Exception | None = None
-    todo = diary.unfinished(keys, worker)
-    for key in todo:
-        name = (key.problem.id, key.sample_index)
+    deadly: list[tuple[str, int, str]] = []
+    for key in diary.unfinished(keys, worker):
         if diary.alone[key.name] >= _ALONE:
-            failed.append((*name, f"the worker ended {_ALONE} times while doing it alone"))
+            why = f"the worker ended {_ALONE} times while doing it alone"
+            deadly.append((key.problem.id, key.sample_index, why))
             continue
         diary.begin_alone(key)
         try:
             _label(diary.folder, keys, [key], worker)
-        except OSError:
-            raise
-        except Exception as error:  # noqa: BLE001 - recorded with the trace
-            if diary.unfinished([key], worker):
-                first = first or error
-                failed.append((*name, f"{type(error).__name__}: {error}"))
         finally:
             diary.end_alone(key)
-    if first is not None and len(failed) == len(todo) > 1:
-        raise first
-    if failed:
+    if deadly:
         with LabelFolder(diary.folder, worker.settings) as folder:
-            folder.commit(Chunk([], failed))
+            folder.commit(Chunk([], failed=deadly))
 
 
 def merge_units(
@@ -196,16 +179,17 @@ def merge_units(
 def _label(
     folder: Path, keys: Sequence[TraceKey], todo: Sequence[TraceKey], worker: Worker
 ) -> None:
-    label(
-        list({key.problem.id: key.problem for key in keys}.values()),
-        worker.engine,
-        worker.tokenizer,
-        worker.fmt,
-        worker.settings,
-        folder,
-        chunk_traces=len(todo),
-        traces=todo,
-    )
+    with suppress(NoTracesError):  # why none of the unit's traces is a row stands in its folder
+        label(
+            list({key.problem.id: key.problem for key in keys}.values()),
+            worker.engine,
+            worker.tokenizer,
+            worker.fmt,
+            worker.settings,
+            folder,
+            chunk_traces=len(todo),
+            traces=todo,
+        )
 
 
 class _Diary:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,11 @@ from .folder import (
     read_shard,
 )
 
-__all__ = ["Chunk", "LabelFolder"]
+__all__ = ["Chunk", "LabelFolder", "NoTracesError"]
+
+
+class NoTracesError(ValueError):
+    """A finished run has no labelled trace: all were dropped, or failed."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,13 @@ class Chunk:
     Attributes:
         rows: labelled traces.
         dropped: traces that cannot be rows: (problem id, sample index, why).
+        failed: traces that an error kept from being rows: (problem id, sample index, error).
         costs: tokens.
     """
 
     rows: list[dict[str, Any]]
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
+    failed: list[tuple[str, int, str]] = field(default_factory=list)
     costs: TokenCosts = field(default_factory=TokenCosts)
 
 
@@ -120,7 +126,8 @@ class LabelFolder:
         content = b""
         if chunk.rows:
             content = parquet_bytes(Dataset.from_list(chunk.rows, features=FEATURES).data.table)
-        self._store(content, StoredChunk("", "", len(chunk.rows), chunk.dropped, chunk.costs))
+        lost = (chunk.dropped, chunk.failed)
+        self._store(content, StoredChunk("", "", len(chunk.rows), *lost, chunk.costs))
 
     def note_effects(self, reasons: Sequence[str]) -> None:
         """Notes why the same seed may give other labels; what is known of earlier runs stays."""
@@ -136,20 +143,55 @@ class LabelFolder:
             if not self._keys(other.path, chunk) & self.done:
                 self._store(content, chunk)
 
-    def rewrite(self, number: int, rows: list[dict[str, Any]]) -> None:
-        """Puts other rows, of the same traces, in the place of a chunk's."""
-        content = parquet_bytes(Dataset.from_list(rows, features=FEATURES).data.table)
-        self._put(content, replace(self.chunks[number], sha256=_sha256(content)), number)
+    def forget_failed(self) -> None:
+        """Takes failed traces out of `done`, to be tried again."""
+        self.done -= {(problem, index) for c in self.chunks for problem, index, _ in c.failed}
+        kept = [replace(chunk, failed=[]) for chunk in self.chunks]
+        self.chunks = [chunk for chunk in kept if chunk.file or chunk.dropped]
+        self._write_manifest()
+
+    def rewrite(self, change: Callable[[list[dict[str, Any]]], None]) -> None:
+        """Changes the rows of all chunks, which stay those of the same traces.
+
+        The new shards are written beside the old ones; the manifest that lists them makes all
+        valid at once. A kill before it leaves the old ones, a kill after it the new ones.
+
+        Args:
+            change: changes a chunk's rows in place.
+        """
+        before, chunks = self.chunks, list(self.chunks)
+        partials = []
+        try:
+            for number, chunk in enumerate(before):
+                if chunk.file:
+                    rows = read_shard(self.path, chunk).to_list()
+                    change(rows)
+                    table = Dataset.from_list(rows, features=FEATURES).data.table
+                    content = parquet_bytes(table)
+                    chunks[number] = replace(chunk, sha256=_sha256(content))
+                    partials.append(partial_of(self.path / chunk.file))
+                    with partials[-1].open("wb") as file:
+                        file.write(content)
+                        sync_file(file)
+            self.chunks = chunks
+            self._write_manifest()
+        except BaseException:
+            self.chunks = before
+            for partial in partials:
+                partial.unlink(missing_ok=True)
+            raise
+        self.chunks = [self._settled(chunk) for chunk in chunks]
 
     def finish(self) -> Dataset:
         """Derives the view of prefixes, and reads the whole back.
 
         Raises:
-            ValueError: there is no labelled trace.
+            NoTracesError: there is no labelled trace.
         """
         if not self.traces:
-            reasons = sorted({why for chunk in self.chunks for _, _, why in chunk.dropped})
-            raise ValueError(f"no trace could be labelled: {reasons}")
+            lost = [lost for chunk in self.chunks for lost in (*chunk.dropped, *chunk.failed)]
+            reasons = sorted({why for _, _, why in lost})
+            raise NoTracesError(f"no trace could be labelled: {reasons}")
         self._write_views()
         dataset = read_labels(self.path)
         self._write_manifest(counts_of(dataset))
@@ -170,7 +212,7 @@ class LabelFolder:
         self._views = manifest["prefixes"]
         stored = chunks_of(manifest)
         settled = [self._settled(chunk) for chunk in stored]
-        self.chunks = [chunk for chunk in settled if chunk.file or chunk.dropped]
+        self.chunks = [chunk for chunk in settled if chunk.file or chunk.dropped or chunk.failed]
         for partial in (self.path / "data").glob(".*.partial"):
             partial.unlink()
         for chunk in self.chunks:
@@ -205,7 +247,7 @@ class LabelFolder:
                 f"{chunk.rows} traces are labelled again",
                 stacklevel=2,
             )
-        return StoredChunk("", "", 0, chunk.dropped)
+        return StoredChunk("", "", 0, chunk.dropped, chunk.failed)
 
     def _store(self, content: bytes, chunk: StoredChunk) -> None:
         """Adds a chunk under the next name."""
@@ -234,7 +276,7 @@ class LabelFolder:
                 raise
 
     def _keys(self, path: Path, chunk: StoredChunk) -> set[tuple[str, int]]:
-        keys = {(problem_id, index) for problem_id, index, _ in chunk.dropped}
+        keys = {(problem_id, index) for problem_id, index, _ in (*chunk.dropped, *chunk.failed)}
         if chunk.file:
             rows = read_shard(path, chunk, ["problem_id", "sample_index", "problem", "answer"])
             for row in rows:
@@ -282,6 +324,7 @@ class LabelFolder:
             "finished": counts is not None,
             "traces": self.traces,
             "dropped": [drop for chunk in self.chunks for drop in chunk.dropped],
+            "failed": [fail for chunk in self.chunks for fail in chunk.failed],
             **asdict(costs),
             **(counts or {}),
             "chunks": [asdict(chunk) for chunk in self.chunks],

@@ -21,9 +21,10 @@ from modeling_ospruner.engines.interface import (
     unique_fork_tokens,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.policy_ospruner import max_positions
+from modeling_ospruner.policy_ospruner import input_device, max_positions
 
-from .cache import SlotCache, fast_attention
+from .budget import MemoryBudget
+from .cache import SlotCache, fast_attention, takes_fast_attention
 from .packed_forks import PackedForks
 from .packed_sampling import PackedSampler
 from .rows import SamplingRow, batch_effects, row_keys
@@ -41,11 +42,18 @@ class TransformersEngine:
     tokens do not depend on what else is in the call; in half precision, with experts or recurrent
     states (`batch_effects`) they do not where `batch_size` is 1, for each row then runs by itself.
 
+    Rows are admitted by memory: as many of the greatest possible length as the free memory of each
+    device that holds keys and values takes. A trace's own forks are never parted.
+
     Args:
         model: a causal LM; it is put in eval mode.
         tokenizer: its tokenizer, for the ids that end a text.
-        batch_size: rows sampled, and traces forked, together.
+        batch_size: rows sampled, and traces forked, together, where memory holds so many.
         fork_tokens: cap on rows x columns of the traces forked together.
+        memory_share: of the free memory, what keys and values may take, in (0, 1).
+
+    Raises:
+        ValueError: a number out of its range.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class TransformersEngine:
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int = 128,
         fork_tokens: int = 16_384,
+        memory_share: float = 0.8,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("fork_tokens", fork_tokens)):
             if value < 1:
@@ -69,6 +78,8 @@ class TransformersEngine:
         alone = batch_size == 1 and effects is not None
         self.batch_effects = None if alone else effects
         self.packed = not alone and _takes_packed_trees(self.model)
+        grouped = self.packed and takes_fast_attention(self.model)
+        self.budget = MemoryBudget(self.model, memory_share, repeats=not grouped)
 
     @torch.inference_mode()
     def sample(
@@ -82,7 +93,8 @@ class TransformersEngine:
         """Samples one trace and its natural answer per prompt; see `Engine.sample`.
 
         Raises:
-            ValueError: a prompt is empty, or prompt and cap exceed the base's positions.
+            ValueError: a prompt is empty, or prompt and cap exceed the base's positions, or the
+                memory.
         """
         if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
             raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
@@ -100,11 +112,14 @@ class TransformersEngine:
                 on_done(index, sampled)
 
         count = self.sample_counts
+        added = settings.max_new_tokens + 1 + settings.max_answer_tokens
+        longest = max(map(len, prompts), default=0) + added
+        together = min(self.batch_size, self.budget.checked_rows(longest))
         if self.packed and rows:
             sampler = PackedSampler(
                 self.model,
                 self.model.config.get_text_config().num_hidden_layers,
-                self.batch_size,
+                together,
                 settings,
                 fmt,
                 self.eos_ids,
@@ -113,8 +128,8 @@ class TransformersEngine:
             with fast_attention(self.model):
                 sampler.run(rows, done)
         elif rows:
-            for start in range(0, len(rows), self.batch_size):
-                batch = rows[start : start + self.batch_size]
+            for start in range(0, len(rows), together):
+                batch = rows[start : start + together]
                 sample_batch(self.model, batch, settings, fmt, self.eos_ids, count, done)
         trie = TokenTrie()
         for row in rows:
@@ -156,7 +171,7 @@ class TransformersEngine:
                         on_done(i, results[i])
 
         run = self._runner(requests, own, suffix_ids, max_new_tokens, stop)
-        for group in self._groups(own):
+        for group in self._groups(own, len(suffix_ids) + max_new_tokens):
             known.update(zip(group, run(group), strict=True))
             hand_on()
         hand_on()
@@ -203,8 +218,13 @@ class TransformersEngine:
 
         return run
 
-    def _groups(self, requests: Sequence[ForkRequest]) -> Iterator[list[int]]:
-        """Traces to be forked together: those of one prompt, then those of similar length."""
+    def _groups(self, requests: Sequence[ForkRequest], added: int) -> Iterator[list[int]]:
+        """Traces to be forked together: those of one prompt, then those of similar length.
+
+        Args:
+            requests: the traces.
+            added: tokens of each fork, suffix and answer.
+        """
         lengths = [len(request.prompt_ids) + len(request.trace_ids) for request in requests]
         prompts = [tuple(request.prompt_ids) for request in requests]
         longest: dict[tuple[int, ...], int] = {}
@@ -216,14 +236,15 @@ class TransformersEngine:
             reverse=True,
         )
         group: list[int] = []
-        widest = 0
+        widest = most_cuts = 0
         for i in order:
-            widest = max(widest, lengths[i])
-            if group and (
-                (len(group) + 1) * widest > self.fork_tokens or len(group) == self.batch_size
-            ):
+            widest, most_cuts = max(widest, lengths[i]), max(most_cuts, len(requests[i].cuts))
+            fitting = self.fork_tokens // widest
+            if group and len(group) < min(fitting, self.batch_size):
+                fitting = self.budget.rows(widest + most_cuts * added)
+            if group and len(group) >= min(fitting, self.batch_size):
                 yield group
-                group, widest = [], lengths[i]
+                group, widest, most_cuts = [], lengths[i], len(requests[i].cuts)
             group.append(i)
         if group:
             yield group
@@ -238,7 +259,7 @@ def mean_logprob(
     model: PreTrainedModel, token_ids: Sequence[int], answer_ids: Sequence[int]
 ) -> float:
     """The mean log-probability, in nats a token, of an answer after a text."""
-    ids = torch.tensor([[*token_ids, *answer_ids]], device=model.device)
+    ids = torch.tensor([[*token_ids, *answer_ids]], device=input_device(model))
     said = model(ids).logits[0, -len(answer_ids) - 1 : -1].float().log_softmax(-1)  # (A, V)
     chosen = torch.tensor(list(answer_ids), device=said.device)[:, None]
     return float(said.gather(-1, chosen).mean())
@@ -286,7 +307,7 @@ def _takes_packed_trees(model: PreTrainedModel) -> bool:
     trunk = [(7 * i + 3) % vocabulary for i in range(6)]
     tails = [(3, [(11 * i + 5) % vocabulary for i in range(3)]), (6, [2 % vocabulary] * 3)]
     cache = SlotCache(len(layers))
-    device = model.device
+    device = input_device(model)
     model(input_ids=torch.tensor([trunk], device=device), past_key_values=cache, use_cache=True)
     hidden = torch.finfo(model.dtype).min
     mask = torch.full((1, 1, 6, 12), hidden, dtype=model.dtype, device=device)

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from modeling_ospruner.engines.interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
+from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
 from .cache import SlotCache
@@ -51,14 +52,14 @@ def prefill_shared(
         new = _classes(agree, end)
         if start:
             first = [new.index(group) for group in range(new[-1] + 1)]
-            cache.select(torch.tensor([rows[i] for i in first], device=model.device))
+            cache.select(torch.tensor([rows[i] for i in first]))
         rows = new
         longest: list[Sequence[int]] = [()] * (new[-1] + 1)
         for group, text in zip(new, ordered, strict=True):
             longest[group] = max(longest[group], text, key=len)
         _run(model, cache, longest, start, end, count)
     places = dict(zip(order, rows, strict=True))
-    cache.select(torch.tensor([places[i] for i in range(len(texts))], device=model.device))
+    cache.select(torch.tensor([places[i] for i in range(len(texts))]))
     return cache
 
 
@@ -93,6 +94,7 @@ def _run(
 ) -> None:
     """Runs the columns start..end of texts whose earlier columns are in the cache."""
     step = end - start if start == 0 else _PASS_COLUMNS
+    device = input_device(model)
     for low in range(start, end, step):
         high = min(low + step, end)
         R, S = len(texts), high - low
@@ -105,13 +107,13 @@ def _run(
         mask = None
         if low:  # (R, 1, S, high): each token sees the columns up to its own
             hidden = torch.finfo(model.dtype).min
-            causal = torch.full((S, high), hidden, dtype=model.dtype, device=model.device)
+            causal = torch.full((S, high), hidden, dtype=model.dtype, device=device)
             mask = causal.triu(low + 1).expand(R, 1, S, high)
         last_logits(
             model,
-            input_ids=ids.to(model.device),
+            input_ids=ids.to(device),
             attention_mask=mask,
-            position_ids=torch.arange(low, high, device=model.device).expand(R, S),
+            position_ids=torch.arange(low, high, device=device).expand(R, S),
             past_key_values=cache,
             use_cache=True,
         )
@@ -153,7 +155,7 @@ class PackedForks:
         self.stop = stop
         self.eos_ids = eos_ids
         self.count = count
-        self.device = model.device
+        self.device = input_device(model)
         self.hidden = torch.finfo(model.dtype).min
         self.noise = batch_noise(model)
 
@@ -232,7 +234,7 @@ class PackedForks:
             return False
         if 2 * len(going) <= len(self.rows):
             index = torch.tensor(going)
-            self.cache.select(index.to(self.device))
+            self.cache.select(index)
             self.mask = self.mask[index.to(self.device)]
             self.ends = self.ends[index]
             self.rows = [self.rows[place] for place in going]

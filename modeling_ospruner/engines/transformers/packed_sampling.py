@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from modeling_ospruner.engines.interface import Sampled, SamplingSettings, TokenCount
 from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import last_logits
 
 from .cache import SlotCache
@@ -54,7 +55,7 @@ class PackedSampler:
         self.fmt = fmt
         self.eos_ids = eos_ids
         self.count = count
-        self.device = model.device
+        self.device = input_device(model)
         self.hidden = torch.finfo(model.dtype).min
         self.noise = batch_noise(model)
         self.rows: list[SamplingRow | None] = []
@@ -136,7 +137,7 @@ class PackedSampler:
     def _keep(self, slots: list[int]) -> None:
         index = torch.tensor(slots)
         self.rows = [self.rows[slot] for slot in slots]
-        self.cache.select(index.to(self.device))
+        self.cache.select(index)
         self.mask = self.mask[index.to(self.device)]
         self.lengths, self.last = self.lengths[index], self.last[index]
         self.states, self.steps = self.states[slots], self.steps[slots]
@@ -153,7 +154,7 @@ class PackedSampler:
             moved[..., columns - (old - first) : columns] = self.mask[..., first:old]
             self.mask = moved
         index = torch.tensor(slots)
-        self.cache.place(index.to(self.device), cache)
+        self.cache.place(index, cache)
         columns = self.cache.columns
         for slot, length, row in zip(slots, lengths.tolist(), new, strict=True):
             self.rows[slot] = row
@@ -174,7 +175,7 @@ class PackedSampler:
         if P > 1:
             texts = [row.prompt[:-1] for row in rows]
             cache = prefill_shared(self.model, self.num_layers, texts, self.count)
-            cache.shift((P - lengths).to(self.device))
+            cache.shift(P - lengths)
         hidden = torch.arange(P) < (P - lengths)[:, None]  # (B, P)
         mask = torch.zeros(B, 1, 1, P, dtype=self.model.dtype)
         mask.masked_fill_(hidden[:, None, None], self.hidden)

@@ -26,6 +26,7 @@ from modeling_ospruner.engines.interface import (
     TokenCount,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import greedy, mix64
 
 _U64 = np.uint64
@@ -85,7 +86,7 @@ def _coarse(model: PreTrainedModel) -> str | None:
     if model.dtype not in (torch.float32, torch.float64):
         name = str(model.dtype).removeprefix("torch.")
         return f"the base runs in {name}, which rounds differently in other batches"
-    if model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+    if input_device(model).type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return "the base runs in TF32, which rounds differently in other batches"
     return None
 
@@ -115,7 +116,7 @@ def unsteady(model: PreTrainedModel) -> str | None:
 def run_alone(model: PreTrainedModel, token_ids: Sequence[int], count: TokenCount) -> torch.Tensor:
     """The logits (1, V) after a text that runs by itself: they depend on nothing but the text."""
     count.computed += len(token_ids)
-    ids = torch.tensor([list(token_ids)], device=model.device)
+    ids = torch.tensor([list(token_ids)], device=input_device(model))
     return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 

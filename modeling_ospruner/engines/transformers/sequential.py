@@ -5,7 +5,6 @@ For models with sliding windows, recurrent states or attention kernels that take
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,8 +20,10 @@ from modeling_ospruner.engines.interface import (
     TokenCount,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
+from .cache import forked, own_cache
 from .rows import (
     Branch,
     SamplingRow,
@@ -54,7 +55,8 @@ def sample_batch(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     count.computed += int(lengths.sum())
     count.padding += B * P - int(lengths.sum())
-    cache = DynamicCache(config=model.config)
+    cache = own_cache(model.config)
+    device = input_device(model)
     states = np.array([row.state for row in rows], dtype=np.uint64)
     live = [True] * B
     noise = batch_noise(model)
@@ -62,9 +64,9 @@ def sample_batch(
     while True:
         logits = last_logits(
             model,
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            position_ids=positions.to(model.device),
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            position_ids=positions.to(device),
             past_key_values=cache,
             use_cache=True,
         )
@@ -98,7 +100,7 @@ def fork_one(
     eos_ids: frozenset[int],
     count: TokenCount,
 ) -> list[ForkedAnswer]:
-    """Walks one trace from place to place, and decodes its answers on copies of the cache.
+    """Walks one trace from place to place, and decodes its answers on forks of the cache.
 
     Args:
         model: any causal LM.
@@ -112,7 +114,7 @@ def fork_one(
         count: where tokens are counted.
     """
     noise = batch_noise(model)
-    cache = DynamicCache(config=model.config)
+    cache = own_cache(model.config)
     text = [*request.prompt_ids, *request.trace_ids]
     done = 0
     answers: dict[int, ForkedAnswer] = {}
@@ -123,9 +125,9 @@ def fork_one(
             done = end
         if cut not in request.cuts:
             continue
-        forked = copy.deepcopy(cache)
+        fork = forked(cache)
         branch = Branch(cut, stop)
-        logits = _feed(model, suffix_ids, end, forked, count)
+        logits = _feed(model, suffix_ids, end, fork, count)
         position = end + len(suffix_ids)
         branch.entropy = float(top_entropy(logits))
         while True:
@@ -137,7 +139,7 @@ def fork_one(
             branch.push(token, logprob, max_new_tokens, eos_ids)
             if branch.ended is not None:
                 break
-            logits = _feed(model, branch.ids[-1:], position, forked, count)
+            logits = _feed(model, branch.ids[-1:], position, fork, count)
             position += 1
         answers[cut] = branch.finished()
     return [answers[cut] for cut in request.cuts]
@@ -152,10 +154,11 @@ def _feed(
 ) -> torch.Tensor:
     """Runs tokens on the cache; the logits (V,) after the last one."""
     count.computed += len(token_ids)
-    positions = torch.arange(position, position + len(token_ids), device=model.device)
+    device = input_device(model)
+    positions = torch.arange(position, position + len(token_ids), device=device)
     return last_logits(
         model,
-        input_ids=torch.tensor([list(token_ids)], device=model.device),
+        input_ids=torch.tensor([list(token_ids)], device=device),
         position_ids=positions[None],
         past_key_values=cache,
         use_cache=True,

@@ -217,6 +217,22 @@ def test_no_verdict_has_a_reason(answer: str, reason: str) -> None:
     assert compare_many([("42", answer)]) == [Verdict(None, reason)]
 
 
+def test_the_grader_is_checked_by_its_own_judgements(monkeypatch: pytest.MonkeyPatch) -> None:
+    boxed.check_grader.cache_clear()
+    boxed.check_grader()
+    agreeable = Verdict(True)
+    boxed.check_grader.cache_clear()
+    monkeypatch.setattr(boxed._POOL, "compare", lambda *_: agreeable)
+    with pytest.raises(ValueError, match="it says True .*, which is False: nothing can be graded"):
+        boxed.check_grader()
+    monkeypatch.undo()
+    broken = GradingPool(1)
+    monkeypatch.setattr(boxed, "_POOL", broken)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(ValueError, match="the grading process did not start.* pip install"):
+        boxed.check_grader()
+
+
 def test_grading_works_in_threads() -> None:
     verdicts: dict[int, bool | None] = {}
 

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -25,10 +26,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.eval.grading import boxed
+from ospruner.eval.grading.boxed import Verdict, check_grader
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.folder import TokenCosts, faults_of, read_labels, read_manifest
 from ospruner.train.labels.making import label
+from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.writer import Chunk, LabelFolder
 from ospruner_cli import app
 
@@ -44,6 +48,7 @@ Run = Callable[[Path, int], Dataset]
 @pytest.fixture
 def run(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Run:
     """Labels so many problems in a folder, in small chunks."""
+    check_grader()  # here, not in every child
     engine = TransformersEngine(tiny_base, tiny_tokenizer, batch_size=4)
     fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
 
@@ -231,8 +236,8 @@ def test_killed_at_each_moment_of_each_commit(
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     rows = make_labels(6).to_list()
     chunks = [
-        Chunk(rows[:2], [("lost", 0, "why")], TokenCosts(3, 2)),
-        Chunk([], [("lost", 1, "why")]),
+        Chunk(rows[:2], [("lost", 0, "why")], costs=TokenCosts(3, 2)),
+        Chunk([], failed=[("lost", 1, "why")]),
         Chunk(rows[2:4], costs=TokenCosts(5, 4)),
         Chunk(rows[4:]),
     ]
@@ -241,7 +246,8 @@ def test_killed_at_each_moment_of_each_commit(
         with LabelFolder(folder, SETTINGS) as writer:
             for chunk in chunks:
                 keys = {(row["problem_id"], row["sample_index"]) for row in chunk.rows}
-                if not keys | {drop[:2] for drop in chunk.dropped} <= writer.done:
+                lost = {one[:2] for one in (*chunk.dropped, *chunk.failed)}
+                if not keys | lost <= writer.done:
                     writer.commit(chunk)
             writer.finish()
 
@@ -251,7 +257,7 @@ def test_killed_at_each_moment_of_each_commit(
 
     def state(folder: Path) -> tuple[Any, ...]:
         manifest = read_manifest(folder)
-        counts = ("traces", "dropped", "computed_tokens", "finished", "steps")
+        counts = ("traces", "dropped", "failed", "computed_tokens", "finished", "steps")
         return (read_labels(folder).to_list(), *(manifest[name] for name in counts))
 
     work(tmp_path / "undisturbed")
@@ -273,6 +279,42 @@ def test_killed_at_each_moment_of_each_commit(
     assert seen == {0, 2, 4, 6}
     fuzzed("label commits killed at each moment", kills=moment - 1, taken_up_again=moment - 1)
     assert moment > 60
+
+
+def test_grading_again_changes_all_or_nothing(
+    make_labels: MakeLabels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at each fsync and rename, by a grader of another opinion: nothing can be read."""
+    check_grader()
+    monkeypatch.setattr(boxed, "_at_once", lambda reference, answer: Verdict(None, "unreadable"))
+    rows = make_labels(4).to_list()
+    with LabelFolder(tmp_path / "graded", SETTINGS) as writer:
+        for first in (0, 2):
+            writer.commit(Chunk(rows[first : first + 2]))
+        writer.finish()
+    seen: list[bool] = []
+    code = 9
+    while code == 9:
+        folder = tmp_path / str(len(seen))
+        shutil.copytree(tmp_path / "graded", folder)
+
+        def dying(folder: Path = folder, moment: int = len(seen)) -> None:
+            die_at(moment)
+            regrade(folder)
+
+        code = ended(start(dying))
+        found = read_labels(folder).to_list()
+        new = {grade is None for row in found for grade in row["forced_correct"]}
+        assert len(new) == 1
+        seen.append(new.pop())
+        assert [row["trace_ids"] for row in found] == [row["trace_ids"] for row in rows]
+        if len(seen) % 8 == 0:
+            regrade(folder)
+            assert faults_of(folder) == []
+    assert code == 0
+    assert seen == sorted(seen)
+    assert not seen[3]
+    assert seen[-2]
 
 
 @pytest.mark.parametrize("name", [".manifest.json.partial", ".README.md.partial"])

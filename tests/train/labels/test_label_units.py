@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import multiprocessing
 import os
 import signal
@@ -10,16 +11,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.engines.asking import EnginesDownError
 from modeling_ospruner.engines.interface import Sampled, SamplingSettings
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.eval.grading import boxed
+from ospruner.eval.grading.boxed import Verdict
+from ospruner.eval.grading.pool import GradingPool
+from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.folder import read_labels, read_manifest
+from ospruner.train.labels.looking import print_run
 from ospruner.train.labels.making import label
+from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.rows import wanted_traces
 from ospruner.train.labels.units import Worker, do_unit, merge_units, open_units, unit_of
 
@@ -125,12 +133,68 @@ def test_a_poisoned_trace_is_recorded_and_not_tried_again(
     worker = make_worker(poison)
     run_units(tmp_path, worker)
     assert set(traces_of(tmp_path)) == {p.id for p in PROBLEMS} - {"p3"}
-    assert read_manifest(tmp_path)["dropped"] == [
+    assert read_manifest(tmp_path)["failed"] == [
         ["p3", 0, "RuntimeError: this prompt breaks the engine"]
     ]
     assert isinstance(worker.engine, Faulty)
     assert sum("p3/0" in keys for keys in worker.engine.calls) == 2  # with others, and alone
     assert run_units(tmp_path, worker) == []
+
+
+def test_a_trace_that_failed_is_tried_again_when_asked(
+    make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    broken = {"p3/0"}
+
+    def fault(key: str) -> None:
+        if key in broken:
+            raise MemoryError("out of memory")
+
+    worker = make_worker(fault)
+
+    def run(retry_failed: bool = False) -> list[list[str]]:
+        worker.engine.calls.clear()  # type: ignore[attr-defined]
+        label(
+            PROBLEMS[:6], worker.engine, worker.tokenizer, worker.fmt, worker.settings, tmp_path,
+            chunk_traces=4, retry_failed=retry_failed,
+        )  # fmt: skip
+        return list(worker.engine.calls)  # type: ignore[attr-defined]
+
+    together = [f"p{n}/0" for n in range(4)]
+    assert run() == [together, *([key] for key in together), ["p4/0", "p5/0"]]
+    assert read_manifest(tmp_path)["failed"] == [["p3", 0, "MemoryError: out of memory"]]
+    assert run() == []
+    assert run(retry_failed=True) == [["p3/0"]]
+    assert read_manifest(tmp_path)["failed"] == [["p3", 0, "MemoryError: out of memory"]]
+    summary = io.StringIO()
+    print_run(tmp_path, Console(file=summary, width=200), None)
+    assert "Failed: trace 0 of problem p3: MemoryError: out of memory" in summary.getvalue()
+    assert "1 of 6 traces failed" in summary.getvalue()
+    before = traces_of(tmp_path)
+    broken.clear()
+    assert run(retry_failed=True) == [["p3/0"]]
+    assert read_manifest(tmp_path)["failed"] == []
+    assert set(traces_of(tmp_path)) == {*before, "p3"}
+
+
+def test_a_broken_grader_is_found_before_anything_is_sampled(
+    make_worker: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker()
+    boxed.check_grader.cache_clear()
+    unreadable = Verdict(None, "unreadable")
+    monkeypatch.setattr(GradingPool, "compare", lambda *_: unreadable)
+    broken = r"the grader is broken: of '0.5' .* it says None \(unreadable\), which is True: .* pip"
+    with pytest.raises(ValueError, match=broken):
+        label(
+            PROBLEMS, worker.engine, worker.tokenizer, worker.fmt, worker.settings, tmp_path / "out"
+        )
+    assert worker.engine.calls == []  # type: ignore[attr-defined]
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=broken):
+        regrade(tmp_path)
+    with pytest.raises(ValueError, match=broken):
+        run_online(OnlineRequest(dataset="absent", base="absent"), tmp_path / "online")
 
 
 def test_a_broken_engine_drops_nothing(make_worker: Callable[..., Worker], tmp_path: Path) -> None:
@@ -147,7 +211,7 @@ def test_a_broken_engine_drops_nothing(make_worker: Callable[..., Worker], tmp_p
         run_units(tmp_path, make_worker(gone))
     run_units(tmp_path, make_worker())
     assert set(traces_of(tmp_path)) == {p.id for p in PROBLEMS}
-    assert read_manifest(tmp_path)["dropped"] == []
+    assert read_manifest(tmp_path)["failed"] == []
 
 
 def test_a_trace_that_kills_its_workers_is_dropped_after_four_deaths(
@@ -171,7 +235,7 @@ def test_a_trace_that_kills_its_workers_is_dropped_after_four_deaths(
         assert deaths < 9
     assert deaths == 4  # twice with the others, twice alone
     assert set(traces_of(tmp_path)) == {p.id for p in PROBLEMS} - {"p5"}
-    assert read_manifest(tmp_path)["dropped"] == [
+    assert read_manifest(tmp_path)["failed"] == [
         ["p5", 0, "the worker ended 2 times while doing it alone"]
     ]
 

@@ -123,7 +123,7 @@ def test_a_killed_actor_and_a_poisoned_trace_cost_that_trace_only(
     assert sorted(labels["problem_id"]) == sorted({p.id for p in PROBLEMS} - {"p3"})
     manifest = read_manifest(out)
     assert manifest["finished"]
-    assert manifest["dropped"] == [["p3", 0, "RuntimeError: this prompt breaks the engine"]]
+    assert manifest["failed"] == [["p3", 0, "RuntimeError: this prompt breaks the engine"]]
     assert seen[0] == 0
     assert seen[-1] == len(PROBLEMS)
     # The same traces as one process without faults gives; nothing is done again.

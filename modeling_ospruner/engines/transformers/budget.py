@@ -1,0 +1,124 @@
+"""How many rows fit into memory: by what is free, and by what a row was seen to hold."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from modeling_ospruner.policy_ospruner import input_device
+
+from .cache import own_cache, spare_columns
+
+__all__ = ["MemoryBudget", "free_bytes"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class MemoryBudget:
+    """Counts the rows whose keys, values and states fit into a share of the free memory.
+
+    Args:
+        model: a causal LM; one token is run, whose cache says what a row holds and where.
+        share: of the memory that is free, in (0, 1). The rest is for what a forward needs beside
+            the cache: masks, hidden states, logits.
+        repeats: whether attention repeats keys and values for each query head of a group, as
+            transformers' own do under a mask.
+
+    Raises:
+        ValueError: the share is not in (0, 1).
+    """
+
+    def __init__(self, model: PreTrainedModel, share: float, repeats: bool) -> None:
+        if not 0 < share < 1:
+            raise ValueError(f"memory_share is {share}; it must lie between 0 and 1")
+        self.share = share
+        self._copies = 1.0  # of one layer, beside the cache: while it grows
+        fields = model.config.get_text_config().to_dict()
+        if repeats and fields.get("num_key_value_heads"):
+            self._copies = fields["num_attention_heads"] / fields["num_key_value_heads"]
+        self._cache = own_cache(model.config)
+        with torch.inference_mode():
+            ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
+            model(input_ids=ids, past_key_values=self._cache, use_cache=True)
+
+    def rows(self, columns: int) -> int:
+        """How many rows of so many tokens fit now; 0 where not even one does."""
+        fitting = sys.maxsize
+        for device, needed in self._needed(columns).items():
+            free = free_bytes(device)
+            if free is not None:
+                fitting = min(fitting, int(self.share * free / needed))
+        return fitting
+
+    def checked_rows(self, columns: int) -> int:
+        """The same, at least 1.
+
+        Raises:
+            ValueError: not even one row fits.
+        """
+        if rows := self.rows(columns):
+            return rows
+        needed = self._needed(columns)
+        sizes = ", ".join(
+            f"{size / 1e9:.2f} GB of {(free_bytes(device) or 0) / 1e9:.2f} GB free on {device}"
+            for device, size in needed.items()
+        )
+        raise ValueError(
+            f"the keys and values of one text of {columns} tokens need {sizes}, and may take the "
+            f"share {self.share} of that: lower the cap on the thinking (--max-tokens), raise "
+            f"memory_share (--engine-arg memory_share={(1 + self.share) / 2:.2g}), or free memory"
+        )
+
+    def _needed(self, columns: int) -> dict[torch.device, float]:
+        """Bytes of one row of so many columns on each device."""
+        needed: defaultdict[torch.device, float] = defaultdict(float)
+        largest: defaultdict[torch.device, float] = defaultdict(float)
+        for layer in self._cache.layers:
+            for device, size in _row_bytes(layer, columns + spare_columns(columns)).items():
+                needed[device] += size
+                largest[device] = max(largest[device], size)
+        return {device: size + self._copies * largest[device] for device, size in needed.items()}
+
+
+def _row_bytes(layer: Any, columns: int) -> dict[torch.device, int]:
+    """What one row of so many columns holds in a layer that has seen one token of one row."""
+    held: defaultdict[torch.device, int] = defaultdict(int)
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        assert layer.keys is not None
+        assert layer.values is not None
+        kept = min(columns, layer.get_max_length()) if layer.is_sliding else columns
+        for tensor in (layer.keys, layer.values):
+            held[tensor.device] += kept * tensor.nbytes
+    for states in vars(layer).values():  # of recurrent layers: of the same size at any length
+        if isinstance(states, dict):
+            for state in states.values():
+                if isinstance(state, torch.Tensor):
+                    held[state.device] += state.nbytes
+    return held
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that may still be taken on a device; None where nobody says."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    information = Path("/proc/meminfo")
+    if device.type != "cpu" or not information.is_file():
+        return None
+    fields = dict(line.split(":") for line in information.read_text("ascii").splitlines())
+    free = 1024 * int(fields["MemAvailable"].split()[0])
+    limit = _CGROUP / "memory.max"  # a container's, of which /proc/meminfo knows nothing
+    if limit.is_file() and (text := limit.read_text("ascii").strip()) != "max":
+        used = int((_CGROUP / "memory.current").read_text("ascii"))
+        statistics = dict(
+            line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines()
+        )
+        # The page cache counts as used there, and is given up when it is needed.
+        free = min(free, int(text) - used + int(statistics["inactive_file"]))
+    return max(free, 0)
