@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,8 +11,6 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from click import Context
-
     from ospruner.eval.online.evaluation import Evaluation
 
 app = typer.Typer(
@@ -547,7 +545,7 @@ def serve(
 class DoctorGroup(TyperGroup):
     """`ospruner doctor`: what is no command of its own (`plan`) is something to look at."""
 
-    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Puts `look` before what is neither a command nor --help."""
         if not args or args[0] not in (*self.commands, "--help"):
             args = ["look", *args]

@@ -121,8 +121,8 @@ def refuse_math(
     grouped = query.shape[1] != key.shape[1]
     assert grouped <= enable_gqa
     if query.is_cuda:
-        tensors = (one.to(dtype) for one in (query, key, value))
-        asked = SDPAParams(*tensors, attn_mask, dropout_p, is_causal, enable_gqa)
+        q, k, v = (one.to(dtype) for one in (query, key, value))
+        asked = SDPAParams(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
         assert can_use_flash_attention(asked) or can_use_efficient_attention(asked)
     head = query.shape[-1]
     same = head == key.shape[-1] == value.shape[-1]
