@@ -9,7 +9,6 @@ hold for both. Stop logits travel to the sampler behind the hidden states, row b
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import (
@@ -27,7 +26,6 @@ from vllm.model_executor.models.utils import (
     init_vllm_registered_model,
     maybe_prefix,
 )
-from vllm.platforms import current_platform
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.loading_ospruner import (
@@ -39,7 +37,7 @@ from modeling_ospruner.loading_ospruner import (
 )
 from modeling_ospruner.policy_ospruner import position_switch
 
-from .plugin import HARMONY_PARSER, NO_GRAPHS, PROCESSOR, UNTESTED
+from .plugin import HARMONY_PARSER, PROCESSOR
 
 __all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead"]
 
@@ -268,17 +266,6 @@ def check_start(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"pipeline_parallel_size is {vllm_config.parallel_config.pipeline_parallel_size}; the "
             "policy needs 1, for its tail follows the whole base: use --tensor-parallel-size"
-        )
-    graphs = vllm_config.compilation_config.cudagraph_mode
-    if (
-        current_platform.is_cuda_alike()
-        and graphs != CUDAGraphMode.NONE
-        and os.environ.get(UNTESTED) != "1"
-    ):
-        raise ValueError(
-            f"cudagraph_mode is {graphs.name}, and the policy has not been tested in CUDA graphs: "
-            f"start with {NO_GRAPHS} (`ospruner serve` does) or --enforce-eager; {UNTESTED}=1 in "
-            "the environment tries them anyway"
         )
     parser = vllm_config.structured_outputs_config.reasoning_parser
     if parser == "openai_gptoss":
