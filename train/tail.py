@@ -54,7 +54,7 @@ def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = Tru
         (B, T) float32 logits.
     """
     if policy.tail is not None:
-        hidden = hidden.to(policy.tail.dtype)
+        hidden = hidden.to(policy.tail_dtype)
     if not (fast and takes_fast_tail(policy.tail)):
         logits: Tensor = policy(hidden)  # (B, S)
         return logits.gather(1, positions)
