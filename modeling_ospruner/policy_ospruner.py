@@ -119,7 +119,7 @@ def check_decoder(base: PreTrainedModel) -> None:
             f"inputs than text. Load that model alone, from a checkpoint of its own. {_INSTEAD}"
         )
     kind, length = position_switch(config) or ("", 0)
-    if kind == "longrope" and length < text.max_position_embeddings:
+    if kind == "longrope" and length < config.max_position_embeddings:
         raise ValueError(
             f"{name} cannot be a base: with rope_type {kind!r} the frequencies of all positions "
             f"change when a text passes {length} tokens (original_max_position_embeddings), and it "
