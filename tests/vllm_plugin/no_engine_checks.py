@@ -19,7 +19,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, HARMONY, VISIBLE
-from modeling_ospruner.vllm_plugin.model import STOP_HEAD, StopHead, check_start
+from modeling_ospruner.vllm_plugin.model import STOP_HEAD, StopHead, check_start, merge_adapters
 from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
 from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, register
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
@@ -74,22 +74,21 @@ def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
 def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> None:
     check_start(started(model))
     check_start(started(model, processors=["a:B", StopProcessor]))
-    gpt2 = changed(model)
-    gpt2.text_config.model_type = "gpt2"
+    olmo = changed(model)
+    olmo.text_config.model_type = "olmo2"
     for differing, message in (
         ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
         ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
         ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
         (
-            {"config": gpt2},
-            "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama, gpt_oss",
+            {"config": olmo},
+            "is a olmo2; inside vLLM the policy works with qwen2, qwen3, qwen3_moe, llama, m",
         ),
         ({"parser": "openai_gptoss"}, "'openai_gptoss'.*type is gpt_oss.*parser ospruner_harmony"),
-        ({"config": changed(model, tuning="lora")}, r"is adapters beside it \(tuning 'lora'\)"),
         (
             {"config": changed(model, method="flashthink")},
-            "is a verifier; inside vLLM it has to be",
+            "is a verifier, which reads another",
         ),
         ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
     ):
@@ -98,6 +97,32 @@ def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> 
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, config=absent))
+
+
+def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
+    torch.manual_seed(0)
+    down, up, weight = torch.randn(2, 6), torch.randn(4, 2), torch.randn(4, 6)
+    at = "policy.tail.layers.0.self_attn.q_proj"
+    adapters = {f"{at}.lora_A.default.weight": down, f"{at}.lora_B.default.weight": up}
+    norm = torch.randn(6)
+    base = {
+        "base.model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 6),
+        "base.model.layers.1.self_attn.q_proj.weight": weight,
+        "base.model.layers.1.input_layernorm.weight": norm,
+        "base.model.norm.weight": norm + 1,
+    }
+    found = dict(merge_adapters([*adapters.items(), *base.items()], 2, 1))
+    assert set(found) - set(base) == {
+        f"{at}.weight",
+        "policy.tail.layers.0.input_layernorm.weight",
+        "policy.tail.norm.weight",
+    }
+    torch.testing.assert_close(found[f"{at}.weight"], weight + 2 * up @ down)
+    assert all(torch.equal(found[name], tensor) for name, tensor in base.items())
+    assert torch.equal(found["policy.tail.norm.weight"], norm + 1)
+    base["base.model.layers.1.self_attn.q_proj.weight"] = weight.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged.*--tuning"):
+        list(merge_adapters([*base.items(), *adapters.items()], 2, 1))
 
 
 @pytest.mark.parametrize("how", BROKEN)

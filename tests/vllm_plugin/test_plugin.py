@@ -19,8 +19,11 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
+CHECKS = ["plugin_checks.py", "no_engine_checks.py", "async_checks.py", "graph_checks.py"]
+
+
 @needs_vllm
-@pytest.mark.parametrize("checks", ["plugin_checks.py", "no_engine_checks.py", "async_checks.py"])
+@pytest.mark.parametrize("checks", CHECKS)
 def test_the_policy_inside_vllm(checks: str) -> None:
     run_checks(Path(__file__).with_name(checks))
 
