@@ -337,9 +337,9 @@ def test_bases_that_cannot_work_are_refused_by_name(
 def test_wrapped_language_models_are_refused(
     tiny_tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    kind = CONFIG_MAPPING[name]
-    inner = kind().text_config.model_type
-    text = CONFIG_MAPPING[inner](**COMMON, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    kind: Any = CONFIG_MAPPING[name]
+    text_kind: Any = CONFIG_MAPPING[kind().text_config.model_type]
+    text = text_kind(**COMMON, vocab_size=len(tiny_tokenizer), pad_token_id=0)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
     config = kind(text_config=text.to_dict(), vision_config=vision)
