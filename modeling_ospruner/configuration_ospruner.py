@@ -175,7 +175,7 @@ class OSPrunerConfig(PreTrainedConfig):
             value = vars(self)[name]
             if not (value is None or isinstance(value, kind)):
                 words = f"it must be a {kind.__name__}, or None"
-                raise TypeError(f"{owner}: {name} is {value!r}; {words}")
+                raise TypeError(f"{owner}: {name} is {shown(value)}; {words}")
 
 
 def _base_config(base_type: str, literals: dict[str, Any]) -> PreTrainedConfig:
@@ -197,6 +197,12 @@ def _base_config(base_type: str, literals: dict[str, Any]) -> PreTrainedConfig:
         ) from error
 
 
+def shown(value: object) -> str:
+    """A value in an error message: the beginning of a long one, which may come from anywhere."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
 def check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) -> None:
     """Checks that a setting is one of a few words.
 
@@ -205,7 +211,7 @@ def check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) -
     """
     if value not in allowed:
         words = " or ".join(map(repr, allowed))
-        raise ValueError(f"{owner}: {name} is {value!r}; it must be {words}")
+        raise ValueError(f"{owner}: {name} is {shown(value)}; it must be {words}")
 
 
 def check_integer(owner: str, name: str, value: object, low: int | None = None) -> None:
@@ -216,7 +222,7 @@ def check_integer(owner: str, name: str, value: object, low: int | None = None) 
         ValueError: it is too small.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: {name} is {value!r}; it must be an integer")
+        raise TypeError(f"{owner}: {name} is {shown(value)}; it must be an integer")
     if low is not None and value < low:
         raise ValueError(f"{owner}: {name} is {value}; it must be {low} or more")
 
@@ -239,8 +245,9 @@ def check_number(
         ValueError: it lies outside, or is NaN.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{owner}: {name} is {value!r}; it must be a number")
-    inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+        raise TypeError(f"{owner}: {name} is {shown(value)}; it must be a number")
+    # Compared, not converted: an integer may be too large for a float. NaN lies nowhere.
+    inside = (low < value if open_low else low <= value) and value <= high and value < math.inf
     if not inside:
         bracket = "(" if open_low else "["
         allowed = f"{bracket}{low}, inf)" if high == math.inf else f"{bracket}{low}, {high:.4g}]"
@@ -254,4 +261,4 @@ def check_flag(owner: str, name: str, value: object) -> None:
         TypeError: it is anything else.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: {name} is {value!r}; it must be True or False")
+        raise TypeError(f"{owner}: {name} is {shown(value)}; it must be True or False")

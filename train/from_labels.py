@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from huggingface_hub import snapshot_download
 from transformers import (
@@ -21,6 +20,7 @@ from transformers import (
 
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.engines.opening import known_revision, load_tokenizer
+from modeling_ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.loading_ospruner import fingerprint_of
 from ospruner.eval.problems.problem import Problem, user_message
@@ -297,16 +297,14 @@ def load_labelled_base(
         )
     pinned = labels.settings.base_revision is not None and where == labels.settings.base_model
     difference = 0.0 if pinned else _answers_difference(model, tokenizer, labels)
-    if difference > _LIKELIHOOD_TOLERANCE:
+    if difference > LIKELIHOOD_TOLERANCE:
         raise ValueError(
             f"{_not_by(where, labels)}: it gives their forced answers log-probabilities that differ"
-            f" by {difference:.2g} nats a token (tolerated: {_LIKELIHOOD_TOLERANCE}). {_INSTEAD}"
+            f" by {difference:.2g} nats a token (tolerated: {LIKELIHOOD_TOLERANCE}). {_INSTEAD}"
         )
     return model, tokenizer
 
 
-_LIKELIHOOD_TOLERANCE = 0.1
-"""In nats a token; bfloat16 and other kernels move a mean log-probability by a few hundredths."""
 _COMPARED_TRACES = 4
 _INSTEAD = (
     "Leave out --base, give a local copy of that base, label with this one, or say why it may be "
@@ -322,7 +320,6 @@ def _not_by(where: str, labels: Labels) -> str:
     )
 
 
-@torch.no_grad()
 def _answers_difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, labels: Labels
 ) -> float:
@@ -341,11 +338,8 @@ def _answers_difference(
         for end, answer, stored in steps:
             if not answer or stored is None:
                 continue
-            ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix, *answer]
-            logits = model(torch.tensor([ids], device=model.device)).logits  # (1, S, V)
-            said = logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
-            chosen = said.gather(-1, torch.tensor(answer, device=said.device)[:, None])
-            differences.append(abs(float(chosen.mean()) - stored))
+            ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix]
+            differences.append(abs(mean_logprob(model, ids, answer) - stored))
     return float(np.median(differences)) if differences else 0.0
 
 

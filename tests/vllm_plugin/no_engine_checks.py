@@ -5,6 +5,7 @@ and answer. Run by test_vllm_plugin.py.
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm import SamplingParams
 from vllm.reasoning import ReasoningParserManager
@@ -19,7 +21,13 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, HARMONY, VISIBLE
-from modeling_ospruner.vllm_plugin.model import STOP_HEAD, StopHead, check_start, merge_adapters
+from modeling_ospruner.vllm_plugin.model import (
+    STOP_HEAD,
+    StopHead,
+    check_base_weights,
+    check_start,
+    merge_adapters,
+)
 from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
 from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, register
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
@@ -123,6 +131,60 @@ def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
     base["base.model.layers.1.self_attn.q_proj.weight"] = weight.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged.*--tuning"):
         list(merge_adapters([*base.items(), *adapters.items()], 2, 1))
+
+
+def other_base(reasoner: Reasoner, folder: Path) -> Path:
+    """A copy of the reasoner, to be changed."""
+    return Path(shutil.copytree(reasoner.folder, folder / "base"))
+
+
+def test_a_base_of_other_weights_is_refused_at_start(
+    model: OSPrunerForCausalLM, reasoner: Reasoner, tmp_path: Path
+) -> None:
+    folder = other_base(reasoner, tmp_path)
+    moved = changed(model, base_model_name_or_path=str(folder))
+    check_start(started(model, config=moved))  # the same weights, lying elsewhere
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01  # not the norm, which is compared too
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    known = model.config.base_fingerprint
+    assert known is not None
+    message = rf"'{folder}' has other weights \(fingerprint .*trained on it \(fingerprint {known}\)"
+    with pytest.raises(ValueError, match=message):
+        check_start(started(model, config=moved))
+    with pytest.raises(ValueError, match=message):
+        check_base_weights(moved, None)  # after the download of a base that was not there
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, r"\d+"),
+        (
+            {
+                "rope_type": "longrope", "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+            },
+            "64",
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_positions_that_change_with_the_length_are_refused_at_start(
+    model: OSPrunerForCausalLM,
+    reasoner: Reasoner,
+    tmp_path: Path,
+    rope: dict[str, Any],
+    length: str,
+) -> None:
+    folder = other_base(reasoner, tmp_path)
+    literals = json.loads((folder / "config.json").read_text("utf-8"))
+    literals["rope_parameters"] = {"rope_theta": 1e4, **rope}
+    (folder / "config.json").write_text(json.dumps(literals), "utf-8")
+    moved = changed(model, base_model_name_or_path=str(folder))
+    message = rf"has rope_type '{rope['rope_type']}', whose positions change .*\(from {length} tok"
+    with pytest.raises(ValueError, match=message):
+        check_start(started(model, config=moved))
 
 
 @pytest.mark.parametrize("how", BROKEN)
