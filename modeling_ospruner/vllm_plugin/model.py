@@ -72,7 +72,8 @@ def _load_gpt_oss(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[
     """Experts are loaded by methods of vLLM's model, borrowed for the tail has the same parts."""
     from vllm.model_executor.models.gpt_oss import GptOssModel
 
-    vars(tail)["_load_weights_other"] = partial(GptOssModel._load_weights_other, tail)
+    for name in ("_load_weights_other", "_load_weights_mxfp4"):
+        vars(tail)[name] = partial(getattr(GptOssModel, name), tail)
     vars(tail)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
     loaded: set[str] = GptOssModel.load_weights(tail, mapper.apply(weights))
     return loaded
@@ -388,7 +389,8 @@ def _for_base(config: VllmConfig, architectures: list[str] | None) -> VllmConfig
     where, revision = policy.base_model_name_or_path, policy.base_revision
     text = copy.deepcopy(policy.get_text_config())
     stored = vars(AutoConfig.from_pretrained(where, revision=revision)).get("quantization_config")
-    text.quantization_config = stored
+    if stored is not None:
+        text.quantization_config = stored
     config = copy.copy(config.with_hf_config(text, architectures))
     model = config.model_config
     model.hf_text_config = model.hf_config
@@ -419,7 +421,7 @@ def _for_tail(config: VllmConfig, as_base: bool) -> VllmConfig:
         plain = [i for i in range(total) if i in dense or (i + 1) % step]
         text.mlp_only_layers, text.decoder_sparse_step = [2 * total + i for i in plain], 1
     if not as_base:
-        text.quantization_config = None
+        vars(text).pop("quantization_config", None)  # vLLM asks whether there is one
     config = copy.copy(config.with_hf_config(text))
     config.model_config.hf_text_config = config.model_config.hf_config
     if not as_base:
