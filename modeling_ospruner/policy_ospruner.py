@@ -118,15 +118,13 @@ def check_decoder(base: PreTrainedModel) -> None:
             f"{', '.join(tables)}, which the hidden states of its last layers do not carry. "
             f"{_INSTEAD}"
         )
-    text = config.get_text_config()
-    rope = text.rope_parameters if "rope_parameters" in vars(text) else None
-    if text is not config and "mrope_section" in (rope or {}):
+    if config.get_text_config() is not config:
         raise ValueError(
-            f"{name} cannot be a base: it numbers the positions of images along several axes. "
-            f"Load its language model alone. {_INSTEAD}"
+            f"{name} cannot be a base: it wraps a language model, beside parts for other "
+            f"inputs than text. Load that model alone, from a checkpoint of its own. {_INSTEAD}"
         )
     kind, length = position_switch(config) or ("", 0)
-    if kind == "longrope" and length < text.max_position_embeddings:
+    if kind == "longrope" and length < config.max_position_embeddings:
         raise ValueError(
             f"{name} cannot be a base: with rope_type {kind!r} the frequencies of all positions "
             f"change when a text passes {length} tokens (original_max_position_embeddings), and it "
@@ -314,10 +312,18 @@ def _share(own: nn.Module, theirs: nn.Module) -> None:
     for name, buffer in theirs.named_buffers(recurse=False):
         own.register_buffer(name, buffer, name not in theirs._non_persistent_buffers_set)
     for name, child in theirs.named_children():
-        if next(child.children(), None) is None:
+        # A part with a projection or a layer's number becomes the tail's own. All others, such as
+        # experts, are shared as they are: a quantised base may have given them another forward.
+        inside = list(child.modules())
+        apart = any(isinstance(one, nn.Linear) or "layer_idx" in vars(one) for one in inside)
+        if len(inside) == 1 or not apart:
             setattr(own, name, child)
         else:
             _share(own.get_submodule(name), child)
+
+
+LORA_SCALE = 2
+"""By which B A is multiplied: LoRA's alpha over the rank."""
 
 
 def add_adapters(tail: PreTrainedModel, rank: int) -> None:
@@ -345,7 +351,7 @@ def add_adapters(tail: PreTrainedModel, rank: int) -> None:
             f"tuning is 'lora', but {type(tail).__name__}'s layers have no linear projections; use "
             "tuning='layers'"
         )
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear)
+    config = LoraConfig(r=rank, lora_alpha=LORA_SCALE * rank, target_modules=linear)
     inject_adapter_in_model(config, layers)
     for name, parameter in layers.named_parameters():
         if is_adapter(name):
@@ -557,7 +563,7 @@ class StoppingPolicy(nn.Module):
         device = self.head.weight.device
         hidden = hidden.to(device)
         if self.tail is not None:
-            hidden = hidden.to(self.tail.dtype)
+            hidden = hidden.to(self.tail_dtype)
             position_ids = None if position_ids is None else position_ids.to(device)
             attention_mask = None if attention_mask is None else attention_mask.to(device)
             me = threading.get_ident()
@@ -582,12 +588,22 @@ class StoppingPolicy(nn.Module):
             logits = torch.full_like(logits, torch.nan)
         return logits
 
+    @property
+    def tail_dtype(self) -> torch.dtype:
+        """In which the tail computes: its final norm's where the base's layers are packed."""
+        assert self.tail is not None
+        if all(one.itemsize > 1 for one in self.layers.parameters()):
+            return self.tail.dtype
+        outside = (one for name, one in self.tail.named_parameters() if "layers." not in name)
+        return next(outside).dtype
+
     def _has_sound_weights(self) -> bool:
         """Whether every weight is a number, looked at again only after one has changed.
 
         Some attention kernels make zeros of queries that are NaN, and broken weights would pass.
+        What a quantised base has packed is left out: its adapters alone are the policy's.
         """
-        weights = [*self.parameters()]
+        weights = [one for one in self.parameters() if one.itemsize > 1]
         now = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
         if self._seen_weights is None or self._seen_weights[0] != now:
             sound = all(one.is_meta or bool(one.isfinite().all()) for one in weights)

@@ -104,7 +104,7 @@ def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = Tru
     """
     with fused_attention(hidden.device):
         if policy.tail is not None:
-            hidden = hidden.to(policy.tail.dtype)
+            hidden = hidden.to(policy.tail_dtype)
         if fast and takes_fast_tail(policy.tail):
             return _fast_logits(policy, hidden, positions)
         logits: Tensor = policy(hidden)  # (B, S)

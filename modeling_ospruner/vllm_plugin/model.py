@@ -1,15 +1,14 @@
 """A base of vLLM's own with a policy's tail beside it.
 
 The base is vLLM's own model, compiled as vLLM compiles it. Its EAGLE-3 tap gives what enters layer
-L-n; the tail runs on that after it, outside the compiled graph, on layers of the base's own class
-whose keys and values lie in vLLM's pages, so that chunked prefill, prefix caching and preemption
-hold for both. Stop logits travel to the sampler behind the hidden states, row by row.
+L-n; the tail runs on that after it, compiled by itself as EAGLE heads are, on layers of the base's
+own class whose keys and values lie in vLLM's pages, so that chunked prefill, prefix caching and
+preemption hold for both. Stop logits travel to the sampler behind the hidden states, row by row.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig
-from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import DefaultModelLoader
-from vllm.model_executor.models.utils import (
-    AutoWeightsLoader,
-    WeightsMapper,
-    init_vllm_registered_model,
-    maybe_prefix,
-)
-from vllm.platforms import current_platform
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.loading_ospruner import (
@@ -39,11 +34,11 @@ from modeling_ospruner.loading_ospruner import (
     empty_policy,
     read_tensors,
 )
-from modeling_ospruner.policy_ospruner import position_switch
+from modeling_ospruner.policy_ospruner import LORA_SCALE, position_switch
 
-from .plugin import HARMONY_PARSER, NO_GRAPHS, PROCESSOR, UNTESTED
+from .plugin import HARMONY_PARSER, PROCESSOR
 
-__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead"]
+__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "merge_adapters"]
 
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
@@ -77,7 +72,8 @@ def _load_gpt_oss(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[
     """Experts are loaded by methods of vLLM's model, borrowed for the tail has the same parts."""
     from vllm.model_executor.models.gpt_oss import GptOssModel
 
-    vars(tail)["_load_weights_other"] = partial(GptOssModel._load_weights_other, tail)
+    for name in ("_load_weights_other", "_load_weights_mxfp4"):
+        vars(tail)[name] = partial(getattr(GptOssModel, name), tail)
     vars(tail)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
     loaded: set[str] = GptOssModel.load_weights(tail, mapper.apply(weights))
     return loaded
@@ -88,12 +84,12 @@ class _Base:
     """What differs between bases.
 
     Attributes:
-        architecture: vLLM's class.
+        architecture: vLLM's class; or what makes a base of a configuration and a prefix.
         make_layer: makes one layer of a class, from a configuration and a prefix.
         load: fills a tail with tensors named as transformers names them.
     """
 
-    architecture: str
+    architecture: str | Callable[[VllmConfig, str], nn.Module]
     make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
     load: Callable[[_Tail, _Weights, WeightsMapper], set[str]] = _load
 
@@ -101,7 +97,9 @@ class _Base:
 _BASES = {  # by model_type
     "qwen2": _Base("Qwen2ForCausalLM", _from_fields),
     "qwen3": _Base("Qwen3ForCausalLM", _from_fields),
+    "qwen3_moe": _Base("Qwen3MoeForCausalLM", _from_whole),
     "llama": _Base("LlamaForCausalLM", _from_whole),
+    "mistral": _Base("MistralForCausalLM", _from_whole),
     "gpt_oss": _Base("GptOssForCausalLM", _gpt_oss_layer, _load_gpt_oss),
 }
 
@@ -120,23 +118,24 @@ class StopHead(nn.Linear):
         self.positions = torch.empty(0, dtype=torch.int32)
 
 
+@support_torch_compile(dynamic_arg_dims={"positions": 0, "hidden": 0})
 class _Tail(nn.Module):
     """The policy's copies of the base's last n layers and of its final norm."""
 
-    def __init__(self, base: Any, config: VllmConfig, num_layers: int) -> None:
+    def __init__(self, *, vllm_config: VllmConfig, base: Any, num_layers: int) -> None:
         super().__init__()
-        config = _for_tail(config)
-        self.config = config.model_config.hf_config
-        self.parallel_config = config.parallel_config
+        self.config = vllm_config.model_config.hf_config
+        self.parallel_config = vllm_config.parallel_config
         self._kind = _BASES[self.config.model_type]
-        self._mapper: WeightsMapper = type(base).hf_to_vllm_mapper
         model = base.model
+        named = base if "hf_to_vllm_mapper" in vars(type(base)) else model
+        self._mapper: WeightsMapper = type(named).hf_to_vllm_mapper
         first = 3 * self.config.num_hidden_layers - num_layers
         self.layers = nn.ModuleList(
-            self._kind.make_layer(type(model.layers[-1]), config, f"tail.layers.{first + i}")
+            self._kind.make_layer(type(model.layers[-1]), vllm_config, f"tail.layers.{first + i}")
             for i in range(num_layers)
         )
-        self.norm = RMSNorm(self.config.hidden_size, eps=model.norm.variance_epsilon)
+        self.norm = type(model.norm)(self.config.hidden_size, eps=model.norm.variance_epsilon)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """From what enters layer L-n, (T, H), to what follows the final norm, (T, H)."""
@@ -172,17 +171,25 @@ class OSPrunerVLLM(nn.Module):
                 fall_back_to_pt=False,
             )
         ]
-        self.base: Any = init_vllm_registered_model(
-            vllm_config=vllm_config,
-            prefix=maybe_prefix(prefix, "base"),
-            hf_config=text,
-            architectures=[_BASES[text.model_type].architecture],
-        )
+        kind = _BASES[text.model_type].architecture
+        prefix = maybe_prefix(prefix, "base")
+        base: Any
+        if isinstance(kind, str):
+            own = _for_base(vllm_config, [kind])
+            base = initialize_model(own, prefix=prefix)
+        else:
+            own = _for_base(vllm_config, None)
+            base = kind(own, prefix)
+        self.base: Any = base
         self.tail: _Tail | None = None
+        self._adapters = config.tuning == "lora"
         n = config.num_policy_layers
         if n:
-            self.base.set_aux_hidden_state_layers((text.num_hidden_layers - n,))
-            self.tail = _Tail(self.base, vllm_config.with_hf_config(text), n)
+            base.model._set_aux_hidden_state_layers((text.num_hidden_layers - n,))
+            with set_model_tag("ospruner_tail"):
+                self.tail = _Tail(
+                    vllm_config=_for_tail(own, self._adapters), base=base, num_layers=n
+                )
         self.head = StopHead(text.hidden_size)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
 
@@ -226,9 +233,12 @@ class OSPrunerVLLM(nn.Module):
 
     def load_weights(self, weights: _Weights) -> set[str]:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
+        if self.tail is not None and self._adapters:
+            total, n = self.tail.config.num_hidden_layers, len(self.tail.layers)
+            weights = merge_adapters(weights, total, n)
         mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
-        if self.tail is not None:
+        if self.tail is not None and not self._adapters:
             # Never trained: it shows which base the policy was made for.
             own, theirs = self.tail.norm.weight, self.base.model.norm.weight
             where = self._config.base_model_name_or_path
@@ -262,11 +272,10 @@ def check_start(vllm_config: VllmConfig) -> None:
     config: OSPrunerConfig = vllm_config.model_config.hf_config
     where, revision = config.base_model_name_or_path, config.base_revision
     kind = config.get_text_config().model_type
-    if config.tuning == "lora" or config.method == "flashthink":
-        what = "adapters beside it (tuning 'lora')" if config.tuning == "lora" else "a verifier"
+    if config.method == "flashthink":
         raise ValueError(
-            f"the policy on {where!r} is {what}; inside vLLM it has to be layers of its own: train "
-            "one with --tuning layers or attention, or generate with transformers"
+            f"the policy on {where!r} is a verifier, which reads another model's thinking; inside "
+            "vLLM a policy stops the model that it is served with"
         )
     if kind not in _BASES:
         raise ValueError(
@@ -287,17 +296,6 @@ def check_start(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"pipeline_parallel_size is {vllm_config.parallel_config.pipeline_parallel_size}; the "
             "policy needs 1, for its tail follows the whole base: use --tensor-parallel-size"
-        )
-    graphs = vllm_config.compilation_config.cudagraph_mode
-    if (
-        current_platform.is_cuda_alike()
-        and graphs != CUDAGraphMode.NONE
-        and os.environ.get(UNTESTED) != "1"
-    ):
-        raise ValueError(
-            f"cudagraph_mode is {graphs.name}, and the policy has not been tested in CUDA graphs: "
-            f"start with {NO_GRAPHS} (`ospruner serve` does) or --enforce-eager; {UNTESTED}=1 in "
-            "the environment tries them anyway"
         )
     parser = vllm_config.structured_outputs_config.reasoning_parser
     if parser == "openai_gptoss":
@@ -338,17 +336,94 @@ def check_start(vllm_config: VllmConfig) -> None:
         read_tensors(model.model, config, empty_policy(config, empty_base(base_config)), hub)
 
 
-def _for_tail(config: VllmConfig) -> VllmConfig:
+def merge_adapters(weights: _Weights, total_layers: int, num_layers: int) -> _Weights:
+    """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
+
+    Args:
+        weights: the policy's tensors, `policy.*`, and the base's, `base.*`.
+        total_layers: L, of the base.
+        num_layers: n, of the tail.
+
+    Yields:
+        All tensors but the adapters', and after them the tail's.
+
+    Raises:
+        ValueError: an adapter stands beside a tensor that is quantised, or beside none.
+    """
+    adapters: dict[str, torch.Tensor] = {}
+    copied: dict[str, torch.Tensor] = {}
+    own = {f"base.model.layers.{total_layers - num_layers + i}.": i for i in range(num_layers)}
+    for name, tensor in weights:
+        if name.startswith("policy.tail."):
+            adapters[name.removeprefix("policy.tail.")] = tensor
+            continue
+        for prefix, i in own.items():
+            if name.startswith(prefix):
+                copied[f"layers.{i}.{name.removeprefix(prefix)}"] = tensor
+        if name == "base.model.norm.weight":
+            copied["norm.weight"] = tensor
+        yield name, tensor
+    for name in [name for name in adapters if ".lora_A." in name]:
+        down = adapters[name]  # (r, in)
+        up = adapters[name.replace(".lora_A.", ".lora_B.")]  # (out, r)
+        module = name.partition(".lora_A.")[0]
+        weight = copied.get(f"{module}.weight")
+        if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
+            raise ValueError(
+                f"the policy's adapter of {module} cannot be merged: the base's checkpoint holds "
+                "its weight quantised. Serve a policy with --tuning layers or attention, or "
+                "generate with transformers"
+            )
+        change = LORA_SCALE * (up.float() @ down.float())  # (out, in)
+        copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
+    yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())
+
+
+def _for_base(config: VllmConfig, architectures: list[str] | None) -> VllmConfig:
+    """The base's configuration, with the quantisation of its own checkpoint.
+
+    The policy's repository knows nothing of that: which of the base's tensors are packed, and how,
+    stands in the base's repository alone.
+    """
+    policy: OSPrunerConfig = config.model_config.hf_config
+    where, revision = policy.base_model_name_or_path, policy.base_revision
+    text = copy.deepcopy(policy.get_text_config())
+    stored = vars(AutoConfig.from_pretrained(where, revision=revision)).get("quantization_config")
+    if stored is not None:
+        text.quantization_config = stored
+    config = copy.copy(config.with_hf_config(text, architectures))
+    model = config.model_config
+    model.hf_text_config = model.hf_config
+    if stored is not None:
+        model.model, model.revision = where, revision
+        model.quantization = None
+        model._verify_quantization()
+        config.quant_config = VllmConfig.get_quantization_config(model, config.load_config)
+    return config
+
+
+def _for_tail(config: VllmConfig, as_base: bool) -> VllmConfig:
     """The base's configuration for layers with indices beyond its own.
 
     They are counted from 2L on, so that each layer of the tail stands at the same place of a
-    pattern over layers as the one that it copies. The tail is saved unquantised, also where the
-    base is quantised.
+    pattern over layers as the one that it copies.
+
+    Args:
+        config: the base's.
+        as_base: whether the tail is quantised as the base is; copies are saved unquantised.
     """
     text = copy.deepcopy(config.model_config.hf_config)
+    total = text.num_hidden_layers
     if "layer_types" in vars(text) and text.layer_types:
         text.layer_types = list(text.layer_types) * 3
-    vars(text).pop("quantization_config", None)
+    if "decoder_sparse_step" in vars(text):
+        dense, step = text.mlp_only_layers or (), text.decoder_sparse_step
+        plain = [i for i in range(total) if i in dense or (i + 1) % step]
+        text.mlp_only_layers, text.decoder_sparse_step = [2 * total + i for i in plain], 1
+    if not as_base:
+        vars(text).pop("quantization_config", None)  # vLLM asks whether there is one
     config = copy.copy(config.with_hf_config(text))
-    config.quant_config = None
+    config.model_config.hf_text_config = config.model_config.hf_config
+    if not as_base:
+        config.quant_config = None
     return config

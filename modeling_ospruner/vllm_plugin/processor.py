@@ -48,8 +48,10 @@ class _Request:
 
     Attributes:
         row: decides.
-        output: vLLM's own list of its tokens, which grows.
+        params: as vLLM holds them, of all texts of a prompt the same object at times.
         prompt_tokens: the length of its prompt.
+        output: vLLM's own list of its tokens, which grows; another one after a preemption, where
+            steps are scheduled ahead.
         end_id: the token that ends it, once its answer is complete.
         control: whether it belongs to those that never stop.
         taken: tokens of `output` that `row` has taken in.
@@ -58,9 +60,16 @@ class _Request:
     """
 
     def __init__(
-        self, row: StopRow, prompt_tokens: int, output: list[int], end_id: int, control: bool
+        self,
+        row: StopRow,
+        params: SamplingParams,
+        prompt_tokens: int,
+        output: list[int],
+        end_id: int,
+        control: bool,
     ) -> None:
         self.row = row
+        self.params = params
         self.end_id = end_id
         self.control = control
         self.complete = False
@@ -68,6 +77,15 @@ class _Request:
         self.output = output
         self.prompt_tokens = prompt_tokens
         self.taken = 0
+
+    def comes_back(self, params: SamplingParams, output: list[int]) -> bool:
+        """Whether a request that enters the batch with these is this one.
+
+        Texts of one prompt that share their parameters are told apart by their tokens. Where these
+        are the same, too, either may go on as the other: they differ in draws to come alone.
+        """
+        same = params is self.params and output[: self.taken] == self.output[: self.taken]
+        return same and len(output) >= self.taken
 
     def take_in(self) -> None:
         """Takes in what is new in `output`, as far as vLLM knows it (-1 stands for the rest)."""
@@ -123,8 +141,7 @@ class StopProcessor(LogitsProcessor):
         self._step_stride = config.step_stride
         self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._requests: dict[int, _Request] = {}
-        # Requests that left the batch: preempted ones come back with the list they had.
-        self._left: OrderedDict[int, _Request] = OrderedDict()
+        self._left: list[_Request] = []  # the batch, the oldest first; preempted ones come back
         self._most_left = vllm_config.scheduler_config.max_num_seqs
         self._records: OrderedDict[str, StopRecord] = OrderedDict()
         self._seed = mix64(model.seed)
@@ -164,23 +181,29 @@ class StopProcessor(LogitsProcessor):
         """Follows the requests in vLLM's batch."""
         if batch_update is None:
             return
-        before = dict(self._requests)
-        process_dict_updates(self._requests, batch_update, self._enter)
-        staying = {id(request) for request in self._requests.values()}
-        for request in before.values():
+        slots: dict[int, Any] = dict(self._requests)
+        process_dict_updates(slots, batch_update, lambda *entering: entering)
+        staying = {id(request) for request in slots.values()}
+        for request in self._requests.values():
             if id(request) not in staying:
                 request.take_in()
                 if not request.output or request.output[-1] != request.end_id:
-                    self._left[id(request.output)] = request
-        while len(self._left) > self._most_left:
-            self._left.popitem(last=False)
+                    self._left.append(request)
+        # Only now, for one that leaves may come back in the same step.
+        for i, one in slots.items():
+            slots[i] = one if isinstance(one, _Request) else self._enter(*one)
+        self._requests = {i: one for i, one in slots.items() if one is not None}
+        del self._left[: -self._most_left]
 
     def _enter(
         self, params: SamplingParams, prompt_ids: list[int] | None, output: list[int]
     ) -> _Request | None:
-        known = self._left.pop(id(output), None)
-        if known is not None and known.output is output:
-            return known
+        known = [one for one in self._left if one.comes_back(params, output)]
+        if known:
+            request = max(known, key=lambda one: (one.output is output, one.taken))
+            self._left.remove(request)
+            request.output = output
+            return request
         asked = StopRequest(params.extra_args)
         settings = asked.settings(self._defaults)
         structured = params.structured_outputs is not None
@@ -204,7 +227,7 @@ class StopProcessor(LogitsProcessor):
         end_id = self._eos_id
         if params.ignore_eos and params.stop_token_ids:  # what still ends it
             end_id = params.stop_token_ids[0]
-        request = _Request(row, len(prompt_ids), output, end_id, control)
+        request = _Request(row, params, len(prompt_ids), output, end_id, control)
         if asked.name is not None:
             self._records[asked.name] = request.row.record
             while len(self._records) > _MOST_RECORDS:

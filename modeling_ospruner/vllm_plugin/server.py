@@ -13,15 +13,13 @@ from typing import Any, NoReturn
 
 from modeling_ospruner.common.optional import needed
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from ospruner_vllm import check_version
 
 from .plugin import (
     HARMONY_PARSER,
-    NO_GRAPHS,
     PARSER,
     PROCESSOR,
-    UNTESTED,
     WORKER_EXTENSION,
-    check_version,
 )
 from .requests import DEFAULTS, StopRequest
 
@@ -57,9 +55,6 @@ def server_command(
     parser = _PARSERS.get((config.reasoning_format or {}).get("name", ""))
     if parser is not None and _value_of("--reasoning-parser", arguments) is None:
         command += ["--reasoning-parser", parser]
-    chosen = any(one.startswith(("-cc", "--compilation-config")) for one in arguments)
-    if not chosen and os.environ.get(UNTESTED) != "1":
-        command.append(NO_GRAPHS)
     return [*command, *arguments], {
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 does not take the processor
         "VLLM_PLUGINS": ",".join(_plugins()),

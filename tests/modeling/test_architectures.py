@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     DynamicCache,
     PreTrainedModel,
@@ -328,6 +329,25 @@ def test_bases_that_cannot_work_are_refused_by_name(
     tiny_tokenizer: PreTrainedTokenizerFast, name: str, fields: dict[str, Any], message: str
 ) -> None:
     base = make_base(name, tiny_tokenizer, **fields)
+    with pytest.raises(ValueError, match=message):
+        OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_wrapped_language_models_are_refused(
+    tiny_tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    kind: Any = CONFIG_MAPPING[name]
+    text_kind: Any = CONFIG_MAPPING[kind().text_config.model_type]
+    text = text_kind(**COMMON, vocab_size=len(tiny_tokenizer), pad_token_id=0)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    config = kind(text_config=text.to_dict(), vision_config=vision)
+    config.vision_config.update({key: vision[key] for key in vision})
+    base = AutoModelForImageTextToText.from_config(config).eval()
+    message = (
+        rf"{type(base).__name__} cannot be a base: it wraps a language model.*Load that model alone"
+    )
     with pytest.raises(ValueError, match=message):
         OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
 

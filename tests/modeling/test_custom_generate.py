@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import (
     AutoTokenizer,
+    GenerationMixin,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -155,6 +157,33 @@ def test_a_policy_is_loaded_once_a_base_and_anew_when_its_files_change(
     assert gone() is None, "the loaded policies keep their base alive"
 
 
+def test_wrappers_may_stand_between(
+    saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a decorator that times it, which knows nothing of the repository."""
+    model, folder = saved
+    base = load_base(tiny_base_dir)
+    load = GenerationMixin.load_custom_generate
+    calls = []
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = load(self, *args, **kwargs)
+
+        @functools.wraps(inner)
+        def outer(*positional: Any, **named: Any) -> Any:
+            calls.append(len(named))
+            return inner(*positional, **named)
+
+        return outer
+
+    monkeypatch.setattr(GenerationMixin, "load_custom_generate", timed)
+    plain: Any = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *a, **k: plain(self, *a, **k))
+    found = on_base(base, folder)
+    assert calls
+    assert torch.equal(found, model.generate(PROMPT, stop_policy=True, **ARGUMENTS))
+
+
 def test_what_cannot_work_is_refused(
     saved: tuple[OSPrunerForCausalLM, str], tiny_base_dir: Path
 ) -> None:
@@ -164,7 +193,7 @@ def test_what_cannot_work_is_refused(
         on_base(base, folder, revision="main")
     with pytest.raises(ValueError, match="not with beam_search"):
         on_base(base, folder, num_beams=2)
-    with pytest.raises(RuntimeError, match="was not called by transformers; write base.generate"):
+    with pytest.raises(RuntimeError, match="was not called by transformers' own gener"):
         generate(model=base, inputs=PROMPT)
     with pytest.raises(ValueError, match="custom_generate and stop_policy exclude each other"):
         model.generate(PROMPT, custom_generate=folder, stop_policy=True, **ARGUMENTS)

@@ -18,6 +18,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 # The longest matching name decides.
 FLOORS = {
+    "ospruner_vllm": 0,
     "modeling_ospruner.common": 0,
     "modeling_ospruner": 1,  # the uploaded files
     "modeling_ospruner.engines": 2,
@@ -115,7 +116,7 @@ def flat_faults(node: ast.Import | ast.ImportFrom, guarded: bool, flat: set[str]
     modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
     for module in modules:
         top = module.split(".")[0]
-        if top in {"modeling_ospruner", "ospruner", "ospruner_cli"}:
+        if top in {"modeling_ospruner", "ospruner", "ospruner_cli", "ospruner_vllm"}:
             yield f"flat file imports {module} by name, which a Hub user may not have installed"
         elif top not in FLAT_THIRD_PARTY | sys.stdlib_module_names and not guarded:
             yield f"flat file imports {top} outside try: the Hub refuses users without it"

@@ -16,6 +16,7 @@ INSTALLED_AS = {
     "eval": "ospruner/eval",
     "hub_cards": "ospruner/hub_cards",
 }
+MODULES = ("ospruner_cli.py", "ospruner_vllm.py")
 SEEN_FROM_OUTSIDE = """
 import importlib, importlib.util, sys
 bare = [name for name in ("train", "eval", "hub_cards") if importlib.util.find_spec(name)]
@@ -23,7 +24,8 @@ assert not bare, f"importable under bare names: {bare}"
 for name in ("ospruner.train", "ospruner.train.toy", "ospruner.eval", "ospruner.hub_cards"):
     print(importlib.util.find_spec(name).origin)
 print(importlib.util.find_spec("modeling_ospruner.engines").origin)
-print(importlib.util.find_spec("ospruner_cli").origin)
+for name in ("ospruner_cli", "ospruner_vllm"):
+    print(importlib.util.find_spec(name).origin)
 """
 
 
@@ -43,7 +45,7 @@ def wheel(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     copy = out / "tree"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "ospruner_cli.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", *MODULES):
         shutil.copy(repo_dir / name, copy / name)
     # `tests` is copied to see that it stays out.
     for name in (*INSTALLED_AS, "tests"):
@@ -66,7 +68,7 @@ def files_of(folder: Path) -> set[PurePosixPath]:
 
 
 def test_wheel_holds_every_file_of_the_packages(wheel: Path, repo_dir: Path) -> None:
-    expected = {"ospruner_cli.py"}
+    expected = set(MODULES)
     for folder, installed in INSTALLED_AS.items():
         assert (repo_dir / folder / "py.typed").is_file()
         expected |= {f"{installed}/{file}" for file in files_of(repo_dir / folder)}
@@ -94,9 +96,9 @@ def test_installed_wheel_takes_no_bare_name(wheel: Path, tmp_path: Path) -> None
         cwd=tmp_path,
     )
     assert {path.name for path in target.iterdir() if path.suffix != ".dist-info"} - {
-        "__pycache__",  # of ospruner_cli.py
+        "__pycache__",  # of the modules
         "bin",
-    } == {"modeling_ospruner", "ospruner", "ospruner_cli.py"}
+    } == {"modeling_ospruner", "ospruner", *MODULES}
     origins = run(sys.executable, "-c", SEEN_FROM_OUTSIDE, cwd=tmp_path, pythonpath=target)
     assert all(Path(line).is_relative_to(target) for line in origins.splitlines()), origins
 
@@ -104,6 +106,6 @@ def test_installed_wheel_takes_no_bare_name(wheel: Path, tmp_path: Path) -> None
 def test_present_install_takes_no_bare_name(tmp_path: Path, repo_dir: Path) -> None:
     """Under `make test` the present install is the editable one."""
     origins = run(sys.executable, "-c", SEEN_FROM_OUTSIDE, cwd=tmp_path).splitlines()
-    assert len(origins) == 6
+    assert len(origins) == 7
     elsewhere = [line for line in origins if not Path(line).is_relative_to(repo_dir)]
     assert elsewhere == [], "the tests would test another tree: pip install -e . in this one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from modeling_ospruner.policy_ospruner import check_tail
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.fresh import predict
 from ospruner.train.loop import train
@@ -104,6 +106,88 @@ def test_experts_that_are_no_projections_are_shared(
     assert all("self_attn" in name for name in names)
     experts: Any = model.policy.layers[-1].mlp.experts  # type: ignore[union-attr]
     assert experts is base.get_decoder().layers[-1].mlp.experts
+
+
+class Packed(torch.nn.Module):
+    """As transformers' experts in MXFP4: bytes, which a forward put into the MLP alone can read."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.plain = [experts]  # no part of the model
+        bytes_ = torch.zeros(4, dtype=torch.uint8)
+        self.gate_up_proj_blocks = torch.nn.Parameter(bytes_, requires_grad=False)
+
+
+def unpacking(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    scores, weights, chosen = self.router(flat)
+    return self.experts.plain[0](flat, chosen, weights).reshape_as(hidden), scores
+
+
+def test_a_forward_that_a_quantised_base_was_given_is_shared(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    config = GptOssConfig(
+        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+        num_experts_per_tok=1, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base: Any = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    wanted = base(ids).logits
+    for layer in base.model.layers:
+        layer.mlp.experts = Packed(layer.mlp.experts)
+        layer.mlp.forward = MethodType(unpacking, layer.mlp)
+    assert torch.equal(base(ids).logits, wanted)
+    base.hf_quantizer = object()
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="lora", lora_rank=2)
+    check_tail(base, model.policy)  # fresh adapters add nothing
+    torch.nn.init.normal_(model.policy.head.weight)
+    said = model.stop_logits(ids)
+    assert said.isfinite().all()
+    model.save_pretrained(tmp_path)
+    again = OSPrunerForCausalLM.from_base(base, tmp_path)
+    assert torch.equal(again.stop_logits(ids), said)
+
+
+class InFP8(torch.nn.Linear):
+    """As transformers' `FP8Linear`: one byte a weight, and a scale."""
+
+    def __init__(self, plain: torch.nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features, plain.bias is not None)
+        scale = plain.weight.abs().max() / 448
+        packed = (plain.weight / scale).to(torch.float8_e4m3fn)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.weight_scale_inv = torch.nn.Parameter(scale.detach().float())
+        self.bias = plain.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = (self.weight.float() * self.weight_scale_inv).to(input.dtype)
+        return torch.nn.functional.linear(input, weight, self.bias)
+
+
+def test_a_base_in_fp8_carries_adapters(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels
+) -> None:
+    base: Any = tiny_base.bfloat16()
+    for layer in base.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(part, name, InFP8(child))
+    base.hf_quantizer = object()
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="lora", lora_rank=2)
+    check_tail(base, model.policy)
+    adapters = [p for name, p in model.policy.named_parameters() if ".lora_" in name]
+    assert len(adapters) == 2 * 2 * 7
+    assert all(one.dtype == torch.float32 and one.requires_grad for one in adapters)
+    assert np.isfinite(predict(model, LabelledTraces.from_dataset(make_labels(8)))).all()
+    prompt = torch.tensor([tiny_tokenizer.encode("Ann has 3 apples")])
+    model.generate(prompt, stop_policy=True, max_new_tokens=30, do_sample=False)
+    with torch.no_grad():
+        adapters[0].fill_(torch.nan)
+        assert model.stop_logits(prompt).isnan().all()  # its own weights are looked at still
 
 
 def test_without_peft_the_package_is_named(

@@ -12,17 +12,26 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from vllm import SamplingParams
+from vllm.compilation.counter import compilation_counter
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
@@ -71,11 +80,36 @@ def _gpt_oss() -> PreTrainedModel:
     return GptOssForCausalLM(GptOssConfig(**sizes, sliding_window=32, rope_parameters=scaled))
 
 
+def _qwen3_moe() -> PreTrainedModel:
+    """Every other layer is dense, and an odd number of layers: a tail's places show."""
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, decoder_sparse_step=2, norm_topk_prob=True))
+
+
+def _mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
+
+
+def _gemma3() -> PreTrainedModel:
+    sizes = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 32}
+    types = ["sliding_attention", "full_attention"] * 3
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=types[:5]))
+
+
+def _glm4() -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return Glm4ForCausalLM(Glm4Config(**SIZES, attention_bias=True, rope_parameters=rope))
+
+
 BASES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "llama": _llama,
     "gpt_oss": _gpt_oss,
+    "qwen3_moe": _qwen3_moe,
+    "mistral": _mistral,
+    "gemma3_text": _gemma3,
+    "glm4": _glm4,
 }
 
 
@@ -83,7 +117,7 @@ BASES: dict[str, Callable[[], PreTrainedModel]] = {
 def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerForCausalLM]]:
     """Makes a random base and a policy on it, saved in `tmp_path`."""
 
-    def made(base_type: str, num_layers: int) -> OSPrunerForCausalLM:
+    def made(base_type: str, num_layers: int, tuning: str = "layers") -> OSPrunerForCausalLM:
         torch.manual_seed(0)
         base = BASES[base_type]().eval()
         with torch.no_grad():
@@ -96,6 +130,7 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerF
             base,
             reasoner.tokenizer,
             num_layers,
+            tuning,
             base_model_name_or_path=str(tmp_path / "base"),
         )
         perturb(model)
@@ -152,9 +187,17 @@ def test_base(
     check(make(base_type, num_layers), tmp_path)
 
 
-def test_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
-    """The base in vLLM's compiled graph, the tail outside of it."""
-    check(make("qwen2", 2), tmp_path, count=64, enforce_eager=False)
+@pytest.mark.parametrize("base_type", ["llama", "qwen3_moe"])
+def test_adapters(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
+    """Merged where they are loaded, into copies of the base's layers."""
+    check(make(base_type, 2, "lora"), tmp_path)
+
+
+@pytest.mark.parametrize("base_type", ["qwen2", "gemma3_text"])
+def test_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
+    """The base in vLLM's compiled graph, the tail in one of its own."""
+    check(make(base_type, 2), tmp_path, count=64, enforce_eager=False)
+    assert compilation_counter.num_models_seen == 3  # plain; base and tail
 
 
 def test_two_tensor_parallel_ranks(

@@ -12,17 +12,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from vllm.config import CUDAGraphMode
-from vllm.platforms import current_platform
+from vllm import SamplingParams
 from vllm.reasoning import ReasoningParserManager
+from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import HARMONY
-from modeling_ospruner.vllm_plugin.model import check_base_weights, check_start
+from modeling_ospruner.formats_ospruner import BREAK, HARMONY, VISIBLE
+from modeling_ospruner.vllm_plugin.model import (
+    STOP_HEAD,
+    StopHead,
+    check_base_weights,
+    check_start,
+    merge_adapters,
+)
 from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
-from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, UNTESTED, register
+from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, register
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
 from ospruner.train.toy.shipped import Reasoner
 
@@ -46,7 +53,7 @@ def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
     """As much of vLLM's configuration as `check_start` reads."""
     values: dict[str, Any]
     values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
-    values |= {"config": model.config, "parser": "ospruner", "graphs": CUDAGraphMode.NONE}
+    values |= {"config": model.config, "parser": "ospruner"}
     values |= {"folder": model.config._name_or_path}
     values |= differing
     return SimpleNamespace(
@@ -54,7 +61,6 @@ def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
         speculative_config=values["speculative"],
         structured_outputs_config=SimpleNamespace(reasoning_parser=values["parser"]),
         parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
-        compilation_config=SimpleNamespace(cudagraph_mode=values["graphs"]),
         model_config=SimpleNamespace(
             logits_processors=values["processors"],
             hf_config=values["config"],
@@ -73,45 +79,58 @@ def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
     return config
 
 
-def test_what_would_not_stop_is_refused_at_start(
-    model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> None:
     check_start(started(model))
     check_start(started(model, processors=["a:B", StopProcessor]))
-    gpt2 = changed(model)
-    gpt2.text_config.model_type = "gpt2"
+    olmo = changed(model)
+    olmo.text_config.model_type = "olmo2"
     for differing, message in (
         ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
         ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
         ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
         (
-            {"config": gpt2},
-            "is a gpt2; inside vLLM the policy works with qwen2, qwen3, llama, gpt_oss",
+            {"config": olmo},
+            "is a olmo2; inside vLLM the policy works with qwen2, qwen3, qwen3_moe, llama, m",
         ),
         ({"parser": "openai_gptoss"}, "'openai_gptoss'.*type is gpt_oss.*parser ospruner_harmony"),
-        ({"config": changed(model, tuning="lora")}, r"is adapters beside it \(tuning 'lora'\)"),
         (
             {"config": changed(model, method="flashthink")},
-            "is a verifier; inside vLLM it has to be",
+            "is a verifier, which reads another",
         ),
         ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
     ):
         with pytest.raises(ValueError, match=message):
             check_start(started(model, **differing))
-    monkeypatch.delenv(UNTESTED, raising=False)
-    graphs = started(model, graphs=CUDAGraphMode.FULL_AND_PIECEWISE)
-    check_start(graphs)  # on a CPU there are none
-    with monkeypatch.context() as patched:
-        patched.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
-        check_start(started(model))
-        with pytest.raises(ValueError, match="FULL_AND_PIECEWISE, and .*-cc.cudagraph_mode=NONE"):
-            check_start(graphs)
-        patched.setenv(UNTESTED, "1")
-        check_start(graphs)
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, config=absent))
+
+
+def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
+    torch.manual_seed(0)
+    down, up, weight = torch.randn(2, 6), torch.randn(4, 2), torch.randn(4, 6)
+    at = "policy.tail.layers.0.self_attn.q_proj"
+    adapters = {f"{at}.lora_A.default.weight": down, f"{at}.lora_B.default.weight": up}
+    norm = torch.randn(6)
+    base = {
+        "base.model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 6),
+        "base.model.layers.1.self_attn.q_proj.weight": weight,
+        "base.model.layers.1.input_layernorm.weight": norm,
+        "base.model.norm.weight": norm + 1,
+    }
+    found = dict(merge_adapters([*adapters.items(), *base.items()], 2, 1))
+    assert set(found) - set(base) == {
+        f"{at}.weight",
+        "policy.tail.layers.0.input_layernorm.weight",
+        "policy.tail.norm.weight",
+    }
+    torch.testing.assert_close(found[f"{at}.weight"], weight + 2 * up @ down)
+    assert all(torch.equal(found[name], tensor) for name, tensor in base.items())
+    assert torch.equal(found["policy.tail.norm.weight"], norm + 1)
+    base["base.model.layers.1.self_attn.q_proj.weight"] = weight.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged.*--tuning"):
+        list(merge_adapters([*base.items(), *adapters.items()], 2, 1))
 
 
 def other_base(reasoner: Reasoner, folder: Path) -> Path:
@@ -176,6 +195,92 @@ def test_broken_tensors_are_refused_at_start(
     said = break_tensors(folder, how)
     with pytest.raises(ValueError, match=said):
         check_start(started(model, folder=str(folder)))
+
+
+class Batch:
+    """vLLM's batch as a processor sees it; each row's stop logit is what `say` told last."""
+
+    def __init__(self, model: OSPrunerForCausalLM) -> None:
+        self.head = StopHead(1)
+        folder = model.config._name_or_path
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_config=model.config,
+                architectures=[type(model).__name__],
+                model=folder,
+                tokenizer=folder,
+                tokenizer_revision=None,
+                seed=0,
+            ),
+            additional_config={},
+            compilation_config=SimpleNamespace(static_forward_context={STOP_HEAD: self.head}),
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+            parallel_config=SimpleNamespace(rank=1),
+        )
+        self.processor = StopProcessor(config, torch.device("cpu"), False)
+        self.rows: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
+
+    def update(
+        self, removed: list[int], added: dict[int, tuple[SamplingParams, list[int], list[int]]]
+    ) -> None:
+        for i in removed:
+            del self.rows[i]
+        self.rows |= added
+        entering = [(i, *row) for i, row in added.items()]
+        replaced = [i for i in removed if i not in added]  # as vLLM: an index taken again is not in
+        self.processor.update_state(BatchUpdate(len(self.rows), replaced, entering, []))
+
+    def step(self, logit: float = -9.0) -> torch.Tensor:
+        """The logits that are left, (B, V)."""
+        size = 1 + max(self.rows)
+        last = [len(self.rows[i][1]) + len(self.rows[i][2]) - 1 for i in range(size)]
+        self.head.logits = torch.full((size,), logit)
+        self.head.positions = torch.tensor(last, dtype=torch.int32)
+        return self.processor.apply(torch.zeros(size, 640))
+
+
+def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalLM) -> None:
+    """As where steps are scheduled ahead; also if it leaves and comes back in one step."""
+    fmt, batch = model.token_format, Batch(model)
+    ids = model.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)  # type: ignore[union-attr]
+    word = next(i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE)
+    end = next(i for i, kind in enumerate(fmt.kinds) if kind & BREAK)
+    extra = {"stop_mode": "threshold", "stop_threshold": 0.5}
+    params = [SamplingParams(extra_args=extra | {"stop_id": name}) for name in "ab"]
+    # Two texts of one prompt, which share their parameters, and another request.
+    texts: list[list[int]] = [[], [], []]
+    rows = [(params[0], ids, texts[0]), (params[0], ids, texts[1]), (params[1], ids, texts[2])]
+    batch.update([], dict(enumerate(rows)))
+    requests = dict(batch.processor._requests)
+    assert len({id(request) for request in requests.values()}) == 3
+    for tokens in ((word, word + 1, word), (word, word, word), (end, end, end)):
+        for text, token in zip(texts, tokens, strict=True):
+            text.append(token)
+        batch.step()
+    for text in texts:
+        text.append(word)
+    batch.step()
+    texts[1].append(-1)  # sampled, but not told yet
+    batch.update([0, 1, 2], {})
+    swapped = [[*text] for text in texts]
+    swapped[1][-1] = end
+    rows = [(*row[:2], text) for row, text in zip(rows, swapped, strict=True)]
+    batch.update([], {0: rows[1], 1: rows[2]})
+    assert batch.processor._requests == {0: requests[1], 1: requests[2]}
+    batch.step()
+    batch.update([0, 1], {0: rows[0], 1: (*rows[1][:2], [*swapped[1]]), 2: rows[2]})
+    assert batch.processor._requests == requests
+    for request, steps in zip(requests.values(), ([3], [3, 5], [3]), strict=True):
+        assert request.row.record.step_ends == steps
+    told = batch.processor.record("b")
+    assert told is requests[2].row.record
+    # It ends there by its own probability: one step, decided once, and the closing forced.
+    swapped[2].append(end)
+    left = batch.step(logit=9.0)
+    assert told is not None
+    assert told.step_ends == [3, 5]
+    assert told.reason == "policy"
+    assert left[2].isfinite().nonzero().tolist() == [[fmt.forced_suffix()[0]]]
 
 
 @pytest.fixture(scope="module")

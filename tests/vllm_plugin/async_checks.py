@@ -1,0 +1,109 @@
+"""The policy inside vLLM where steps are scheduled ahead, as on GPUs; run by test_plugin.py.
+
+vLLM's own asynchronous scheduler and runner, with streams and events of CUDA that do nothing: a
+process of its own, for they are replaced in all of it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.vllm_plugin.processor import StopProcessor
+from ospruner.train.toy.shipped import Reasoner
+
+from .plugin_checks import (
+    TIGHT,
+    environment,
+    greedy,
+    mixed,
+    model,
+    record,
+    run,
+    start,
+    start_policy,
+)
+from .plugin_replay import replay
+
+__all__ = ["environment", "mixed", "model"]
+
+
+class _Nothing:
+    """A stream or an event where everything has happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def scheduled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform: Any = type(current_platform)
+    checked = platform.check_and_update_config
+
+    def check(vllm_config: Any) -> None:
+        checked(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check))
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, _Nothing)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Nothing)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+
+
+@pytest.fixture
+def plain(reasoner: Reasoner, mixed: list[list[int]]) -> Iterator[list[list[list[int]]]]:
+    """What vLLM gives without us."""
+    llm = start(reasoner.folder, **TIGHT)
+    yield run(llm, mixed, greedy())
+    del llm
+
+
+def test_preempted_requests_go_on_as_they_were(
+    plain: list[list[list[int]]],
+    model: OSPrunerForCausalLM,
+    mixed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.collect()
+    came_back = []
+    enter = StopProcessor._enter
+
+    def entered(self: StopProcessor, params: Any, prompt: Any, output: list[int]) -> Any:
+        request = enter(self, params, prompt, output)
+        if request is not None and request.taken:
+            came_back.append(request.taken)
+        return request
+
+    monkeypatch.setattr(StopProcessor, "_enter", entered)
+    served = start_policy(model.config._name_or_path, **TIGHT)
+    assert served.llm_engine.vllm_config.scheduler_config.async_scheduling
+    never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
+    assert run(served, mixed, greedy(never)) == plain
+    extras = [
+        {"stop_policy": True, "stop_seed": 7, "stop_sample_index": i, "stop_id": f"s{i}"}
+        for i in range(len(mixed))
+    ]
+    outputs = run(served, mixed, [greedy(extra) for extra in extras])
+    reasons: dict[str, int] = {}
+    for i, (prompt, texts, extra) in enumerate(zip(mixed, outputs, extras, strict=True)):
+        told = record(served, f"s{i}")
+        replayed = replay(model, prompt, texts[0], extra, told["probabilities"]).record
+        assert replayed.step_ends == told["step_ends"], i
+        assert replayed.reason == told["reason"]
+        reasons[replayed.reason] = reasons.get(replayed.reason, 0) + 1
+    print(f"{len(came_back)} came back after {came_back} tokens; {reasons}")
+    assert len(came_back) > 5
+    assert min(reasons.get(reason, 0) for reason in ("policy", "natural")) > 0
