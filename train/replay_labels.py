@@ -36,7 +36,7 @@ from .fresh import predict
 from .from_labels import Labels, forced_base, load_labelled_base, load_labels
 from .trunk import LabelledTraces
 
-__all__ = ["replay_labels", "replay_verifiers"]
+__all__ = ["replay_labels", "replay_verifiers", "stop_probabilities"]
 
 
 def replay_verifiers(
@@ -148,7 +148,7 @@ def replay_labels(
             ours.settings.reasoning_format,
             ours.settings.step_stride,
         )
-    probabilities = _probabilities(uses, traces, ours, base, force_base, progress)
+    probabilities = stop_probabilities(uses, traces, ours, base, force_base, progress)
     found = [Rule(FULL, replay_full(table))]
     for use, pi in zip(uses, probabilities, strict=True):
         outcome = replay(table, pi, use.mode, use.threshold)
@@ -216,7 +216,7 @@ def _limits(table: TraceTable, ours: Labels, validation: str | Path | None) -> l
     ]
 
 
-def _probabilities(
+def stop_probabilities(
     uses: Sequence[PolicyUse],
     traces: Dataset,
     ours: Labels,
