@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from click import Context
+
     from ospruner.eval.online.evaluation import Evaluation
 
 app = typer.Typer(
@@ -65,7 +68,9 @@ EngineBatch = Annotated[
     int | None, typer.Option(help="Rows or requests at once; default: the engine's.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="Torch device of the transformers engine.")]
+Device = Annotated[
+    str | None, typer.Option(help="Torch device that computes in this process; default: the best.")
+]
 ForceBase = Annotated[
     str | None,
     typer.Option(metavar="REASON", help="Take another base than the labels'; kept in the record."),
@@ -187,7 +192,15 @@ def train_command(
     checkpoint_every: Annotated[
         int, typer.Option(help="Optimiser steps between checkpoints; 0: one each epoch.")
     ] = 0,
-    precision: Annotated[str, typer.Option(help="The tail's: float32 or bfloat16.")] = "float32",
+    precision: Annotated[
+        str, typer.Option(help="The tail's: float32, bfloat16, or auto: bfloat16 on CUDA.")
+    ] = "auto",
+    micro_batch_tokens: Annotated[
+        int, typer.Option(help="Tokens at once; a larger batch is taken in parts, with one step.")
+    ] = 16_384,
+    max_gradient_norm: Annotated[
+        float, typer.Option(help="Clip gradients to this 2-norm; 0: never, as in the paper.")
+    ] = 0.0,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
     ] = False,
@@ -231,6 +244,8 @@ def train_command(
         validate_every=validate_every,
         checkpoint_every=checkpoint_every,
         precision=precision,
+        micro_batch_tokens=micro_batch_tokens,
+        max_gradient_norm=max_gradient_norm,
         gradient_checkpointing=gradient_checkpointing,
         cache_limit_bytes=_bytes(cache_gib),
         cache_on_disk=cache_on_disk,
@@ -493,6 +508,7 @@ def calibrate_command(
     base: Annotated[
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
+    device: Device = None,
     seed: Annotated[int, typer.Option(help="Seed of the order of problems.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -514,7 +530,7 @@ def calibrate_command(
         with PhaseBars(console, "calibrate") as bars:
             found = calibrate_policy(
                 policy, labels, max_loss, confidence, thresholds=tried or THRESHOLDS,
-                validation=validation, base=base, seed=seed, progress=bars,
+                validation=validation, base=base, device=device, seed=seed, progress=bars,
             )  # fmt: skip
     console.print(found.told(max_loss, confidence), highlight=False)
     if json_file is not None:
@@ -567,7 +583,59 @@ def serve(
     become_server(policy, {"stop_policy": not opt_in, **defaults}, arguments)
 
 
-@app.command()
+class DoctorGroup(TyperGroup):
+    """`ospruner doctor`: what is no command of its own (`plan`) is something to look at."""
+
+    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+        """Puts `look` before what is neither a command nor --help."""
+        if not args or args[0] not in (*self.commands, "--help"):
+            args = ["look", *args]
+        return super().parse_args(ctx, args)
+
+
+doctor_app = typer.Typer(
+    cls=DoctorGroup,
+    help="Say what is understood of a base or a policy, what is wrong, and what a base will need.",
+)
+app.add_typer(doctor_app, name="doctor")
+
+
+@doctor_app.command("plan")
+def doctor_plan(
+    base: Annotated[str, typer.Option(help="The base, a folder or Hub id; no weights are read.")],
+    revision: Revision = None,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of each GPU.")] = 80.0,
+    gpus: Annotated[int, typer.Option(help="How many GPUs; each holds a whole base.")] = 1,
+    traces: Annotated[int, typer.Option(help="Labelled traces.")] = 40_000,
+    mean_tokens: Annotated[int, typer.Option(help="Thinking tokens of a trace.")] = 5_000,
+    max_tokens: Annotated[int, typer.Option(help="Thinking tokens of the longest.")] = 15_000,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 40,
+    streams: Annotated[int, typer.Option(help="Traces sampled at once on a GPU.")] = 32,
+    label_tokens_per_second: Annotated[
+        float, typer.Option(help="What one GPU writes, all streams together; an assumption.")
+    ] = 2_500.0,
+    tflops: Annotated[
+        float, typer.Option(help="10^12 operations/s of one GPU in training; an assumption.")
+    ] = 150.0,
+    epochs: Annotated[int, typer.Option(help="Passes over the traces, all lambdas.")] = 8,
+    layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
+    micro_batch_tokens: Annotated[int, typer.Option(help="As for train.")] = 16_384,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what labelling, training and serving will need; status 1 if one does not fit."""
+    from modeling_ospruner.doctor.plan import Workload, run_plan
+
+    work = Workload(
+        gpu_gib=gpu_gib, gpus=gpus, traces=traces, mean_tokens=mean_tokens, max_tokens=max_tokens,
+        step_tokens=step_tokens, streams=streams, label_tokens_per_second=label_tokens_per_second,
+        tflops=tflops, epochs=epochs, num_policy_layers=layers,
+        micro_batch_tokens=micro_batch_tokens,
+    )  # fmt: skip
+    if not run_plan(base, revision, work, console, json_file):
+        raise typer.Exit(1)
+
+
+@doctor_app.command("look", hidden=True)
 def doctor(
     subject: Annotated[
         str | None, typer.Argument(help="A base or a policy, as a folder or Hub id; optional.")
@@ -635,6 +703,7 @@ def eval_replay(
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
     force_base: ForceBase = None,
+    device: Device = None,
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
@@ -651,7 +720,8 @@ def eval_replay(
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
             labels, policies or (), rules or (), base=base, force_base=force_base,
-            validation=validation, model=model, benchmark=name, limit=limit, progress=bars,
+            validation=validation, model=model, benchmark=name, limit=limit, device=device,
+            progress=bars,
         )  # fmt: skip
     _show(evaluation, out, lambdas, differences, json_file)
 

@@ -105,7 +105,9 @@ class Bench:
         )
         torch.manual_seed(args.seed)
         with torch.device(args.device):
-            base = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, args.dtype))
+            base = Qwen2ForCausalLM._from_config(
+                config, dtype=getattr(torch, args.dtype), attn_implementation=args.attention
+            )
         self.model = OSPrunerForCausalLM.untrained(base.eval(), tokenizer, args.policy_layers)
         fmt = self.model.token_format
         breaks = [i for i, kind in enumerate(fmt.kinds) if kind & (BREAK | ENDS_NEWLINE)]
@@ -291,6 +293,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policy-layers", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--attention", default="sdpa", help="such as flash_attention_2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: pairs timed in turn, medians with an interval, the last line."""
+"""What the benchmarks share: pairs timed in turn, medians, the last line, made-up traces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from datasets import Dataset
+
+from ospruner.eval.schema import FEATURES
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,34 @@ def print_last_line(result: Mapping[str, Any], file: str | Path | None) -> None:
     if file is not None:
         Path(file).write_text(line + "\n", "utf-8")
     print(line)
+
+
+def random_traces(
+    count: int, steps: int, mean_tokens: int, vocabulary: int, seed: int, spread: float = 0.5
+) -> Dataset:
+    """Labelled traces of random tokens; the logarithm of their lengths spreads by `spread`."""
+    draws = np.random.default_rng(seed)
+    lengths = np.exp(draws.normal(np.log(mean_tokens), spread, count)).round().astype(int)
+    rows = []
+    for n, length in enumerate(np.maximum(lengths, steps)):
+        ends = [*sorted(draws.choice(np.arange(1, length), steps - 1, replace=False)), length]
+        right = (np.arange(steps) >= draws.integers(1, steps)).astype(float).tolist()
+        rows.append(
+            {
+                "problem_id": f"p{n}",
+                "prompt_ids": draws.integers(0, vocabulary, 60).tolist(),
+                "trace_ids": draws.integers(0, vocabulary, length).tolist(),
+                "step_ends": [int(end) for end in ends],
+                "forced_correct": right,
+                "matches_final": [value == 1.0 for value in right],
+                "forced_answer_tokens": [2] * steps,
+                "natural_answer_tokens": 2,
+                "ended": "natural",
+                "family": "",
+            }
+        )
+    blank = {name: None for name in FEATURES}
+    return Dataset.from_list([blank | row for row in rows], features=FEATURES)
 
 
 def _synchronize() -> None:

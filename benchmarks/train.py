@@ -28,13 +28,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
-from timing import Timed, environment, median_ratio, print_last_line, timed
+from timing import Timed, environment, median_ratio, print_last_line, random_traces, timed
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.eval.schema import FEATURES
 from ospruner.eval.table import IntArray
 from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.run import new_optimizer
@@ -137,32 +135,6 @@ def random_base(width: int, layers: int, vocabulary: int, seed: int) -> Qwen2For
         tie_word_embeddings=False,
     )
     return Qwen2ForCausalLM(config).eval()
-
-
-def random_traces(count: int, steps: int, mean_tokens: int, vocabulary: int, seed: int) -> Dataset:
-    """Labelled traces of random tokens; the logarithm of their lengths spreads by 0.5."""
-    draws = np.random.default_rng(seed)
-    lengths = np.exp(draws.normal(np.log(mean_tokens), 0.5, count)).round().astype(int)
-    rows = []
-    for n, length in enumerate(np.maximum(lengths, steps)):
-        ends = [*sorted(draws.choice(np.arange(1, length), steps - 1, replace=False)), length]
-        right = (np.arange(steps) >= draws.integers(1, steps)).astype(float).tolist()
-        rows.append(
-            {
-                "problem_id": f"p{n}",
-                "prompt_ids": draws.integers(0, vocabulary, 60).tolist(),
-                "trace_ids": draws.integers(0, vocabulary, length).tolist(),
-                "step_ends": [int(end) for end in ends],
-                "forced_correct": right,
-                "matches_final": [value == 1.0 for value in right],
-                "forced_answer_tokens": [2] * steps,
-                "natural_answer_tokens": 2,
-                "ended": "natural",
-                "family": "",
-            }
-        )
-    blank = {name: None for name in FEATURES}
-    return Dataset.from_list([blank | row for row in rows], features=FEATURES)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class OSPrunerConfig(PreTrainedConfig):
             value = vars(self)[name]
             if not (value is None or isinstance(value, kind)):
                 words = f"it must be a {kind.__name__}, or None"
-                raise TypeError(f"{owner}: {name} is {value!r}; {words}")
+                raise TypeError(f"{owner}: {name} is {shown(value)}; {words}")
         check_calibrations(owner, self.calibrations)
 
 
@@ -203,11 +203,13 @@ def check_calibrations(owner: str, calibrations: object) -> None:
     if calibrations is None:
         return
     if not isinstance(calibrations, list):
-        raise TypeError(f"{owner}: calibrations is {calibrations!r}; it must be a list, or None")
+        raise TypeError(
+            f"{owner}: calibrations is {shown(calibrations)}; it must be a list, or None"
+        )
     for one in calibrations:
         if not isinstance(one, dict) or set(one) != set(CALIBRATION_FIELDS):
             raise ValueError(
-                f"{owner}: calibrations holds {one!r}; each must have the fields "
+                f"{owner}: calibrations holds {shown(one)}; each must have the fields "
                 f"{', '.join(CALIBRATION_FIELDS)}: make it again with `ospruner calibrate`"
             )
         for name in ("max_loss", "confidence", "threshold", "tokens_saved"):
@@ -235,6 +237,12 @@ def _base_config(base_type: str, literals: dict[str, Any]) -> PreTrainedConfig:
         ) from error
 
 
+def shown(value: object) -> str:
+    """A value in an error message: the beginning of a long one, which may come from anywhere."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
 def check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) -> None:
     """Checks that a setting is one of a few words.
 
@@ -243,7 +251,7 @@ def check_choice(owner: str, name: str, value: object, allowed: Sequence[str]) -
     """
     if value not in allowed:
         words = " or ".join(map(repr, allowed))
-        raise ValueError(f"{owner}: {name} is {value!r}; it must be {words}")
+        raise ValueError(f"{owner}: {name} is {shown(value)}; it must be {words}")
 
 
 def check_integer(owner: str, name: str, value: object, low: int | None = None) -> None:
@@ -254,7 +262,7 @@ def check_integer(owner: str, name: str, value: object, low: int | None = None) 
         ValueError: it is too small.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: {name} is {value!r}; it must be an integer")
+        raise TypeError(f"{owner}: {name} is {shown(value)}; it must be an integer")
     if low is not None and value < low:
         raise ValueError(f"{owner}: {name} is {value}; it must be {low} or more")
 
@@ -277,8 +285,9 @@ def check_number(
         ValueError: it lies outside, or is NaN.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{owner}: {name} is {value!r}; it must be a number")
-    inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
+        raise TypeError(f"{owner}: {name} is {shown(value)}; it must be a number")
+    # Compared, not converted: an integer may be too large for a float. NaN lies nowhere.
+    inside = (low < value if open_low else low <= value) and value <= high and value < math.inf
     if not inside:
         bracket = "(" if open_low else "["
         allowed = f"{bracket}{low}, inf)" if high == math.inf else f"{bracket}{low}, {high:.4g}]"
@@ -292,4 +301,4 @@ def check_flag(owner: str, name: str, value: object) -> None:
         TypeError: it is anything else.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: {name} is {value!r}; it must be True or False")
+        raise TypeError(f"{owner}: {name} is {shown(value)}; it must be True or False")

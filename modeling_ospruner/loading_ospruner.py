@@ -130,7 +130,8 @@ def load_parts(
         base = load_base(config, policy_arguments, base_arguments)
     else:
         check_base(config, base.config, str(base.name_or_path))
-    check_fingerprint(config, base)
+    if not is_quantised(base):  # its files may be another version of the same weights
+        check_fingerprint(config, str(base.name_or_path), fingerprint_of(base))
     config._attn_implementation = base.config._attn_implementation
     policy = load_policy(path, config, base, policy_arguments)
     refuse_no_tokenizer(path, policy_arguments)
@@ -241,7 +242,9 @@ def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str
 _SAMPLE = 64  # bytes, at each of the places of a tensor that a fingerprint looks at
 
 
-def base_fingerprint(where: str, revision: str | None = None) -> str | None:
+def base_fingerprint(
+    where: str, revision: str | None = None, cache_dir: str | None = None
+) -> str | None:
     """Tells a base's weights from others, such as those of a fine-tune, without reading them whole.
 
     SHA-256 over every stored tensor's name, type, shape and a few bytes at four places of it. What
@@ -251,11 +254,12 @@ def base_fingerprint(where: str, revision: str | None = None) -> str | None:
     Args:
         where: the base's folder or Hub id.
         revision: of a Hub id.
+        cache_dir: where its files were downloaded to; the Hub's cache by default.
 
     Returns:
         None where no safetensors files of it are on this machine.
     """
-    here: dict[str, Any] = {"revision": revision, "local_files_only": True}
+    here: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "local_files_only": True}
     try:
         try:
             files = {str(cached_file(where, WEIGHTS, **here))}
@@ -293,20 +297,22 @@ def fingerprint_of(base: PreTrainedModel) -> str | None:
     return base_fingerprint(str(base.name_or_path), commit)
 
 
-def check_fingerprint(config: OSPrunerConfig, base: PreTrainedModel) -> None:
+def check_fingerprint(config: OSPrunerConfig, where: str, found: str | None) -> None:
     """Refuses a base of other weights than those that a policy was trained on.
 
-    Where either is unknown, or the base's files are quantised ones, this says nothing.
+    Where either fingerprint is unknown, this says nothing.
+
+    Args:
+        config: the policy's.
+        where: the base's folder or Hub id.
+        found: its fingerprint.
 
     Raises:
         ValueError: naming both.
     """
-    if config.base_fingerprint is None or is_quantised(base):
-        return
-    found = fingerprint_of(base)
-    if found not in (None, config.base_fingerprint):
+    if config.base_fingerprint is not None and found not in (None, config.base_fingerprint):
         raise ValueError(
-            f"the base {str(base.name_or_path)!r} has other weights (fingerprint {found}) than "
+            f"the base {where!r} has other weights (fingerprint {found}) than "
             f"{config.base_model_name_or_path!r} at revision {config.base_revision!r} had when the "
             f"policy was trained on it (fingerprint {config.base_fingerprint}): load that one"
         )

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -37,6 +39,39 @@ def pytest_unconfigure() -> None:
     """Removes the throw-away Hub cache."""
     if _OWNS_HF_HOME:
         shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+
+
+Fuzzed = Callable[..., None]
+
+
+@pytest.fixture
+def fuzzed(record_property: Callable[[str, object], None]) -> Fuzzed:
+    """Counts what a fuzzer did: `fuzzed("label shard", flips=300, refused=300)`.
+
+    Counts of one name add up over all tests, on all of pytest-xdist's workers, and are printed at
+    the end, also where a test has failed.
+    """
+
+    def count(what: str, **counts: int) -> None:
+        record_property("fuzzed", (what, counts))
+
+    return count
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the counts of fuzzers."""
+    totals: dict[str, Counter[str]] = {}
+    for report in [one for outcome in terminalreporter.stats.values() for one in outcome]:
+        if isinstance(report, pytest.TestReport) and report.when == "call":
+            for name, value in report.user_properties:
+                if name == "fuzzed":
+                    what, counts = cast("tuple[str, dict[str, int]]", value)
+                    totals.setdefault(what, Counter()).update(counts)
+    if totals:
+        terminalreporter.section("fuzzers")
+    for what, total in sorted(totals.items()):
+        said = (f"{count:,} {name.replace('_', ' ')}" for name, count in total.items())
+        terminalreporter.write_line(f"{what}: {', '.join(said)}")
 
 
 @pytest.fixture(scope="session")

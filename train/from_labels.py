@@ -20,9 +20,11 @@ from transformers import (
 )
 
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.opening import known_revision, load_tokenizer
+from modeling_ospruner.engines.opening import device_named, known_revision, load_tokenizer
+from modeling_ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.loading_ospruner import fingerprint_of
+from modeling_ospruner.policy_ospruner import is_quantised
 from ospruner.eval.problems.problem import Problem, user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
@@ -193,7 +195,8 @@ def train_from_labels(
         force_base: why another base than the labels' is right; kept in each policy's record.
         progress: as for `train`.
         say: told in a line, before the first step, what the run will hold in memory.
-        processes: those that train together; see `open_processes`.
+        processes: those that train together; see `open_processes`. None for this one alone, on the
+            best device.
 
     Returns:
         A policy and its validation result for each stage; with `multi`, for each target.
@@ -217,7 +220,9 @@ def train_from_labels(
             verifier_traces(rows, reads, tokenizer, limit) for rows in (training, validating)
         )
     else:
-        model, tokenizer = load_labelled_base(base, ours, force_base)
+        # Processes place the base themselves, each on its own device or split.
+        device = device_named(None) if processes is None else "cpu"
+        model, tokenizer = load_labelled_base(base, ours, force_base, device)
         if force_base is not None:
             label_settings = settings_of_base(base, ours, model)
             facts["forced_base"] = forced_base(force_base, ours.settings)
@@ -265,7 +270,7 @@ def _split(
 
 
 def load_labelled_base(
-    base: str | None, labels: Labels, force: str | None = None
+    base: str | None, labels: Labels, force: str | None = None, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that made labels, and its tokenizer.
 
@@ -273,6 +278,7 @@ def load_labelled_base(
         base: where it lies now; None for where it lay then.
         labels: the labels.
         force: a reason to take another base nonetheless.
+        device: where to put it; a quantised one stays where it was loaded to.
 
     Raises:
         ValueError: it is a policy, or another base (both are named): it asks in other tokens, its
@@ -288,6 +294,8 @@ def load_labelled_base(
         where, revision=revision, dtype="auto"
     )
     found, theirs = fingerprint_of(model), labels.settings.base_fingerprint
+    if not is_quantised(model):
+        torch.nn.Module.to(model, device)
     if force is not None or found == theirs is not None:
         return model, tokenizer
     if found is not None and theirs is not None:
@@ -297,16 +305,14 @@ def load_labelled_base(
         )
     pinned = labels.settings.base_revision is not None and where == labels.settings.base_model
     difference = 0.0 if pinned else _answers_difference(model, tokenizer, labels)
-    if difference > _LIKELIHOOD_TOLERANCE:
+    if difference > LIKELIHOOD_TOLERANCE:
         raise ValueError(
             f"{_not_by(where, labels)}: it gives their forced answers log-probabilities that differ"
-            f" by {difference:.2g} nats a token (tolerated: {_LIKELIHOOD_TOLERANCE}). {_INSTEAD}"
+            f" by {difference:.2g} nats a token (tolerated: {LIKELIHOOD_TOLERANCE}). {_INSTEAD}"
         )
     return model, tokenizer
 
 
-_LIKELIHOOD_TOLERANCE = 0.1
-"""In nats a token; bfloat16 and other kernels move a mean log-probability by a few hundredths."""
 _COMPARED_TRACES = 4
 _INSTEAD = (
     "Leave out --base, give a local copy of that base, label with this one, or say why it may be "
@@ -322,7 +328,6 @@ def _not_by(where: str, labels: Labels) -> str:
     )
 
 
-@torch.no_grad()
 def _answers_difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, labels: Labels
 ) -> float:
@@ -341,11 +346,8 @@ def _answers_difference(
         for end, answer, stored in steps:
             if not answer or stored is None:
                 continue
-            ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix, *answer]
-            logits = model(torch.tensor([ids], device=model.device)).logits  # (1, S, V)
-            said = logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
-            chosen = said.gather(-1, torch.tensor(answer, device=said.device)[:, None])
-            differences.append(abs(float(chosen.mean()) - stored))
+            ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix]
+            differences.append(abs(mean_logprob(model, ids, answer) - stored))
     return float(np.median(differences)) if differences else 0.0
 
 

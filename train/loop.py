@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,8 @@ def refuse_unlike_targets(targets: Sequence[TrainSettings], out_dirs: Sequence[o
             f"{len(targets)} targets for the folders {[str(f) for f in out_dirs]}: give at least "
             "one target, and each a folder of its own"
         )
-    for name in ("batch_size", "seed", "num_policy_layers", "tuning", "cache_limit_bytes"):
+    shared = ("batch_size", "micro_batch_tokens", "seed", "num_policy_layers", "tuning")
+    for name in (*shared, "cache_limit_bytes"):
         values = {vars(settings)[name] for settings in targets}
         if len(values) > 1:
             raise ValueError(
@@ -259,9 +261,10 @@ def train_together(
         "validation_labels": labels_hash(validation.table),
     }
     together = processes or Processes()
-    if together.size > 1 and targets[0].cache_on_disk:
+    if targets[0].cache_on_disk and not together.one_machine:
         raise ValueError(
-            f"cache_on_disk is for one process, and {together.size} train together: leave it out"
+            f"cache_on_disk is for the processes of one machine, and {together.size} train "
+            "together on several: leave it out"
         )
     if together.sharded and len(targets) > 1 and targets[0].tuning == "lora":
         raise ValueError(
@@ -296,34 +299,35 @@ def train_together(
 def _what_to_lower(targets: Sequence[TrainSettings], traces: LabelledTraces) -> str:
     settings = targets[0]
     return (
-        f"out of memory with {len(targets)} target(s), batch_size {settings.batch_size}, "
-        f"traces of up to {int(traces.token_lengths.max())} tokens and cache_limit_bytes "
-        f"{settings.cache_limit_bytes}: lower batch_size first, then cache_limit_bytes "
-        "(0 computes the trunk anew for each batch), num_policy_layers, or the targets "
-        "trained together; gradient_checkpointing and tuning='lora' need less, too. The run goes "
-        "on from its last checkpoint"
+        f"out of memory with {len(targets)} target(s), micro_batch_tokens "
+        f"{settings.micro_batch_tokens}, traces of up to {int(traces.token_lengths.max())} tokens "
+        f"and cache_limit_bytes {settings.cache_limit_bytes}: lower micro_batch_tokens first (a "
+        "trace is never cut), then cache_limit_bytes (0 computes the trunk anew for each batch), "
+        "num_policy_layers, or the targets trained together; gradient_checkpointing and "
+        "tuning='lora' need less, too. The run goes on from its last checkpoint"
     )
 
 
 def _drive(runs: Sequence[Run]) -> None:
     """Lets the runs go on in step; one that was resumed from further back catches up first."""
     works = [run.work() for run in runs]
-    wanted = {i: rows for i, work in enumerate(works) if (rows := next(work, None)) is not None}
+    wanted = {i: parts for i, work in enumerate(works) if (parts := next(work, None)) is not None}
     while wanted:
         behind = min(runs[i].steps for i in wanted)
         together = [i for i in wanted if runs[i].steps == behind]
-        first = runs[together[0]]
-        hidden = first.traces.states(first.model, wanted[together[0]])  # (B, S, H)
+        states = runs[together[0]].states_of(wanted[together[0]])
+        if len(together) > 1:
+            states = cache(states)
         for i in together:
             try:
-                wanted[i] = works[i].send(hidden)
+                wanted[i] = works[i].send(states)
             except StopIteration:
                 del wanted[i]
 
 
 def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
     """The settings without those that a run may be continued with other values of."""
-    free = {"cache_limit_bytes", "cache_on_disk", "checkpoint_every"}
+    free = {"cache_limit_bytes", "cache_on_disk", "checkpoint_every", "micro_batch_tokens"}
     free |= {"gradient_checkpointing", "validate_every"}
     return {name: value for name, value in settings.to_dict().items() if name not in free}
 

@@ -8,7 +8,9 @@ frozen trunk (FSDP2). Only the first process writes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
@@ -41,6 +44,7 @@ class Processes:
         size: how many there are.
         sharded: whether base and tails are split over them, a layer at a time.
         device: where this process computes; None leaves the base where it is.
+        one_machine: whether all of them run on this machine, as torchrun says.
 
     Args:
         accelerator: accelerate's; None for one process that computes where the base lies.
@@ -53,6 +57,7 @@ class Processes:
         self.rank = 0 if accelerator is None else accelerator.process_index
         self.size = 1 if accelerator is None else accelerator.num_processes
         self.device = None if accelerator is None else accelerator.device
+        self.one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) >= self.size
         asked = accelerator is not None and accelerator.distributed_type == DistributedType.FSDP
         self.sharded = (shard or asked) and self.size > 1
 
@@ -138,6 +143,17 @@ class Processes:
             fully_shard(layer, mesh=self._mesh())
         fully_shard(trained, mesh=self._mesh())
         return trained
+
+    def adding(self, trained: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a batch's part; copies exchange gradients after the last.
+
+        Args:
+            trained: what `place_tail` gave.
+            last: whether this is the batch's last part.
+        """
+        if last or not isinstance(trained, DistributedDataParallel):
+            return nullcontext()
+        return trained.no_sync()
 
     def _mesh(self) -> Any:
         assert self.device is not None

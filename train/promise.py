@@ -13,7 +13,7 @@ import numpy as np
 
 from modeling_ospruner.common.durable import replace_file
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.opening import load_tokenizer
+from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.eval.calibration import Calibration, Candidate, calibrate, losses
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
@@ -43,6 +43,7 @@ def calibrate_policy(
     thresholds: Sequence[float] = THRESHOLDS,
     validation: str | Path | None = None,
     base: str | None = None,
+    device: str | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
@@ -57,6 +58,7 @@ def calibrate_policy(
         validation: other labels, for a guess of the losses' variance; it affects what is saved,
             never whether the promise holds.
         base: the base, where it lies elsewhere than when it was labelled.
+        device: on which it computes; None for the best.
         seed: of the order of problems.
         progress: called with phases "trunk" and "policies".
 
@@ -85,7 +87,7 @@ def calibrate_policy(
             "nothing about new problems; calibrate on others"
         )
     table = TraceTable.from_dataset(ours.traces)
-    candidates = _candidates(use, ours, table, thresholds, base, progress)
+    candidates = _candidates(use, ours, table, thresholds, base, device, progress)
     variance = 0.06
     if validation is not None:
         theirs = load_labels(validation)
@@ -95,7 +97,8 @@ def calibrate_policy(
                 f"{len(shared)} problems, such as {min(shared)!r}, are in the labels and in the "
                 "validation labels: the guess of the variance must come from other problems"
             )
-        middle = _candidates(use, theirs, other, [thresholds[len(thresholds) // 2]], base, progress)
+        between = [thresholds[len(thresholds) // 2]]
+        middle = _candidates(use, theirs, other, between, base, device, progress)
         variance = max(float(losses(other, middle[0].outcome).var()), 0.005)
     found = calibrate(table, candidates, max_loss, confidence, variance=variance, seed=seed)
     if found.value is not None:
@@ -162,9 +165,11 @@ def _candidates(
     table: TraceTable,
     thresholds: Sequence[float],
     base: str | None,
+    device: str | None,
     progress: Progress,
 ) -> list[Candidate]:
-    probabilities = stop_probabilities([use], labels.traces, labels, base, None, progress)[0]
+    place = device_named(device)
+    probabilities = stop_probabilities([use], labels.traces, labels, base, None, place, progress)[0]
     return [
         Candidate(threshold, replay(table, probabilities, "threshold", threshold))
         for threshold in thresholds

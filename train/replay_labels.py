@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.opening import load_tokenizer
+from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.eval.limits import (
     best_fixed_budget,
@@ -46,6 +47,7 @@ def replay_verifiers(
     base_tokenizer: PreTrainedTokenizerBase,
     settings: LabelSettings,
     progress: Progress,
+    device: torch.device,
 ) -> tuple[list[Rule], list[npt.NDArray[np.float32]]]:
     """Each use of a verifier as a rule; all that it read until it stopped is charged.
 
@@ -56,6 +58,7 @@ def replay_verifiers(
         base_tokenizer: of the model that wrote them.
         settings: how they were labelled.
         progress: called with phase "verifiers".
+        device: where they compute.
 
     Returns:
         The rules, and the probabilities (N, T) that each goes by.
@@ -68,6 +71,8 @@ def replay_verifiers(
         tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
         limit = verifier.base.config.get_text_config().max_position_embeddings
         judged = verifier_traces(traces, base_tokenizer, tokenizer, limit)
+        for module in (verifier.base, verifier.policy):
+            torch.nn.Module.to(module, device)
         pi, charged = predict(verifier, judged), _charged(judged)  # (N, T)
         for use in (use for use in uses if use.path == path):
             outcome = replay(table, pi, use.mode, use.threshold)
@@ -103,6 +108,7 @@ def replay_labels(
     benchmark: str | None = None,
     limit: int | None = None,
     viewed: int = 40,
+    device: str | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
     """Replays policies and rules on labelled traces; nothing is generated.
@@ -120,6 +126,7 @@ def replay_labels(
         benchmark: what tables call the problems; None for the labels' own name.
         limit: only the first so many traces.
         viewed: how many traces to keep for the report's viewer.
+        device: where policies and verifiers compute; None for the best there is.
         progress: called with phases "trunk" (traces) and "policies".
 
     Raises:
@@ -148,7 +155,8 @@ def replay_labels(
             ours.settings.reasoning_format,
             ours.settings.step_stride,
         )
-    probabilities = stop_probabilities(uses, traces, ours, base, force_base, progress)
+    place = device_named(device)
+    probabilities = stop_probabilities(uses, traces, ours, base, force_base, place, progress)
     found = [Rule(FULL, replay_full(table))]
     for use, pi in zip(uses, probabilities, strict=True):
         outcome = replay(table, pi, use.mode, use.threshold)
@@ -158,7 +166,7 @@ def replay_labels(
     )
     fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
     suffix_tokens = len(fmt.forced_suffix(ours.settings.answer))
-    judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress)
+    judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress, place)
     found += judged[0]
     probabilities += judged[1]
 
@@ -222,12 +230,13 @@ def stop_probabilities(
     ours: Labels,
     base: str | None,
     force_base: str | None,
+    device: torch.device,
     progress: Progress,
 ) -> list[npt.NDArray[np.float32]]:
     """Stop probabilities (N, T) for each use; a policy used at several thresholds runs once."""
     if not uses:
         return []
-    model, _ = load_labelled_base(base, ours, force_base)
+    model, _ = load_labelled_base(base, ours, force_base, device)
     labelled = LabelledTraces.from_dataset(traces)
     by_path: dict[str, npt.NDArray[np.float32]] = {}
     paths = list(dict.fromkeys(use.path for use in uses))

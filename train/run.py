@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from modeling_ospruner.common.durable import (
@@ -54,8 +54,8 @@ from .fresh import (
 )
 from .processes import Processes, load_whole, whole
 from .settings import Stage, TrainSettings
-from .tail import TrainedPolicy
-from .trunk import Batch, LabelledTraces, epoch_batches
+from .tail import TrainedPolicy, computes_in_bfloat16
+from .trunk import Batch, LabelledTraces, epoch_batches, micro_batches
 
 __all__ = ["Run", "RunFolder", "TrainingDivergedError", "labels_hash", "new_optimizer"]
 
@@ -306,6 +306,36 @@ class Tally:
         }
 
 
+PartStates = Callable[[int], Tensor]
+"""The trunk's states (B, S, H) of a batch's parts, by their numbers."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process did with its share of a batch's part.
+
+    Attributes:
+        number: of the part.
+        rows: (B,) this process's traces.
+        batch: their labels.
+        logits: (B, T) stop logits.
+        loss: what they count in the whole batch's loss, a scalar.
+        counts: whether the share is no stand-in.
+    """
+
+    number: int
+    rows: IntArray
+    batch: Batch
+    logits: Tensor
+    loss: Tensor
+    counts: bool
+
+    def sums(self) -> npt.NDArray[np.float64]:
+        """The loss, and what `choices_of` counts."""
+        seen = choices_of(self.logits.cpu(), self.batch.mask)
+        return np.array([self.loss.item(), *(self.counts * n for n in seen)])
+
+
 def choices_of(logits: Tensor, mask: Tensor) -> tuple[int, float, int]:
     """How many choices there are, the sum of their logits, and how many are saturated.
 
@@ -353,8 +383,15 @@ class Run:
         self.steps = 0  # of the run
         self.tally = Tally()
 
-    def work(self) -> Generator[IntArray, Tensor, None]:
-        """Trains what is left of the run: yields a batch's traces, wants the trunk's states."""
+    def states_of(self, shares: Sequence[IntArray]) -> PartStates:
+        """Computes the trunk's states of a batch's parts, each when it is asked for."""
+        return lambda number: self.traces.states(self.model, shares[number])
+
+    def work(self) -> Generator[list[IntArray], PartStates, None]:
+        """Trains what is left of the run.
+
+        Yields this process's traces of each of a batch's parts, and wants the trunk's states.
+        """
         self._restore()
         stages = self.settings.stages
         if self.stage < len(stages):
@@ -363,7 +400,9 @@ class Run:
             for name, traces in (("train", self.traces), ("validation", self.validation)):
                 kept = self.folder.path / f"trunk_states.{name}"
                 file = kept if self.settings.cache_on_disk else None
-                held += traces.cache_states(self.model, limit - held, self.progress, file)
+                held += traces.cache_states(
+                    self.model, limit - held, self.progress, file, self.processes
+                )
             if self.steps == 0:
                 self.folder.log(self._header(held))
         for stage in stages[self.stage :]:
@@ -371,7 +410,7 @@ class Run:
                 yield from self._run_epoch(stage)
             self._finish_stage(stage)
 
-    def _run_epoch(self, stage: Stage) -> Generator[IntArray, Tensor, None]:
+    def _run_epoch(self, stage: Stage) -> Generator[list[IntArray], PartStates, None]:
         started = time.monotonic()
         number = sum(s.epochs for s in self.settings.stages[: self.stage]) + self.epoch
         batches = epoch_batches(
@@ -384,9 +423,14 @@ class Run:
         total = self.settings.total_epochs * len(batches)
         while self.batch < len(batches):
             self._set_learning_rates(stage, self.epoch + self.batch / len(batches))
-            rows = batches[self.batch]
-            hidden = yield self.processes.share(rows)  # (B, S, H)
-            loss = self._step(stage, rows, hidden)
+            parts = micro_batches(
+                self.traces.token_lengths,
+                batches[self.batch],
+                self.settings.micro_batch_tokens,
+                self.processes.size,
+            )
+            states = yield [self.processes.share(part) for part in parts]
+            loss = self._step(stage, parts, states)
             self.batch += 1
             self.steps += 1
             self._average(self.epoch * len(batches) + self.batch, stage.epochs * len(batches))
@@ -420,36 +464,65 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (end + (1.0 - end) * left)
 
-    def _step(self, stage: Stage, rows: IntArray, hidden: Tensor) -> float:
-        """One optimiser step on a batch, of which `hidden` are this process's traces."""
-        mine, batch = self.processes.share(rows), self.traces.batch(rows)
-        part = self.traces.batch(mine)
-        logits = self.trained(hidden, part.positions.to(hidden.device))  # (B, T)
-        counts = self.processes.rank < len(rows)  # else a stand-in
-        weight = counts * loss_weight(self.settings.method, part, batch)
-        loss = weight * batch_loss(
-            self.settings.method, logits, part, stage.length_penalty, self.settings.entropy_bonus
-        )
-        seen = choices_of(logits.detach().cpu(), part.mask)
-        value, *found = self.processes.sum(np.array([loss.item(), *(counts * n for n in seen)]))
-        failed = ""
+    def _step(self, stage: Stage, parts: Sequence[IntArray], states: PartStates) -> float:
+        """One optimiser step on a batch, a part at a time."""
+        rows = np.concatenate(parts)
+        batch = self.traces.batch(rows)
+        last = len(parts) - 1
+        done = []
+        for number, part in enumerate(parts):
+            with self.processes.adding(self.trained, last=number == last):
+                done.append(self._add_gradients(stage, number, part, batch, states(number)))
+        value, *found = self.processes.sum(np.sum([part.sums() for part in done], axis=0))
         if not math.isfinite(value):
             failed = f"the loss is {value}"
         else:
-            # Gradients are averaged over the processes; their losses are parts of a sum.
-            (loss * self.processes.size).backward()
+            if self.settings.max_gradient_norm:
+                clip_grad_norm_(self._parameters(), self.settings.max_gradient_norm)
             self.optimizer.step()
             failed = self._exploded()
         if failed:
-            kept = self.folder.save_batch(mine, part, logits)
+            # Where the loss is finite and only the gradients are not, any part may be at fault.
+            bad = next((part for part in done if not part.loss.isfinite()), done[-1])
+            kept = self.folder.save_batch(bad.rows, bad.batch, bad.logits)
             raise TrainingDivergedError(
                 f"{failed} at step {self.steps + 1}: stage {stage.name}, epoch {self.epoch}, batch "
-                f"{self.batch} (traces {mine.tolist()}, kept with their logits in {kept}). "
-                f"{self._advice(hidden)} The last checkpoint in {self.folder.path} is from before"
+                f"{self.batch} (traces {bad.rows.tolist()}, kept with their logits in {kept}). "
+                f"{self._advice(states(bad.number))} The last checkpoint in {self.folder.path} is "
+                "from before"
             )
         self.optimizer.zero_grad(set_to_none=True)
         self.tally.add(len(rows), float(value), int(found[0]), float(found[1]), int(found[2]))
         return float(value)
+
+    def _add_gradients(
+        self, stage: Stage, number: int, rows: IntArray, whole_batch: Batch, hidden: Tensor
+    ) -> Part:
+        """Adds the gradient of this process's share of a batch's part; as if it were all one pass.
+
+        The loss is a mean over the whole batch, so that each part's counts as much as its share.
+
+        Args:
+            stage: whose loss.
+            number: of the part.
+            rows: the part's traces, of all processes.
+            whole_batch: labels of the batch.
+            hidden: (B, S, H), the trunk's states of this process's share.
+        """
+        mine, settings = self.processes.share(rows), self.settings
+        batch = self.traces.batch(mine)
+        counts = self.processes.rank < len(rows)  # else a stand-in
+        logits = self.trained(hidden, batch.positions.to(hidden.device))  # (B, T)
+        loss = (
+            counts
+            * loss_weight(settings.method, batch, whole_batch)
+            * batch_loss(
+                settings.method, logits, batch, stage.length_penalty, settings.entropy_bonus
+            )
+        )
+        # Gradients are averaged over the processes; their losses are parts of a sum.
+        (loss * self.processes.size).backward()
+        return Part(number, mine, batch, logits.detach(), loss.detach(), counts)
 
     def _average(self, done: int, total: int) -> None:
         """Takes the weights after `done` of a stage's `total` steps into their mean."""
@@ -508,9 +581,9 @@ class Run:
                 "and its dtype (float16 overflows where bfloat16 does not)."
             )
         rate = max(group["initial_lr"] for group in self.optimizer.param_groups)
-        reduced = self.settings.precision != "float32"
+        reduced = computes_in_bfloat16(self.settings.precision, hidden.device)
         return f"Lower learning_rate ({rate:g} at most)" + (
-            f", or leave out precision {self.settings.precision}." if reduced else "."
+            ", or train with precision float32." if reduced else "."
         )
 
     def _finish_stage(self, stage: Stage) -> None:

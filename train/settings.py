@@ -76,6 +76,7 @@ def automatic_penalties(table: TraceTable, stages: int = 7) -> tuple[float, ...]
 
 
 Method = Literal["os-pruner", "probe", "convergence", "flashthink"]
+Precision = Literal["auto", "float32", "bfloat16"]
 
 VERIFIER = "Qwen/Qwen2.5-7B-Instruct"
 """FlashThink's verifier in the paper."""
@@ -111,6 +112,10 @@ class TrainSettings:
             as many as in the others.
         last_stage_epochs: passes in the last stage; None for as many as in the others.
         batch_size: traces an optimiser step.
+        micro_batch_tokens: tokens, padding included, that a process takes through the layers at
+            once (one trace at least). A larger batch is taken in parts, whose gradients add up.
+        max_gradient_norm: an optimiser step's gradient is scaled down to this 2-norm; 0 for never,
+            as in the paper.
         learning_rate: AdamW's, of the tail's layers.
         head_learning_rate: that of the linear head; None for the same.
         final_learning_rate_share: share of the learning rates left at each stage's end, to which
@@ -136,11 +141,12 @@ class TrainSettings:
             of the training's dynamics; 0 for none but those at the stages' ends.
         cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
             again for every batch.
-        cache_on_disk: larger states are kept in files of the run's folder, which one process alone
-            may do.
+        cache_on_disk: larger states are kept in files of the run's folder, which the processes of
+            one machine share.
         gradient_checkpointing: the tail's layers keep their inputs alone and compute the rest again
             in the backward pass; the last one computes little where it is read at step ends only.
-        precision: of the tail's layers; "bfloat16" leaves weights, head and loss in float32.
+        precision: of the tail's layers; "bfloat16" leaves weights, head and loss in float32. "auto"
+            is bfloat16 on CUDA, whose fast attention takes nothing longer, and float32 elsewhere.
         only_last_policy: save the last stage's policy alone, where the stages before it only lead
             there (`targets`).
     """
@@ -152,6 +158,8 @@ class TrainSettings:
     first_stage_epochs: int | None = None
     last_stage_epochs: int | None = None
     batch_size: int = 32
+    micro_batch_tokens: int = 16_384
+    max_gradient_norm: float = 0.0
     learning_rate: float = 1e-5
     head_learning_rate: float | None = None
     final_learning_rate_share: float = 1.0
@@ -170,7 +178,7 @@ class TrainSettings:
     cache_limit_bytes: int = 2**31
     cache_on_disk: bool = False
     gradient_checkpointing: bool = False
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "auto"
     only_last_policy: bool = False
 
     def __post_init__(self) -> None:
@@ -190,6 +198,7 @@ class TrainSettings:
             ("first_stage_epochs", 1),
             ("last_stage_epochs", 1),
             ("batch_size", 1),
+            ("micro_batch_tokens", 1),
             ("num_policy_layers", 0),
             ("lora_rank", 1),
             ("seed", 0),
@@ -208,12 +217,14 @@ class TrainSettings:
             value = vars(self)[name]
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}; it must be finite and > 0")
-        if self.precision not in ("float32", "bfloat16"):
-            raise ValueError(f"precision is {self.precision!r}; it must be float32 or bfloat16")
+        if self.precision not in get_args(Precision):
+            raise ValueError(
+                f"precision is {self.precision!r}; it must be auto, float32 or bfloat16"
+            )
         for name in ("final_learning_rate_share", "swa_share"):
             if not 0 <= vars(self)[name] <= 1:
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must lie in [0, 1]")
-        for name in ("weight_decay", "entropy_bonus"):
+        for name in ("weight_decay", "entropy_bonus", "max_gradient_norm"):
             if not (math.isfinite(vars(self)[name]) and vars(self)[name] >= 0):
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must be finite and >= 0")
         if self.entropy_bonus and self.method != "os-pruner":

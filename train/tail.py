@@ -8,7 +8,7 @@ out for Llama's layer, which Qwen2 shares; other layers take the ordinary way, w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaModel, rotate_half
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
@@ -25,7 +26,55 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 from .processes import Processes
 from .settings import TrainSettings
 
-__all__ = ["TrainedPolicy", "no_denormals", "step_logits", "takes_fast_tail"]
+__all__ = [
+    "FusedAttention",
+    "TrainedPolicy",
+    "computes_in_bfloat16",
+    "fused_attention",
+    "no_denormals",
+    "step_logits",
+    "takes_fast_tail",
+]
+
+
+class FusedAttention(TorchFunctionMode):
+    """Keeps attention on CUDA from the one kernel that holds its scores, heads x S x S numbers.
+
+    That kernel ("math") is the only one for grouped heads that are not both half precision and
+    without a mask: with S = 15,000 and 28 heads it holds 25 GB a trace. Keys and values that are
+    repeated for each head may go to the memory-efficient kernel.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls `func`, with keys and values repeated where that is needed."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and kwargs.get("enable_gqa"):
+            query, key, value = args  # (B, heads, T, D), (B, KV, S, D) twice
+            if kwargs.get("attn_mask") is not None or not _in_half_precision(query):
+                groups = query.shape[1] // key.shape[1]
+                args = query, *(one.repeat_interleave(groups, dim=1) for one in (key, value))
+                kwargs = {**kwargs, "enable_gqa": False}
+        return func(*args, **kwargs)
+
+
+def _in_half_precision(tensor: Tensor) -> bool:
+    """Whether attention computes on it in half precision, as autocast says or by itself."""
+    kind = tensor.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else tensor.dtype
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def fused_attention(device: torch.device) -> AbstractContextManager[Any]:
+    """`FusedAttention` on CUDA; other devices need nothing."""
+    return FusedAttention() if device.type == "cuda" else nullcontext()
+
+
+def computes_in_bfloat16(precision: str, device: torch.device) -> bool:
+    """Whether the layers compute in bfloat16, with a `TrainSettings.precision`."""
+    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
 
 
 def takes_fast_tail(tail: nn.Module | None) -> bool:
@@ -53,11 +102,16 @@ def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = Tru
     Returns:
         (B, T) float32 logits.
     """
-    if policy.tail is not None:
-        hidden = hidden.to(policy.tail.dtype)
-    if not (fast and takes_fast_tail(policy.tail)):
+    with fused_attention(hidden.device):
+        if policy.tail is not None:
+            hidden = hidden.to(policy.tail.dtype)
+        if fast and takes_fast_tail(policy.tail):
+            return _fast_logits(policy, hidden, positions)
         logits: Tensor = policy(hidden)  # (B, S)
         return logits.gather(1, positions)
+
+
+def _fast_logits(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     tail = policy.tail
     everywhere = torch.arange(hidden.shape[1], device=hidden.device)[None]  # (1, S)
     rotary = tail.rotary_emb(hidden, everywhere)  # cos, sin (1, S, D)
@@ -116,13 +170,19 @@ class TrainedPolicy(nn.Module):
     ) -> None:
         super().__init__()
         self.policy = policy
-        self._autocast = settings.precision == "bfloat16"
+        self._precision = settings.precision
         # FSDP2 gathers a layer's weights when the layer is called, which the fast way does not.
         self._fast = not processes.sharded
         if settings.gradient_checkpointing:
             for layer in policy.layers:
                 # Inside the call, after the hooks that put back its input and gather its weights.
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(
+                    checkpoint, layer.forward, use_reentrant=False, context_fn=self._contexts
+                )
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around a layer's forward pass, and around the same again in the backward pass."""
+        return nullcontext(), fused_attention(self.policy.head.weight.device)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -131,7 +191,8 @@ class TrainedPolicy(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """The logits (B, T), float32; see `step_logits`."""
-        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self._autocast):
+        reduced = computes_in_bfloat16(self._precision, hidden.device)
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=reduced):
             return step_logits(self.policy, hidden, positions, self._fast)
 
 

@@ -29,12 +29,16 @@ from modeling_ospruner.policy_ospruner import max_positions
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
+from .processes import Processes
+from .tail import fused_attention
+
 __all__ = [
     "Batch",
     "LabelledTraces",
     "Packed",
     "epoch_batches",
     "length_batches",
+    "micro_batches",
     "pack",
     "refuse_beyond_positions",
     "takes_packing",
@@ -157,7 +161,7 @@ class LabelledTraces:
     def states(self, model: HasTrunk, rows: IntArray) -> Tensor:
         """The states (B, S, H) that enter the tail, from memory or from the trunk.
 
-        The trunk runs on packed traces where its layers allow that.
+        The trunk runs on packed traces where its layers and the device allow that.
         """
         if self._states is None or self._states_of != _trunk_of(model):
             return self._run_trunk(model, rows)
@@ -172,8 +176,10 @@ class LabelledTraces:
     @torch.no_grad()
     def _run_trunk(self, model: HasTrunk, rows: IntArray) -> Tensor:
         device = model.base.device
-        if not takes_packing(model.base):
-            return model.trunk(self.input_ids(rows).to(device))
+        # The masks that confine packed traces keep flash attention away, which CUDA has.
+        if device.type == "cuda" or not takes_packing(model.base):
+            with fused_attention(device):
+                return model.trunk(self.input_ids(rows).to(device))
         packed = pack([self._tokens[self._starts[row] : self._starts[row + 1]] for row in rows])
         hidden = model.trunk(
             packed.input_ids.to(device), position_ids=packed.position_ids.to(device)
@@ -191,6 +197,7 @@ class LabelledTraces:
         limit_bytes: int,
         progress: Progress = silent,
         file: Path | None = None,
+        processes: Processes | None = None,
     ) -> int:
         """Runs the trunk once over all traces, where its states fit in memory or go to a file.
 
@@ -202,6 +209,7 @@ class LabelledTraces:
             progress: called with phase "trunk", in traces; the note says the size.
             file: where larger states are kept, mapped into memory; a complete file is used as it
                 is, so it must be of this trunk. None keeps no file.
+            processes: those of one machine that call this together, and share the file.
 
         Returns:
             The bytes now held in memory for this model: 0 where they do not fit.
@@ -218,28 +226,39 @@ class LabelledTraces:
         dtype = model.base.dtype
         if fits:
             states = torch.empty(shape, dtype=dtype, device=model.base.device)
-            self._fill(states, model, progress)
+            self._fill(states, model, progress, Processes())
         else:
             assert file is not None
-            if not file.is_file():
+            together = processes or Processes()
+            absent = together.sum(np.array([not file.is_file()], dtype=np.float64))
+            if absent.any():
                 partial = file.with_name(f".{file.name}.partial")
-                partial.unlink(missing_ok=True)
+                if together.main:
+                    partial.unlink(missing_ok=True)
+                    torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
+                together.wait()
                 states = torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
-                self._fill(states.view(shape), model, progress)
-                partial.replace(file)
+                self._fill(states.view(shape), model, progress, together)
+                together.wait()
+                if together.main:
+                    partial.replace(file)
+                together.wait()
             states = torch.from_file(str(file), True, shape[0] * shape[1], dtype=dtype).view(shape)
         self._states, self._states_of = states, _trunk_of(model)
         self.cached_bytes = size if fits else 0
         return self.cached_bytes
 
-    def _fill(self, states: Tensor, model: HasTrunk, progress: Progress) -> None:
+    def _fill(
+        self, states: Tensor, model: HasTrunk, progress: Progress, processes: Processes
+    ) -> None:
+        """Each process fills in what it computes; `states` is theirs together."""
         done = 0
-        for rows in length_batches(self.token_lengths):
+        for rows, _ in processes.turns(list(length_batches(self.token_lengths))):
             out = self._run_trunk(model, rows)
             for b, row in enumerate(rows):
                 start, end = self._starts[row], self._starts[row + 1]
                 states[start:end] = out[b, : end - start]
-            done += len(rows)
+            done = min(done + len(rows) * processes.size, len(self))
             progress("trunk", done, len(self), f"{states.nbytes / 2**20:.0f} MiB")
 
 
@@ -285,6 +304,30 @@ def epoch_batches(
         part = part[np.argsort(token_lengths[part], kind="stable")]
         batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
     return [batches[i] for i in draws.permutation(len(batches))]
+
+
+def micro_batches(
+    token_lengths: IntArray, rows: IntArray, max_tokens: int, processes: int = 1
+) -> list[IntArray]:
+    """Cuts a batch into parts, so that no process takes more than `max_tokens` slots at once.
+
+    A slot is a token or padding; each process may take one trace, however long. All processes get
+    as many parts.
+
+    Args:
+        token_lengths: (N,) tokens of each trace.
+        rows: the batch's traces, best of similar lengths one after another.
+        max_tokens: slots of each process.
+        processes: those that share each part, as `Processes.share` does.
+    """
+    parts, start = [], 0
+    longest = 0
+    for end, row in enumerate(rows):
+        longest = max(longest, int(token_lengths[row]))
+        if end - start >= processes and -(-(end + 1 - start) // processes) * longest > max_tokens:
+            parts.append(rows[start:end])
+            start, longest = end, int(token_lengths[row])
+    return [*parts, rows[start:]]
 
 
 def length_batches(

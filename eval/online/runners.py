@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.engines.interface import (
     Engine,
+    ForkedAnswer,
     ForkRequest,
     Sampled,
     SamplingSettings,
     end_ids,
 )
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from modeling_ospruner.engines.transformers.engine import (
+    LIKELIHOOD_TOLERANCE,
+    TransformersEngine,
+    mean_logprob,
+)
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
 from modeling_ospruner.rules_ospruner import StopRule, mix64, uniform
@@ -33,6 +39,7 @@ from .settings import OnlineSettings
 
 __all__ = ["EngineRunner", "HookRunner", "Setup"]
 
+_COMPARED_ANSWERS = 8
 NATURAL_ANSWER_TOKENS = 512
 """Cap of the answer that the model writes after its own end."""
 
@@ -79,16 +86,15 @@ class Setup:
         verdict = self.task.grade(self.task.read_free(text), batch.rows[index][0])
         return float(bool(verdict))
 
-    def fork(self, engine: Engine, requests: Sequence[ForkRequest]) -> list[list[list[int]]]:
-        """The answers' ids after every cut of every request."""
+    def fork(self, engine: Engine, requests: Sequence[ForkRequest]) -> list[list[ForkedAnswer]]:
+        """The answers after every cut of every request."""
         forced = self.settings.answer == "forced"
-        answers = engine.fork(
+        return engine.fork(
             requests,
             self.fmt.forced_suffix(self.settings.answer),
             self.settings.max_answer_tokens,
             self.fmt.box_state if forced else None,
         )
-        return [[answer.ids for answer in of_one] for of_one in answers]
 
 
 class HookRunner:
@@ -205,7 +211,7 @@ class HookRunner:
             ForkRequest(prompts[i], generated[i][: lengths[i]], [lengths[i]]) for i in missing
         ]
         for i, forked in zip(missing, setup.fork(self._engine, requests), strict=True):
-            answers[i] = forked[0]
+            answers[i] = forked[0].ids
         rows = []
         for i, (length, reason) in enumerate(zip(lengths, reasons, strict=True)):
             row = setup.row(batch, i, length, reason, answers[i])
@@ -251,6 +257,7 @@ class EngineRunner:
         self.engine = engine
         self._load_base = functools.cache(load_base)
         self._policy = functools.lru_cache(1)(self._loaded)
+        self._compared = False
 
     def _loaded(self, path: str) -> OSPrunerForCausalLM:
         return OSPrunerForCausalLM.from_base(self._load_base(), path)
@@ -293,14 +300,53 @@ class EngineRunner:
             dict(zip(cut, answers, strict=True))
             for cut, answers in zip(cuts, setup.fork(self.engine, requests), strict=True)
         ]
+        if any(isinstance(method.how, PolicyUse) for method in methods):
+            self._refuse_other_weights(requests, forks)
         for method in methods:
             at = stops[method.key]
             yield (
                 method,
                 [
-                    self._row(batch, i, trace, at[i], forks[i][at[i]])
+                    self._row(batch, i, trace, at[i], forks[i][at[i]].ids)
                     for i, trace in enumerate(sampled)
                 ],
+            )
+
+    def _refuse_other_weights(
+        self, requests: Sequence[ForkRequest], forks: Sequence[Mapping[int, ForkedAnswer]]
+    ) -> None:
+        """Once: refuses an engine that finds its answers more or less likely than the base does.
+
+        A server's files are out of sight; that the base has the weights which the policy was
+        trained on is checked where the policy is loaded.
+
+        Raises:
+            ValueError: naming the difference.
+        """
+        if self._compared:
+            return
+        suffix = self.setup.fmt.forced_suffix(self.setup.settings.answer)
+        given = [
+            (request, cut, answer)
+            for request, of_one in zip(requests, forks, strict=True)
+            for cut, answer in of_one.items()
+            if answer.ids
+        ]
+        differences = []
+        for request, cut, answer in given[:_COMPARED_ANSWERS]:
+            text = [*request.prompt_ids, *request.trace_ids[:cut], *suffix]
+            ours = mean_logprob(self._load_base(), text, answer.ids)
+            differences.append(abs(ours - statistics.fmean(answer.logprobs)))
+        if not differences:
+            return  # nothing was answered yet: the next batch tells
+        self._compared = True
+        difference = statistics.median(differences)
+        if not difference <= LIKELIHOOD_TOLERANCE:
+            raise ValueError(
+                "the engine serves other weights than the base of the policies "
+                f"({str(self._load_base().name_or_path)!r}): their log-probabilities of its "
+                f"answers differ by {difference:.2g} nats a token (tolerated: "
+                f"{LIKELIHOOD_TOLERANCE}). Serve that base, or give policies of the served one"
             )
 
     def _row(

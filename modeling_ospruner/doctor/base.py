@@ -17,9 +17,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from modeling_ospruner.engines.transformers.rows import unsteady
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.loading_ospruner import empty_base
-from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.policy_ospruner import StoppingPolicy, position_switch
 
 from .description import boundary_ids, describe, faults
 from .findings import Finding, Report, unreachable
@@ -93,6 +94,13 @@ def skeleton(
         return config, None
     layers = base.config.get_text_config().num_hidden_layers
     found.append(Finding("architecture", f"{name}, {layers} layers; its tail can be built"))
+    if (switch := position_switch(config)) is not None:
+        value = f"rope_type {switch[0]!r} changes them from {switch[1]} tokens on"
+        advice = "keep texts with a policy shorter (max_new_tokens, --max-tokens); vLLM refuses it"
+        found.append(Finding("positions", value, "note", advice))
+    if (why := unsteady(base)) is not None:
+        advice = "the same seed may give other labels, unless each row runs alone (--batch-size 1)"
+        found.append(Finding("batches", why, "note", advice))
     return config, base
 
 

@@ -152,7 +152,7 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
 
     ours = set(inspect.signature(TransformersEngine).parameters) - {"model", "tokenizer"}
     loading = {name: value for name, value in options.arguments.items() if name not in ours}
-    place = _device(options.device)
+    place = device_named(options.device)
     if options.dtype != "auto" and not isinstance(vars(torch).get(options.dtype), torch.dtype):
         raise ValueError(
             f"dtype is {options.dtype!r}; it must be auto, float32, bfloat16 or float16"
@@ -176,8 +176,15 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
     return TransformersEngine(model, tokenizer, **arguments)
 
 
-def _device(name: str | None) -> torch.device:
-    """Where the transformers engine computes."""
+def device_named(name: str | None) -> torch.device:
+    """The device to use.
+
+    Args:
+        name: such as "cpu", "cuda"; None for the best there is.
+
+    Raises:
+        ValueError: it is not here.
+    """
     import torch
 
     if name is None:

@@ -31,7 +31,9 @@ from vllm.platforms import current_platform
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.loading_ospruner import (
+    base_fingerprint,
     check_base,
+    check_fingerprint,
     check_norm,
     empty_base,
     empty_policy,
@@ -160,6 +162,7 @@ class OSPrunerVLLM(nn.Module):
         config: OSPrunerConfig = vllm_config.model_config.hf_config
         check_start(vllm_config)
         self._config = config
+        self._download_dir = vllm_config.load_config.download_dir
         text = config.get_text_config()
         self.secondary_weights = [
             DefaultModelLoader.Source(
@@ -230,7 +233,23 @@ class OSPrunerVLLM(nn.Module):
             own, theirs = self.tail.norm.weight, self.base.model.norm.weight
             where = self._config.base_model_name_or_path
             check_norm(own, theirs, "norm.weight", self._config, where)
+        # A base that was not on this machine at the start is now.
+        check_base_weights(self._config, self._download_dir)
         return loaded
+
+
+def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None:
+    """Compares the fingerprint of the pinned base's files with that of the policy's base.
+
+    A quantised base's are not compared: they may be another version of the same weights.
+
+    Raises:
+        ValueError: they differ; both are named.
+    """
+    where, revision = config.base_model_name_or_path, config.base_revision
+    stored = AutoConfig.from_pretrained(where, revision=revision)
+    if vars(stored).get("quantization_config") is None:
+        check_fingerprint(config, where, base_fingerprint(where, revision, download_dir))
 
 
 def check_start(vllm_config: VllmConfig) -> None:
@@ -313,6 +332,7 @@ def check_start(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.load_config.load_format != "dummy":
         # Before the base's weights are read, and with the same words as everywhere.
+        check_base_weights(config, vllm_config.load_config.download_dir)
         model = vllm_config.model_config
         hub = {"revision": model.revision, "cache_dir": vllm_config.load_config.download_dir}
         read_tensors(model.model, config, empty_policy(config, empty_base(base_config)), hub)

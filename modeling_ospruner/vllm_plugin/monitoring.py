@@ -1,6 +1,7 @@
 """What a vLLM server tells of its stops: the route `GET /ospruner/stops/{stop_id}`, and counters.
 
-vLLM loads the route where `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus
+The plug-in with the route also refuses requests in which the policy's keys would do nothing. vLLM
+loads it where `VLLM_PLUGINS` names `ospruner_stops` (`ospruner serve` does). Prometheus
 counts where the engine runs. A server's `/metrics` sees the counters where vLLM and they share a
 folder, `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
 """
@@ -11,13 +12,18 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.routing import APIRoute
 from prometheus_client import Counter
 
+from modeling_ospruner.configuration_ospruner import shown
 from modeling_ospruner.stopping_ospruner import StopRecord
+
+from .requests import check_body
 
 __all__ = ["StopRoutes", "count"]
 
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _LABELS = ("group", "reason")
 _ENDED = Counter(
     "ospruner_thinking_ended_total",
@@ -43,12 +49,28 @@ class StopRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the route."""
-        app.add_api_route("/ospruner/stops/{stop_id}", stop_record, methods=["GET"])
+        """Adds the route, and a look at the bodies of vLLM's own routes."""
+        app.add_api_route("/ospruner/stops/{stop_id:path}", stop_record, methods=["GET"])
+        for route in list(app.routes):
+            if isinstance(route, APIRoute) and route.path in _GENERATING:
+                app.add_api_route(  # vLLM lets a plug-in's route replace its own
+                    route.path,
+                    route.endpoint,
+                    methods=sorted(route.methods),
+                    dependencies=[*route.dependencies, Depends(_checked_body)],
+                    responses=route.responses,
+                )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keeps what the route asks."""
         state.ospruner_engine = engine_client
+
+
+async def _checked_body(request: Request) -> None:
+    try:
+        check_body(await request.json())  # which is parsed once: FastAPI asks the same object
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
 
 
 async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
@@ -62,7 +84,8 @@ async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
     if records[0] is None:
         raise HTTPException(
             404,
-            f"no request had the stop_id {stop_id!r}, or its policy was off, or it is long ago",
+            f"no request had the stop_id {shown(stop_id)}, or its policy was off, or it is long "
+            "ago",
         )
     record: dict[str, Any] = records[0]
     # JSON has no NaN: a step at which the policy gave none.

@@ -5,13 +5,14 @@ Offline they stand in `SamplingParams(extra_args=...)`, over HTTP in `vllm_xargs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modeling_ospruner.configuration_ospruner import check_number
+from modeling_ospruner.configuration_ospruner import check_number, shown
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
-__all__ = ["CONTROL", "DEFAULTS", "ID", "KEYS", "ON", "StopRequest"]
+__all__ = ["CONTROL", "DEFAULTS", "ID", "KEYS", "ON", "StopRequest", "check_body"]
 
 DEFAULTS = "ospruner"
 """The key of vLLM's `--additional-config` under which a server's defaults stand."""
@@ -34,6 +35,11 @@ KEYS = {
 }
 """Key of a request -> field of `StopPolicyConfig`."""
 
+_MOST_ID_CHARACTERS = 256  # the server keeps thousands of them
+_LIKE_OURS = re.compile(
+    r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id)"
+    r"|(min|max)[\W_]?(thinking|answer))"
+)
 _DRAWS = ("stop_seed", "stop_sample_index")
 _FLAGS = {True: True, False: False, "true": True, "false": False}  # 1 and 0 equal True and False
 
@@ -66,17 +72,23 @@ class StopRequest:
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
         keys = [k for k in KEYS if k not in (_DRAWS if server else (MAX_LOSS,))]
         known = [ON, CONTROL if server else ID, *keys]
-        unknown = [k for k in given if k not in known and k.startswith(("stop_", "stop-"))]
-        if unknown:
-            raise ValueError(f"{owner}: no {unknown}; the policy's keys are {known}")
+        if unknown := [k for k in given if k not in known and _LIKE_OURS.match(k)]:
+            raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
         self.fields: dict[str, Any] = {KEYS[k]: v for k, v in given.items() if k in keys}
         if "answer_do_sample" in self.fields:
             self.fields["answer_do_sample"] = _flag(
                 owner, "stop_answer_sample", self.fields["answer_do_sample"]
             )
         self.name: str | None = given.get(ID)
-        if self.name is not None and not isinstance(self.name, str):
-            raise ValueError(f"{owner}: {ID} is {self.name!r}; it must be a text")
+        if self.name is not None and not (
+            isinstance(self.name, str)
+            and 0 < len(self.name) <= _MOST_ID_CHARACTERS
+            and self.name.isprintable()  # so that it can stand in an address
+        ):
+            raise ValueError(
+                f"{owner}: {ID} is {shown(self.name)}; it must be a text of 1 to "
+                f"{_MOST_ID_CHARACTERS} printable characters"
+            )
         self.control: float = given.get(CONTROL, 0.0)
         check_number(owner, CONTROL, self.control, 0, 1)
         self.on: bool | None = bool(self.fields) or None
@@ -124,10 +136,33 @@ class StopRequest:
         return StopPolicyConfig(**fields)
 
 
+def check_body(body: object) -> None:
+    """Refuses a request over HTTP in which the policy's keys would do nothing.
+
+    Args:
+        body: what was sent, as JSON. All else that is wrong in it is vLLM's to refuse.
+
+    Raises:
+        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it.
+    """
+    if not isinstance(body, dict):
+        return
+    keys = {ON, ID, *KEYS}
+    if beside := sorted(keys.intersection(body)):
+        raise ValueError(f"{beside} would do nothing here: send it within 'vllm_xargs'")
+    extra = body.get("vllm_xargs")
+    asked = isinstance(extra, dict) and sorted(keys.intersection(extra))
+    if asked and body.get("use_beam_search"):
+        raise ValueError(
+            f"use_beam_search is {shown(body['use_beam_search'])}, and vllm_xargs has {asked}: "
+            "beam search does not stop with the policy; leave one of them out"
+        )
+
+
 def _flag(owner: str, key: str, value: Any) -> bool:
     if isinstance(value, bool | int | str) and value in _FLAGS:
         return _FLAGS[value]
-    raise ValueError(f"{owner}: {key} is {value!r}; it must be true or false")
+    raise ValueError(f"{owner}: {key} is {shown(value)}; it must be true or false")
 
 
 def _in_keys(message: str) -> str:

@@ -291,6 +291,44 @@ def test_a_broken_base(base: Path, damage: Callable[[Path], Any], name: str, sai
     assert found[name].advice
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+
+
+@pytest.mark.parametrize(
+    ("rope", "level", "name", "said"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, "note", "positions", "'dynamic' changes them"),
+        (
+            {**LONGROPE, "original_max_position_embeddings": 64},
+            "wrong",
+            "architecture",
+            "passes 64",
+        ),
+        ({"rope_type": "linear", "factor": 4.0}, None, "positions", ""),
+    ],
+    ids=["dynamic", "longrope", "linear"],
+)
+def test_positions_that_change_with_the_length_are_said(
+    base: Path, rope: dict[str, Any], level: str | None, name: str, said: str
+) -> None:
+    edit_json(base / "config.json", lambda c: c.update(rope_parameters={"rope_theta": 1e4, **rope}))
+    found = [one for one in examine(str(base)).sections[f"Base {base}"] if one.name == name]
+    assert [one.level for one in found] == ([level] if level else [])
+    for one in found:
+        assert said in one.value
+        assert one.advice
+
+
+def test_experts_and_recurrent_states_are_said(base: Path) -> None:
+    """Their roundings have no bound, so that a batch may change labels."""
+    names = [one.name for one in examine(str(base)).sections[f"Base {base}"]]
+    assert "batches" not in names
+    more = {"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 24}
+    edit_json(base / "config.json", lambda c: c.update(more))
+    report = examine(str(base))
+    assert "(qwen2_moe) routes tokens to experts" in value_of(report, "batches")
+
+
 def test_a_format_that_does_not_fit(base: Path) -> None:
     (found,) = wrong(examine(str(base), reasoning_format=HARMONY))
     assert (found.name, found.level) == ("format", "wrong")

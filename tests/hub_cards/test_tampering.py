@@ -13,6 +13,7 @@ from ospruner.hub_cards.policies import PolicyRelease, stage_policy
 from ospruner.hub_cards.verify import fetch, verify_folder
 from ospruner.train.toy.shipped import Reasoner
 
+from ..conftest import Fuzzed
 from .local_hub import LocalHub
 from .repositories import Repo
 
@@ -30,6 +31,7 @@ def test_each_file_that_was_tampered_with_is_named(
     base_repo: Repo,
     policy_dir: Path,
     tmp_path: Path,
+    fuzzed: Fuzzed,
 ) -> None:
     def load(folder: Path) -> OSPrunerForCausalLM:
         return OSPrunerForCausalLM.from_base(reasoner.model, folder)
@@ -86,5 +88,5 @@ def test_each_file_that_was_tampered_with_is_named(
         look(name, "added")
         (folder / name).unlink()
     assert all(check.ok for check in verify_folder(folder, load))
-    print(f"{cases} cases over {len(names)} files, {len(missed)} not named")
+    fuzzed("published policy tampered with", cases=cases, named=cases - len(missed))
     assert not missed, "\n".join(missed)

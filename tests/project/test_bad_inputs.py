@@ -26,6 +26,8 @@ from ospruner.hub_cards.facts import provenance
 from ospruner.train.labels.folder import COPY, MANIFEST
 from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 
+from ..conftest import Fuzzed
+
 CASES = Path(__file__).with_name("bad_inputs.txt").read_text("utf-8").splitlines()
 GOOD = {"id": "a", "problem": "What is 1 + 1?", "answer": "2"}
 LINE = json.dumps(GOOD)
@@ -157,6 +159,7 @@ def test_a_bad_input_is_refused_in_clear_words(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    fuzzed: Fuzzed,
 ) -> None:
     command, _, expected = case.partition(" => ")
     status, _, words = expected.partition(" ")
@@ -172,3 +175,4 @@ def test_a_bad_input_is_refused_in_clear_words(
     assert str(ended.value.code) == status, printed.err
     assert words.format(**names) in " ".join(printed.err.split())
     assert "Traceback" not in printed.err + printed.out
+    fuzzed("bad inputs on the command line", cases=1, refused_by_name=1)

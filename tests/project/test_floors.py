@@ -22,8 +22,8 @@ FLOORS = {
     "modeling_ospruner": 1,  # the uploaded files
     "modeling_ospruner.engines": 2,
     "modeling_ospruner.vllm_plugin": 2,
-    "modeling_ospruner.doctor": 2,
     "ospruner.hub_cards": 2,
+    "modeling_ospruner.doctor": 3,
     "ospruner.eval.grading": 3,
     "ospruner.eval.problems": 4,
     "ospruner.eval": 4,

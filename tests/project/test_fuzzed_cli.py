@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from ospruner_cli import app
 
+from ..conftest import Fuzzed
+
 WORDS = [
     "", " ", "-", "--", "0", "-1", "1e999", "nan", "inf", "NaN", "9" * 40, "null", "true", "[]",
     "{}", "a=b", "=", ",", ",,", "a,b", "1,2", "../..", "/dev/null", "/proc/self/mem", ".", "~",
@@ -20,7 +22,7 @@ WORDS = [
     "x" * 5000,
 ]  # fmt: skip
 MEANT_FOR_USERS = (ValueError, OSError, FloatingPointError, MemoryError)  # as `main` has them
-LONG = {"demo", "doctor", "serve", "toy train"}  # what they do without any words takes long
+LONG = {"demo", "doctor look", "serve", "toy train"}  # what they do without any words takes long
 
 
 def commands() -> dict[str, click.Command]:
@@ -69,20 +71,21 @@ def arguments(command: Any, drawn: random.Random, words: list[str]) -> list[str]
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_arguments_never_end_in_a_traceback(
-    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fuzzed: Fuzzed
 ) -> None:
     monkeypatch.chdir(tmp_path)
     drawn, runner = random.Random(0), CliRunner()
     words = WORDS + 3 * files(tmp_path)
-    cases = 0
+    cases = refused = 0
     wrong: list[str] = []
     for name, command in sorted(commands().items()):
         for _ in range(rounds):
             given = [*name.split(), *arguments(command, drawn, words)]
             result = runner.invoke(app, given)
             cases += 1
+            refused += result.exit_code != 0
             error = result.exception
             if error is not None and not isinstance(error, (SystemExit, *MEANT_FOR_USERS)):
                 wrong.append(f"{given}: {type(error).__name__}: {error}")
-    print(f"{cases} random command lines, {len(wrong)} with a traceback")
+    fuzzed("random command lines", cases=cases, refused=refused, with_a_traceback=len(wrong))
     assert not wrong, "\n".join(wrong)

@@ -40,7 +40,14 @@ def main() -> None:
             raise BreakOffError
 
     def settings(table: TraceTable) -> TrainSettings:
-        return dataclasses.replace(SETTINGS, gradient_checkpointing=how == "shard")
+        # One process takes a batch whole and runs the trunk anew, these take it in parts; copies
+        # share a file of the trunk's states.
+        return dataclasses.replace(
+            SETTINGS,
+            gradient_checkpointing=how == "shard",
+            cache_on_disk=how == "copies",
+            micro_batch_tokens=400,
+        )
 
     try:
         train_from_labels(labels, out, settings, progress=count, processes=processes)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -173,6 +174,26 @@ def test_where_no_fingerprint_is_known_the_forced_answers_tell(
     copied = shutil.copytree(SHIPPED, tmp_path / "copy")
     model, _ = load_labelled_base(str(copied), stored)
     assert str(model.name_or_path) == str(copied)
+
+
+def test_base_and_policy_go_to_the_device_that_is_asked_for(
+    labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = load_labels(labels)
+    assert load_labelled_base(None, stored)[0].device.type == "cpu"
+    assert load_labelled_base(None, stored, device="meta")[0].device.type == "meta"
+    asked: list[str | None] = []
+
+    def device_named(name: str | None) -> torch.device:
+        asked.append(name)
+        return torch.device("meta")
+
+    policy = tmp_path / "policy"
+    OSPrunerForCausalLM.untrained(*load_labelled_base(None, stored)).save_pretrained(policy)
+    monkeypatch.setattr("ospruner.train.replay_labels.device_named", device_named)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # it has no values
+        replay_labels(labels, [str(policy)], device="there")
+    assert asked == ["there"]
 
 
 def test_a_policy_is_no_base(labels: Path, tmp_path: Path) -> None:

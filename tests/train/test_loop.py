@@ -233,7 +233,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_at_its_step(
     settings = dataclasses.replace(SHORT, checkpoint_every=1, precision="bfloat16")
     said = (
         r"not finite.*: gradient of head\.weight, .* more at step 3: stage lam1e-2, epoch 0, "
-        r"batch 2 .* Lower learning_rate \(0\.01 at most\), or leave out precision bfloat16"
+        r"batch 2 .* Lower learning_rate \(0\.01 at most\), or train with precision float32"
     )
     with pytest.raises(TrainingDivergedError, match=said):
         fit(settings)
@@ -301,7 +301,7 @@ def test_memory_that_runs_out_says_what_to_lower(
 
     monkeypatch.setattr("ospruner.train.run.batch_loss", fail)
     with pytest.raises(
-        MemoryError, match="out of memory with 1 target.*batch_size 8.* lower batch"
+        MemoryError, match="out of memory with 1 target.*micro_batch_tokens 16384.* lower micro_b"
     ):
         fit()
 

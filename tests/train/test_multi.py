@@ -65,14 +65,17 @@ def test_targets_own_whole_schedules_of_the_same_length() -> None:
         targets["probe"].targets()
 
 
-@pytest.mark.parametrize("cache_limit_bytes", [0, 2**31])
+@pytest.mark.parametrize(("cache_limit_bytes", "micro_batch_tokens"), [(0, 90), (2**31, 16_384)])
 def test_each_target_is_as_if_trained_alone(
     ingredients: Ingredients,
     label_settings: LabelSettings,
     tmp_path: Path,
     cache_limit_bytes: int,
+    micro_batch_tokens: int,
 ) -> None:
-    settings = dataclasses.replace(SETTINGS, cache_limit_bytes=cache_limit_bytes)
+    settings = dataclasses.replace(
+        SETTINGS, cache_limit_bytes=cache_limit_bytes, micro_batch_tokens=micro_batch_tokens
+    )
     targets = settings.targets()
     together = train_together(
         *ingredients,

@@ -25,6 +25,7 @@ from ospruner.train.loop import StageResult
 from ospruner.train.run import read_checkpoint, state_hash
 from ospruner.train.trunk import LabelledTraces
 
+from ..conftest import Fuzzed
 from .conftest import SETTINGS, SHORT, MakeLabels, log_of
 
 WORKER = """
@@ -180,7 +181,7 @@ def test_states_on_disk_train_the_same_bits_and_are_found_again(
 
 
 def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(
-    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path, fuzzed: Fuzzed
 ) -> None:
     (stage,) = fit(SHORT, make_labels(40))
     folder, draws = tmp_path / "run", random.Random(0)
@@ -203,7 +204,7 @@ def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(
                 refused += 1
                 assert name in str(error)  # noqa: PT017
         file.write_bytes(whole)
-        print(f"{name}: {refused} of {flips} flips refused")
+        fuzzed(f"training run, {name}", flips=flips, refused=refused, identical=flips - refused)
         assert refused > flips / 3
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:-100])
     with pytest.raises(DamagedError, match=r"checkpoint\.pt is damaged.*: delete it, and the run"):
@@ -214,19 +215,23 @@ def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(
 
 
 def test_a_policy_s_damaged_weights_are_refused_where_asked(
-    fit: Callable[..., list[StageResult]],
+    fit: Callable[..., list[StageResult]], fuzzed: Fuzzed
 ) -> None:
     (stage,) = fit(SHORT)
     (check,) = verify_folder(stage.path)
     assert check.ok
     OSPrunerForCausalLM.from_pretrained(stage.path, verify=True)
     weights = stage.path / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-    (check,) = verify_folder(stage.path)
-    assert not check.ok
-    with pytest.raises(ValueError, match=r"model\.safetensors has the SHA-256 .*was exchanged"):
-        OSPrunerForCausalLM.from_pretrained(stage.path, verify=True)
+    whole, draws = weights.read_bytes(), random.Random(0)
+    places = draws.sample(range(len(whole)), 50)
+    for place in places:
+        flipped = bytes([whole[place] ^ (1 << draws.randrange(8))])
+        weights.write_bytes(whole[:place] + flipped + whole[place + 1 :])
+        (check,) = verify_folder(stage.path)
+        assert not check.ok
+        with pytest.raises(ValueError, match=r"model\.safetensors has the SHA-256 .*was exchange"):
+            OSPrunerForCausalLM.from_pretrained(stage.path, verify=True)
+    fuzzed("policy, model.safetensors", flips=len(places), refused=len(places))
 
 
 def test_folder_of_another_run_is_refused(

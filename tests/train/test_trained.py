@@ -93,7 +93,9 @@ def test_bfloat16_tail_keeps_weights_head_and_loss_in_float32(
 
 
 def test_other_precisions_are_refused() -> None:
-    with pytest.raises(ValueError, match="precision is 'float8'; it must be float32 or bfloat16"):
+    with pytest.raises(
+        ValueError, match="precision is 'float8'; it must be auto, float32 or bfloat16"
+    ):
         TrainSettings(length_penalties=(1e-2,), precision="float8")  # type: ignore[arg-type]
 
 

@@ -5,12 +5,14 @@ and answer. Run by test_vllm_plugin.py.
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
@@ -18,7 +20,7 @@ from vllm.reasoning import ReasoningParserManager
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import HARMONY
-from modeling_ospruner.vllm_plugin.model import check_start
+from modeling_ospruner.vllm_plugin.model import check_base_weights, check_start
 from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
 from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, UNTESTED, register
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
@@ -110,6 +112,60 @@ def test_what_would_not_stop_is_refused_at_start(
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, config=absent))
+
+
+def other_base(reasoner: Reasoner, folder: Path) -> Path:
+    """A copy of the reasoner, to be changed."""
+    return Path(shutil.copytree(reasoner.folder, folder / "base"))
+
+
+def test_a_base_of_other_weights_is_refused_at_start(
+    model: OSPrunerForCausalLM, reasoner: Reasoner, tmp_path: Path
+) -> None:
+    folder = other_base(reasoner, tmp_path)
+    moved = changed(model, base_model_name_or_path=str(folder))
+    check_start(started(model, config=moved))  # the same weights, lying elsewhere
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01  # not the norm, which is compared too
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    known = model.config.base_fingerprint
+    assert known is not None
+    message = rf"'{folder}' has other weights \(fingerprint .*trained on it \(fingerprint {known}\)"
+    with pytest.raises(ValueError, match=message):
+        check_start(started(model, config=moved))
+    with pytest.raises(ValueError, match=message):
+        check_base_weights(moved, None)  # after the download of a base that was not there
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, r"\d+"),
+        (
+            {
+                "rope_type": "longrope", "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+            },
+            "64",
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_positions_that_change_with_the_length_are_refused_at_start(
+    model: OSPrunerForCausalLM,
+    reasoner: Reasoner,
+    tmp_path: Path,
+    rope: dict[str, Any],
+    length: str,
+) -> None:
+    folder = other_base(reasoner, tmp_path)
+    literals = json.loads((folder / "config.json").read_text("utf-8"))
+    literals["rope_parameters"] = {"rope_theta": 1e4, **rope}
+    (folder / "config.json").write_text(json.dumps(literals), "utf-8")
+    moved = changed(model, base_model_name_or_path=str(folder))
+    message = rf"has rope_type '{rope['rope_type']}', whose positions change .*\(from {length} tok"
+    with pytest.raises(ValueError, match=message):
+        check_start(started(model, config=moved))
 
 
 @pytest.mark.parametrize("how", BROKEN)

@@ -75,6 +75,7 @@ def test_a_request_goes_before_the_defaults() -> None:
         ({"stop_policy": ["x"]}, r"stop_policy is \['x'\]; it must be true or false"),
         ({"stop_mode": "greedy"}, "stop_mode is 'greedy'; it must be 'sample' or 'threshold'"),
         ({"stop_threshold": 1.5}, r"stop_threshold is 1.5; it must lie in \[0, 1\]"),
+        ({"stop_threshold": 10**400}, r"stop_threshold is 10+; it must lie in \[0, 1\]"),
         ({"stop_seed": "a"}, "stop_seed is 'a'"),
         ({"stop_sample_index": -1}, "stop_sample_index is -1"),
         ({"stop_answer": "short"}, "stop_answer is 'short'; it must be 'forced' or 'free'"),
@@ -84,6 +85,9 @@ def test_a_request_goes_before_the_defaults() -> None:
         ({"min_thinking_tokens": 5, "max_thinking_tokens": 4}, "max_thinking_tokens is 4, below"),
         ({"max_answer_tokens": 0}, "max_answer_tokens is 0"),
         ({"stop_id": 3}, "stop_id is 3; it must be a text"),
+        ({"stop_id": "a\nb"}, r"stop_id is 'a\\nb'; it must be a text of 1 to 256 printable"),
+        ({"stop_mode": "x" * 9999}, r"stop_mode is 'x{199}\.\.\. \(10001 characters\); it must be"),
+        ({"max_thinking_token": 5}, r"no \['max_thinking_token'\]; the policy's keys are"),
         ({"stop_treshold": 0.5}, r"no \['stop_treshold'\]; the policy's keys are \['stop_policy'"),
     ],
 )

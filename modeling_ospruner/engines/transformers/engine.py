@@ -38,7 +38,8 @@ class TransformersEngine:
     Where every layer attends to everything (and the attention takes custom masks), rows are
     replaced as they finish, and the forks of a trace are one packed tree. Other models (sliding
     windows, recurrent states) go the sequential way: same results, slower. In float32 a row's
-    tokens do not depend on what else is in the call.
+    tokens do not depend on what else is in the call; in half precision, with experts or recurrent
+    states (`batch_effects`) they do not where `batch_size` is 1, for each row then runs by itself.
 
     Args:
         model: a causal LM; it is put in eval mode.
@@ -64,8 +65,10 @@ class TransformersEngine:
         self.eos_ids = end_ids(model.generation_config, tokenizer)
         self.counts = TokenCount()
         self.sample_counts = TokenCount()
-        self.batch_effects = batch_effects(self.model)
-        self.packed = _takes_packed_trees(self.model)
+        effects = batch_effects(self.model)
+        alone = batch_size == 1 and effects is not None
+        self.batch_effects = None if alone else effects
+        self.packed = not alone and _takes_packed_trees(self.model)
 
     @torch.inference_mode()
     def sample(
@@ -152,9 +155,9 @@ class TransformersEngine:
                     if on_done is not None:
                         on_done(i, results[i])
 
-        run = self._runner(suffix_ids, max_new_tokens, stop)
+        run = self._runner(requests, own, suffix_ids, max_new_tokens, stop)
         for group in self._groups(own):
-            known.update(zip(group, run([own[i] for i in group]), strict=True))
+            known.update(zip(group, run(group), strict=True))
             hand_on()
         hand_on()
         self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
@@ -171,20 +174,32 @@ class TransformersEngine:
 
     def _runner(
         self,
+        requests: Sequence[ForkRequest],
+        own: Sequence[ForkRequest],
         suffix_ids: Sequence[int],
         max_new_tokens: int,
         stop: Callable[[], AnswerStop] | None,
-    ) -> Callable[[list[ForkRequest]], list[list[ForkedAnswer]]]:
-        """What forks the traces of a group: packed, or one after the other."""
+    ) -> Callable[[list[int]], list[list[ForkedAnswer]]]:
+        """What forks a group of traces: packed, or one after the other.
+
+        Args:
+            requests: with all their cuts.
+            own: the same with the cuts that are left to each, see `_distinct`.
+            suffix_ids: put after each cut.
+            max_new_tokens: cap on each answer.
+            stop: makes the rule that completes an answer.
+        """
         rules = (suffix_ids, max_new_tokens, stop, self.eos_ids, self.counts)
         if not self.packed:
-            return lambda group: [fork_one(self.model, request, *rules) for request in group]
+            return lambda group: [
+                fork_one(self.model, own[i], requests[i].cuts, *rules) for i in group
+            ]
         layers = self.model.config.get_text_config().num_hidden_layers
         forks = PackedForks(self.model, layers, *rules)
 
-        def run(group: list[ForkRequest]) -> list[list[ForkedAnswer]]:
+        def run(group: list[int]) -> list[list[ForkedAnswer]]:
             with fast_attention(self.model):
-                return forks.run(group)
+                return forks.run([own[i] for i in group])
 
         return run
 
@@ -212,6 +227,21 @@ class TransformersEngine:
             group.append(i)
         if group:
             yield group
+
+
+LIKELIHOOD_TOLERANCE = 0.1
+"""In nats a token; bfloat16 and other kernels move a mean log-probability by a few hundredths."""
+
+
+@torch.inference_mode()
+def mean_logprob(
+    model: PreTrainedModel, token_ids: Sequence[int], answer_ids: Sequence[int]
+) -> float:
+    """The mean log-probability, in nats a token, of an answer after a text."""
+    ids = torch.tensor([[*token_ids, *answer_ids]], device=model.device)
+    said = model(ids).logits[0, -len(answer_ids) - 1 : -1].float().log_softmax(-1)  # (A, V)
+    chosen = torch.tensor(list(answer_ids), device=said.device)[:, None]
+    return float(said.gather(-1, chosen).mean())
 
 
 def _distinct(

@@ -91,23 +91,38 @@ def sample_batch(
 def fork_one(
     model: PreTrainedModel,
     request: ForkRequest,
+    places: Sequence[int],
     suffix_ids: Sequence[int],
     max_new_tokens: int,
     stop: Callable[[], AnswerStop] | None,
     eos_ids: frozenset[int],
     count: TokenCount,
 ) -> list[ForkedAnswer]:
-    """Walks one trace from cut to cut, and decodes each answer on a copy of the cache."""
+    """Walks one trace from place to place, and decodes its answers on copies of the cache.
+
+    Args:
+        model: any causal LM.
+        request: the trace, and the cuts whose answers are wanted.
+        places: all cuts of the trace. The walk rests at each, so that the pieces in which a text
+            is run, and with them its roundings, depend on the text alone.
+        suffix_ids: put after each cut.
+        max_new_tokens: cap on each answer.
+        stop: makes the rule that completes an answer.
+        eos_ids: ids that end a text.
+        count: where tokens are counted.
+    """
     noise = batch_noise(model)
     cache = DynamicCache(config=model.config)
     text = [*request.prompt_ids, *request.trace_ids]
     done = 0
     answers: dict[int, ForkedAnswer] = {}
-    for cut in sorted(set(request.cuts)):
+    for cut in sorted(place for place in set(places) if place <= max(request.cuts)):
         end = len(request.prompt_ids) + cut
         if end > done:
             _feed(model, text[done:end], done, cache, count)
             done = end
+        if cut not in request.cuts:
+            continue
         forked = copy.deepcopy(cache)
         branch = Branch(cut, stop)
         logits = _feed(model, suffix_ids, end, forked, count)

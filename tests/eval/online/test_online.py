@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.results_file import Results
+from modeling_ospruner.engines import TransformersEngine
 from modeling_ospruner.rules_ospruner import Budget
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import paired_difference
@@ -243,6 +246,25 @@ def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, pol
             assert one.seconds > 0
             if method.how is None:
                 assert one.natural_correct == pytest.approx(other.natural_correct, nan_ok=True)
+
+
+def test_an_engine_of_other_weights_than_the_policy_s_base_is_refused(
+    reasoner: Reasoner, policy: Path
+) -> None:
+    """A server's files are out of sight: how likely it finds its answers tells."""
+    settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
+    setup = setup_of(reasoner, settings, 2)
+    other, generator = copy.deepcopy(reasoner.model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+    batch = Batch(0, setup.task.problems, 1)
+    engine = TransformersEngine(other, reasoner.tokenizer)
+    runner = EngineRunner(setup, engine, lambda: reasoner.model)
+    full = Method("full trace", None, "", None)
+    assert len(by_key(runner.run([full], batch))) == 1  # it pins no base
+    with pytest.raises(ValueError, match=r"serves other weights than .* differ by .* nats a token"):
+        by_key(runner.run(methods_of(policy), batch))
 
 
 def test_the_base_is_loaded_once_after_the_engine_and_for_policies_alone(

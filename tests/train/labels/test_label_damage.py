@@ -28,6 +28,7 @@ from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.writer import Chunk, LabelFolder
 from ospruner_cli import app
 
+from ...conftest import Fuzzed
 from ..conftest import MakeLabels
 
 SETTINGS = LabelSettings(base_model="tiny")
@@ -73,7 +74,7 @@ def refused_or_identical(
 
 
 def test_each_flipped_byte_is_refused_or_changes_nothing(
-    make_labels: MakeLabels, tmp_path: Path
+    make_labels: MakeLabels, tmp_path: Path, fuzzed: Fuzzed
 ) -> None:
     folder = write(tmp_path / "labels", [make_labels(1).to_list()])
     readers: dict[str, Callable[[], Any]] = {
@@ -94,7 +95,12 @@ def test_each_flipped_byte_is_refused_or_changes_nothing(
             refused_or_identical(readers[name], content, file, place, 1 << draws.randrange(8))
             for place in places
         )
-        print(f"{name}: {refused} of {len(places)} flips refused")
+        fuzzed(
+            f"label folder, {name}",
+            flips=len(places),
+            refused=refused,
+            identical=len(places) - refused,
+        )
         return refused / len(places)
 
     assert flipped("data/train-00000.parquet", 37) == 1
@@ -105,6 +111,7 @@ def test_each_flipped_byte_is_refused_or_changes_nothing(
         flip(shard, place, 1 << draws.randrange(8))
         assert content_of(shard, chunk.sha256) is None
         shard.write_bytes(whole)
+    fuzzed("label folder, hash of a shard", flips=len(whole), refused=len(whole))
     assert flipped("provenance.json") > 0.9
     # The manifest and its copy stand in for each other.
     assert flipped("manifest.json") == flipped(".manifest.json.copy") == 0
@@ -113,8 +120,10 @@ def test_each_flipped_byte_is_refused_or_changes_nothing(
 
 
 @pytest.mark.slow
-def test_many_flips_of_a_larger_shard(make_labels: MakeLabels, tmp_path: Path) -> None:
-    folder = write(tmp_path / "labels", [make_labels(700).to_list()])
+def test_many_flips_of_a_larger_shard(
+    make_labels: MakeLabels, tmp_path: Path, fuzzed: Fuzzed
+) -> None:
+    folder = write(tmp_path / "labels", [make_labels(2_000).to_list()])
     shard = folder / "data" / "train-00000.parquet"
     size = shard.stat().st_size
     assert size > 60_000
@@ -125,7 +134,7 @@ def test_many_flips_of_a_larger_shard(make_labels: MakeLabels, tmp_path: Path) -
         refused_or_identical(lambda: read_labels(folder).to_list(), whole, shard, *one)
         for one in flips
     )
-    print(f"{refused} of {len(flips)} flips of {size} bytes refused")
+    fuzzed("label folder, larger shard", flips=len(flips), refused=refused)
     assert refused == len(flips)
 
 

@@ -1,0 +1,311 @@
+"""`ospruner doctor plan`: what labelling, training and serving will need.
+
+Arithmetic on a base's configuration; no weights are read. tests/train/test_on_cuda.py compares the
+peak of training with a step on tensors without storage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from modeling_ospruner.loading_ospruner import empty_base
+from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
+
+GIB = 2**30
+_HALF, _FLOAT32 = 2, 4  # bytes
+_MXFP4 = 4.25 / 8  # bytes a weight: four bits, and a scale of eight for 32 of them
+_FORCED_TOKENS = 32  # of an answer, and its closing
+_LABEL_BYTES = 8  # on disk, for each token
+_VLLM_SHARE = 0.9  # of the GPU's memory, which vLLM takes
+_VLLM_GRAPHS = 2 * GIB
+# Per token and layer, in bfloat16 with residuals and norms in float32: bytes kept for the backward
+# pass, and those that it needs on top in one layer.
+_KEPT_BY_WEIGHT, _KEPT_BY_WIDTH = 8 / 3, 14
+_PASSING_BY_WEIGHT = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is planned for.
+
+    Attributes:
+        gpu_gib: memory of each GPU.
+        gpus: how many; each holds a whole base.
+        traces: labelled traces.
+        mean_tokens: thinking tokens of a trace.
+        max_tokens: of the longest.
+        step_tokens: tokens from one step's end to the next.
+        streams: traces that are sampled at once on a GPU.
+        label_tokens_per_second: what an engine writes on one GPU, over all streams.
+        tflops: what one GPU computes in bfloat16 while it trains, in 10^12 operations a second.
+        epochs: passes over the traces, all lambdas together.
+        num_policy_layers: n.
+        micro_batch_tokens: see `TrainSettings`.
+    """
+
+    gpu_gib: float = 80.0
+    gpus: int = 1
+    traces: int = 40_000
+    mean_tokens: int = 5_000
+    max_tokens: int = 15_000
+    step_tokens: int = 40
+    streams: int = 32
+    label_tokens_per_second: float = 2_500.0
+    tflops: float = 150.0
+    epochs: int = 8
+    num_policy_layers: int = 2
+    micro_batch_tokens: int = 16_384
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}; it must be a finite number above 0")
+        if self.max_tokens < self.mean_tokens:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}, below mean_tokens ({self.mean_tokens})"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What it takes.
+
+    Attributes:
+        base: its class, and how its attention is computed.
+        parameters: of the base.
+        tail_parameters: of a policy.
+        weights_gib: the base's, as its checkpoint stores them.
+        kv_bytes_per_token: of one row; layers of a sliding window hold no more with length.
+        labelling_peak_gib: weights, and keys and values of `streams` of the longest traces, or of
+            as many as fit.
+        labelling_hours: all traces with their forced answers, over all GPUs.
+        labelling_disk_gib: the labels.
+        training_peak_gib: one optimiser step on the longest traces, on one GPU.
+        training_hours: all epochs with the trunk run anew, over all GPUs.
+        training_disk_gib: the trunk's states, with --cache-on-disk.
+        serving_kv_tokens: tokens of all rows that vLLM can hold on one GPU, base and policy.
+        notes: what may stand in the way.
+    """
+
+    base: str
+    parameters: int
+    tail_parameters: int
+    weights_gib: float
+    kv_bytes_per_token: int
+    labelling_peak_gib: float
+    labelling_hours: float
+    labelling_disk_gib: float
+    training_peak_gib: float
+    training_hours: float
+    training_disk_gib: float
+    serving_kv_tokens: int
+    notes: tuple[str, ...]
+
+
+def run_plan(
+    where: str, revision: str | None, work: Workload, console: Console, json_file: Path | None
+) -> bool:
+    """Plans and prints; whether labelling, training and serving each fit on a GPU.
+
+    Args:
+        where: a base, as a folder or Hub id; only its config.json is read.
+        revision: of the base.
+        work: what is planned for.
+        console: to print on.
+        json_file: where to write the plan and the workload, too.
+
+    Raises:
+        ValueError: no policy can be made for this base.
+        OSError: there is no such base.
+    """
+    plan = plan_for(AutoConfig.from_pretrained(where, revision=revision), work)
+    print_plan(plan, work, console)
+    if json_file is not None:
+        content = {**asdict(plan), "workload": asdict(work)}
+        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    peak = max(plan.labelling_peak_gib, plan.training_peak_gib)
+    return peak <= work.gpu_gib and plan.serving_kv_tokens >= work.max_tokens
+
+
+def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
+    """What a workload takes with a base.
+
+    Args:
+        config: the base's.
+        work: the workload.
+
+    Raises:
+        ValueError: no policy can be made for this base.
+    """
+    base = empty_base(config)
+    policy = StoppingPolicy.empty(base, work.num_policy_layers)
+    size = sum(p.numel() for p in base.parameters())
+    tail = sum(p.numel() for p in policy.parameters())
+    weights = _weight_bytes(base, config)
+    kv = _kv_bytes(base)
+    tail_kv = kv * work.num_policy_layers // len(decoder_layers(base))
+    tokens = work.traces * work.mean_tokens
+    answered = tokens * (1 + _FORCED_TOKENS / work.step_tokens)
+    free = _VLLM_SHARE * work.gpu_gib * GIB - weights - _HALF * tail - _VLLM_GRAPHS
+    peak = training_peak_bytes(base, policy, work)
+    fitting = max(1, int((_VLLM_SHARE * work.gpu_gib * GIB - weights) / (kv * work.max_tokens)))
+    streams = min(work.streams, fitting)
+    notes = _notes(base, config, peak, work)
+    if streams < work.streams:
+        notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
+    hidden_size = config.get_text_config().hidden_size
+    return Plan(
+        base=f"{type(base).__name__}, attention {base.config._attn_implementation}",
+        parameters=size,
+        tail_parameters=tail,
+        weights_gib=weights / GIB,
+        kv_bytes_per_token=kv,
+        labelling_peak_gib=(weights + streams * work.max_tokens * kv) / GIB,
+        labelling_hours=answered / work.label_tokens_per_second / work.gpus / 3600,
+        labelling_disk_gib=_LABEL_BYTES * answered / GIB,
+        training_peak_gib=peak / GIB,
+        training_hours=tokens
+        * work.epochs
+        * _training_operations(base, policy, work)
+        / (work.tflops * 1e12)
+        / work.gpus
+        / 3600,
+        training_disk_gib=tokens * hidden_size * _HALF / GIB,
+        serving_kv_tokens=max(0, int(free / (kv + tail_kv))),
+        notes=tuple(notes),
+    )
+
+
+def training_peak_bytes(base: PreTrainedModel, policy: StoppingPolicy, work: Workload) -> int:
+    """What one optimiser step holds at its peak, on one GPU, in bfloat16 under autocast.
+
+    The base unquantised in bfloat16; of the tail weights, gradients and AdamW's two moments in
+    float32, and the weights' copies in bfloat16; activations of one micro-batch. The last layer's
+    queries and MLP run at step ends only where the tail is a Llama's or Qwen2's. The weights that
+    a token meets, over the width H, stand for the widths of all projections of a layer. What
+    torch's allocator leaves unused comes on top.
+
+    Args:
+        base: without weights.
+        policy: without weights.
+        work: the workload.
+    """
+    size = sum(p.numel() for p in base.parameters())
+    tail = sum(p.numel() for p in policy.parameters())
+    fixed = _HALF * size + (4 * _FLOAT32 + _HALF) * tail
+    width = base.config.get_text_config().hidden_size
+    projections = _active_weights(decoder_layers(base)[-1], base) / width
+    whole = work.num_policy_layers
+    if base.config.model_type in ("llama", "qwen2"):
+        whole -= 1
+    tokens = max(work.max_tokens, work.micro_batch_tokens // work.max_tokens * work.max_tokens)
+    kept = whole * (_KEPT_BY_WEIGHT * projections + _KEPT_BY_WIDTH * width)
+    passing = _PASSING_BY_WEIGHT * projections
+    return int(fixed + tokens * (kept + passing) + _scores_bytes(base, work))
+
+
+def _scores_bytes(base: PreTrainedModel, work: Workload) -> int:
+    """Attention scores of one trace where no kernel avoids them: two copies in half precision."""
+    if base.config._attn_implementation != "eager":
+        return 0
+    return 2 * _HALF * int(base.config.get_text_config().num_attention_heads) * work.max_tokens**2
+
+
+def _active_weights(layer: torch.nn.Module, base: PreTrainedModel) -> int:
+    """Weights of a layer that a token meets: of a mixture's experts those that it is sent to."""
+    text = vars(base.config.get_text_config())
+    total = 0.0
+    for parameter in layer.parameters():
+        share = 1.0
+        if parameter.ndim == 3:  # (experts, in, out), as transformers stacks them
+            share = text["num_experts_per_tok"] / parameter.shape[0]
+        total += share * parameter.numel()
+    return int(total)
+
+
+def _training_operations(base: PreTrainedModel, policy: StoppingPolicy, work: Workload) -> float:
+    """Operations a token: two a weight in the frozen trunk, six in the tail, and attention.
+
+    Causal attention over S tokens takes 2 S a head's width for each token and layer.
+    """
+    text = base.config.get_text_config()
+    layers = decoder_layers(base)
+    n = work.num_policy_layers
+    trunk = sum(_active_weights(layer, base) for layer in layers[: len(layers) - n])
+    tail = sum(_active_weights(layer, base) for layer in policy.layers)
+    head_dim = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
+    attention = 2 * work.mean_tokens * text.num_attention_heads * head_dim
+    return 2.0 * trunk + 6.0 * tail + attention * (len(layers) - n + 3 * n)
+
+
+def _weight_bytes(base: PreTrainedModel, config: PreTrainedConfig) -> int:
+    """The checkpoint's weights: in bfloat16, experts of MXFP4 in four bits."""
+    quantised = vars(config).get("quantization_config") or {}
+    packed = dict(quantised).get("quant_method") == "mxfp4"
+    sizes = (p.numel() * (_MXFP4 if packed and p.ndim == 3 else _HALF) for p in base.parameters())
+    return int(sum(sizes))
+
+
+def _kv_bytes(base: PreTrainedModel) -> int:
+    """Keys and values of one token in half precision, of the layers whose cache grows."""
+    text = base.config.get_text_config()
+    layers = DynamicCache(config=text).layers
+    growing = sum(not isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
+    head_dim = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
+    return int(2 * _HALF * text.num_key_value_heads * head_dim * growing)
+
+
+def _notes(base: PreTrainedModel, config: PreTrainedConfig, peak: int, work: Workload) -> list[str]:
+    notes = []
+    if vars(config).get("quantization_config"):
+        notes.append("training is planned with unpacked (bfloat16) weights of the base")
+    if scores := _scores_bytes(base, work):
+        notes.append(
+            f"{type(base).__name__} has no sdpa attention: eager holds {scores / GIB:.0f} GiB of "
+            f"scores at least for a trace of {work.max_tokens:,} tokens; lower --max-tokens"
+        )
+    if peak > work.gpu_gib * GIB:
+        notes.append(
+            "training does not fit: --shard over several GPUs, --tuning lora or attention, or "
+            "lower --max-tokens"
+        )
+    return notes
+
+
+def print_plan(plan: Plan, work: Workload, console: Console) -> None:
+    """Prints a plan, and what it was made for."""
+    table = Table(title=f"{plan.base}: {plan.parameters / 1e9:.1f} B parameters")
+    for heading in ("", "memory of a GPU", "hours", "disk"):
+        table.add_column(heading)
+    table.add_row(
+        "labelling",
+        f"{plan.labelling_peak_gib:.1f} GiB",
+        f"{plan.labelling_hours:.0f}",
+        f"{plan.labelling_disk_gib:.1f} GiB",
+    )
+    table.add_row(
+        "training",
+        f"{plan.training_peak_gib:.1f} GiB",
+        f"{plan.training_hours:.0f}",
+        f"{plan.training_disk_gib:.0f} GiB (--cache-on-disk)",
+    )
+    table.add_row("serving", f"{plan.serving_kv_tokens:,} tokens of keys and values", "", "")
+    console.print(table)
+    console.print(
+        f"For {work.gpus} GPU(s) of {work.gpu_gib:g} GiB: {work.traces:,} traces of "
+        f"{work.mean_tokens:,} tokens (the longest {work.max_tokens:,}), a step every "
+        f"{work.step_tokens}; {work.streams} streams that write "
+        f"{work.label_tokens_per_second:,.0f} tokens/s together; {work.epochs} epochs at "
+        f"{work.tflops:g} TFLOP/s. The two speeds are assumptions: measure yours."
+    )
+    for note in plan.notes:
+        console.print(f"[yellow]•[/yellow] {note}")

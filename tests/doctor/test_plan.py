@@ -1,0 +1,87 @@
+"""`ospruner doctor plan` on three public configurations: no weights are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from modeling_ospruner.doctor.plan import GIB, Plan, Workload, plan_for
+from ospruner_cli import app
+
+BASES = Path(__file__).parents[1] / "bases"
+R1, GPT_OSS, QWEN3 = "r1-distill-qwen-7b", "gpt-oss-20b", "qwen3-30b-a3b"
+
+
+def plan_of(name: str, work: Workload = Workload()) -> Plan:  # noqa: B008 (frozen)
+    return plan_for(AutoConfig.from_pretrained(BASES / name), work)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)], env={"COLUMNS": "100"})
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "tail_millions", "kv_bytes", "weights_gb"),
+    [
+        # Keys and values: 2 x KV heads x head size x 2 bytes x layers that see the whole text.
+        (R1, 7.62, 466, 2 * 4 * 128 * 2 * 28, 15.2),
+        (GPT_OSS, 20.9, 1646, 2 * 8 * 64 * 2 * 12, 13.8),
+        (QWEN3, 30.5, 1246, 2 * 4 * 128 * 2 * 48, 61.1),
+    ],
+)
+def test_sizes_are_those_of_the_public_checkpoints(
+    name: str, billions: float, tail_millions: float, kv_bytes: int, weights_gb: float
+) -> None:
+    plan = plan_of(name)
+    assert plan.parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert plan.tail_parameters / 1e6 == pytest.approx(tail_millions, rel=5e-3)
+    assert plan.kv_bytes_per_token == kv_bytes
+    assert plan.weights_gib * GIB / 1e9 == pytest.approx(weights_gb, rel=0.01)
+
+
+def test_the_plan_follows_the_workload() -> None:
+    plan, work = plan_of(R1), Workload()
+    assert plan.labelling_hours == pytest.approx(40_000 * 5_000 * 1.8 / 2_500 / 3600)
+    twice = plan_of(R1, dataclasses.replace(work, gpus=2))
+    assert twice.training_hours == pytest.approx(plan.training_hours / 2)
+    short = plan_of(R1, dataclasses.replace(work, max_tokens=5_000, micro_batch_tokens=5_000))
+    assert short.training_peak_gib < plan.training_peak_gib - 2
+    # What vLLM leaves beside the weights, the policy and its graphs, over base and tail.
+    left = 0.9 * 80 * GIB - 2 * (plan.parameters + plan.tail_parameters) - 2 * GIB
+    assert plan.serving_kv_tokens == int(left / (57_344 * 30 / 28))
+    few = plan_of(QWEN3)
+    assert few.labelling_peak_gib <= 72
+    assert "labelling holds 11 of the longest traces at once" in " ".join(few.notes)
+
+
+def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 80, "--json", file)
+    assert code == 0, said
+    found = json.loads(file.read_text())
+    assert {"training_peak_gib", "labelling_peak_gib", "serving_kv_tokens"} <= found.keys()
+    assert f"{found['training_peak_gib']:.1f} GiB" in said
+    assert found["workload"]["gpu_gib"] == 80
+    code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 24)
+    assert (code, "training does not fit" in said) == (1, True)
+    code, said = run("plan", "--base", BASES / GPT_OSS)
+    assert code == 1
+    assert "unpacked" in said
+    assert "no sdpa attention" in said
+
+
+def test_a_plan_is_no_subject_and_other_words_are(tmp_path: Path) -> None:
+    code, said = run("--json", tmp_path / "report.json")
+    assert "python" in said
+    code, said = run(tmp_path / "nothing")
+    assert (code, "cannot reach" in said) == (1, True)
+    with pytest.raises(ValueError, match=r"gpu_gib is nan; it must be a finite number above 0"):
+        Workload(gpu_gib=float("nan"))
+    with pytest.raises(ValueError, match=r"max_tokens is 10, below mean_tokens \(5000\)"):
+        Workload(max_tokens=10)

@@ -1,0 +1,306 @@
+"""What training does on CUDA, shown on any machine: its attention, and its memory at 7B.
+
+The CPU then goes CUDA's ways. At full size the base is its configuration alone, and tensors have
+shapes but no storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from modeling_ospruner.common.progress import silent
+from modeling_ospruner.doctor.plan import Workload, training_peak_bytes
+from modeling_ospruner.loading_ospruner import empty_base
+from modeling_ospruner.policy_ospruner import StoppingPolicy, plain_text_config
+from ospruner.eval.schema import FEATURES
+from ospruner.train.flashthink import Verifier
+from ospruner.train.processes import Processes
+from ospruner.train.run import Run, RunFolder
+from ospruner.train.settings import Stage, TrainSettings
+from ospruner.train.tail import FusedAttention, TrainedPolicy
+from ospruner.train.trunk import LabelledTraces, micro_batches
+
+from .conftest import MakeLabels
+
+BASES = Path(__file__).parents[1] / "bases"
+STAGE = Stage("lam1e-4", 1e-4, 1)
+SETTINGS = TrainSettings(length_penalties=(1e-4,), precision="bfloat16", cache_limit_bytes=0)
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, and remembers the most.
+
+    As torch.distributed._tools.mem_tracker, whose hooks do not take a base without gradients.
+
+    Args:
+        tensors: those that are there already.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=weakref.ref)
+        for tensor in tensors:
+            self._take(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._take, out)
+        return out
+
+    def _take(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+class OnlyFused(TorchFunctionMode):
+    """Counts attention calls, and fails at one that CUDA serves by its math kernel alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            refuse_math(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def refuse_math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """Asks for what torch's kernels on CUDA ask for (sdp_utils.cpp), after autocast's casts."""
+    autocast = torch.is_autocast_enabled(query.device.type)
+    dtype = torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    grouped = query.shape[1] != key.shape[1]
+    assert grouped <= enable_gqa
+    if query.is_cuda:
+        tensors = (one.to(dtype) for one in (query, key, value))
+        asked = SDPAParams(*tensors, attn_mask, dropout_p, is_causal, enable_gqa)
+        assert can_use_flash_attention(asked) or can_use_efficient_attention(asked)
+    head = query.shape[-1]
+    same = head == key.shape[-1] == value.shape[-1]
+    flash = half and attn_mask is None and same and head <= 256
+    efficient = (
+        not grouped
+        and not enable_gqa
+        and head % (8 if half else 4) == 0
+        and not (is_causal and attn_mask is not None)
+    )
+    assert flash or efficient, (dtype, query.shape, key.shape, attn_mask is not None, enable_gqa)
+
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+}
+BASE_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", BASE_CONFIGS)
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+        ),
+    ],
+)
+def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
+    device: str,
+    kind: str,
+    precision: Literal["float32", "bfloat16"],
+    checkpointing: bool,
+    make_labels: MakeLabels,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    request: pytest.FixtureRequest,
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, **TINY, **BASE_CONFIGS[kind], vocab_size=len(tiny_tokenizer)
+    )
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device).eval()
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+    torch.nn.init.normal_(model.policy.head.weight)
+    traces = LabelledTraces.from_dataset(make_labels(6))
+    batch = traces.batch(np.arange(6))
+    settings = dataclasses.replace(
+        SETTINGS, precision=precision, gradient_checkpointing=checkpointing
+    )
+
+    def gradients() -> list[Tensor]:
+        model.policy.zero_grad(set_to_none=True)
+        trained = TrainedPolicy(model.policy, settings, Processes())
+        hidden = traces.states(model, batch.rows)
+        logits = trained(hidden, batch.positions.to(device))
+        (logits.sigmoid().cpu() * batch.mask).sum().backward()
+        trained_ones = (p.grad for p in model.policy.parameters() if p.grad is not None)
+        return [logits.detach(), *(gradient.clone() for gradient in trained_ones)]
+
+    found = gradients()  # as on this device
+    if device == "cpu":
+        if precision == "float32":
+            with OnlyFused(), pytest.raises(AssertionError, match=r"torch\.float32"):
+                gradients()
+        request.getfixturevalue("as_on_cuda")
+    attention = OnlyFused()
+    with attention:
+        again = gradients()
+    # Two layers of trunk and two of tail, of which those that are checkpointed run twice.
+    assert attention.calls >= 4
+    tolerance = 2e-5 if precision == "float32" else 0.05
+    for ours, theirs in zip(again, found, strict=True):
+        close = tolerance * float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, atol=close, rtol=tolerance)
+
+
+TOKENS, BATCH, STEPS = 15_000, 32, 300
+
+
+def long_traces(count: int) -> LabelledTraces:
+    """Traces of as many tokens and steps as R1's longest."""
+    ends = np.linspace(TOKENS // STEPS, TOKENS - 100, STEPS).astype(int).tolist()
+    right = [float(end > TOKENS / 2) for end in ends]
+    row = {
+        "prompt_ids": [0] * 100,
+        "trace_ids": [0] * (TOKENS - 100),
+        "step_ends": ends,
+        "forced_correct": right,
+        "matches_final": [value == 1.0 for value in right],
+        "forced_answer_tokens": [2] * STEPS,
+        "natural_answer_tokens": 2,
+        "ended": "natural",
+        "family": "",
+    }
+    blank = {name: None for name in FEATURES}
+    rows = [blank | row | {"problem_id": f"p{n}"} for n in range(count)]
+    return LabelledTraces.from_dataset(Dataset.from_list(rows, features=FEATURES))
+
+
+def base_and_policy(name: str, fake: FakeTensorMode, num_layers: int = 2) -> Verifier:
+    """A base in bfloat16 with a policy whose tail is in float32, as `new_policy` gives it."""
+    base = empty_base(AutoConfig.from_pretrained(BASES / name))
+    policy = StoppingPolicy.empty(base, num_layers)
+    policy.float()
+    policy.set_trainable("layers")
+    config = OSPrunerConfig(
+        text_config=plain_text_config(base.config), num_policy_layers=num_layers
+    )
+    with fake:
+        return Verifier(
+            base.to_empty(device="cpu"), policy.to_empty(device="cpu"), config, ("", None)
+        )
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any device, what is done on CUDA."""
+    for module in ("tail", "trunk"):
+        monkeypatch.setattr(
+            f"ospruner.train.{module}.fused_attention", lambda device: FusedAttention()
+        )
+    monkeypatch.setattr("ospruner.train.trunk.takes_packing", lambda base: False)
+
+
+def step_peak(settings: TrainSettings, out: Path, attention: OnlyFused) -> int:
+    """Bytes held at the peak of one optimiser step; base, weights and AdamW's state included."""
+    traces, rows = long_traces(BATCH), np.arange(BATCH)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = base_and_policy("r1-distill-qwen-7b", fake)
+    with fake, RunFolder(out, {}) as folder:
+        run = Run(model, traces, rows, traces, settings, folder, silent, Processes())
+        for parameter in model.policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        run.optimizer.step()  # has its state from now on
+        run.optimizer.zero_grad(set_to_none=True)
+        parts = micro_batches(traces.token_lengths, rows, settings.micro_batch_tokens)
+        states, batch = run.states_of(parts), traces.batch(rows)
+        state = [one for entry in run.optimizer.state.values() for one in entry.values()]
+        held = Held([*model.base.parameters(), *model.policy.parameters(), *state])
+        with held, attention:
+            after = []
+            for number, part in enumerate(parts[:3]):  # the others repeat the third
+                run._add_gradients(STAGE, number, part, batch, states(number))
+                after.append(held.now)
+            run.optimizer.step()
+        assert after[1] == after[2]
+        assert len(parts) == BATCH
+    return held.peak
+
+
+def test_a_step_on_32_traces_of_15_000_tokens_fits_one_gpu(
+    as_on_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # The loss looks at its mask's values, which these tensors do not have.
+    monkeypatch.setattr("ospruner.train.run.batch_loss", lambda method, logits, *_: logits.mean())
+    attention = OnlyFused()
+    peak = step_peak(SETTINGS, tmp_path / "run", attention)
+    print(f"{peak / 1e9:.1f} GB, {attention.calls} attention calls")
+    assert attention.calls == 3 * 28
+    base = empty_base(AutoConfig.from_pretrained(BASES / "r1-distill-qwen-7b"))
+    planned = training_peak_bytes(base, StoppingPolicy.empty(base, 2), Workload())
+    assert planned == pytest.approx(peak, rel=0.05)
+    assert peak < 60e9

@@ -1,0 +1,666 @@
+"""Hostile requests: each is refused in words or cut off, and good ones get what they got before.
+
+The same bodies go to a small app with our plug-in alone, and, slow, to `ospruner serve`, which is
+also sent what only a socket can send. Every draw has a fixed seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import re
+import socket
+import sys
+import time
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from fastapi.testclient import TestClient
+from pydantic import BaseModel
+
+from modeling_ospruner.configuration_ospruner import shown
+from modeling_ospruner.stopping_ospruner import StopRecord
+from modeling_ospruner.vllm_plugin.requests import ID, KEYS, ON, StopRequest
+from ospruner.train.toy.shipped import Reasoner
+
+from ..conftest import Fuzzed
+from ..server_process import free_port, running_server
+from .plugin_replay import make_policy, make_prompts
+from .test_server import ARGUMENTS, CPU, needs_vllm
+
+MARK = "h0stile"  # what no metric may hold
+MEGABYTE = 2**20
+LONGEST_REFUSAL = 20_000  # characters, whatever was sent
+ALL_KEYS = (ON, ID, *KEYS)
+GOOD = {"stop_policy": "true", "stop_seed": 5, "max_thinking_tokens": 4, "max_answer_tokens": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A body, and what becomes of it.
+
+    Attributes:
+        kind: under which it is counted.
+        body: what is sent.
+        says: what a refusal says among other things; all of it ours.
+        outcomes: those allowed.
+    """
+
+    kind: str
+    body: bytes
+    says: tuple[str, ...] = ()
+    outcomes: tuple[str, ...] = ("refused",)
+
+
+class Target(Protocol):
+    """Where cases are sent."""
+
+    def send(self, body: bytes) -> tuple[int, str]:
+        """Its status and text."""
+        ...
+
+    def ask(self) -> object:
+        """What a good request gets."""
+        ...
+
+
+def request(extra: object, **fields: Any) -> bytes:
+    """A request with these extra arguments; NaN and infinity as Python's JSON writes them."""
+    body: dict[str, Any] = {"model": "toy", "prompt": [1, 5, 6], "max_tokens": 4}
+    return json.dumps(body | {"vllm_xargs": extra} | fields).encode()
+
+
+VALUES: list[Any] = [
+    "", "x", "nan", "True", "0.5", "\0", "\x1b[31m", "é\u202e", "9" * 400, MARK * 2000,
+    math.nan, math.inf, -math.inf, -1, -(2**63), 2**64 - 1, 2, 1.5, -1e308, 1e308, 5e-324,
+    [], [1], ["x"], [math.nan], ["x" * 9999],
+]  # fmt: skip
+OF_OTHER_TYPES: list[Any] = [None, [None], {}, {"a": {"b": 1}}, [[1]], 10**30, -(10**30), [10**30]]
+
+
+def is_allowed(key: str, value: Any) -> bool:
+    """The documented values of each key, written down again (docs/serving.md)."""
+    whole = isinstance(value, int)
+    return {
+        "stop_policy": value in ("true", "false") or (value in (0, 1) and whole),
+        "stop_answer_sample": value in ("true", "false") or (value in (0, 1) and whole),
+        "stop_mode": value in ("sample", "threshold"),
+        "stop_answer": value in ("forced", "free"),
+        "stop_threshold": isinstance(value, int | float) and 0 <= value <= 1,
+        "stop_seed": whole,
+        "stop_sample_index": whole and value >= 0,
+        "min_thinking_tokens": whole and value >= 0,
+        "max_thinking_tokens": whole and value >= 1,
+        "max_answer_tokens": whole and value >= 1,
+        "stop_id": isinstance(value, str) and 1 <= len(value) <= 256 and value.isprintable(),
+    }[key]
+
+
+def wrong_types() -> Iterator[Case]:
+    """Each key with each value that it does not take."""
+    for key in ALL_KEYS:
+        for value in VALUES:
+            if not is_allowed(key, value):
+                number = isinstance(value, float) or type(value) is int
+                given = str(value) if number else shown(value)
+                says = (f"{key} is {given}", "it must ")
+                yield Case("wrong types", request({"stop_seed": 1} | {key: value}), says)
+        for value in OF_OTHER_TYPES:
+            if not (isinstance(value, int) and is_allowed(key, value)):
+                yield Case("wrong types of JSON", request({key: value}))
+    for whole in (MARK, 3, math.nan, [], [1], True, "{}"):
+        yield Case("wrong types of JSON", request(whole))
+
+
+def contradictions() -> Iterator[Case]:
+    """Keys that do nothing together, or where they stand."""
+    extra: dict[str, Any]
+    says: tuple[str, ...]
+    for extra, says in (
+        ({"stop_mode": "sample", "stop_threshold": 0.5}, ("threshold is 0.5", "leave one of")),
+        ({"stop_sample_index": 3}, ("stop_sample_index is 3", "Send both, or none")),
+        ({"min_thinking_tokens": 9, "max_thinking_tokens": 8}, ("is 8, below", "leave one out")),
+    ):
+        yield Case("contradictions", request(extra), says)
+    for key in ALL_KEYS:
+        beside = request({}, **{key: 1})
+        yield Case("keys beside vllm_xargs", beside, (f"['{key}']", "within 'vllm_xargs'"))
+        extra = {key: next(value for value in ("x", "free", "sample", 1) if is_allowed(key, value))}
+        extra = {"stop_seed": 1} | extra
+        says = ("use_beam_search is True", f"'{key}'", "leave one of them out")
+        yield Case("keys in a beam search", request(extra, use_beam_search=True), says)
+
+
+def names(drawn: random.Random) -> Iterator[Case]:
+    """Names that begin like ours, long ones, and thousands at once."""
+    near: list[str] = []
+    for key in ALL_KEYS:
+        near += [key.upper(), key.replace("_", "-"), key.replace("_", " "), f" {key}", f"{key}\0"]
+        near += [
+            f"{key}s",
+            f"{key}\u0301",
+            f"_{key}",
+            key.replace("_", ""),
+            key.replace("_", "."),
+            key[:-1],
+        ]
+        place = drawn.randrange(5 if key.startswith("stop") else key.rindex("_"), len(key))
+        near.append(key[:place] + drawn.choice("xqz") + key[place:])
+    for name in near:
+        says = (repr(name)[1:-1], "the policy's keys are ['stop_policy', ")
+        yield Case("names almost ours", request({name: 1}), says)
+    for many in (10, 5_000):
+        extra = {f"stop_{MARK}_{drawn.random()}": drawn.random() for _ in range(many)}
+        yield Case("many names like ours", request(extra), ("the policy's keys are",))
+        # Others' keys are others' business.
+        extra = {f"{MARK}_{drawn.random()}": drawn.random() for _ in range(many)}
+        yield Case("many other names", request(extra), outcomes=("answered",))
+    for length in (1_000, MEGABYTE):
+        yield Case("long names", request({"stop_" + MARK * length: 1}), ("the policy's keys are",))
+        yield Case("long names", request({MARK * length: 1}), outcomes=("answered",))
+
+
+def malformed(drawn: random.Random, count: int) -> Iterator[Case]:
+    """Good bodies cut or changed, and what is no JSON at all."""
+    good = request(GOOD)
+    for _ in range(count):
+        yield Case("cut JSON", good[: drawn.randrange(len(good))])
+        flipped = bytearray(good)
+        flipped[drawn.randrange(len(good))] ^= 1 << drawn.randrange(8)
+        yield Case("flipped JSON", bytes(flipped), outcomes=("refused", "answered"))
+        yield Case("random bytes", drawn.randbytes(drawn.randrange(1, 300)))
+    for other in (b"", b"\0", b"\xff\xfe", b"null", b"[]", b"3", b'""', b"NaN", b"{,}", b"{" * 99):
+        yield Case("no JSON object", other)
+    for text in ('{"stop_id": "\\ud800"}', '{"stop_\\udfff": 1}', '{"stop_mode": "\\udc80x"}'):
+        yield Case("lone surrogates", request({}).replace(b"{}", text.encode()))
+    others = request({}).replace(b"{}", b'{"\\udfff": 1}')
+    yield Case("lone surrogates", others, outcomes=("refused", "answered"))
+
+
+def nested() -> Iterator[Case]:
+    """Lists and objects in each other."""
+    for depth in (20, 900, 50_000):
+        for opened, closed in (("[", "]"), ('{"a":', "1}")):
+            value = (opened * depth + closed * depth).encode().replace(b":1}", b":1}")
+            for key in (b'{"stop_mode":%s}', b'{"h0stile":%s}', b"%s"):
+                body = request({}).replace(b"{}", key % value)
+                yield Case("nested deeply", body)
+
+
+def huge(megabytes: int) -> Iterator[Case]:
+    """Values, names and blanks of many megabytes."""
+    text = MARK * (megabytes * MEGABYTE // len(MARK))
+    for key in ALL_KEYS:
+        yield Case("huge bodies", request({key: text}), (f"{key} is ", "it must ", "characters)"))
+    yield Case("huge bodies", request({f"stop_{text}": 1}), ("the policy's keys are",))
+    numbers = [1] * (megabytes * MEGABYTE // 4)
+    yield Case("huge bodies", request({"stop_mode": numbers}), ("stop_mode is [1, 1, ", "it must "))
+    yield Case("huge bodies", request(GOOD) + b" " * len(text), outcomes=("answered",))
+    yield Case("huge bodies", text.encode())
+
+
+def attack(target: Target, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
+    """Sends the cases one by one, with a good request after each."""
+    before = target.ask()
+    wrong: list[str] = []
+    counts: dict[str, Counter[str]] = {}
+    for case in cases:
+        begun = f"{case.kind}: {case.body[:300]!r}"
+        status, text = target.send(case.body)
+        outcome = {2: "answered", 4: "refused"}.get(status // 100, f"status_{status}")
+        counts.setdefault(case.kind, Counter(cases=0))["cases"] += 1
+        counts[case.kind][outcome] += 1
+        if outcome not in case.outcomes:
+            wrong.append(f"{begun} got {status} {text[:300]}")
+        elif outcome == "refused":
+            said = json.loads(text)
+            error = said.get("error", said.get("detail"))
+            message = error["message"] if isinstance(error, dict) else str(error)
+            wrong += [
+                f"{begun} got no {s!r} in {text[:600]}" for s in case.says if s not in message
+            ]
+            if len(text) > LONGEST_REFUSAL:
+                wrong.append(f"{begun} got {len(text)} characters")
+        if target.ask() != before:
+            wrong.append(f"after {begun} a good request gets something else")
+    for kind, counted in counts.items():
+        fuzzed(f"hostile requests to {type(target).__name__}, {kind}", **counted)
+    assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
+
+
+class Body(BaseModel):
+    """What of a request's types vLLM checks before we see it."""
+
+    prompt: list[int]
+    max_tokens: int = 16
+    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
+
+
+class SmallApp:
+    """Our plug-in on an app whose one route reads a request's keys as vLLM's does."""
+
+    def __init__(self) -> None:
+        monitoring = pytest.importorskip("modeling_ospruner.vllm_plugin.monitoring")
+        app = FastAPI()
+
+        @app.exception_handler(ValueError)
+        async def refused(request: object, error: ValueError) -> JSONResponse:
+            return JSONResponse({"error": str(error)}, 400)
+
+        @app.post("/v1/completions")
+        async def complete(body: Body) -> dict[str, str]:
+            return {"settings": repr(StopRequest(body.vllm_xargs).settings(StopRequest(None)))}
+
+        routes = monitoring.StopRoutes()
+        routes.attach_router(app)
+        app.router.routes.reverse()  # vLLM lets a plug-in's routes take the place of its own
+        self.asked: list[str] = []
+        asyncio.run(routes.init_state(self, app.state, None))
+        self.client = TestClient(app, raise_server_exceptions=False)
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, Any] | None]:
+        """What a worker of vLLM would say: of "known" and the like."""
+        assert method == "ospruner_record"
+        self.asked.append(args[0])
+        record = StopRecord(probabilities=[math.nan, 0.5])
+        return [vars(record) if args[0].startswith("known") else None]
+
+    def send(self, body: bytes) -> tuple[int, str]:
+        """Posts it."""
+        headers = {"Content-Type": "application/json"}
+        reply = self.client.post("/v1/completions", content=body, headers=headers)
+        return reply.status_code, reply.text
+
+    def ask(self) -> object:
+        """The settings of a good request."""
+        status, text = self.send(request(GOOD))
+        assert status == 200
+        return text
+
+
+@pytest.fixture(scope="module")
+def small_app() -> SmallApp:
+    return SmallApp()
+
+
+def test_hostile_bodies_to_the_plug_in_alone(small_app: SmallApp, fuzzed: Fuzzed) -> None:
+    drawn = random.Random(0)
+    for cases in (wrong_types(), contradictions(), names(drawn), malformed(drawn, 40), nested()):
+        attack(small_app, cases, fuzzed)
+    attack(small_app, huge(1), fuzzed)
+
+
+IDS = (
+    "no",
+    "\0",
+    "a/b",
+    "../..",
+    "a\nb",
+    "é\u202e",
+    "é 7",
+    MARK * 1000,
+    "?",
+    "#",
+    " ",
+    ".",
+    "\x1b",
+)
+
+
+def test_hostile_names_to_the_route(small_app: SmallApp, fuzzed: Fuzzed) -> None:
+    root = "http://testserver/ospruner/stops"
+    for name in IDS:
+        quoted = urllib.parse.quote(name, safe="")
+        if name.isprintable():  # others are refused as names
+            reply = small_app.client.get(f"{root}/known{quoted}")
+            assert reply.json()["probabilities"] == [None, 0.5], name
+            assert small_app.asked[-1] == f"known{name}"
+        reply = small_app.client.get(f"{root}/x{quoted}")
+        assert reply.status_code == 404
+        if name.isprintable():
+            assert f"no request had the stop_id {shown('x' + name)}" in reply.json()["detail"]
+    methods = ("POST", "PUT", "DELETE", "PATCH", MARK.upper())
+    for method in methods:
+        assert small_app.client.request(method, f"{root}/known").status_code == 405
+    fuzzed("hostile requests to SmallApp, names of records", cases=len(IDS) + len(methods))
+
+
+def test_counters_have_no_labels_of_a_request() -> None:
+    monitoring = pytest.importorskip("modeling_ospruner.vllm_plugin.monitoring")
+    prometheus = pytest.importorskip("prometheus_client")
+    for reason in ("policy", "budget", "natural"):
+        for control in (False, True):
+            for _ in range(50):
+                monitoring.count(StopRecord(reason=reason, thinking_tokens=3), control)
+    told = prometheus.generate_latest().decode()
+    series = re.findall(r"^ospruner_thinking_ended_total\{(.*?)\}", told, re.MULTILINE)
+    groups, reasons = ("policy", "control"), ("policy", "budget", "natural")
+    assert sorted(series) == sorted(f'group="{g}",reason="{r}"' for g in groups for r in reasons)
+
+
+def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
+    """An engine reads each request again, over the server's defaults: an error there ends it."""
+    drawn = random.Random(0)
+    accepted = refused = nameless = 0
+    likely: list[Any] = [0, 1, 2, 50, 0.5, "true", "false", "sample", "threshold", "forced", "free"]
+
+    def draw(server: bool) -> StopRequest:
+        nonlocal accepted, refused, nameless
+        while True:
+            keys = drawn.sample(ALL_KEYS, drawn.randrange(1, 5))
+            extra = {key: drawn.choice(likely if drawn.random() < 0.9 else VALUES) for key in keys}
+            try:
+                made = StopRequest(extra, server=server)
+            except ValueError as error:
+                refused += 1
+                nameless += not str(error).startswith("vllm_xargs: ")
+                continue
+            accepted += 1
+            return made
+
+    for _ in range(500):
+        asked, defaults = draw(server=False), draw(server=True)
+        settings = asked.settings(defaults)
+        on = defaults.on if asked.on is None else asked.on
+        assert (settings is not None) == bool(on)
+        for name, value in asked.fields.items():
+            assert settings is None or vars(settings)[name] == value
+    fuzzed("random keys", accepted=accepted, refused=refused)
+    assert not nameless
+
+
+class Server:
+    """`ospruner serve`, spoken to by sockets."""
+
+    def __init__(self, url: str, log: Path, prompt: list[int]) -> None:
+        self.address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        self.log = log
+        self.prompt = prompt
+
+    def raw(self, pieces: Iterable[bytes], seconds: float = 0.0) -> tuple[int, str]:
+        """What it answers to bytes, sent with pauses; status 0 where it only closes."""
+        told = b""
+        with closing(self.connected()) as connection:
+            try:
+                for piece in pieces:
+                    connection.sendall(piece)
+                    time.sleep(seconds)
+                while part := connection.recv(MEGABYTE):
+                    told += part
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # it has closed: of what it said before that, all counts
+        head, _, text = told.partition(b"\r\n\r\n")
+        return int(head.split()[1]) if head else 0, text.decode()
+
+    def connected(self) -> socket.socket:
+        """A connection on which it must say something within minutes."""
+        return socket.create_connection(self.address, timeout=300)
+
+    def send(self, body: bytes) -> tuple[int, str]:
+        """Posts it."""
+        return self.raw([posted(body), body])
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Gets it."""
+        return self.raw([f"GET {path} HTTP/1.1\r\n{CLOSE}\r\n".encode()])
+
+    def ask(self) -> object:
+        """The tokens of a request that the policy stops."""
+        status, text = self.send(self.good())
+        assert status == 200, text
+        return json.loads(text)["choices"][0]["token_ids"]
+
+    def good(self) -> bytes:
+        """That request."""
+        wanted = {"temperature": 0, "max_tokens": 40, "return_token_ids": True}
+        return request(GOOD, prompt=self.prompt, **wanted)
+
+    def running(self) -> float:
+        """The requests that its engine works on."""
+        lines = self.get("/metrics")[1].splitlines()
+        kinds = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(kinds))
+
+
+CLOSE = "Host: x\r\nConnection: close\r\n"
+
+
+def posted(body: bytes, *headers: str) -> bytes:
+    """The head of a request with this body."""
+    lines = [*headers, "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    head = "".join(f"{one}\r\n" for one in lines)
+    return f"POST /v1/completions HTTP/1.1\r\n{CLOSE}{head}\r\n".encode("latin-1")
+
+
+@pytest.fixture(scope="module")
+def server(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(reasoner, folder)
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder), "--opt-in"]
+    command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
+    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    log: Path = tmp_path_factory.mktemp("vllm") / "server.log"
+    with running_server(command, url, CPU, log):
+        yield Server(url, log, make_prompts(reasoner, 1)[0])
+
+
+def of_vllm_too() -> Iterator[Case]:
+    """What contradicts the policy among vLLM's own settings."""
+    for extra, fields, says in (
+        ({"stop_seed": 1}, {"n": 2}, "stop_seed is 1 and n is 2"),
+        ({"stop_policy": 1}, {"thinking_token_budget": 5}, "thinking_token_budget exclude each"),
+        ({"stop_policy": 1}, {"structured_outputs": {"regex": "a"}}, "structured outputs exclude"),
+        ({"stop_policy": 1}, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"stop_policy": 1}, {"prompt": [10**6]}, ""),
+        ({"stop_policy": 1}, {"prompt": []}, ""),
+        ({"stop_policy": 1}, {"prompt": [1] * 5000}, ""),
+        ({"stop_policy": 1}, {"n": 10**9}, ""),
+        ({"stop_policy": 1}, {"max_tokens": -1}, ""),
+        ({"stop_policy": 1}, {"logit_bias": {"1000000": 1}}, ""),
+    ):
+        yield Case("vLLM's own settings", request(extra, **fields), (says,))
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["types", "contradictions", "names", "malformed", "nested", "huge", "vllm"]
+)
+def test_hostile_bodies_to_the_server(kind: str, server: Server, fuzzed: Fuzzed) -> None:
+    drawn = random.Random(1)
+    cases = {
+        "types": wrong_types(),
+        "contradictions": contradictions(),
+        "names": names(drawn),
+        "malformed": malformed(drawn, 60),
+        "nested": nested(),
+        "huge": huge(30),
+        "vllm": of_vllm_too(),
+    }
+    attack(server, cases[kind], fuzzed)
+
+
+def head_games(drawn: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Requests whose heads or framing are wrong or enormous, each by a name."""
+    good = request(GOOD)
+    line = b"POST /v1/completions HTTP/1.1\r\n" + CLOSE.encode()
+    kind = b"Content-Type: application/json\r\n"
+    chunked = line + kind + b"Transfer-Encoding: chunked\r\n\r\n"
+    for size in (10_000, MEGABYTE):
+        yield "header of many bytes", posted(good, f"X-{MARK}: " + "a" * size) + good
+        yield "target of many bytes", b"GET /" + b"a" * size + b" HTTP/1.1\r\n\r\n"
+        name = f"X-{MARK}" + "a" * size
+        yield "header name of many bytes", posted(good, f"{name}: a") + good
+    for count in (300, 30_000):
+        yield "many headers", posted(good, *(f"X-{MARK}-{n}: a" for n in range(count))) + good
+    for length in ("-1", "1e3", "0x10", "", "9" * 30, str(len(good) - 1), "٣", "5, 6", "+5"):
+        yield "wrong length", line + kind + f"Content-Length: {length}\r\n\r\n".encode() + good
+    for other in (len(good), len(good) + 5, 0):
+        yield "two lengths", posted(good, f"Content-Length: {other}") + good
+    yield "length and chunks", posted(good, "Transfer-Encoding: chunked") + good
+    for coding in ("gzip, chunked", "chunked, chunked", "x", "xchunked", "identity"):
+        yield "wrong coding", posted(good, f"Transfer-Encoding: {coding}") + good
+    for begin in (b"zz", b"-1", b"F" * 30, b"", b"5;" + b"x" * 99_999, b"0x5", b"\0"):
+        yield "wrong chunk", chunked + begin + b"\r\n" + good + b"\r\n0\r\n\r\n"
+    yield "chunks cut", chunked + b"5\r\nab"
+    yield "trailers", chunked + b"0\r\n" + b"A: b\r\n" * 9_999 + b"\r\n"
+    types: tuple[str, ...] = (
+        "text/plain",
+        "",
+        "application/jsonx",
+        "multipart/form-data; boundary=x",
+        "\xff",
+        "*/*",
+    )
+    types += ("application/x-www-form-urlencoded", "a" * 9_999, "application/json/json")
+    for one in types:
+        head = line + f"Content-Type: {one}\r\nContent-Length: {len(good)}\r\n\r\n".encode(
+            "latin-1"
+        )
+        yield "wrong type", head + good
+    for first in (
+        "POST /v1/completions HTTP/9.9",
+        "POST",
+        "",
+        " ",
+        "\0",
+        f"{MARK.upper()} / HTTP/1.1",
+    ):
+        yield "wrong first line", f"{first}\r\n{CLOSE}\r\n".encode()
+    for name in ("a b: c", "a\0: c", ": c", "a", "\u00e9: a", "a: \0", "a: b\r c"):
+        yield "wrong header", f"GET /health HTTP/1.1\r\n{CLOSE}{name}\r\n\r\n".encode()
+    for _ in range(30):
+        yield "random bytes", drawn.randbytes(drawn.randrange(1, 2_000)) + b"\r\n\r\n"
+        flipped = bytearray(posted(good) + good)
+        flipped[drawn.randrange(len(flipped) - len(good))] ^= 1 << drawn.randrange(8)
+        yield "flipped head", bytes(flipped)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_hostile_heads_to_the_server(server: Server, fuzzed: Fuzzed) -> None:
+    before = server.ask()
+    counts: dict[str, Counter[str]] = {}
+    wrong: list[str] = []
+    for kind, sent in head_games(random.Random(2)):
+        with closing(server.connected()) as connection:
+            told = b""
+            try:
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)  # it may be waiting for more
+                while part := connection.recv(MEGABYTE):
+                    told += part
+            except TimeoutError:
+                wrong.append(f"{kind}: {sent[:200]!r} is not answered")
+            except OSError:
+                pass  # it has closed
+        status = int(told.split()[1]) if told else 0
+        outcome = {0: "closed", 2: "answered", 4: "refused"}.get(status // 100, f"status_{status}")
+        counts.setdefault(kind, Counter(cases=0))["cases"] += 1
+        counts[kind][outcome] += 1
+        if outcome.startswith("status") or len(told) > LONGEST_REFUSAL:
+            wrong.append(f"{kind}: {sent[:200]!r} got {told[:300]!r}")
+        if server.ask() != before:
+            wrong.append(f"after {kind}: {sent[:200]!r} a good request gets something else")
+    for kind, counted in counts.items():
+        fuzzed(f"hostile requests to Server, {kind}", **counted)
+    assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:20])
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_slow_and_vanishing_clients(server: Server, fuzzed: Fuzzed) -> None:
+    before, drawn = server.ask(), random.Random(3)
+    body = server.good()
+    whole = posted(body) + body
+    waiting = [server.connected() for _ in range(100)]
+    for connection in waiting:  # each stops somewhere in its request
+        connection.sendall(whole[: drawn.randrange(1, len(whole) - 1)])
+    assert server.ask() == before
+    for connection in waiting[::2]:
+        connection.close()
+    assert server.ask() == before
+    status, text = server.raw((whole[n : n + 7] for n in range(0, len(whole), 7)), 0.05)
+    assert status == 200
+    assert json.loads(text)["choices"][0]["token_ids"] == before
+    for connection in waiting[1::2]:
+        connection.close()
+
+    long = request(
+        {"stop_policy": 1, "min_thinking_tokens": 900}, prompt=server.prompt, max_tokens=900
+    )
+    stream = long.replace(b'"max_tokens"', b'"stream": true, "ignore_eos": true, "max_tokens"')
+    dropped = 0
+    for sent in [long, stream] * 15:
+        with closing(server.connected()) as connection:
+            connection.sendall(posted(sent) + sent)
+            if sent is stream:  # in the middle of it
+                for _ in range(drawn.randrange(1, 9)):
+                    assert connection.recv(400)
+            else:
+                time.sleep(drawn.random() / 5)
+        dropped += 1
+        assert server.ask() == before
+    deaf = [server.connected() for _ in range(10)]
+    for connection in deaf:  # they ask for a stream, and never read it
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        connection.sendall(posted(stream) + stream)
+    assert server.ask() == before
+    for connection in deaf:
+        connection.close()
+    end = time.monotonic() + 120
+    while server.running() and time.monotonic() < end:
+        time.sleep(0.5)
+    assert server.running() == 0  # the engine has let go of them all
+    fuzzed("hostile clients of Server", slow=101, dropped=dropped, never_reading=len(deaf))
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_hostile_names_to_the_server_s_route(server: Server, fuzzed: Fuzzed) -> None:
+    asked = 0
+    for name in [*IDS, "%00", "%2F", "%"]:
+        quoted = urllib.parse.quote(name, safe="")
+        if name.isprintable() and len(name) < 200:
+            status, text = server.send(request({"stop_policy": 1, ID: f"known{name}"}))
+            assert status == 200, text
+            status, text = server.get(f"/ospruner/stops/known{quoted}")
+            assert status == 200, (name, text)
+            assert json.loads(text)["thinking_tokens"] > 0
+        status, text = server.get(f"/ospruner/stops/{MARK}{quoted}")
+        assert status == 404, (name, text)
+        assert len(text) < LONGEST_REFUSAL
+        asked += 1
+    for raw in ("%ff", "%", "%zz", "..%2f..", "a?b=c", "%E2%80"):
+        assert server.get(f"/ospruner/stops/{raw}")[0] == 404
+        asked += 1
+    fuzzed("hostile requests to Server, names of records", cases=asked)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_no_metric_holds_what_was_sent(server: Server) -> None:
+    """Runs after the others, whose names it looks for."""
+    for _ in range(20):
+        server.get(f"/{MARK}")
+        server.send(request({f"stop_{MARK}": 1}, model=MARK))
+    status, told = server.get("/metrics")
+    assert status == 200
+    assert MARK not in told.lower()
+    series = [one for one in told.splitlines() if one.startswith("ospruner_thinking_ended_total{")]
+    allowed = r'\{group="(policy|control)",reason="(policy|budget|natural)"\}'
+    assert series
+    assert all(re.search(allowed, one) for one in series), series
+    traces = server.log.read_text("utf-8", "replace").count("Traceback")
+    print(f"{traces} tracebacks in the server's log")
