@@ -503,12 +503,67 @@ def labels_regrade(
     print_regrade(changes, console, json_file)
 
 
+@app.command("calibrate")
+def calibrate_command(
+    policy: Annotated[
+        str, typer.Argument(help="A policy's folder; or a rule's family, such as entropy.")
+    ],
+    labels: Annotated[
+        str, typer.Option(help="Labels that the policy was neither trained nor chosen on.")
+    ],
+    max_loss: Annotated[float, typer.Option(help="Accuracy that may be lost, such as 0.02.")],
+    confidence: Annotated[float, typer.Option(help="How surely not more is lost.")] = 0.95,
+    values: Annotated[
+        str | None,
+        typer.Option(help="Thresholds, or a rule's parameters, from careful to bold: .9,.8,.7"),
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="Other labels, from which the losses' variance is guessed.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base, if it is no longer where the labels say.")
+    ] = None,
+    device: Device = None,
+    seed: Annotated[int, typer.Option(help="Seed of the order of problems.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Promise that stopping loses at most so much accuracy, and store the promise in the policy."""
+    import json
+    from dataclasses import asdict
+
+    from modeling_ospruner.common.durable import replace_file
+    from modeling_ospruner.common.progress import PhaseBars
+    from ospruner.eval.rules import FAMILIES
+    from ospruner.train.promise import THRESHOLDS, calibrate_policy, calibrate_rule
+
+    tried = tuple(_number(text) for text in values.split(",")) if values else None
+    if policy in FAMILIES and not Path(policy).is_dir():
+        if tried is None:
+            raise typer.BadParameter(f"{policy} is a rule: give its --values, careful to bold.")
+        found = calibrate_rule(policy, tried, labels, max_loss, confidence, seed=seed)
+    else:
+        with PhaseBars(console, "calibrate") as bars:
+            found = calibrate_policy(
+                policy, labels, max_loss, confidence, thresholds=tried or THRESHOLDS,
+                validation=validation, base=base, device=device, seed=seed, progress=bars,
+            )  # fmt: skip
+    console.print(found.told(max_loss, confidence), highlight=False)
+    if json_file is not None:
+        facts = {"max_loss": max_loss, "confidence": confidence, "seed": seed, **asdict(found)}
+        replace_file(json_file, (json.dumps(facts) + "\n").encode())
+    if found.value is None:
+        raise typer.Exit(1)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
     policy: Annotated[str, typer.Argument(help="A policy, as a folder or Hub id.")],
     mode: Annotated[str | None, typer.Option(help="sample or threshold.")] = None,
     threshold: Annotated[float | None, typer.Option(help="For mode threshold, in [0, 1].")] = None,
+    max_loss: Annotated[
+        float | None, typer.Option(help="What `ospruner calibrate` promised, such as 0.02.")
+    ] = None,
     answer: Annotated[str | None, typer.Option(help="forced or free.")] = None,
     min_thinking_tokens: Annotated[
         int | None, typer.Option(help="No stop before so many tokens.")
@@ -532,6 +587,7 @@ def serve(
     given = {
         "stop_mode": mode,
         "stop_threshold": threshold,
+        "stop_max_loss": max_loss,
         "stop_answer": answer,
         "min_thinking_tokens": min_thinking_tokens,
         "max_thinking_tokens": max_thinking_tokens,
@@ -898,6 +954,13 @@ def verify(
 
     if not commands.verify(repo, revision, console):
         raise typer.Exit(1)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"--values: {text!r} is no number; write .9,.8,.7") from None
 
 
 def _bytes(gib: float) -> int:

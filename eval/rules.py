@@ -30,7 +30,7 @@ from .grading.boxed import equal
 from .replay import Outcome, replay_at, replay_budget, replay_step
 from .table import TraceTable
 
-__all__ = ["AtStep", "NamedRule", "parse_rule", "replay_rule"]
+__all__ = ["FAMILIES", "AtStep", "NamedRule", "parse_rule", "replay_rule"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _same_answer(one: str, other: str) -> bool:
     return bool(equal(one, other))
 
 
-_FAMILIES: dict[str, tuple[str, str, Callable[[float], StopRule], bool]] = {
+FAMILIES: dict[str, tuple[str, str, Callable[[float], StopRule], bool]] = {
     "budget": ("fixed budget", "tokens", lambda x: Budget(int(x)), True),
     "step": ("fixed step", "step", lambda x: AtStep(int(x)), True),
     "entropy": ("answer entropy", "nats", lambda x: AnswerEntropy(x), False),
@@ -120,9 +120,9 @@ def parse_rule(text: str) -> NamedRule:
     """
     name, colon, number = text.partition(":")
     examples = "budget:200, step:5, entropy:0.4, confidence:0.95, deer:0.95, agreement:3"
-    if name not in _FAMILIES or not colon:
+    if name not in FAMILIES or not colon:
         raise ValueError(f"rule {text!r} is not known; rules are written as {examples}")
-    method, parameter_name, make, whole = _FAMILIES[name]
+    method, parameter_name, make, whole = FAMILIES[name]
     try:
         value = float(number)
     except ValueError:

@@ -24,6 +24,17 @@ TUNINGS = ("layers", "attention", "lora", "head")
 METHODS = ("os-pruner", "probe", "convergence", "flashthink")
 MODES = ("sample", "threshold")
 
+CALIBRATION_FIELDS = {
+    "max_loss": "of accuracy against the full trace, as a share, that the promise allows",
+    "confidence": "how surely it is kept, on problems like those of the calibration",
+    "threshold": "the stop probability at which mode 'threshold' keeps it",
+    "loss": "mean loss over the calibration's problems",
+    "tokens_saved": "share of their full traces' thinking tokens",
+    "problems": "how many there were",
+    "test": "'exact' or 'betting'",
+    "data_hash": "of their labels",
+}
+
 # What transformers itself writes into a configuration file, or passes beside the fields.
 _TRANSFORMERS_KEYS = {
     "_attn_implementation_internal",
@@ -74,6 +85,8 @@ class OSPrunerConfig(PreTrainedConfig):
         default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
         default_threshold: the stop probability at which mode "threshold" stops.
         reasoning_format: the literals of `ReasoningFormat`.
+        calibrations: what `ospruner calibrate` promised, one object a promise with the fields of
+            `CALIBRATION_FIELDS`; None for none.
         ospruner_version: of the package that saved the configuration; None before 0.1.0.
     """
 
@@ -93,6 +106,7 @@ class OSPrunerConfig(PreTrainedConfig):
     default_mode: str = "sample"
     default_threshold: float = 0.5
     reasoning_format: dict[str, str] | None = None
+    calibrations: list[dict[str, Any]] | None = None
     ospruner_version: str | None = None
     tie_word_embeddings: bool = False
 
@@ -176,6 +190,32 @@ class OSPrunerConfig(PreTrainedConfig):
             if not (value is None or isinstance(value, kind)):
                 words = f"it must be a {kind.__name__}, or None"
                 raise TypeError(f"{owner}: {name} is {shown(value)}; {words}")
+        check_calibrations(owner, self.calibrations)
+
+
+def check_calibrations(owner: str, calibrations: object) -> None:
+    """Checks a configuration's `calibrations`.
+
+    Raises:
+        TypeError: it is no list of objects, or a number in one is none.
+        ValueError: an object has other fields, or a number lies outside its range.
+    """
+    if calibrations is None:
+        return
+    if not isinstance(calibrations, list):
+        raise TypeError(
+            f"{owner}: calibrations is {shown(calibrations)}; it must be a list, or None"
+        )
+    for one in calibrations:
+        if not isinstance(one, dict) or set(one) != set(CALIBRATION_FIELDS):
+            raise ValueError(
+                f"{owner}: calibrations holds {shown(one)}; each must have the fields "
+                f"{', '.join(CALIBRATION_FIELDS)}: make it again with `ospruner calibrate`"
+            )
+        for name in ("max_loss", "confidence", "threshold", "tokens_saved"):
+            check_number(f"{owner}: calibrations", name, one[name], 0, 1)
+        check_number(f"{owner}: calibrations", "loss", abs(one["loss"]), 0, 1)
+        check_integer(f"{owner}: calibrations", "problems", one["problems"], 1)
 
 
 def _base_config(base_type: str, literals: dict[str, Any]) -> PreTrainedConfig:

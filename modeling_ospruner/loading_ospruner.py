@@ -550,7 +550,10 @@ def generate_on(
         return type(model).generate(model, **arguments)
     asked = StopPolicyConfig.of(stop_policy)
     loaded = _loaded(base, repository, hub)
-    settings = asked.with_defaults(loaded.config.default_mode, loaded.config.default_threshold)
+    config = loaded.config
+    settings = asked.with_defaults(
+        config.default_mode, config.default_threshold, config.calibrations
+    )
     inputs = arguments.pop("inputs", None)
     arguments.setdefault("tokenizer", loaded.tokenizer)
     output, records = generate_pruned(

@@ -641,7 +641,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             base: Any = self.base
             return base.generate(inputs, **kwargs)
         settings = StopPolicyConfig.of(stop_policy).with_defaults(
-            self.config.default_mode, self.config.default_threshold
+            self.config.default_mode, self.config.default_threshold, self.config.calibrations
         )
         kwargs.setdefault("tokenizer", self.tokenizer)
         self.policy.step_stride = self.config.step_stride

@@ -32,6 +32,9 @@ class StopPolicyConfig:
         mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
             threshold. None: "threshold" where one is given, else the policy's default.
         threshold: in [0, 1], of mode "threshold". None: the policy's default.
+        max_loss: stop as boldly as a calibration of the policy (`ospruner calibrate`) promised to
+            lose no more accuracy than this against the full trace, as a share; it gives mode and
+            threshold. None: no promise.
         seed: of the draws in mode "sample"; without a meaning elsewhere.
         first_sample_index: the index of the call's first row, for runs over several calls, of
             which the draws of mode "sample" depend. Rows
@@ -52,6 +55,7 @@ class StopPolicyConfig:
 
     mode: Literal["sample", "threshold"] | None = None
     threshold: float | None = None
+    max_loss: float | None = None
     seed: int = 0
     first_sample_index: int = 0
     min_thinking_tokens: int = 0
@@ -75,6 +79,7 @@ class StopPolicyConfig:
                 )
             if self.rule is None:
                 object.__setattr__(self, "mode", "threshold")  # what a threshold alone means
+        self._check_max_loss()
         check_integer(_OWNER, "seed", self.seed)
         check_integer(_OWNER, "first_sample_index", self.first_sample_index, 0)
         check_integer(_OWNER, "min_thinking_tokens", self.min_thinking_tokens, 0)
@@ -91,6 +96,26 @@ class StopPolicyConfig:
             )
         self._check_rule()
 
+    def _check_max_loss(self) -> None:
+        if self.max_loss is None:
+            return
+        check_number(_OWNER, "max_loss", self.max_loss, 0, 1, open_low=True)
+        unpromised = {
+            "mode": self.mode is not None,
+            "threshold": self.threshold is not None,
+            "rule": self.rule is not None,
+            "min_thinking_tokens": self.min_thinking_tokens > 0,
+            "max_thinking_tokens": self.max_thinking_tokens is not None,
+            "answer": self.answer != "forced",
+            "answer_do_sample": self.answer_do_sample,
+        }
+        if given := [name for name, is_given in unpromised.items() if is_given]:
+            raise ValueError(
+                f"{_OWNER}: max_loss is {self.max_loss}, and so is {' and '.join(given)} given: "
+                "what was promised holds for the calibration's threshold and greedy forced "
+                "answers alone; leave one of them out"
+            )
+
     def _check_rule(self) -> None:
         if self.rule is None:
             return
@@ -104,13 +129,37 @@ class StopPolicyConfig:
                 f"{type(self.rule).__name__} takes its place; leave them out, or the rule"
             )
 
-    def with_defaults(self, mode: str, threshold: float) -> StopPolicyConfig:
+    def with_defaults(
+        self,
+        mode: str,
+        threshold: float,
+        calibrations: Sequence[Mapping[str, Any]] | None = None,
+    ) -> StopPolicyConfig:
         """These settings, with a policy's own mode and threshold where none is given.
 
         With another rule they are as they are.
+
+        Args:
+            mode: the policy's default.
+            threshold: the policy's default.
+            calibrations: of the policy's configuration; `max_loss` takes the boldest that fits.
+
+        Raises:
+            ValueError: `max_loss` is given, and no calibration promises as little.
         """
         if self.rule is not None:
             return self
+        if self.max_loss is not None:
+            kept = [one for one in calibrations or () if one["max_loss"] <= self.max_loss]
+            if not kept:
+                known = sorted(one["max_loss"] for one in calibrations or ())
+                raise ValueError(
+                    f"{_OWNER}: max_loss is {self.max_loss}, but the policy promises "
+                    f"{f'{known} only' if known else 'nothing'}: make the promise with `ospruner "
+                    f"calibrate POLICY --labels DIR --max-loss {self.max_loss:g}`"
+                )
+            boldest = max(kept, key=lambda one: (one["max_loss"], one["confidence"]))
+            return replace(self, max_loss=None, mode="threshold", threshold=boldest["threshold"])
         chosen = self.mode or mode
         if chosen == "threshold" and self.threshold is not None:
             threshold = self.threshold

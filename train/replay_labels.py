@@ -37,7 +37,7 @@ from .fresh import predict
 from .from_labels import Labels, forced_base, load_labelled_base, load_labels
 from .trunk import LabelledTraces
 
-__all__ = ["replay_labels", "replay_verifiers"]
+__all__ = ["replay_labels", "replay_verifiers", "stop_probabilities"]
 
 
 def replay_verifiers(
@@ -156,7 +156,7 @@ def replay_labels(
             ours.settings.step_stride,
         )
     place = device_named(device)
-    probabilities = _probabilities(uses, traces, ours, base, force_base, place, progress)
+    probabilities = stop_probabilities(uses, traces, ours, base, force_base, place, progress)
     found = [Rule(FULL, replay_full(table))]
     for use, pi in zip(uses, probabilities, strict=True):
         outcome = replay(table, pi, use.mode, use.threshold)
@@ -224,7 +224,7 @@ def _limits(table: TraceTable, ours: Labels, validation: str | Path | None) -> l
     ]
 
 
-def _probabilities(
+def stop_probabilities(
     uses: Sequence[PolicyUse],
     traces: Dataset,
     ours: Labels,

@@ -129,6 +129,7 @@ class StopProcessor(LogitsProcessor):
             owner=f"additional_config[{DEFAULTS!r}]",
             server=True,
         )
+        self._defaults.keep_promise(config.calibrations)
         tokenizer = AutoTokenizer.from_pretrained(
             model.tokenizer, revision=model.tokenizer_revision, config=config
         )

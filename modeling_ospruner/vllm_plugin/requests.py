@@ -6,7 +6,7 @@ Offline they stand in `SamplingParams(extra_args=...)`, over HTTP in `vllm_xargs
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import check_number, shown
@@ -20,9 +20,11 @@ DEFAULTS = "ospruner"
 ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
+MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
+    MAX_LOSS: "max_loss",
     "stop_seed": "seed",
     "stop_sample_index": "first_sample_index",
     "stop_answer": "answer",
@@ -68,11 +70,11 @@ class StopRequest:
     ) -> None:
         given = {} if extra is None else extra
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
-        keys = [k for k in KEYS if not (server and k in _DRAWS)]
+        keys = [k for k in KEYS if k not in (_DRAWS if server else (MAX_LOSS,))]
         known = [ON, CONTROL if server else ID, *keys]
         if unknown := [k for k in given if k not in known and _LIKE_OURS.match(k)]:
             raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
-        self.fields: dict[str, Any] = {KEYS[k]: v for k, v in given.items() if k in KEYS}
+        self.fields: dict[str, Any] = {KEYS[k]: v for k, v in given.items() if k in keys}
         if "answer_do_sample" in self.fields:
             self.fields["answer_do_sample"] = _flag(
                 owner, "stop_answer_sample", self.fields["answer_do_sample"]
@@ -104,6 +106,17 @@ class StopRequest:
                 "stop_seed, and does nothing: the draws of a request without one are always new. "
                 "Send both, or none"
             )
+
+    def keep_promise(self, calibrations: Sequence[Mapping[str, Any]] | None) -> None:
+        """Puts the threshold of the policy's calibration in the place of `stop_max_loss`.
+
+        Raises:
+            ValueError: no calibration promises as little.
+        """
+        if "max_loss" in self.fields:
+            promised = StopPolicyConfig(max_loss=self.fields.pop("max_loss"))
+            kept = promised.with_defaults("threshold", 1.0, calibrations)
+            self.fields |= {"mode": kept.mode, "threshold": kept.threshold}
 
     def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
         """The request's settings over a server's defaults; None where the policy is off."""

@@ -1,0 +1,282 @@
+"""A promise about accuracy: the boldest setting of a rule that loses at most so much, so surely.
+
+Learn-then-Test (Angelopoulos et al. 2021, arXiv:2110.01052) by fixed-sequence testing: settings are
+ordered from careful to bold before the data are seen; "it loses more than `max_loss`" is tested at
+level 1 - confidence for one after the other, and the first that cannot be rejected ends it. The
+last one rejected is promised: on problems drawn as the calibration's were, the chance that it loses
+more is at most 1 - confidence.
+
+What is tested is the loss of each *problem*, D in [-1, 1]: the full trace's grade less the stopped
+one's, averaged over the problem's traces, so that several traces of a problem are one unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from .replay import Outcome, replay_full
+from .table import BoolArray, FloatArray, TraceTable
+
+__all__ = [
+    "Calibration",
+    "Candidate",
+    "betting_rejects",
+    "calibrate",
+    "exact_rejects",
+    "losses",
+    "problems_needed",
+]
+
+Test = Literal["exact", "betting"]
+
+PRIOR_PROBLEMS = 50
+"""The first guess of D's variance counts as so many problems."""
+
+GRID = 200
+"""Shares of helped problems at which the exact test's cut-off is looked for."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of a rule, and what it does on the calibration's traces.
+
+    Attributes:
+        value: of the rule's parameter.
+        outcome: by replay.
+    """
+
+    value: float
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found.
+
+    Attributes:
+        value: the boldest setting that keeps the promise; None where none does.
+        loss: mean loss of accuracy over the calibration's problems at that setting; where none
+            passed, at the most careful one.
+        tokens_saved: share of the full traces' thinking tokens, at the same setting.
+        problems: how many were tested on.
+        test: which test decided.
+        enough: where none passed, about how many problems would do for the most careful setting;
+            None where no number up to a million does.
+    """
+
+    value: float | None
+    loss: float
+    tokens_saved: float
+    problems: int
+    test: Test
+    enough: int | None = None
+
+    def told(self, max_loss: float, confidence: float) -> str:
+        """The finding in words."""
+        goal = f"at most {100 * max_loss:g} points lost at {confidence:g} confidence"
+        if self.value is None:
+            more = (
+                f"about {self.enough:,} such problems would do for the most careful setting"
+                if self.enough
+                else "more problems like these would not help: the most careful setting loses too "
+                "much; add more careful ones (--values)"
+            )
+            return (
+                f"No setting keeps the promise of {goal} on {self.problems:,} problems "
+                f"({self.test} test; the most careful one loses {100 * self.loss:.2f} points); "
+                f"{more}."
+            )
+        return (
+            f"{self.value:g} keeps the promise of {goal}: on {self.problems:,} problems it loses "
+            f"{100 * self.loss:.2f} points and saves {self.tokens_saved:.1%} of the thinking "
+            f"tokens ({self.test} test)."
+        )
+
+
+def losses(table: TraceTable, outcome: Outcome) -> FloatArray:
+    """(P,) loss of accuracy of each problem against its full traces, in [-1, 1]."""
+    lost = table.full_correct - outcome.correct
+    counts = np.bincount(table.problem_index)
+    return np.bincount(table.problem_index, weights=lost) / counts
+
+
+def calibrate(
+    table: TraceTable,
+    candidates: Sequence[Candidate],
+    max_loss: float,
+    confidence: float = 0.95,
+    *,
+    variance: float = 0.06,
+    seed: int = 0,
+) -> Calibration:
+    """The boldest setting that loses at most `max_loss`.
+
+    Where every problem's loss is -1, 0 or 1 (one trace a problem, each answer right or wrong, no
+    drawn stops) the exact paired test decides, else betting. Which one is a matter of how the
+    labels were made, not of what they show.
+
+    Args:
+        table: N labelled traces that nothing was chosen or trained on.
+        candidates: from careful to bold, in an order that does not depend on these traces.
+        max_loss: the accuracy that may be lost, as a share, in (0, 1).
+        confidence: in (0, 1).
+        variance: a guess of D's variance, from other problems; it decides how much is saved, never
+            whether the promise holds.
+        seed: of the order in which problems are bet on.
+
+    Raises:
+        ValueError: a number out of its range, or no candidate.
+    """
+    for name, number in (("max_loss", max_loss), ("confidence", confidence)):
+        if not 0 < number < 1:
+            raise ValueError(f"{name} is {number}; it must lie in (0, 1), such as 0.02 or 0.95")
+    if not candidates:
+        raise ValueError("there is no candidate; give settings from careful to bold")
+    order = np.random.default_rng(seed).permutation(len(table.problem_ids))
+    tested = [losses(table, candidate.outcome)[order] for candidate in candidates]
+    paired = all(bool(np.isin(lost, (-1.0, 0.0, 1.0)).all()) for lost in tested)
+    test: Test = "exact" if paired else "betting"
+    rejects = _rejects(test, max_loss, 1 - confidence, variance)
+    passed = 0
+    for lost in tested:
+        if not rejects(lost[None, :])[0]:
+            break
+        passed += 1
+    shown = max(passed - 1, 0)
+    saved = 1 - candidates[shown].outcome.mean_tokens / replay_full(table).mean_tokens
+    return Calibration(
+        value=candidates[shown].value if passed else None,
+        loss=float(tested[shown].mean()),
+        tokens_saved=saved,
+        problems=len(order),
+        test=test,
+        enough=None if passed else problems_needed(tested[0], rejects),
+    )
+
+
+def problems_needed(
+    lost: FloatArray, rejects: Callable[[FloatArray], BoolArray], resamples: int = 40, seed: int = 0
+) -> int | None:
+    """About how many problems like these a test needs to pass in half of all calibrations.
+
+    Args:
+        lost: (P,) losses of the problems at hand.
+        rejects: the test, of (C, n) losses.
+        resamples: calibrations that are drawn for each number.
+        seed: of the draws.
+
+    Returns:
+        The first of P * sqrt(2) ** k that does; None where none below a million does.
+    """
+    draws = np.random.default_rng(seed)
+    number = float(len(lost))
+    while (number := number * math.sqrt(2)) <= 1_000_000:
+        n = int(number)
+        passed = [bool(rejects(draws.choice(lost, (1, n)))[0]) for _ in range(resamples)]
+        if sum(passed) * 2 >= resamples:
+            return n
+    return None
+
+
+def _rejects(
+    test: Test, max_loss: float, level: float, variance: float
+) -> Callable[[FloatArray], BoolArray]:
+    if test == "exact":
+        return lambda lost: exact_rejects(lost, max_loss, level)
+    return lambda lost: betting_rejects(lost, max_loss, level, variance)
+
+
+def betting_rejects(
+    lost: FloatArray, max_loss: float, level: float, variance: float = 0.06
+) -> BoolArray:
+    """Rejects "the mean loss is `max_loss` or more" by betting against it.
+
+    A capital of 1 is multiplied by 1 + b_t (max_loss - D_t), where the bet b_t depends on the
+    problems before t only: under the null it is a supermartingale, which reaches 1 / level with
+    probability `level` at most (Waudby-Smith and Ramdas 2024, arXiv:2010.09686, theorem 3).
+
+    Args:
+        lost: (C, n) losses in [-1, 1] of C calibrations, in the order of betting.
+        max_loss: of the null.
+        level: the chance of a wrong rejection.
+        variance: what D's variance is thought to be before any was seen.
+
+    Returns:
+        (C,) which calibrations reject.
+    """
+    n = lost.shape[1]
+    seen = np.arange(n)
+    total = np.cumsum(lost, axis=1) - lost  # of those before
+    squares = np.cumsum(lost**2, axis=1) - lost**2
+    mean = total / np.maximum(seen, 1)
+    spread = (PRIOR_PROBLEMS * variance + squares - seen * mean**2) / (PRIOR_PROBLEMS + seen)
+    bet = np.sqrt(2 * math.log(1 / level) / (n * np.maximum(spread, 1e-6)))
+    bet = np.minimum(bet, 0.75 / (1 - max_loss))  # the capital stays positive at D = 1
+    capital = np.cumsum(np.log1p(bet * (max_loss - lost)), axis=1)
+    return np.asarray(capital.max(axis=1) >= math.log(1 / level))
+
+
+def exact_rejects(lost: FloatArray, max_loss: float, level: float) -> BoolArray:
+    """Rejects "the mean loss is `max_loss` or more" by the counts of harmed and helped problems.
+
+    Args:
+        lost: (C, n) losses of C calibrations, each -1, 0 or 1.
+        max_loss: of the null.
+        level: the chance of a wrong rejection.
+
+    Returns:
+        (C,) which calibrations reject.
+    """
+    n = lost.shape[1]
+    harmed, helped = (lost > 0.5).sum(axis=1), (lost < -0.5).sum(axis=1)
+    score = _score(harmed.astype(float), helped.astype(float), n, max_loss)
+    return np.asarray(score <= _cutoff(n, max_loss, level))
+
+
+def _score(harmed: FloatArray, helped: FloatArray, n: int, margin: float) -> FloatArray:
+    """Tango's score of p_harm - p_help = margin (Statistics in Medicine 17, 1998): low is good."""
+    b = (2 * n - harmed + helped) * margin - harmed - helped
+    c = -helped * margin * (1 - margin)
+    p_help = (np.sqrt(np.maximum(b * b - 8 * n * c, 0.0)) - b) / (4 * n)  # its likeliest value
+    variance = n * (2 * p_help + margin * (1 - margin))
+    return (harmed - helped - n * margin) / np.sqrt(variance)
+
+
+@lru_cache(maxsize=64)
+def _cutoff(n: int, margin: float, level: float) -> float:
+    """The largest c with P(score <= c) <= level under every null with p_harm = p_help + margin.
+
+    The unknown share of helped problems is looked for on a grid that is dense near 0, where the
+    score's distribution changes most; .98 of the level is spent, for what lies between its points.
+    """
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    cutoff = math.inf
+    for p_help in (1 - margin) / 2 * np.linspace(0.0, 1.0, GRID) ** 2:
+        p_harm = p_help + margin
+        harmed, helped = np.meshgrid(_likely(n, p_harm), _likely(n, p_help), indexing="ij")
+        neither = n - harmed - helped
+        inside = neither >= 0
+        harmed, helped, neither = harmed[inside], helped[inside], neither[inside]
+        log_p = log_factorial[n] - log_factorial[harmed] - log_factorial[helped]
+        log_p -= log_factorial[neither]
+        for count, p in ((harmed, p_harm), (helped, p_help), (neither, 1 - p_harm - p_help)):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                log_p += np.where(count > 0, count * np.log(max(p, 0.0)), 0.0)
+        score = _score(harmed.astype(float), helped.astype(float), n, margin)
+        order = np.argsort(score)
+        spent = np.cumsum(np.exp(log_p[order]))
+        first_left_out = score[order][min(spent.searchsorted(0.98 * level), len(order) - 1)]
+        cutoff = min(cutoff, float(first_left_out) - 1e-9)
+    return cutoff
+
+
+def _likely(n: int, p: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The counts that a binomial takes, but for a chance of 1e-9 or so."""
+    half = 7 * math.sqrt(n * p * (1 - p)) + 12
+    return np.arange(max(0, int(n * p - half)), min(n, int(n * p + half)) + 1)

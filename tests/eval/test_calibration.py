@@ -1,0 +1,152 @@
+"""Promises about accuracy: how often they are broken, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ospruner.eval.calibration import (
+    Candidate,
+    betting_rejects,
+    calibrate,
+    exact_rejects,
+    losses,
+    problems_needed,
+)
+from ospruner.eval.replay import replay_at, replay_full
+from ospruner.eval.table import FloatArray, TraceTable
+
+CALIBRATIONS = 2000
+LEVEL = 0.05
+MARGIN = 0.02
+# What a true error of LEVEL stays below in all but one of 10,000 such tests.
+BOUND = LEVEL + 3.7 * math.sqrt(LEVEL * (1 - LEVEL) / CALIBRATIONS)
+
+
+def pairs(helped: float, n: int, loss: float = MARGIN, seed: int = 0) -> FloatArray:
+    """(C, n) losses of calibrations in which `loss` is lost exactly."""
+    draws = np.random.default_rng(seed).random((CALIBRATIONS, n))
+    return np.where(draws < helped + loss, 1.0, np.where(draws < 2 * helped + loss, -1.0, 0.0))
+
+
+@pytest.mark.parametrize("helped", [0.0, 0.003, 0.02, 0.15])
+@pytest.mark.parametrize("n", [120, 400])
+def test_a_loss_exactly_at_the_limit_is_rarely_promised(helped: float, n: int) -> None:
+    lost = pairs(helped, n)
+    assert exact_rejects(lost, MARGIN, LEVEL).mean() <= BOUND
+    assert betting_rejects(lost, MARGIN, LEVEL).mean() <= BOUND
+    # Several traces a problem, drawn stops: losses of any size.
+    shares = lost * 0.5 + pairs(helped, n, seed=1) * 0.5
+    assert betting_rejects(shares, MARGIN, LEVEL, variance=0.001).mean() <= BOUND
+    assert betting_rejects(shares, MARGIN, LEVEL, variance=1.0).mean() <= BOUND
+
+
+def test_the_tests_see_what_is_there() -> None:
+    """Half the loss on many problems, with little chance about it, is found."""
+    few = pairs(0.002, 1500, loss=0.004)
+    assert exact_rejects(few, MARGIN, LEVEL).mean() > 0.95
+    assert betting_rejects(few, MARGIN, LEVEL).mean() > 0.9
+
+
+def table(grades: FloatArray, traces_per_problem: int = 1) -> TraceTable:
+    """Traces (N, T) with these grades, a step every 10 tokens."""
+    N, T = grades.shape
+    problems = N // traces_per_problem
+    return TraceTable(
+        problem_ids=[f"p{i}" for i in range(problems)],
+        problem_index=np.arange(N) // traces_per_problem,
+        lengths=np.tile(10 * np.arange(1, T + 1), (N, 1)),
+        correct=grades,
+        matches_final=np.zeros((N, T), bool),
+        answer_tokens=np.full((N, T), 2),
+        mask=np.ones((N, T), bool),
+        num_steps=np.full(N, T),
+        natural_correct=np.full(N, np.nan),
+        natural_answer_tokens=np.zeros(N, np.int64),
+        capped=np.zeros(N, bool),
+        families=[""] * N,
+        ungraded=np.zeros(N, np.int64),
+    )
+
+
+def candidates(traces: TraceTable) -> list[Candidate]:
+    """Stop at step T, T - 1, ..., 1: from careful to bold."""
+    T = traces.mask.shape[1]
+    return [
+        Candidate(float(step), replay_at(traces, np.full(len(traces), step)))
+        for step in range(T - 1, -1, -1)
+    ]
+
+
+def drawn(n: int, seed: int) -> TraceTable:
+    """Problems whose early answers are right less often: .8, .795, .77 and .6 of the full's."""
+    draws = np.random.default_rng(seed)
+    u = draws.random((n, 1))
+    noise = draws.random((n, 4)) < 0.03  # answers that change for no reason
+    return table(((u < [0.6, 0.77, 0.795, 0.8]) ^ noise).astype(float))
+
+
+def test_the_whole_search_keeps_its_word() -> None:
+    """Over 2,000 calibrations a step that loses more than the limit is served in few."""
+    large = drawn(200_000, seed=1)
+    truth = [float(losses(large, one.outcome).mean()) for one in candidates(large)]
+    assert truth[1] < 0.02 < truth[2]
+    served = []
+    for seed in range(CALIBRATIONS):
+        small = drawn(300, seed + 10)
+        found = calibrate(small, candidates(small), 0.02)
+        assert found.test == "exact"
+        served.append(3 - int(found.value) if found.value is not None else -1)
+    broken = np.mean([truth[step] > 0.02 for step in served if step >= 0] + [False])
+    assert broken <= BOUND
+    assert np.mean([step >= 0 for step in served]) > 0.5
+
+
+def test_several_traces_of_a_problem_are_one_unit() -> None:
+    one = drawn(500, seed=3)
+    twice = table(np.repeat(one.correct, 2, axis=0), traces_per_problem=2)
+    alone, doubled = (calibrate(t, candidates(t), 0.05) for t in (one, twice))
+    assert (alone.value, alone.problems) == (doubled.value, doubled.problems) == (2.0, 500)
+    assert alone.loss == doubled.loss
+    grades = one.correct.copy()
+    grades[::2, :2] = 0.5  # the share of right forced answers
+    shares = table(grades)
+    assert calibrate(shares, candidates(shares), 0.05).test == "betting"
+
+
+def test_where_nothing_passes_it_says_how_many_problems_would_do() -> None:
+    small = drawn(40, seed=5)
+    found = calibrate(small, candidates(small), 0.02)
+    assert found.value is None
+    assert found.enough is not None
+    assert 40 < found.enough < 2000
+    assert f"about {found.enough:,} such problems" in found.told(0.02, 0.95)
+    full = candidates(small)[0].outcome
+    assert losses(small, full).max() == 0  # the most careful loses nothing: enough is about n alone
+    assert exact_rejects(np.zeros((1, found.enough)), 0.02, 0.05)[0]
+    worse = np.full(100, 1.0)
+    assert problems_needed(worse, lambda lost: exact_rejects(lost, 0.02, 0.05)) is None
+
+
+def test_it_promises_the_boldest_and_stops_at_the_first_failure() -> None:
+    """What follows a setting that fails is not looked at, however well it does."""
+    N = 1000
+    grades = np.ones((N, 4))
+    grades[:300, 1] = 0  # step 2 loses 30 points, step 1 nothing
+    traces = table(grades)
+    found = calibrate(traces, candidates(traces), 0.02)
+    assert found.value == 2.0
+    assert found.tokens_saved == pytest.approx(1 - 30 / replay_full(traces).mean_tokens)
+    assert found.loss == 0
+
+
+@pytest.mark.parametrize("wrong", [{"max_loss": 0.0}, {"max_loss": 1.0}, {"confidence": 95.0}])
+def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    traces = drawn(20, 0)
+    name = next(iter(wrong))
+    with pytest.raises(ValueError, match=f"{name} is .*must lie in"):
+        calibrate(traces, candidates(traces), **{"max_loss": 0.02, **wrong})
+    with pytest.raises(ValueError, match="no candidate"):
+        calibrate(traces, [], 0.02)

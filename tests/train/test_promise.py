@@ -1,0 +1,161 @@
+"""`ospruner calibrate`: a promise found on labels, stored in the policy, and kept by generate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, OSPrunerConfig
+from modeling_ospruner.rules_ospruner import Budget
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from modeling_ospruner.vllm_plugin.requests import StopRequest
+from ospruner.eval.table import TraceTable
+from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
+from ospruner.train.promise import calibrate_policy
+from ospruner.train.replay_labels import replay_labels
+from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner_cli import app
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The labels of training, others, and a policy."""
+    folder = tmp_path_factory.mktemp("promise")
+    for split, count, seed in (("train", 60, 7), ("test", 60, 8)):
+        Reasoner().label(draw_split(split, count, seed), folder / split, seed)  # type: ignore[arg-type]
+    settings = settings_for("1e-3", tuning="head", batch_size=8)
+    (stage,) = train_from_labels(folder / "train", folder / "run", settings)
+    return folder / "train", folder / "test", stage.path
+
+
+def test_the_promise_is_stored_and_kept(trained: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, labels, path = trained
+    policy = shutil.copytree(path, tmp_path / "policy")
+    numbers = tmp_path / "found.json"
+    command = ["calibrate", str(policy), "--labels", str(labels), "--max-loss", "0.3"]
+    done = CliRunner().invoke(app, [*command, "--json", str(numbers)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(numbers.read_text())
+    assert "keeps the promise of at most 30 points lost at 0.95 confidence" in done.output
+    assert found["problems"] == 60
+
+    model = OSPrunerForCausalLM.from_pretrained(policy)
+    (stored,) = model.config.calibrations
+    assert set(stored) == set(CALIBRATION_FIELDS)
+    assert (stored["threshold"], stored["max_loss"]) == (found["value"], 0.3)
+    assert stored["data_hash"] == load_labels(labels).data_hash
+    card = (policy / "README.md").read_text()
+    assert "## Promise" in card
+    assert f"| 30.0 points | 0.95 | {found['value']:.3f} | 60 |" in card
+
+    # What was promised is what replay finds at that threshold.
+    (rule,) = replay_labels(labels, [f"{policy}@{stored['threshold']}"]).rules[1:2]
+    full = TraceTable.from_dataset(load_labels(labels).traces).full_correct.mean()
+    assert full - rule.outcome.accuracy == pytest.approx(stored["loss"])
+
+    ids = torch.tensor([load_labels(labels).traces[0]["prompt_ids"]])
+    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    promised = model.generate(ids, stop_policy={"max_loss": 0.3}, **how)
+    settings = {"mode": "threshold", "threshold": stored["threshold"]}
+    assert torch.equal(promised, model.generate(ids, stop_policy=settings, **how))
+    with pytest.raises(ValueError, match=r"promises \[0.3\] only.*--max-loss 0.01`"):
+        model.generate(ids, stop_policy={"max_loss": 0.01}, max_new_tokens=60)
+
+
+def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
+    trained: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    _, labels, path = trained
+    policy = shutil.copytree(path, tmp_path / "policy")
+    for max_loss in (0.4, 0.3, 0.4):
+        assert calibrate_policy(policy, labels, max_loss).value is not None
+    promises = OSPrunerConfig.from_pretrained(policy).calibrations
+    assert [one["max_loss"] for one in promises] == [0.3, 0.4]
+    bold, careful = (
+        StopPolicyConfig(max_loss=loss).with_defaults("sample", 0.5, promises)
+        for loss in (0.45, 0.35)
+    )
+    assert (bold.threshold, careful.threshold) == (
+        promises[1]["threshold"],
+        promises[0]["threshold"],
+    )
+
+
+def test_a_server_promises_by_its_defaults_alone() -> None:
+    promises = [dict.fromkeys(CALIBRATION_FIELDS, 0.02) | {"threshold": 0.7}]
+    defaults = StopRequest({"stop_policy": True, "stop_max_loss": 0.02}, server=True)
+    defaults.keep_promise(promises)
+    settings = StopRequest(None).settings(defaults)
+    assert settings is not None
+    assert (settings.mode, settings.threshold, settings.max_loss) == ("threshold", 0.7, None)
+    drawn = StopRequest({"stop_mode": "sample"}).settings(defaults)
+    assert drawn is not None
+    assert drawn.mode == "sample"
+    unkept = StopRequest({"stop_max_loss": 0.01}, server=True)
+    with pytest.raises(ValueError, match="promises \\[0.02\\] only"):
+        unkept.keep_promise(promises)
+    with pytest.raises(ValueError, match="no \\['stop_max_loss'\\]; the policy's keys are"):
+        StopRequest({"stop_max_loss": 0.02})
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"threshold": 0.5},
+        {"mode": "sample"},
+        {"rule": Budget(9)},
+        {"min_thinking_tokens": 4},
+        {"max_thinking_tokens": 9},
+        {"answer": "free"},
+        {"answer_do_sample": True},
+    ],
+)
+def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, Any]) -> None:
+    name = next(iter(beside))
+    with pytest.raises(ValueError, match=f"max_loss is 0.02, and so is .*{name}.* given"):
+        StopPolicyConfig(max_loss=0.02, **beside)
+    with pytest.raises(ValueError, match="the policy promises nothing: make the promise with"):
+        StopPolicyConfig(max_loss=0.02).with_defaults("sample", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("none", "calibrations is 'none'; it must be a list"),
+        ([{"max_loss": 0.1}], "each must have the fields max_loss, confidence, threshold"),
+        ([dict.fromkeys(CALIBRATION_FIELDS, 2.0)], "max_loss is 2.0; it must lie in"),
+    ],
+)
+def test_an_edited_promise_is_refused(wrong: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        OSPrunerConfig(calibrations=wrong)
+
+
+def test_a_rule_without_training_is_calibrated_too(
+    trained: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    _, labels, _ = trained
+    command = ["calibrate", "budget", "--labels", str(labels), "--max-loss", "0.3"]
+    done = CliRunner().invoke(app, [*command, "--values", "900,400,200,100,20"])
+    assert done.exit_code == 0, done.output
+    assert "00 keeps the promise of at most 30 points" in done.output
+    assert CliRunner().invoke(app, command).exit_code == 2  # its values are not known beforehand
+
+
+def test_what_is_no_promise_is_refused(trained: tuple[Path, Path, Path]) -> None:
+    train, labels, path = trained
+    with pytest.raises(ValueError, match="are the labels that .* was trained on"):
+        calibrate_policy(path, train, 0.1)
+    with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
+        calibrate_policy(path, labels, 0.1, thresholds=[0.5, 0.9])
+    found = calibrate_policy(path, labels, 0.001)
+    assert found.value is None
+    assert "No setting keeps the promise" in found.told(0.001, 0.95)
+    assert OSPrunerForCausalLM.from_pretrained(path).config.calibrations is None
