@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from .replay import Outcome, replay_full
-from .table import BoolArray, FloatArray, TraceTable
+from .table import BoolArray, FloatArray, IntArray, TraceTable
 
 __all__ = [
     "Calibration",
@@ -271,12 +271,12 @@ def _cutoff(n: int, margin: float, level: float) -> float:
         score = _score(harmed.astype(float), helped.astype(float), n, margin)
         order = np.argsort(score)
         spent = np.cumsum(np.exp(log_p[order]))
-        first_left_out = score[order][min(spent.searchsorted(0.98 * level), len(order) - 1)]
-        cutoff = min(cutoff, float(first_left_out) - 1e-9)
+        left_out = min(int(spent.searchsorted(0.98 * level)), len(order) - 1)
+        cutoff = min(cutoff, float(score[order[left_out]]) - 1e-9)
     return cutoff
 
 
-def _likely(n: int, p: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _likely(n: int, p: float) -> IntArray:
     """The counts that a binomial takes, but for a chance of 1e-9 or so."""
     half = 7 * math.sqrt(n * p * (1 - p)) + 12
     return np.arange(max(0, int(n * p - half)), min(n, int(n * p + half)) + 1)

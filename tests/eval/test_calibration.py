@@ -142,11 +142,13 @@ def test_it_promises_the_boldest_and_stops_at_the_first_failure() -> None:
     assert found.loss == 0
 
 
-@pytest.mark.parametrize("wrong", [{"max_loss": 0.0}, {"max_loss": 1.0}, {"confidence": 95.0}])
-def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("max_loss", "confidence", "name"),
+    [(0.0, 0.95, "max_loss"), (1.0, 0.95, "max_loss"), (0.02, 95.0, "confidence")],
+)
+def test_numbers_out_of_range_are_refused(max_loss: float, confidence: float, name: str) -> None:
     traces = drawn(20, 0)
-    name = next(iter(wrong))
     with pytest.raises(ValueError, match=f"{name} is .*must lie in"):
-        calibrate(traces, candidates(traces), **{"max_loss": 0.02, **wrong})
+        calibrate(traces, candidates(traces), max_loss, confidence)
     with pytest.raises(ValueError, match="no candidate"):
         calibrate(traces, [], 0.02)

@@ -35,6 +35,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     return folder / "train", folder / "test", stage.path
 
 
+def promises_of(policy: Path) -> list[dict[str, Any]]:
+    promises = OSPrunerConfig.from_pretrained(policy).calibrations
+    assert promises is not None
+    return promises
+
+
 def test_the_promise_is_stored_and_kept(trained: tuple[Path, Path, Path], tmp_path: Path) -> None:
     _, labels, path = trained
     policy = shutil.copytree(path, tmp_path / "policy")
@@ -47,7 +53,7 @@ def test_the_promise_is_stored_and_kept(trained: tuple[Path, Path, Path], tmp_pa
     assert found["problems"] == 60
 
     model = OSPrunerForCausalLM.from_pretrained(policy)
-    (stored,) = model.config.calibrations
+    (stored,) = promises_of(policy)
     assert set(stored) == set(CALIBRATION_FIELDS)
     assert (stored["threshold"], stored["max_loss"]) == (found["value"], 0.3)
     assert stored["data_hash"] == load_labels(labels).data_hash
@@ -76,7 +82,7 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
     policy = shutil.copytree(path, tmp_path / "policy")
     for max_loss in (0.4, 0.3, 0.4):
         assert calibrate_policy(policy, labels, max_loss).value is not None
-    promises = OSPrunerConfig.from_pretrained(policy).calibrations
+    promises = promises_of(policy)
     assert [one["max_loss"] for one in promises] == [0.3, 0.4]
     bold, careful = (
         StopPolicyConfig(max_loss=loss).with_defaults("sample", 0.5, promises)
