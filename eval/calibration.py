@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -37,6 +38,9 @@ Test = Literal["exact", "betting"]
 
 PRIOR_PROBLEMS = 50
 """The first guess of D's variance counts as so many problems."""
+
+_MOST_BET = 0.75
+"""Of the capital, at a loss of 1."""
 
 GRID = 200
 """Shares of helped problems at which the exact test's cut-off is looked for."""
@@ -67,7 +71,7 @@ class Calibration:
         problems: how many were tested on.
         test: which test decided.
         enough: where none passed, about how many problems would do for the most careful setting;
-            None where no number up to a million does.
+            None where that one loses too much.
     """
 
     value: float | None
@@ -156,32 +160,36 @@ def calibrate(
         tokens_saved=saved,
         problems=len(order),
         test=test,
-        enough=None if passed else problems_needed(tested[0], rejects),
+        enough=None if passed else problems_needed(tested[0], max_loss, 1 - confidence, test),
     )
 
 
 def problems_needed(
-    lost: FloatArray, rejects: Callable[[FloatArray], BoolArray], resamples: int = 40, seed: int = 0
+    lost: FloatArray, max_loss: float, level: float, test: Test = "exact"
 ) -> int | None:
     """About how many problems like these a test needs to pass in half of all calibrations.
 
+    By the normal approximation of the score, and by the growth of a capital that is bet well.
+
     Args:
         lost: (P,) losses of the problems at hand.
-        rejects: the test, of (C, n) losses.
-        resamples: calibrations that are drawn for each number.
-        seed: of the draws.
+        max_loss: of the null.
+        level: the chance of a wrong rejection.
+        test: which one.
 
     Returns:
-        The first of P * sqrt(2) ** k that does; None where none below a million does.
+        The number; None where they lose as much as `max_loss`, so that no number does.
     """
-    draws = np.random.default_rng(seed)
-    number = float(len(lost))
-    while (number := number * math.sqrt(2)) <= 1_000_000:
-        n = int(number)
-        passed = [bool(rejects(draws.choice(lost, (1, n)))[0]) for _ in range(resamples)]
-        if sum(passed) * 2 >= resamples:
-            return n
-    return None
+    gap = max_loss - float(lost.mean())
+    if gap <= 0:
+        return None
+    variance = float(lost.var())
+    if test == "exact":
+        quantile = NormalDist().inv_cdf(1 - level)
+        return math.ceil(max(variance, max_loss * (1 - max_loss)) * (quantile / gap) ** 2)
+    wanted = math.log(1 / level)
+    most = math.log1p(_MOST_BET / (1 - max_loss) * gap)  # growth a problem of the largest bet
+    return math.ceil(max(2 * variance * wanted / gap**2, wanted / most))
 
 
 def _rejects(
@@ -217,7 +225,7 @@ def betting_rejects(
     mean = total / np.maximum(seen, 1)
     spread = (PRIOR_PROBLEMS * variance + squares - seen * mean**2) / (PRIOR_PROBLEMS + seen)
     bet = np.sqrt(2 * math.log(1 / level) / (n * np.maximum(spread, 1e-6)))
-    bet = np.minimum(bet, 0.75 / (1 - max_loss))  # the capital stays positive at D = 1
+    bet = np.minimum(bet, _MOST_BET / (1 - max_loss))  # the capital stays positive at D = 1
     capital = np.cumsum(np.log1p(bet * (max_loss - lost)), axis=1)
     return np.asarray(capital.max(axis=1) >= math.log(1 / level))
 

@@ -120,14 +120,24 @@ def test_where_nothing_passes_it_says_how_many_problems_would_do() -> None:
     small = drawn(40, seed=5)
     found = calibrate(small, candidates(small), 0.02)
     assert found.value is None
+    assert losses(small, candidates(small)[0].outcome).max() == 0
     assert found.enough is not None
-    assert 40 < found.enough < 2000
     assert f"about {found.enough:,} such problems" in found.told(0.02, 0.95)
-    full = candidates(small)[0].outcome
-    assert losses(small, full).max() == 0  # the most careful loses nothing: enough is about n alone
-    assert exact_rejects(np.zeros((1, found.enough)), 0.02, 0.05)[0]
-    worse = np.full(100, 1.0)
-    assert problems_needed(worse, lambda lost: exact_rejects(lost, 0.02, 0.05)) is None
+    assert problems_needed(np.full(100, 1.0), 0.02, LEVEL) is None
+
+
+@pytest.mark.parametrize("helped", [0.0, 0.01, 0.1])
+def test_the_number_of_problems_is_about_right(helped: float) -> None:
+    """With twice as many most calibrations pass, with half as many few do."""
+    lost = pairs(helped, 400, loss=0.01)[0]
+    for test, rejects in (("exact", exact_rejects), ("betting", betting_rejects)):
+        needed = problems_needed(lost, 0.05, LEVEL, test)  # type: ignore[arg-type]
+        assert needed is not None
+        shares = [
+            rejects(np.random.default_rng(1).choice(lost, (200, n)), 0.05, LEVEL).mean()
+            for n in (needed // 2, 2 * needed)
+        ]
+        assert shares[0] < 0.5 < 0.6 < shares[1], (test, needed)
 
 
 def test_it_promises_the_boldest_and_stops_at_the_first_failure() -> None:
