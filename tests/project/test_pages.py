@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from ospruner_cli import app
+from ospruner_cli import DoctorGroup, app
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "train/toy/reasoner/README.md"])
@@ -44,6 +44,8 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
     command: Any = typer.main.get_command(app)
     while words and words[0] in vars(command).get("commands", {}):
         command, words = command.commands[words[0]], words[1:]
+    if words and isinstance(command, DoctorGroup):  # what it takes to be something to look at
+        command = command.commands["look"]
     return command, words
 
 
