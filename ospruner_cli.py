@@ -534,7 +534,7 @@ def calibrate_command(
     from modeling_ospruner.common.durable import replace_file
     from modeling_ospruner.common.progress import PhaseBars
     from ospruner.eval.rules import FAMILIES
-    from ospruner.train.promise import THRESHOLDS, calibrate_policy, calibrate_rule
+    from ospruner.train.replay_labels import THRESHOLDS, calibrate_policy, calibrate_rule
 
     tried = tuple(_number(text) for text in values.split(",")) if values else None
     if policy in FAMILIES and not Path(policy).is_dir():

@@ -18,8 +18,7 @@ from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from modeling_ospruner.vllm_plugin.requests import StopRequest
 from ospruner.eval.table import TraceTable
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
-from ospruner.train.promise import calibrate_policy
-from ospruner.train.replay_labels import replay_labels
+from ospruner.train.replay_labels import calibrate_policy, replay_labels
 from ospruner.train.toy.shipped import Reasoner, draw_split
 from ospruner_cli import app
 
