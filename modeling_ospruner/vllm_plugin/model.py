@@ -84,12 +84,12 @@ class _Base:
     """What differs between bases.
 
     Attributes:
-        architecture: vLLM's class; or what makes a base of a configuration and a prefix.
+        architecture: vLLM's class.
         make_layer: makes one layer of a class, from a configuration and a prefix.
         load: fills a tail with tensors named as transformers names them.
     """
 
-    architecture: str | Callable[[VllmConfig, str], nn.Module]
+    architecture: str
     make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
     load: Callable[[_Tail, _Weights, WeightsMapper], set[str]] = _load
 
@@ -100,6 +100,7 @@ _BASES = {  # by model_type
     "qwen3_moe": _Base("Qwen3MoeForCausalLM", _from_whole),
     "llama": _Base("LlamaForCausalLM", _from_whole),
     "mistral": _Base("MistralForCausalLM", _from_whole),
+    "glm4": _Base("Glm4ForCausalLM", _from_whole),
     "gpt_oss": _Base("GptOssForCausalLM", _gpt_oss_layer, _load_gpt_oss),
 }
 
@@ -171,15 +172,10 @@ class OSPrunerVLLM(nn.Module):
                 fall_back_to_pt=False,
             )
         ]
-        kind = _BASES[text.model_type].architecture
+        kind = _BASES[text.model_type]
+        own = _for_base(vllm_config, [kind.architecture])
         prefix = maybe_prefix(prefix, "base")
-        base: Any
-        if isinstance(kind, str):
-            own = _for_base(vllm_config, [kind])
-            base = initialize_model(own, prefix=prefix)
-        else:
-            own = _for_base(vllm_config, None)
-            base = kind(own, prefix)
+        base: Any = initialize_model(own, prefix=prefix)
         self.base: Any = base
         self.tail: _Tail | None = None
         self._adapters = config.tuning == "lora"
@@ -379,7 +375,7 @@ def merge_adapters(weights: _Weights, total_layers: int, num_layers: int) -> _We
     yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())
 
 
-def _for_base(config: VllmConfig, architectures: list[str] | None) -> VllmConfig:
+def _for_base(config: VllmConfig, architectures: list[str]) -> VllmConfig:
     """The base's configuration, with the quantisation of its own checkpoint.
 
     The policy's repository knows nothing of that: which of the base's tensors are packed, and how,

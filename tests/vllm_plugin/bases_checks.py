@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GptOssConfig,
@@ -90,12 +88,6 @@ def _mistral() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
 
 
-def _gemma3() -> PreTrainedModel:
-    sizes = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 32}
-    types = ["sliding_attention", "full_attention"] * 3
-    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=types[:5]))
-
-
 def _glm4() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     return Glm4ForCausalLM(Glm4Config(**SIZES, attention_bias=True, rope_parameters=rope))
@@ -108,7 +100,6 @@ BASES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt_oss": _gpt_oss,
     "qwen3_moe": _qwen3_moe,
     "mistral": _mistral,
-    "gemma3_text": _gemma3,
     "glm4": _glm4,
 }
 
@@ -157,7 +148,8 @@ def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: 
     arguments |= {"max_num_seqs": 8}
     plain = start(folder / "base", **arguments)
     wanted = run(plain, prompts, SamplingParams(**common))
-    room = plain.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    room = plain.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    assert room is not None
     del plain
     gc.collect()
     served = start_policy(folder / "policy", **arguments)
@@ -165,10 +157,12 @@ def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: 
     extras = [never | {"stop_id": str(i)} for i in range(len(prompts))]
     outputs = run(served, prompts, [SamplingParams(**common, extra_args=extra) for extra in extras])
     assert outputs == wanted
-    left = served.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    print(f"room for {left} blocks of {room}")
+    left = served.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+    assert left is not None
+    print(f"room for {left} tokens of {room}")
     share = model.config.num_policy_layers / model.config.get_text_config().num_hidden_layers
-    assert left >= (1 - share) * room
+    # In tokens, for a block's bytes depend on how vLLM groups layers of two kinds.
+    assert left >= int((1 - share) * room)
     seen: list[float] = []
     for i, [ids] in enumerate(outputs):
         told = record(served, str(i))["probabilities"]
@@ -193,7 +187,7 @@ def test_adapters(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base
     check(make(base_type, 2, "lora"), tmp_path)
 
 
-@pytest.mark.parametrize("base_type", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("base_type", ["qwen2"])
 def test_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
     """The base in vLLM's compiled graph, the tail in one of its own."""
     check(make(base_type, 2), tmp_path, count=64, enforce_eager=False)

@@ -9,7 +9,7 @@ import pytest
 
 from ..own_process import run_checks
 
-NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gpt_oss")
+NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "glm4", "gpt_oss")
 CASES = [f"test_base[2-{base}]" for base in NAMES]
 CASES += ["test_base[0-qwen2]", "test_base[3-llama]", "test_base[3-gpt_oss]"]
 CASES += ["test_compiled[qwen2]", "test_two_tensor_parallel_ranks"]
