@@ -36,6 +36,7 @@ from modeling_ospruner.loading_ospruner import (
 )
 from modeling_ospruner.policy_ospruner import LORA_SCALE, position_switch
 
+from .gemma3 import TappedGemma3ForCausalLM
 from .plugin import HARMONY_PARSER, PROCESSOR
 
 __all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "merge_adapters"]
@@ -87,11 +88,13 @@ class _Base:
         architecture: vLLM's class.
         make_layer: makes one layer of a class, from a configuration and a prefix.
         load: fills a tail with tensors named as transformers names them.
+        tapped: what is made instead of vLLM's class where that has no tap.
     """
 
     architecture: str
     make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
     load: Callable[[_Tail, _Weights, WeightsMapper], set[str]] = _load
+    tapped: type[nn.Module] | None = None
 
 
 _BASES = {  # by model_type
@@ -100,6 +103,7 @@ _BASES = {  # by model_type
     "qwen3_moe": _Base("Qwen3MoeForCausalLM", _from_whole),
     "llama": _Base("LlamaForCausalLM", _from_whole),
     "mistral": _Base("MistralForCausalLM", _from_whole),
+    "gemma3_text": _Base("Gemma3ForCausalLM", _from_fields, tapped=TappedGemma3ForCausalLM),
     "glm4": _Base("Glm4ForCausalLM", _from_whole),
     "gpt_oss": _Base("GptOssForCausalLM", _gpt_oss_layer, _load_gpt_oss),
 }
@@ -175,7 +179,7 @@ class OSPrunerVLLM(nn.Module):
         kind = _BASES[text.model_type]
         own = _for_base(vllm_config, [kind.architecture])
         prefix = maybe_prefix(prefix, "base")
-        base: Any = initialize_model(own, prefix=prefix)
+        base: Any = initialize_model(own, prefix=prefix, model_class=kind.tapped)
         self.base: Any = base
         self.tail: _Tail | None = None
         self._adapters = config.tuning == "lora"

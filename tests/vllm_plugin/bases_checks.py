@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GptOssConfig,
@@ -88,6 +90,12 @@ def _mistral() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
 
 
+def _gemma3() -> PreTrainedModel:
+    sizes = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 32}
+    types = ["sliding_attention", "full_attention"] * 3
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=types[:5]))
+
+
 def _glm4() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     return Glm4ForCausalLM(Glm4Config(**SIZES, attention_bias=True, rope_parameters=rope))
@@ -100,6 +108,7 @@ BASES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt_oss": _gpt_oss,
     "qwen3_moe": _qwen3_moe,
     "mistral": _mistral,
+    "gemma3_text": _gemma3,
     "glm4": _glm4,
 }
 
