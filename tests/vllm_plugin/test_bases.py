@@ -34,5 +34,5 @@ def test_base_inside_vllm(case: str) -> None:
 @pytest.mark.slow
 def test_quantised_bases_inside_vllm() -> None:
     checks = Path(__file__).with_name("quantised_checks.py")
-    for layout in ("fp8", "awq", "gptq"):
+    for layout in ("mxfp4", "fp8", "awq", "gptq"):
         run_checks(checks, f"test_the_base_is_packed_and_the_tail_is_not[{layout}]")
