@@ -12,7 +12,7 @@ from typing import Any
 from modeling_ospruner.configuration_ospruner import check_number, shown
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
-__all__ = ["CONTROL", "DEFAULTS", "ID", "KEYS", "ON", "StopRequest", "check_body"]
+__all__ = ["CONTROL", "DEFAULTS", "ID", "KEYS", "MAX_LOSS", "ON", "StopRequest", "check_body"]
 
 DEFAULTS = "ospruner"
 """The key of vLLM's `--additional-config` under which a server's defaults stand."""

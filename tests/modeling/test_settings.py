@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modeling_ospruner import Budget, OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.engines.opening import ENGINES, EngineOptions, open_engine
 from modeling_ospruner.vllm_plugin import server
-from modeling_ospruner.vllm_plugin.requests import CONTROL, ID, KEYS, ON, StopRequest
+from modeling_ospruner.vllm_plugin.requests import CONTROL, ID, KEYS, MAX_LOSS, ON, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 from ospruner_cli import app
 
@@ -30,9 +30,10 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
 @pytest.fixture
 def as_made(model: OSPrunerForCausalLM) -> Iterator[OSPrunerConfig]:
     """The model's configuration, put back after the test."""
-    before = (model.config.default_mode, model.config.default_threshold)
+    names = ("default_mode", "default_threshold", "calibrations")
+    before = {name: vars(model.config).get(name) for name in names}
     yield model.config
-    model.config.default_mode, model.config.default_threshold = before
+    vars(model.config).update(before)
 
 
 def outcome(model: OSPrunerForCausalLM, settings: Any, **how: Any) -> tuple[Any, ...]:
@@ -58,6 +59,7 @@ def test_a_threshold_alone_means_threshold_mode(
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "mode": ({}, "sample", "threshold"),
     "threshold": ({}, 0.0, 1.0),
+    "max_loss": ({}, 0.01, 0.02),
     "seed": ({"mode": "sample"}, 0, 1),
     "first_sample_index": ({"mode": "sample"}, 0, 4),
     "min_thinking_tokens": (ALWAYS, 0, 30),
@@ -70,7 +72,13 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 
 
-def test_every_setting_of_generate_changes_something(model: OSPrunerForCausalLM) -> None:
+def test_every_setting_of_generate_changes_something(
+    model: OSPrunerForCausalLM, as_made: OSPrunerConfig
+) -> None:
+    as_made.calibrations = [
+        {"max_loss": loss, "confidence": 0.95, "threshold": threshold}
+        for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
+    ]
     fmt = model.token_format
     again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
     hot = {**SAMPLED, "temperature": 20.0}
@@ -112,7 +120,7 @@ REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
 
 def test_every_key_of_a_request_changes_something() -> None:
     off = StopRequest({})
-    assert list(REQUESTED) == list(KEYS)
+    assert list(REQUESTED) == [key for key in KEYS if key != MAX_LOSS]
     for key, (others, value) in REQUESTED.items():
         with_it = StopRequest({ON: True, **others, key: value}).settings(off)
         assert with_it is not None
@@ -126,6 +134,8 @@ def test_every_key_of_a_request_changes_something() -> None:
 def test_keys_that_a_server_or_request_would_not_look_at_are_refused() -> None:
     with pytest.raises(ValueError, match="stop_sample_index is 2 without a stop_seed, and does no"):
         StopRequest({"stop_sample_index": 2})
+    with pytest.raises(ValueError, match=rf"no \['{MAX_LOSS}'\]; the policy's keys are"):
+        StopRequest({MAX_LOSS: 0.02})
     for key in ("stop_seed", "stop_sample_index", ID):
         with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):
             StopRequest({key: 2}, server=True)
@@ -174,6 +184,7 @@ def test_what_a_request_says_of_stopping_is_what_happens(
 SERVED = {
     "--mode": "threshold",
     "--threshold": "0.4",
+    "--max-loss": "0.02",
     "--answer": "free",
     "--min-thinking-tokens": "3",
     "--max-thinking-tokens": "90",
