@@ -196,7 +196,7 @@ def test_adapters(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base
     check(make(base_type, 2, "lora"), tmp_path)
 
 
-@pytest.mark.parametrize("base_type", ["qwen2"])
+@pytest.mark.parametrize("base_type", ["qwen2", "gemma3_text"])
 def test_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
     """The base in vLLM's compiled graph, the tail in one of its own."""
     check(make(base_type, 2), tmp_path, count=64, enforce_eager=False)
