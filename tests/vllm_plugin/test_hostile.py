@@ -30,7 +30,7 @@ from pydantic import BaseModel
 
 from modeling_ospruner.configuration_ospruner import shown
 from modeling_ospruner.stopping_ospruner import StopRecord
-from modeling_ospruner.vllm_plugin.requests import ID, KEYS, ON, StopRequest
+from modeling_ospruner.vllm_plugin.requests import ID, KEYS, MAX_LOSS, ON, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 
 from ..conftest import Fuzzed
@@ -41,7 +41,7 @@ from .test_server import ARGUMENTS, CPU, needs_vllm
 MARK = "h0stile"  # what no metric may hold
 MEGABYTE = 2**20
 LONGEST_REFUSAL = 20_000  # characters, whatever was sent
-ALL_KEYS = (ON, ID, *KEYS)
+ALL_KEYS = (ON, ID, *(key for key in KEYS if key != MAX_LOSS))
 GOOD = {"stop_policy": "true", "stop_seed": 5, "max_thinking_tokens": 4, "max_answer_tokens": 3}
 
 
@@ -357,7 +357,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
     def draw(server: bool) -> StopRequest:
         nonlocal accepted, refused, nameless
         while True:
-            keys = drawn.sample(ALL_KEYS, drawn.randrange(1, 5))
+            keys = drawn.sample((*ALL_KEYS, MAX_LOSS), drawn.randrange(1, 5))
             extra = {key: drawn.choice(likely if drawn.random() < 0.9 else VALUES) for key in keys}
             try:
                 made = StopRequest(extra, server=server)
@@ -370,6 +370,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
 
     for _ in range(500):
         asked, defaults = draw(server=False), draw(server=True)
+        defaults.keep_promise([{"max_loss": 0.0, "confidence": 0.95, "threshold": 0.5}])
         settings = asked.settings(defaults)
         on = defaults.on if asked.on is None else asked.on
         assert (settings is not None) == bool(on)
