@@ -9,15 +9,24 @@ their steps: once by the engine, which computes shared tokens once, and once fro
 prefixes, left-padded, each encoded anew. Both arms use the same stop rule, and their answers are
 compared. `unique` are the nodes of the trie over all requests. Where vLLM is installed it forks the
 same traces, from blocks of 32 tokens on a CPU.
+
+Occupancy is the mean share of a simulated server's streams that are busy until the end of a label
+run, a token a tick, on real lengths and steps: once with a barrier after sampling and after forking
+each chunk, computed, and once as the package runs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import heapq
 import importlib.util
 import itertools
 import json
-from collections.abc import Sequence
+import random
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +43,106 @@ from modeling_ospruner.engines import (
     SamplingSettings,
     TokenCount,
 )
-from modeling_ospruner.rules_ospruner import last_logits
+from modeling_ospruner.engines.asking import Ask, AskingEngine, Reply, Server
+from modeling_ospruner.rules_ospruner import ENTROPY_TOKENS, last_logits
 from ospruner.eval.grading.boxed import read_box
-from ospruner.eval.problems.problem import user_message
+from ospruner.eval.problems.problem import Problem, user_message
 from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.making import label
 from ospruner.train.labels.rows import TraceKey, grade_rows, wanted_traces
 from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
 
 Keys = list[TraceKey]
+
+
+class Streams(AskingEngine):
+    """A server of so many streams, each of which decodes a token a tick; prefill takes no time.
+
+    Args:
+        reasoner: whose tokens the traces are made of.
+        shapes: of each trace: its tokens and step ends, in the order in which they are asked for.
+        streams: requests decoded together.
+    """
+
+    def __init__(self, reasoner: Reasoner, shapes: Sequence[dict[str, Any]], streams: int) -> None:
+        super().__init__(reasoner.engine.eos_ids, streams)
+        encode = reasoner.tokenizer.encode
+        self.word, self.step = encode("1", add_special_tokens=False)[0], encode("\n\n")[-1]
+        self.answer = list(encode("7}", add_special_tokens=False))
+        self.shapes = iter(shapes)
+        self.live: list[tuple[int, int, asyncio.Future[None]]] = []  # (ends at, number, reply)
+        self.ticks = self.busy = self.asked = 0
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Sequence[Server]]:
+        clock = asyncio.create_task(self._tick())
+        try:
+            yield [self]
+        finally:
+            clock.cancel()
+
+    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        """Nothing is drawn."""
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            if self.live:
+                self.ticks += 1
+                self.busy += len(self.live)
+            while self.live and self.live[0][0] <= self.ticks:
+                heapq.heappop(self.live)[2].set_result(None)
+
+    async def ask(self, ask: Ask) -> Reply:
+        """Answers after as many ticks as the answer has tokens."""
+        ids = list(self.answer)
+        if not ask.scored:
+            shape = next(self.shapes)
+            ids = [self.word] * shape["tokens"]
+            for end in shape["step_ends"][:-1]:
+                ids[end - 1] = self.step
+        self.asked += 1
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self.live, (self.ticks + len(ids), self.asked, reply))
+        await reply
+        ends = min(ask.end_ids) if not ask.scored else None  # without a natural answer
+        scores = [0.0] * len(ids) if ask.scored else []
+        return Reply(ids, ends, 0, scores, [-1.0] * ENTROPY_TOKENS if ask.scored else [])
+
+
+def occupancies(reasoner: Reasoner, args: argparse.Namespace) -> dict[str, float]:
+    """The share of a server's streams that are busy, with barriers and without."""
+    real = json.loads(SHAPES.read_text("utf-8"))["traces"]
+    drawn = random.Random(args.seed)
+    shapes = [shape for _ in range(args.rounds) for shape in drawn.sample(real, len(real))]
+    streams, chunk = 24, 32
+    problems = [Problem(f"p{n}", f"What is {n} + 4?", "7") for n in range(len(shapes))]
+    engine = Streams(reasoner, shapes, streams)
+    settings = LabelSettings(
+        base_model="simulated", max_new_tokens=15_000, max_answer_tokens=MAX_ANSWER_TOKENS
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        label(
+            problems, engine, reasoner.tokenizer, reasoner.token_format, settings,
+            Path(folder), chunk_traces=chunk,
+        )  # fmt: skip
+    ticks = work = 0
+    for start in range(0, len(shapes), chunk):
+        together = shapes[start : start + chunk]
+        forks = sum(len(shape["step_ends"]) for shape in together)
+        for lengths in ([s["tokens"] for s in together], [len(engine.answer)] * forks):
+            free = [0] * streams  # when each stream is free
+            for length in lengths:
+                heapq.heapreplace(free, free[0] + length)
+            ticks += max(free)
+            work += sum(lengths)
+    return {
+        "occupancy_before": work / (streams * ticks),
+        "occupancy_after": engine.busy / (streams * engine.ticks),
+    }
 
 
 class Anew:
@@ -250,6 +349,7 @@ def main() -> None:
         "speedup_over_reencode_cpu": encoding.cpu_seconds / forking.cpu_seconds,
         "same_answers": sum(ids == other for ids, other in pairs) / len(pairs),
         "share_of_time": shares,
+        **occupancies(reasoner, args),
         "seed": args.seed,
     }
     _print(result, forking, encoding)
@@ -273,6 +373,8 @@ def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
         ("speed-up", result["speedup_over_reencode"]),
         ("  by CPU time", result["speedup_over_reencode_cpu"]),
         ("answers that are the same", result["same_answers"]),
+        ("streams that are busy, with barriers", result["occupancy_before"]),
+        ("  as a stream", result["occupancy_after"]),
     ):
         print(f"{name:42}{value if isinstance(value, str) else f'{value:.3f}'}")
     print(f"{'time of a label run':42}{shares}")
@@ -283,6 +385,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer traces: a minute")
     parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
     parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
+    parser.add_argument("--rounds", type=int, default=12, help="simulated traces, in tens")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="encoded anew together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")

@@ -7,6 +7,7 @@ dead ones.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -23,12 +24,16 @@ from modeling_ospruner.rules_ospruner import mix64, top_entropy
 from .interface import (
     ENTROPY_TOKENS,
     AnswerStop,
+    Engine,
     ForkedAnswer,
     ForkRequest,
     Sampled,
     SamplingSettings,
     TokenCount,
     TokenTrie,
+    TraceDesk,
+    TraceRequest,
+    add_forks,
     unique_fork_tokens,
 )
 
@@ -137,7 +142,7 @@ class Server(Protocol):
         """
 
 
-class AskingEngine(ABC):
+class AskingEngine(Engine, ABC):
     """An `Engine` over servers that answer single requests and share prefixes by themselves.
 
     All forks of a trace go to one server, in order, the one that sampled it where it has room.
@@ -205,7 +210,7 @@ class AskingEngine(ABC):
             state = row_state(settings.seed, named[index])
             return await self._trace(server, list(prompts[index]), settings, fmt, state, trie)
 
-        def done(index: int, sampled: list[Sampled], server: int) -> None:
+        def done(_: object, index: int, sampled: list[Sampled], server: int) -> None:
             results[index] = sampled[0]
             self._homes[_trace_hash(prompts[index], sampled[0].trace_ids)] = server
             if on_done is not None:
@@ -230,27 +235,15 @@ class AskingEngine(ABC):
                 request.
             EnginesDownError: no server is left.
         """
-        if not len(suffix_ids):
-            raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        _check_forks(suffix_ids, max_new_tokens)
         results: dict[int, list[ForkedAnswer]] = {}
-        orders = [self._order(request.cuts) for request in requests]
-        begun = [asyncio.Event() for _ in requests]
+        forks = [_Forks(request, self._order(request.cuts)) for request in requests]
 
         async def work(server: Server, index: int, part: int) -> ForkedAnswer:
-            request, place = requests[index], orders[index][part]
-            if part and not self.shares_within_batches:
-                await begun[index].wait()
-            kept = request.trace_ids[: request.cuts[place]]
-            prompt = [*request.prompt_ids, *kept, *suffix_ids]
-            answer = await self._answer(server, prompt, max_new_tokens, stop)
-            begun[index].set()
-            return answer
+            return await self._fork(server, forks[index], part, suffix_ids, max_new_tokens, stop)
 
-        def done(index: int, answers: list[ForkedAnswer], server: int) -> None:
-            placed = dict(zip(orders[index], answers, strict=True))
-            results[index] = [placed[place] for place in range(len(placed))]
+        def done(_: object, index: int, answers: list[ForkedAnswer], server: int) -> None:
+            results[index] = forks[index].placed(answers)
             if on_done is not None:
                 on_done(index, results[index])
 
@@ -260,6 +253,96 @@ class AskingEngine(ABC):
         self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
         return [results[i] for i in range(len(requests))]
 
+    def sample_and_fork(
+        self,
+        desk: TraceDesk,
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+    ) -> None:
+        """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
+
+        A server with room first takes forks of a trace that it sampled, then a new trace, then
+        forks of servers that have no room. A request that is refused fails its trace alone.
+
+        Raises:
+            ValueError: as `fork`.
+            EnginesDownError: no server is left.
+        """
+        _check_forks(suffix_ids, max_new_tokens)
+        if settings.temperature > 0:
+            self._prepare_sampling(settings, [])
+        rules = (suffix_ids, max_new_tokens, stop)
+        open_prompts: dict[tuple[int, ...], _OpenPrompt] = {}
+        asked: dict[int, tuple[TraceRequest, _OpenPrompt]] = {}  # by job
+        forks: dict[int, tuple[Sampled, _Forks]] = {}  # by job, where it is one of forks
+
+        def more(dispatcher: Dispatcher[Sampled | ForkedAnswer | Exception]) -> bool:
+            request = desk.begin()
+            if request is None:
+                return False
+            if settings.temperature > 0:
+                self._prepare_sampling(settings, [request.key])
+            known = open_prompts.setdefault(tuple(request.prompt_ids), _OpenPrompt())
+            known.traces += 1
+            asked[dispatcher.add(1)] = request, known
+            return True
+
+        async def work(server: Server, index: int, part: int) -> Sampled | ForkedAnswer | Exception:
+            request, known = asked[index]
+            try:
+                if index in forks:
+                    return await self._fork(server, forks[index][1], part, *rules)
+                state = row_state(settings.seed, request.key)
+                prompt = list(request.prompt_ids)
+                return await self._trace(server, prompt, settings, fmt, state, known.sampled)
+            except ServerDownError:
+                raise
+            except Exception as error:  # noqa: BLE001 - told to the desk; the others go on
+                if index in forks:
+                    forks[index][1].begun.set()
+                return error
+
+        def close(request: TraceRequest, known: _OpenPrompt) -> None:
+            known.traces -= 1
+            if not known.traces:
+                del open_prompts[tuple(request.prompt_ids)]
+                self.sample_counts.unique += len(known.sampled)
+                self.counts.unique += len(known.forked)
+
+        def done(
+            dispatcher: Dispatcher[Sampled | ForkedAnswer | Exception],
+            index: int,
+            results: list[Sampled | ForkedAnswer | Exception],
+            server: int,
+        ) -> None:
+            request, known = asked.pop(index)
+            sampled, forked = forks.pop(index, (None, None))
+            error = next((one for one in results if isinstance(one, Exception)), None)
+            if error is not None:
+                close(request, known)
+                desk.failed(request, error)
+                return
+            if sampled is None or forked is None:
+                sampled = next(one for one in results if isinstance(one, Sampled))
+                cuts = desk.sampled(request, sampled)
+                if cuts:
+                    whole = ForkRequest(request.prompt_ids, sampled.trace_ids, cuts)
+                    number = dispatcher.add(len(cuts), server)
+                    asked[number] = request, known
+                    forks[number] = sampled, _Forks(whole, self._order(cuts))
+                    return
+                answers = []
+            else:
+                answers = forked.placed([one for one in results if isinstance(one, ForkedAnswer)])
+                add_forks(known.forked, forked.request, suffix_ids, answers)
+            close(request, known)
+            desk.done(request, sampled, answers)
+
+        _run(self._dispatch(work, done, more=more))
+
     def _order(self, cuts: Sequence[int]) -> list[int]:
         """In which order the forks of a trace are asked for, by their places in `cuts`."""
         places = list(range(len(cuts)))
@@ -267,19 +350,40 @@ class AskingEngine(ABC):
             return places
         return sorted(places, key=lambda place: cuts[place], reverse=True)
 
+    async def _fork(
+        self,
+        server: Server,
+        forks: _Forks,
+        part: int,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None,
+    ) -> ForkedAnswer:
+        """Decodes one answer of a trace, in the trace's order."""
+        if part and not self.shares_within_batches:
+            await forks.begun.wait()
+        request = forks.request
+        kept = request.trace_ids[: request.cuts[forks.order[part]]]
+        prompt = [*request.prompt_ids, *kept, *suffix_ids]
+        answer = await self._answer(server, prompt, max_new_tokens, stop)
+        forks.begun.set()
+        return answer
+
     async def _dispatch(
         self,
         work: Callable[[Server, int, int], Awaitable[_T]],
-        done: Callable[[int, list[_T], int], None],
-        sizes: Sequence[int],
-        homes: Sequence[int | None],
+        done: Callable[[Dispatcher[_T], int, list[_T], int], None],
+        sizes: Sequence[int] = (),
+        homes: Sequence[int | None] = (),
+        more: Callable[[Dispatcher[_T]], bool] | None = None,
     ) -> None:
         async with self._connect() as servers:
-            dispatcher = Dispatcher(
+            dispatcher = Dispatcher[_T](
                 len(servers),
                 self.concurrency,
                 lambda server, index, part: work(servers[server], index, part),
-                done,
+                lambda index, results, server: done(dispatcher, index, results, server),
+                lambda: more is not None and more(dispatcher),
             )
             try:
                 await dispatcher.run(sizes, homes)
@@ -363,6 +467,41 @@ class AskingEngine(ABC):
                 _check_length(reply, ask.max_new_tokens)
 
 
+class _Forks:
+    """The forks of one trace, as they are asked for.
+
+    Args:
+        request: the trace and its cuts.
+        order: the places of the cuts, in the order in which they are asked for.
+    """
+
+    def __init__(self, request: ForkRequest, order: list[int]) -> None:
+        self.request = request
+        self.order = order
+        self.begun = asyncio.Event()  # the first one is answered
+
+    def placed(self, answers: Sequence[ForkedAnswer]) -> list[ForkedAnswer]:
+        """The answers in the order of the cuts."""
+        by_place = dict(zip(self.order, answers, strict=True))
+        return [by_place[place] for place in range(len(by_place))]
+
+
+@dataclass
+class _OpenPrompt:
+    """A prompt some of whose traces are being worked on, and the tokens that these need."""
+
+    traces: int = 0
+    sampled: TokenTrie = field(default_factory=TokenTrie)
+    forked: TokenTrie = field(default_factory=TokenTrie)
+
+
+def _check_forks(suffix_ids: Sequence[int], max_new_tokens: int) -> None:
+    if not len(suffix_ids):
+        raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+
+
 def _run(work: Coroutine[Any, Any, None]) -> None:
     """Runs to the end; of several errors in concurrent requests the first one is raised alone."""
     try:
@@ -403,25 +542,27 @@ class ServerDownError(Exception):
 
 @dataclass
 class _Job(Generic[_T]):
-    home: int | None
     results: list[_T | None]
-    missing: set[int] = field(default_factory=set)
+    missing: set[int]
 
 
 class Dispatcher(Generic[_T]):
     """Runs jobs on servers. A job is one or more requests that one server should do together.
 
     Servers take jobs in turn, each when it has room for another request: first those that have it
-    as their home, then those without a home, then those of servers that have no room. A server
-    gets the requests of a job in order. The jobs of a server that goes down are done by the
-    others; finished requests are kept.
+    as their home, then those without a home, then those that `more` adds, then those of servers
+    that have no room. A server gets the requests of a job in order. The jobs of a server that goes
+    down are done by the others; finished requests are kept.
 
     Args:
         servers: how many there are.
         concurrency: requests a server works on at once.
         work: does request `part` of job `index` on a server: `work(server, index, part)`. It
             raises `ServerDownError` where the server is to blame.
-        done: called with a job's index, its results and its server, as soon as all are there.
+        done: called with a job's index, its results and its server, as soon as all are there. It
+            may add jobs.
+        more: called where a server has room and no job waits for it; adds one, or says that there
+            is none. While nothing runs, that is the end.
     """
 
     def __init__(
@@ -430,42 +571,52 @@ class Dispatcher(Generic[_T]):
         concurrency: int,
         work: Callable[[int, int, int], Awaitable[_T]],
         done: Callable[[int, list[_T], int], None],
+        more: Callable[[], bool] = lambda: False,
     ) -> None:
         self._servers = servers
         self._concurrency = concurrency
         self._work = work
         self._done = done
+        self._more = more
         self.down: list[ServerDownError] = []
+        self._numbers = itertools.count()
+        self._jobs: dict[int, _Job[_T]] = {}  # the unfinished ones
+        self._changed = asyncio.Condition()
+        self._waiting: dict[int | None, deque[int]] = {None: deque()}
+        self._waiting |= {server: deque() for server in range(servers)}
+        self._full: set[int] = set()  # servers without room
 
-    async def run(self, sizes: Sequence[int], homes: Sequence[int | None]) -> None:
-        """Does every job.
+    def add(self, size: int, home: int | None = None) -> int:
+        """Adds a job; its index.
 
         Args:
-            sizes: how many requests each job has.
-            homes: for each job the server that knows it already, or None.
+            size: how many requests it has.
+            home: the server that knows it already, or None.
+        """
+        index = next(self._numbers)
+        if size:
+            self._jobs[index] = _Job([None] * size, set(range(size)))
+            self._waiting[home if home in self._waiting else None].append(index)
+        else:
+            self._done(index, [], 0)
+        return index
+
+    async def run(self, sizes: Sequence[int] = (), homes: Sequence[int | None] = ()) -> None:
+        """Does these jobs, and all that are added.
+
+        Args:
+            sizes: as in `add`, of each job.
+            homes: as in `add`, of each job.
 
         Raises:
             ServerDownError: every server went down; the first one's reason.
         """
-        self._jobs: list[_Job[_T]] = [
-            _Job(home, [None] * size, set(range(size)))
-            for size, home in zip(sizes, homes, strict=True)
-        ]
-        self._changed = asyncio.Condition()
-        self._waiting: dict[int | None, deque[int]] = {None: deque()}
-        self._waiting |= {server: deque() for server in range(self._servers)}
-        self._full: set[int] = set()  # servers without room
-        self._open = 0
-        for index, job in enumerate(self._jobs):
-            if job.missing:
-                self._open += 1
-                self._waiting[job.home].append(index)
-            else:
-                self._done(index, [], 0)
+        for size, home in zip(sizes, homes, strict=True):
+            self.add(size, home)
         async with asyncio.TaskGroup() as group:
             for server in range(self._servers):
                 group.create_task(self._serve(server))
-        if self._open:
+        if self._jobs:
             raise self.down[0]
 
     async def _serve(self, server: int) -> None:
@@ -473,11 +624,13 @@ class Dispatcher(Generic[_T]):
         slots = asyncio.Semaphore(self._concurrency)
         try:
             async with asyncio.TaskGroup() as group:
+                await slots.acquire()
                 while (index := await self._take(server)) is not None:
                     taken.add(index)
                     for part in sorted(self._jobs[index].missing):
-                        await self._room(server, slots)
                         group.create_task(self._part(server, index, part, slots))
+                        await self._room(server, slots)
+                    taken &= self._jobs.keys()
                     await asyncio.sleep(0)  # the next server's turn
         except* ServerDownError as downs:
             error = first_error(downs)
@@ -485,12 +638,13 @@ class Dispatcher(Generic[_T]):
             self.down.append(error)
             self._full.discard(server)
             async with self._changed:
-                back = sorted(index for index in taken if self._jobs[index].missing)
+                back = sorted(taken & self._jobs.keys())
                 own = self._waiting.pop(server)
                 self._waiting[None].extendleft(reversed([*back, *own]))
                 self._changed.notify_all()
 
     async def _room(self, server: int, slots: asyncio.Semaphore) -> None:
+        """Waits until a server has room for another request, which it then has to be given."""
         if not slots.locked():
             await slots.acquire()
             return
@@ -503,17 +657,19 @@ class Dispatcher(Generic[_T]):
     async def _take(self, server: int) -> int | None:
         """The next job for a server; None once all are finished."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._queue(server) or not self._open)
+            await self._changed.wait_for(lambda: self._queue(server) or not self._jobs)
             queue = self._queue(server)
             return queue.popleft() if queue else None
 
     def _queue(self, server: int) -> deque[int]:
         """Where the next job of a server waits; empty where there is none."""
-        for queue in (self._waiting[server], self._waiting[None]):
-            if queue:
-                return queue
+        anyone = self._waiting[None]
+        if own := self._waiting[server]:
+            return own
+        if anyone or self._more():
+            return anyone
         others = [self._waiting[full] for full in self._full if full in self._waiting]
-        return max(others, key=len, default=deque())
+        return max(others, key=len, default=anyone)
 
     async def _part(self, server: int, index: int, part: int, slots: asyncio.Semaphore) -> None:
         try:
@@ -523,11 +679,10 @@ class Dispatcher(Generic[_T]):
         job = self._jobs[index]
         job.results[part] = result
         job.missing.discard(part)
-        if job.missing:
-            return
-        self._done(index, [r for r in job.results if r is not None], server)
-        async with self._changed:
-            self._open -= 1
+        if not job.missing:
+            self._done(index, [r for r in job.results if r is not None], server)
+            del self._jobs[index]
+        async with self._changed:  # what was full has room, and `more` may have more
             self._changed.notify_all()
 
 

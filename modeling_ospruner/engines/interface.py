@@ -86,6 +86,19 @@ class ForkRequest:
 
 
 @dataclass(frozen=True)
+class TraceRequest:
+    """One trace to be sampled and forked.
+
+    Attributes:
+        prompt_ids: the prompt.
+        key: the row's name: with the seed, it decides all of the trace's draws.
+    """
+
+    prompt_ids: Sequence[int]
+    key: str
+
+
+@dataclass(frozen=True)
 class ForkedAnswer:
     """A greedy answer after prompt, cut trace and suffix.
 
@@ -134,6 +147,28 @@ class AnswerStop(Protocol):
 
     def push(self, token_id: int) -> bool:
         """Takes the answer's next token; whether the answer is complete."""
+
+
+class TraceDesk(Protocol):
+    """Where an engine gets the traces of a stream, and hands in what it made of them.
+
+    Every trace that was begun is either done or failed, or still in flight.
+    """
+
+    def begin(self) -> TraceRequest | None:
+        """The next trace; None where there is none now.
+
+        There may be one after the next is handed in. While none is in flight, None is the end.
+        """
+
+    def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
+        """Takes note of a sampled trace; the cuts at which answers are to be forked off it."""
+
+    def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
+        """Takes a trace with the answers at its cuts."""
+
+    def failed(self, request: TraceRequest, error: Exception) -> None:
+        """Takes note of an error that ended a trace, and no other one."""
 
 
 class Engine(Protocol):
@@ -185,6 +220,62 @@ class Engine(Protocol):
             on_done: called with a request's index and answers as soon as all are finished.
         """
 
+    def sample_and_fork(
+        self,
+        desk: TraceDesk,
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+    ) -> None:
+        """Samples traces and forks answers off each, until the desk has no more of them.
+
+        This one samples together what can be begun, then forks it. Engines that take requests at
+        any time fork a trace as soon as it is sampled, while others are still being sampled, and
+        begin a new one wherever there is room.
+
+        Args:
+            desk: where traces come from, and where they are handed in.
+            settings: how to sample.
+            fmt: where the thinking ends.
+            suffix_ids: as in `fork`.
+            max_new_tokens: as in `fork`.
+            stop: as in `fork`.
+
+        Raises:
+            Exception: an error that cannot be told to be a single trace's. Those in flight are
+                not handed in.
+        """
+        while requests := list(iter(desk.begin, None)):
+            self._sample_then_fork(requests, desk, settings, fmt, suffix_ids, max_new_tokens, stop)
+
+    def _sample_then_fork(
+        self,
+        requests: Sequence[TraceRequest],
+        desk: TraceDesk,
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None,
+    ) -> None:
+        cuts: dict[int, list[int]] = {}
+
+        def sampled(index: int, trace: Sampled) -> None:
+            cuts[index] = desk.sampled(requests[index], trace)
+
+        def done(index: int, answers: list[ForkedAnswer]) -> None:
+            desk.done(requests[index], traces[index], answers)
+
+        prompts, keys = [one.prompt_ids for one in requests], [one.key for one in requests]
+        traces = self.sample(prompts, settings, fmt, keys, sampled)
+        forks = [
+            ForkRequest(prompt, trace.trace_ids, cuts[i])
+            for i, (prompt, trace) in enumerate(zip(prompts, traces, strict=True))
+        ]
+        self.fork(forks, suffix_ids, max_new_tokens, stop, done)
+
 
 class TokenTrie:
     """Counts the tokens that requests cannot share: the nodes of the trie over them.
@@ -224,14 +315,24 @@ def unique_fork_tokens(
     """
     trie = TokenTrie()
     for i, request in enumerate(requests):
-        if not len(request.cuts):
-            continue
-        kept = request.trace_ids[: max(request.cuts)]
-        path = trie.add([*request.prompt_ids, *kept])
-        for cut, answer in zip(request.cuts, results[i], strict=True):
-            fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
-            trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
+        add_forks(trie, request, suffix_ids, results[i])
     return len(trie)
+
+
+def add_forks(
+    trie: TokenTrie,
+    request: ForkRequest,
+    suffix_ids: Sequence[int],
+    answers: Sequence[ForkedAnswer],
+) -> None:
+    """Adds the tokens of one trace's forks that have to be computed to a trie."""
+    if not len(request.cuts):
+        return
+    kept = request.trace_ids[: max(request.cuts)]
+    path = trie.add([*request.prompt_ids, *kept])
+    for cut, answer in zip(request.cuts, answers, strict=True):
+        fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
+        trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -24,7 +24,7 @@ def test_it_prints_its_keys_on_the_last_line(
 ) -> None:
     script, file = repo_dir / "benchmarks" / "labels.py", tmp_path / "labels.json"
     monkeypatch.syspath_prepend(script.parent)
-    arguments = ["--limit", "1", "--problems", "2", "--json", str(file)]
+    arguments = ["--limit", "1", "--problems", "2", "--rounds", "5", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -42,6 +42,7 @@ def test_it_prints_its_keys_on_the_last_line(
     assert found["same_answers"] >= 0.95
     assert math.isfinite(found["speedup_over_reencode"])
     assert sum(found["share_of_time"].values()) == pytest.approx(1)
+    assert 0 < found["occupancy_before"] < found["occupancy_after"] <= 1
     assert "computed / unique tokens, vLLM            not installed" in printed
 
 

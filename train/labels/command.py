@@ -131,7 +131,7 @@ def run_label(
         settings: fields of `LabelSettings`, but for the base and its format.
         out_dir: the label folder.
         format_name: see `read_format`.
-        chunk_traces: traces committed together; a kill loses at most these.
+        chunk_traces: traces begun and not committed, at most: what a kill may lose.
         ray: spreads the run over a Ray cluster; its `unit_traces` take the place of chunks.
         retry_failed: try those again that failed in an earlier run.
         progress: called with phases "sample", "fork" and "grade", in traces.
@@ -199,9 +199,9 @@ def run_import(
         columns: where the fields of a trace stand.
         limit: only the first so many traces.
         format_name: see `read_format`.
-        chunk_traces: traces committed together.
+        chunk_traces: traces begun and not committed, at most.
         retry_failed: try those again that failed in an earlier run.
-        progress: called with phases "fork" and "grade".
+        progress: called with phases "sample", "fork" and "grade", in traces.
 
     Raises:
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.

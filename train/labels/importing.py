@@ -113,7 +113,7 @@ def read_traces(
     return traces
 
 
-class ImportedTraces:
+class ImportedTraces(Engine):
     """An `Engine` whose sampled traces are imported ones; another engine forks their answers.
 
     Args:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.interface import (
-    Engine,
-    ForkedAnswer,
-    ForkRequest,
-    Sampled,
-    SamplingSettings,
-)
+from modeling_ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.eval.grading.boxed import Verdict, compare_many, extract_boxed, read_box
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import LabelSettings, validate_row
+from ospruner.eval.schema import LabelSettings
 
 __all__ = [
     "GRADE_COLUMNS",
     "TraceKey",
     "grade_rows",
-    "label_traces",
     "labelled_step_ends",
-    "sample_traces",
     "sampling_settings",
+    "ungraded_row",
     "wanted_traces",
 ]
 
@@ -78,39 +70,13 @@ def sampling_settings(settings: LabelSettings) -> SamplingSettings:
     )
 
 
-def sample_traces(
-    keys: Sequence[TraceKey],
-    prompts: Sequence[Sequence[int]],
-    engine: Engine,
-    fmt: TokenFormat,
-    settings: LabelSettings,
-    on_done: Callable[[int, Sampled], None] | None = None,
-) -> list[Sampled]:
-    """Samples one trace for each key; a trace does not depend on its neighbours in the call.
-
-    Args:
-        keys: what to sample.
-        prompts: the prompt of each key.
-        engine: runs the base.
-        fmt: where the thinking ends.
-        settings: how to sample.
-        on_done: called with an index and its trace as soon as it is finished.
-    """
-    return engine.sample(
-        prompts, sampling_settings(settings), fmt, [key.name for key in keys], on_done
-    )
-
-
 GRADE_COLUMNS = ("forced_correct", "matches_final", "ungraded_reasons", "natural_correct")
 """The columns that `grade_rows` fills in."""
 
-_BATCH = 1_000
 _Pair = tuple[str | None, str | None]
 
 
-def grade_rows(
-    rows: Sequence[dict[str, Any]], on_graded: Callable[[int, int], None] | None = None
-) -> None:
+def grade_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Fills in `GRADE_COLUMNS` from the answers in the rows.
 
     Most steps of a trace give one of a few answers: each is graded, and compared with the answer
@@ -118,7 +84,6 @@ def grade_rows(
 
     Args:
         rows: labelled traces; changed in place.
-        on_graded: called with the comparisons done so far and their number.
     """
     wanted: dict[_Pair, None] = {}
     for row in rows:
@@ -126,13 +91,7 @@ def grade_rows(
             wanted[row["answer"], answer] = None
         for answer in set(row["forced_answers"]):
             wanted[row["forced_answers"][-1], answer] = None
-    pairs = list(wanted)
-    verdicts: dict[_Pair, Verdict] = {}
-    for start in range(0, len(pairs), _BATCH):
-        batch = pairs[start : start + _BATCH]
-        verdicts |= zip(batch, compare_many(batch), strict=True)
-        if on_graded is not None:
-            on_graded(len(verdicts), len(pairs))
+    verdicts: dict[_Pair, Verdict] = dict(zip(wanted, compare_many(list(wanted)), strict=True))
     for row in rows:
         answers, final = row["forced_answers"], row["forced_answers"][-1]
         graded = [verdicts[row["answer"], answer] for answer in answers]
@@ -160,87 +119,43 @@ def labelled_step_ends(
     return [end for i, end in enumerate(ends, start=1) if i % step_stride == 0 or i == len(ends)]
 
 
-def label_traces(
-    keys: Sequence[TraceKey],
-    prompts: Sequence[Sequence[int]],
-    traces: Sequence[Sampled],
-    engine: Engine,
+def ungraded_row(
+    key: TraceKey,
+    prompt_ids: Sequence[int],
+    trace: Sampled,
+    step_ends: Sequence[int],
+    answers: Sequence[ForkedAnswer],
     tokenizer: PreTrainedTokenizerBase,
-    fmt: TokenFormat,
-    settings: LabelSettings,
-    progress: Progress = silent,
-) -> list[dict[str, Any]]:
-    """Forces and grades the answer at each step of given traces; one row a trace.
+    forced: bool,
+) -> dict[str, Any]:
+    """A row of a trace, which `grade_rows` completes.
 
     Args:
-        keys: whose traces these are.
-        prompts: the prompts' ids.
-        traces: the traces, each with at least one thinking token.
-        engine: runs the base.
+        key: whose trace this is.
+        prompt_ids: its prompt.
+        trace: the trace, with at least one thinking token.
+        step_ends: where answers were forked off it, by `labelled_step_ends`.
+        answers: the answers there.
         tokenizer: the base's.
-        fmt: the base's reasoning format.
-        settings: answer mode and cap, and `step_stride`.
-        progress: called with phases "fork", in traces of these, and "grade", in comparisons.
+        forced: whether the answers began in a box.
     """
-    requests = [
-        ForkRequest(
-            prompt,
-            trace.trace_ids,
-            labelled_step_ends(fmt, trace.trace_ids, settings.step_stride),
-        )
-        for prompt, trace in zip(prompts, traces, strict=True)
-    ]
-    forced = settings.answer == "forced"
-    finished = 0
-
-    def on_done(index: int, answers: list[ForkedAnswer]) -> None:
-        nonlocal finished
-        finished += 1
-        progress("fork", finished, len(requests))
-
-    forks = engine.fork(
-        requests,
-        fmt.forced_suffix(settings.answer),
-        settings.max_answer_tokens,
-        fmt.box_state if forced else None,
-        on_done,
-    )
-    texts = _Texts(tokenizer)
-    rows = []
-    for key, request, trace, answers in zip(keys, requests, traces, forks, strict=True):
-        contents = [_content(texts.of(answer.ids), forced) for answer in answers]
-        rows.append(_row(key, request, trace, answers, contents, texts.of(trace.answer_ids)))
-    grade_rows(rows, lambda done, total: progress("grade", done, total))
-    for row in rows:
-        validate_row(row)
-    return rows
-
-
-def _row(
-    key: TraceKey,
-    request: ForkRequest,
-    trace: Sampled,
-    answers: Sequence[ForkedAnswer],
-    contents: Sequence[str],
-    natural_text: str,
-) -> dict[str, Any]:
-    """A row without its grades."""
-    problem = key.problem
+    problem, texts = key.problem, _Texts(tokenizer)
+    contents = [_content(texts.of(answer.ids), forced) for answer in answers]
     return {
         "problem_id": problem.id,
         "sample_index": key.sample_index,
         "family": problem.family,
         "problem": problem.problem,
         "answer": problem.answer,
-        "prompt_ids": list(request.prompt_ids),
+        "prompt_ids": list(prompt_ids),
         "trace_ids": list(trace.trace_ids),
-        "step_ends": list(request.cuts),
-        "forced_answers": list(contents),
+        "step_ends": list(step_ends),
+        "forced_answers": contents,
         "forced_answer_tokens": [len(answer.ids) for answer in answers],
         "forced_answer_ids": [answer.ids for answer in answers],
         "forced_logprob": [_mean(answer.logprobs) for answer in answers],
         "forced_entropy": [answer.entropy for answer in answers],
-        "natural_answer": extract_boxed(natural_text) or "",
+        "natural_answer": extract_boxed(texts.of(trace.answer_ids)) or "",
         "natural_answer_tokens": len(trace.answer_ids),
         "natural_answer_ids": list(trace.answer_ids),
         "ended": trace.ended,

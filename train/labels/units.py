@@ -117,13 +117,12 @@ def do_unit(out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker) 
         Exception: that of the first trace, where every one of several raises one.
     """
     diary = _Diary(out_dir, unit)
-    todo = diary.unfinished(keys, worker)
-    if not todo:
+    if not diary.unfinished(keys, worker):
         return
     diary.begin()
     try:
         if diary.begun <= _TOGETHER:
-            _label(diary.folder, keys, todo, worker)
+            _label(diary.folder, keys, keys, worker)
         else:
             _do_alone(diary, keys, worker)
     finally:
@@ -177,7 +176,7 @@ def merge_units(
 
 
 def _label(
-    folder: Path, keys: Sequence[TraceKey], todo: Sequence[TraceKey], worker: Worker
+    folder: Path, keys: Sequence[TraceKey], wanted: Sequence[TraceKey], worker: Worker
 ) -> None:
     with suppress(NoTracesError):  # why none of the unit's traces is a row stands in its folder
         label(
@@ -187,8 +186,8 @@ def _label(
             worker.fmt,
             worker.settings,
             folder,
-            chunk_traces=len(todo),
-            traces=todo,
+            chunk_traces=len(wanted),
+            traces=wanted,
         )
 
 

@@ -70,6 +70,12 @@ class Chunk:
     failed: list[tuple[str, int, str]] = field(default_factory=list)
     costs: TokenCosts = field(default_factory=TokenCosts)
 
+    def add(self, other: Chunk) -> None:
+        """Adds what another chunk holds, but for its costs."""
+        self.rows.extend(other.rows)
+        self.dropped.extend(other.dropped)
+        self.failed.extend(other.failed)
+
 
 class LabelFolder:
     """The folder, opened for writing by one run; a context manager.
@@ -153,26 +159,35 @@ class LabelFolder:
     def rewrite(self, change: Callable[[list[dict[str, Any]]], None]) -> None:
         """Changes the rows of all chunks, which stay those of the same traces.
 
-        The new shards are written beside the old ones; the manifest that lists them makes all
-        valid at once. A kill before it leaves the old ones, a kill after it the new ones.
-
         Args:
             change: changes a chunk's rows in place.
+        """
+
+        def changed(chunk: StoredChunk) -> bytes:
+            rows = read_shard(self.path, chunk).to_list()
+            change(rows)
+            return parquet_bytes(Dataset.from_list(rows, features=FEATURES).data.table)
+
+        self._rewrite({n: chunk for n, chunk in enumerate(self.chunks) if chunk.file}, changed)
+
+    def _rewrite(
+        self, numbers: Mapping[int, StoredChunk], content_of: Callable[[StoredChunk], bytes]
+    ) -> None:
+        """Gives the shards of some chunks other contents, all at once.
+
+        The new shards are written beside the old ones; the manifest that lists them makes all
+        valid at once. A kill before it leaves the old ones, a kill after it the new ones.
         """
         before, chunks = self.chunks, list(self.chunks)
         partials = []
         try:
-            for number, chunk in enumerate(before):
-                if chunk.file:
-                    rows = read_shard(self.path, chunk).to_list()
-                    change(rows)
-                    table = Dataset.from_list(rows, features=FEATURES).data.table
-                    content = parquet_bytes(table)
-                    chunks[number] = replace(chunk, sha256=_sha256(content))
-                    partials.append(partial_of(self.path / chunk.file))
-                    with partials[-1].open("wb") as file:
-                        file.write(content)
-                        sync_file(file)
+            for number, chunk in numbers.items():
+                content = content_of(chunk)
+                chunks[number] = replace(chunk, sha256=_sha256(content))
+                partials.append(partial_of(self.path / chunk.file))
+                with partials[-1].open("wb") as file:
+                    file.write(content)
+                    sync_file(file)
             self.chunks = chunks
             self._write_manifest()
         except BaseException:
@@ -181,6 +196,31 @@ class LabelFolder:
                 partial.unlink(missing_ok=True)
             raise
         self.chunks = [self._settled(chunk) for chunk in chunks]
+
+    def sort(self, order: Mapping[tuple[str, int], int]) -> None:
+        """Puts the rows of the whole folder in order; a shard keeps its number of rows.
+
+        Args:
+            order: the place of each trace, by problem id and sample index; others come first, as
+                they stand.
+        """
+        if not self.traces:
+            return
+        table = read_labels(self.path).data.table
+        columns = (table.column(name).to_pylist() for name in ("problem_id", "sample_index"))
+        found = [order.get(key, -1) for key in zip(*columns, strict=True)]
+        wanted = sorted(range(len(found)), key=found.__getitem__)
+        moved: dict[int, StoredChunk] = {}
+        rows_of: dict[str, list[int]] = {}
+        first = 0
+        for n, chunk in enumerate(self.chunks):
+            last = first + chunk.rows
+            if wanted[first:last] != list(range(first, last)):
+                moved[n] = chunk
+                rows_of[chunk.file] = wanted[first:last]
+            first = last
+        if moved:
+            self._rewrite(moved, lambda chunk: parquet_bytes(table.take(rows_of[chunk.file])))
 
     def finish(self) -> Dataset:
         """Derives the view of prefixes, and reads the whole back.

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from modeling_ospruner.engines.interface import (
     AnswerStop,
+    Engine,
     ForkedAnswer,
     ForkRequest,
     Sampled,
@@ -33,7 +34,7 @@ from .sequential import fork_one, sample_batch
 _PACKED_ATTENTION = ("sdpa", "eager")  # implementations that take any mask
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Samples traces and forks answers with a model in this process.
 
     Where every layer attends to everything (and the attention takes custom masks), rows are
