@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 from timing import Ratio, Timed, environment, interleaved, median_ratio, print_last_line, timed
-from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, ENDS_NEWLINE
@@ -46,6 +52,37 @@ SHAPES = {
     "small": Shape(28, 512, 2048, 8, 2, 12288),
     "7b": Shape(28, 3584, 18944, 28, 4, 152064),
 }
+
+
+def random_base(
+    shape: Shape,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int,
+    seed: int,
+    device: str,
+    dtype: str,
+    attention: str = "sdpa",
+) -> Qwen2ForCausalLM:
+    """A Qwen2 of random weights, on the device."""
+    config = Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        base = Qwen2ForCausalLM._from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+    return base.eval()
 
 
 class Paragraphs(LogitsProcessor):
@@ -90,25 +127,11 @@ class Bench:
         self.prompt_tokens, self.trace_tokens = args.prompt_tokens, args.trace_tokens
         self.seed = args.seed
         tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-        config = Qwen2Config(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=args.prompt_tokens + args.trace_tokens + 64,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+        positions = args.prompt_tokens + args.trace_tokens + 64
+        base = random_base(
+            shape, tokenizer, positions, args.seed, args.device, args.dtype, args.attention
         )
-        torch.manual_seed(args.seed)
-        with torch.device(args.device):
-            base = Qwen2ForCausalLM._from_config(
-                config, dtype=getattr(torch, args.dtype), attn_implementation=args.attention
-            )
-        self.model = OSPrunerForCausalLM.untrained(base.eval(), tokenizer, args.policy_layers)
+        self.model = OSPrunerForCausalLM.untrained(base, tokenizer, args.policy_layers)
         fmt = self.model.token_format
         breaks = [i for i, kind in enumerate(fmt.kinds) if kind & (BREAK | ENDS_NEWLINE)]
         unwritten = range(len(fmt.kinds), shape.vocabulary)  # ids without a text

@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generate import SHAPES, Bench, Shape
+from generate import SHAPES, Bench, Shape, random_base
 from safetensors.torch import load_file, save_file
 from timing import environment, print_last_line, random_traces, timed
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
@@ -170,32 +170,17 @@ def _generate(job: Job, attention: str) -> Found:
     return found
 
 
-def random_base(job: Job, shape: Shape, positions: int) -> Qwen2ForCausalLM:
-    """A base of random weights, on the device."""
-    tokenizer = Reasoner().tokenizer
-    config = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(job.seed)
-    with torch.device(job.device):
-        base = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, job.sizes.dtype))
-    return base.eval()
-
-
 def check_train(job: Job) -> Found:
     """One optimiser step as `ospruner train` takes it: trunk, validation and saving included."""
     sizes, reasoner = job.sizes, Reasoner()
-    base = random_base(job, sizes.shape, 2 * sizes.trace_tokens)
+    base = random_base(
+        sizes.shape,
+        reasoner.tokenizer,
+        2 * sizes.trace_tokens,
+        job.seed,
+        job.device,
+        sizes.dtype,
+    )
     vocabulary = len(reasoner.tokenizer)
     steps = sizes.trace_tokens // 40
     batch = random_traces(sizes.traces, steps, sizes.trace_tokens, vocabulary, job.seed, spread=0.0)
@@ -238,7 +223,7 @@ def matrix_limit(job: Job) -> float:
 def check_vllm_base(job: Job) -> Found:
     """Writes the base and its policy, for the checks of vLLM."""
     tokenizer, shape = Reasoner().tokenizer, job.sizes.served
-    base = random_base(job, shape, 2048)
+    base = random_base(shape, tokenizer, 2048, job.seed, job.device, job.sizes.dtype)
     base.save_pretrained(job.folder / "base")
     tokenizer.save_pretrained(job.folder / "base")
     model = OSPrunerForCausalLM.untrained(

@@ -42,8 +42,7 @@ from .labels.folder import (
     read_manifest,
     refuse_other_data,
 )
-from .loop import StageResult, train_together
-from .memory import memory_need
+from .loop import StageResult, memory_need, train_together
 from .processes import Processes
 from .settings import SCHEDULES, TrainSettings, automatic_penalties
 from .trunk import LabelledTraces

@@ -211,18 +211,18 @@ def test_base_and_policy_go_to_the_device_that_is_asked_for(
     stored = load_labels(labels)
     assert load_labelled_base(None, stored)[0].device.type == "cpu"
     assert load_labelled_base(None, stored, device="meta")[0].device.type == "meta"
-    asked: list[str | None] = []
-
-    def device_named(name: str | None) -> torch.device:
-        asked.append(name)
-        return torch.device("meta")
-
     policy = tmp_path / "policy"
     OSPrunerForCausalLM.untrained(*load_labelled_base(None, stored)).save_pretrained(policy)
-    monkeypatch.setattr("ospruner.train.replay_labels.device_named", device_named)
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # it has no values
-        replay_labels(labels, [str(policy)], device="there")
-    assert asked == ["there"]
+    placed: list[torch.device] = []
+
+    def load(base: Any, ours: Any, forced: Any, device: torch.device) -> Any:
+        placed.append(device)
+        return load_labelled_base(base, ours, forced, "cpu")
+
+    monkeypatch.setattr("ospruner.train.replay_labels.load_labelled_base", load)
+    monkeypatch.setattr("ospruner.train.replay_labels.device_named", torch.device)
+    replay_labels(labels, [str(policy)], device="meta")
+    assert placed == [torch.device("meta")]
 
 
 def test_a_policy_is_no_base(labels: Path, tmp_path: Path) -> None:

@@ -90,16 +90,20 @@ def test_adapters_of_a_half_precision_base_are_in_float32(
     assert np.isfinite(predict(model, traces)).all()
 
 
-def test_experts_that_are_no_projections_are_shared(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def tiny_gpt_oss(tokenizer: PreTrainedTokenizerFast) -> Any:
     config = GptOssConfig(
-        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
         num_experts_per_tok=1, pad_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_experts_that_are_no_projections_are_shared(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    base = tiny_gpt_oss(tiny_tokenizer)
     model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="lora", lora_rank=2)
     names = {name for name in model.policy.own_names() if "lora_" in name}
     assert names
@@ -127,13 +131,7 @@ def unpacking(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def test_a_forward_that_a_quantised_base_was_given_is_shared(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    config = GptOssConfig(
-        vocab_size=len(tiny_tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
-        num_experts_per_tok=1, pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    base: Any = AutoModelForCausalLM.from_config(config).eval()
+    base = tiny_gpt_oss(tiny_tokenizer)
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     wanted = base(ids).logits
     for layer in base.model.layers:

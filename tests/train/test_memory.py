@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.fresh import batch_loss, new_policy
-from ospruner.train.loop import StageResult
-from ospruner.train.memory import memory_need
+from ospruner.train.loop import StageResult, memory_need
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
 from ospruner.train.trunk import LabelledTraces

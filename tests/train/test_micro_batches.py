@@ -22,7 +22,8 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.fresh import new_policy
 from ospruner.train.processes import Processes
-from ospruner.train.run import Run, RunFolder
+from ospruner.train.run import Run
+from ospruner.train.run_folder import RunFolder
 from ospruner.train.settings import TrainSettings
 from ospruner.train.trunk import LabelledTraces, micro_batches
 

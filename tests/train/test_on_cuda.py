@@ -38,7 +38,8 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy, plain_text_config
 from ospruner.eval.schema import FEATURES
 from ospruner.train.flashthink import Verifier
 from ospruner.train.processes import Processes
-from ospruner.train.run import Run, RunFolder
+from ospruner.train.run import Run
+from ospruner.train.run_folder import RunFolder
 from ospruner.train.settings import Stage, TrainSettings
 from ospruner.train.tail import FusedAttention, TrainedPolicy
 from ospruner.train.trunk import LabelledTraces, micro_batches

@@ -22,7 +22,7 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.train.loop import StageResult
-from ospruner.train.run import read_checkpoint, state_hash
+from ospruner.train.run_folder import read_checkpoint, state_hash
 from ospruner.train.trunk import LabelledTraces
 
 from ..conftest import Fuzzed
