@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -58,6 +59,12 @@ class PackedSampler:
         self.hidden = torch.finfo(model.dtype).min
         self.noise = batch_noise(model)
         self.rows: list[SamplingRow | None] = []
+        self.cache: SlotCache
+        self.mask: torch.Tensor  # (B, 1, 1, columns and some), additive
+        self.lengths: torch.Tensor  # (B,) tokens of each row in the cache
+        self.last: torch.Tensor  # (B,) tokens to be run next
+        self.states: npt.NDArray[np.uint64]  # (B,) what a row's draws come from
+        self.steps: npt.NDArray[np.uint64]  # (B,) how many draws it had
 
     def run(
         self,
@@ -149,7 +156,7 @@ class PackedSampler:
             B = len(new)
             self.rows = [None] * B
             self.cache, self.mask = cache, self._empty_mask(B, cache.columns)
-            self.lengths = torch.zeros(B, dtype=torch.long)  # tokens of each row in the cache
+            self.lengths = torch.zeros(B, dtype=torch.long)
             self.last = torch.zeros(B, dtype=torch.long)
             self.states, self.steps = np.zeros(B, dtype=np.uint64), np.zeros(B, dtype=np.uint64)
         free = [slot for slot, row in enumerate(self.rows) if row is None][: len(new)]

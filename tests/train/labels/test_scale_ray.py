@@ -154,7 +154,7 @@ def test_units_that_fail_are_named_and_the_others_kept(
         label_with_ray(PROBLEMS[:4], broken, settings, out, OPTIONS)
     (tmp_path / "labels" / "parts" / "unit-0000").write_text("in the way")
     make = MakeWorker(str(tiny_base_dir), settings)
-    with pytest.raises(UnfinishedUnitsError, match="1 of 1 units.*unit 0, because of"):
+    with pytest.raises(UnfinishedUnitsError, match="1 of 2 units.*unit 0, because of"):
         label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
     (tmp_path / "labels" / "parts" / "unit-0000").unlink()
     label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
