@@ -481,6 +481,7 @@ def main() -> None:
     args = _arguments()
     reasoner = Reasoner()
     fmt, engine = reasoner.token_format, reasoner.engine
+    reasoner.model.config.max_position_embeddings = 32_768  # real traces are longer than its own
     requests, shares = phases(reasoner, args)
     engine.counts = shared = TokenCount()
     answers, forking = forked(engine, fmt, requests)
