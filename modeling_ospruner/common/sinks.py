@@ -1,7 +1,7 @@
 """Attention with sinks in torch's fused kernels, where transformers would hold all scores.
 
-A sink is a learnt score for each head that takes its share of the softmax and adds nothing. The same
-comes of one more key whose value is zero: queries and keys get one more dimension, in which each
+A sink is a learnt score for each head that takes its share of the softmax and adds nothing: what
+one more key gives, if its value is zero. Queries and keys get one more dimension, in which each
 query carries its head's sink, that key a one, and all other keys zero. So transformers' models of
 `_FAMILIES`, which know eager attention only (heads x S x S scores), go through
 `scaled_dot_product_attention`, sliding windows in blocks of their own width.
@@ -147,8 +147,8 @@ def _in_blocks(
     """Causal attention in a window of W tokens, (B, heads, n W, E) with n W at least T.
 
     The queries of a block of W tokens see keys of their own block and the one before. No query sees
-    the first key of the one before, so the sink's stands in its place. The queries of all heads that
-    share keys are put in a row, so that no keys are repeated.
+    the first key of the one before, so the sink's stands in its place. The queries of all heads
+    that share keys are put in a row, so that no keys are repeated.
 
     Args:
         query: (B, heads, T, E).
@@ -165,12 +165,16 @@ def _in_blocks(
         F.pad(one, (0, 0, 0, n * window - T)).unflatten(2, (n, window))
         for one in (query, key, value)
     )  # (B, heads or KV, n, W, E)
+    # (B, KV, heads / KV, n, W, E), then (B n, KV, heads / KV x W, E)
     query = query.unflatten(1, (KV, -1)).movedim(3, 1).flatten(3, 4).flatten(0, 1)
     past, past_values = (F.pad(one, (0, 0, 0, 0, 1, -1)) for one in (own, own_values))
     keys = torch.cat([sink.expand(B, KV, n, 1, E), past[:, :, :, 1:], own], dim=3)
-    values = torch.cat([past_values.new_zeros(()).expand(B, KV, n, 1, E),
-                        past_values[:, :, :, 1:], own_values], dim=3)
-    keys, values = (one.transpose(1, 2).flatten(0, 1) for one in (keys, values))  # (B n, KV, 2 W, E)
+    values = torch.cat(
+        [past_values.new_zeros(()).expand(B, KV, n, 1, E), past_values[:, :, :, 1:], own_values],
+        dim=3,
+    )
+    # (B n, KV, 2 W, E)
+    keys, values = (one.transpose(1, 2).flatten(0, 1) for one in (keys, values))
     rows, columns = (torch.arange(size, device=key.device) for size in (window, 2 * window))
     near = (columns > rows[:, None]) & (columns <= rows[:, None] + window)
     begun = (columns >= window) | (torch.arange(n, device=key.device) > 0)[:, None, None, None]

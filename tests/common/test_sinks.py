@@ -46,7 +46,9 @@ def decoder_of(kind: str, dtype: torch.dtype) -> Any:
     return decoder
 
 
-def states_and_gradients(decoder: Any, ids: Tensor, mask: Tensor | None, ours: bool) -> list[Tensor]:
+def states_and_gradients(
+    decoder: Any, ids: Tensor, mask: Tensor | None, ours: bool
+) -> list[Tensor]:
     decoder.zero_grad(set_to_none=True)
     with sinks_as_keys(decoder.config) if ours else nullcontext():
         states = decoder(ids, attention_mask=mask, use_cache=False).last_hidden_state
