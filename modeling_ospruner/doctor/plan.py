@@ -343,9 +343,10 @@ def _notes(
             "once the trunk's states are on disk"
         )
     elif peak > limit:
+        tunings = "attention" if vars(config).get("quantization_config") else "lora or attention"
         notes.append(
-            "training does not fit: --shard over several GPUs, --tuning lora or attention, or "
-            "lower --max-tokens"
+            f"training does not fit: --shard over several GPUs, --tuning {tunings}, or lower "
+            "--max-tokens"
         )
     return notes
 

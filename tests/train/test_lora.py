@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
-    Mxfp4Config,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
