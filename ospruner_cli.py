@@ -54,7 +54,7 @@ JsonFile = Annotated[
     ),
 ]
 Format = Annotated[
-    str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
+    str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony, plain or a .json file.")
 ]
 Revision = Annotated[
     str | None, typer.Option(help="Commit, branch or tag of the base or policy on the Hub.")
