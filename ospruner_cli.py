@@ -219,7 +219,9 @@ def train_command(
     ] = 2.0,
     cache_on_disk: Annotated[
         bool,
-        typer.Option("--cache-on-disk", help="Keep larger states in files of the run's folder."),
+        typer.Option(
+            "--cache-on-disk", help="Keep larger states in files; the base leaves the GPU."
+        ),
     ] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Under accelerate launch: FSDP2 instead of DDP.")
