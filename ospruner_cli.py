@@ -360,7 +360,7 @@ def label_command(
 
     if scale not in (None, "ray"):
         raise typer.BadParameter(f"--scale is {scale!r}; it can only be ray.")
-    ray = RayOptions(actors, gpus_per_actor, unit_traces=chunk) if scale else None
+    ray = RayOptions(actors, gpus_per_actor, chunk_traces=chunk) if scale else None
     problems = ProblemOptions(
         dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
     )
