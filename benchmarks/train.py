@@ -37,7 +37,7 @@ from ospruner.eval.table import IntArray
 from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
-from ospruner.train.tail import step_logits
+from ospruner.train.tail import step_outputs
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.trunk import Batch, LabelledTraces
 
@@ -99,7 +99,8 @@ class Arms:
         target, batch = self.targets[0], self.traces.batch(rows)
         hidden = target.model.trunk(self.traces.input_ids(rows).to(target.model.base.device))
         positions = batch.positions.to(hidden.device)
-        return target.step(step_logits(target.model.policy, hidden, positions, fast=False), batch)
+        outputs = step_outputs(target.model.policy, hidden, positions, fast=False)
+        return target.step(outputs[..., 0], batch)
 
     def packed(self, rows: IntArray) -> float:
         """The trunk on packed traces."""
@@ -117,7 +118,9 @@ class Arms:
         batch = traces.batch(rows)
         hidden = traces.states(targets[0].model, rows)
         positions = batch.positions.to(hidden.device)
-        losses = [t.step(step_logits(t.model.policy, hidden, positions), batch) for t in targets]
+        losses = [
+            t.step(step_outputs(t.model.policy, hidden, positions)[..., 0], batch) for t in targets
+        ]
         return losses[0]
 
 

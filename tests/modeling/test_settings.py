@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from modeling_ospruner import Budget, OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.engines.opening import ENGINES, EngineOptions, open_engine
 from modeling_ospruner.vllm_plugin import server
-from modeling_ospruner.vllm_plugin.requests import CONTROL, ID, KEYS, MAX_LOSS, ON, StopRequest
+from modeling_ospruner.vllm_plugin.requests import (
+    CONTROL,
+    ID,
+    KEYS,
+    MAX_LOSS,
+    ON,
+    PRICE,
+    StopRequest,
+)
 from ospruner.train.toy.shipped import Reasoner
 from ospruner_cli import app
 
@@ -59,6 +67,7 @@ def test_a_threshold_alone_means_threshold_mode(
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "mode": ({}, "sample", "threshold"),
     "threshold": ({}, 0.0, 1.0),
+    "length_penalty": ({}, 0.0, 0.1),
     "max_loss": ({}, 0.01, 0.02),
     "seed": ({"mode": "sample"}, 0, 1),
     "first_sample_index": ({"mode": "sample"}, 0, 4),
@@ -76,9 +85,12 @@ def test_every_setting_of_generate_changes_something(
     model: OSPrunerForCausalLM, as_made: OSPrunerConfig
 ) -> None:
     as_made.calibrations = [
-        {"max_loss": loss, "confidence": 0.95, "threshold": threshold}
+        {"max_loss": loss, "confidence": 0.95, "threshold": threshold, "length_penalty": None}
         for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
     ]
+    priced = OSPrunerForCausalLM.untrained(
+        model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1)
+    )
     fmt = model.token_format
     again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
     hot = {**SAMPLED, "temperature": 20.0}
@@ -88,8 +100,9 @@ def test_every_setting_of_generate_changes_something(
     }
     assert list(CHANGES) == [one.name for one in fields(StopPolicyConfig)]
     for name, (others, one, another) in CHANGES.items():
+        asked = priced if name == "length_penalty" else model
         first, second = (
-            outcome(model, {**others, name: value}, **how.get(name, {})) for value in (one, another)
+            outcome(asked, {**others, name: value}, **how.get(name, {})) for value in (one, another)
         )
         assert first != second, name
 
@@ -120,7 +133,7 @@ REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
 
 def test_every_key_of_a_request_changes_something() -> None:
     off = StopRequest({})
-    assert list(REQUESTED) == [key for key in KEYS if key != MAX_LOSS]
+    assert list(REQUESTED) == [key for key in KEYS if key not in (MAX_LOSS, PRICE)]
     for key, (others, value) in REQUESTED.items():
         with_it = StopRequest({ON: True, **others, key: value}).settings(off)
         assert with_it is not None
@@ -134,8 +147,9 @@ def test_every_key_of_a_request_changes_something() -> None:
 def test_keys_that_a_server_or_request_would_not_look_at_are_refused() -> None:
     with pytest.raises(ValueError, match="stop_sample_index is 2 without a stop_seed, and does no"):
         StopRequest({"stop_sample_index": 2})
-    with pytest.raises(ValueError, match=rf"no \['{MAX_LOSS}'\]; the policy's keys are"):
-        StopRequest({MAX_LOSS: 0.02})
+    for key in (MAX_LOSS, PRICE):
+        with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):
+            StopRequest({key: 0.02})
     for key in ("stop_seed", "stop_sample_index", ID):
         with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):
             StopRequest({key: 2}, server=True)
@@ -169,7 +183,7 @@ def test_what_a_request_says_of_stopping_is_what_happens(
         request.pop("stop_threshold", None)
     merged = StopRequest({ON: True, **request}).settings(StopRequest(defaults, server=True))
     assert merged is not None
-    settings = merged.with_defaults("sample", 0.5)
+    settings = merged.with_defaults(OSPrunerConfig())
     if "stop_threshold" in request:
         assert (settings.mode, settings.threshold) == ("threshold", request["stop_threshold"])
     elif "stop_mode" in request:
@@ -185,6 +199,7 @@ SERVED = {
     "--mode": "threshold",
     "--threshold": "0.4",
     "--max-loss": "0.02",
+    "--length-penalty": "2e-4",
     "--answer": "free",
     "--min-thinking-tokens": "3",
     "--max-thinking-tokens": "90",

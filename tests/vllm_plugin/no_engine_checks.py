@@ -201,7 +201,7 @@ class Batch:
     """vLLM's batch as a processor sees it; each row's stop logit is what `say` told last."""
 
     def __init__(self, model: OSPrunerForCausalLM) -> None:
-        self.head = StopHead(1)
+        self.head = StopHead(1, 1)
         folder = model.config._name_or_path
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -234,7 +234,7 @@ class Batch:
         """The logits that are left, (B, V)."""
         size = 1 + max(self.rows)
         last = [len(self.rows[i][1]) + len(self.rows[i][2]) - 1 for i in range(size)]
-        self.head.logits = torch.full((size,), logit)
+        self.head.outputs = torch.full((size, 1), logit)
         self.head.positions = torch.tensor(last, dtype=torch.int32)
         return self.processor.apply(torch.zeros(size, 640))
 

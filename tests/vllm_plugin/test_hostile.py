@@ -28,9 +28,9 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
-from modeling_ospruner.configuration_ospruner import shown
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
-from modeling_ospruner.vllm_plugin.requests import ID, KEYS, MAX_LOSS, ON, StopRequest
+from modeling_ospruner.vllm_plugin.requests import ID, KEYS, MAX_LOSS, ON, PRICE, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 
 from ..conftest import Fuzzed
@@ -41,7 +41,7 @@ from .test_server import ARGUMENTS, CPU, needs_vllm
 MARK = "h0stile"  # what no metric may hold
 MEGABYTE = 2**20
 LONGEST_REFUSAL = 20_000  # characters, whatever was sent
-ALL_KEYS = (ON, ID, *(key for key in KEYS if key != MAX_LOSS))
+ALL_KEYS = (ON, ID, *(key for key in KEYS if key not in (MAX_LOSS, PRICE)))
 GOOD = {"stop_policy": "true", "stop_seed": 5, "max_thinking_tokens": 4, "max_answer_tokens": 3}
 
 
@@ -357,7 +357,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
     def draw(server: bool) -> StopRequest:
         nonlocal accepted, refused, nameless
         while True:
-            keys = drawn.sample((*ALL_KEYS, MAX_LOSS), drawn.randrange(1, 5))
+            keys = drawn.sample((*ALL_KEYS, MAX_LOSS, PRICE), drawn.randrange(1, 5))
             extra = {key: drawn.choice(likely if drawn.random() < 0.9 else VALUES) for key in keys}
             try:
                 made = StopRequest(extra, server=server)
@@ -368,14 +368,25 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
             accepted += 1
             return made
 
+    config = OSPrunerConfig(head="price", price_range=[1e-4, 1.0])
+    promise: dict[str, Any] = {"threshold": 0.5, "length_penalty": 0.2}
+    config.calibrations = [promise | {"max_loss": 0.0, "confidence": 0.95}]
+    unknown = 0
     for _ in range(500):
         asked, defaults = draw(server=False), draw(server=True)
-        defaults.keep_promise([{"max_loss": 0.0, "confidence": 0.95, "threshold": 0.5}])
+        try:
+            defaults.settle(config)
+        except ValueError:  # at the server's start: a price that the policy does not know
+            unknown += 1
+            continue
         settings = asked.settings(defaults)
         on = defaults.on if asked.on is None else asked.on
         assert (settings is not None) == bool(on)
         for name, value in asked.fields.items():
             assert settings is None or vars(settings)[name] == value
+        if settings is not None:
+            settings.with_defaults(config)
+    assert 0 < unknown < 100
     fuzzed("random keys", accepted=accepted, refused=refused)
     assert not nameless
 
