@@ -31,7 +31,7 @@ from ospruner.eval.limits import (
 from ospruner.eval.methods import FULL, ORACLE, PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step
-from ospruner.eval.report.viewer import trace_views
+from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.results import Rule
 from ospruner.eval.rules import parse_rule, replay_rule
 from ospruner.eval.schema import LabelSettings
@@ -185,9 +185,13 @@ def replay_labels(
     place = device_named(device)
     said = predictions(uses, traces, ours, base, force_base, place, progress)
     probabilities = []
+    shown: dict[int, PricesShown] = {}
     found = [Rule(FULL, replay_full(table))]
     for use in uses:
         pi = said[use.path].probabilities(use.price)
+        prices = said[use.path].indifference
+        if prices is not None and use.config.prices is not None:
+            shown[len(found)] = PricesShown(prices, use.price, use.config.prices)
         probabilities.append(pi)
         outcome = replay(table, pi, use.mode, use.threshold)
         found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
@@ -221,7 +225,9 @@ def replay_labels(
         settings,
         found,
         _limits(table, ours, validation),
-        trace_views(traces, table, found, dict(enumerate(probabilities, 1)), tokenizer, viewed),
+        trace_views(
+            traces, table, found, dict(enumerate(probabilities, 1)), tokenizer, viewed, shown
+        ),
     )
 
 

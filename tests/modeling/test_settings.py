@@ -88,6 +88,7 @@ def test_every_setting_of_generate_changes_something(
         {"max_loss": loss, "confidence": 0.95, "threshold": threshold, "length_penalty": None}
         for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
     ]
+    assert model.tokenizer is not None
     priced = OSPrunerForCausalLM.untrained(
         model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1)
     )
