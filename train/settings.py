@@ -371,9 +371,10 @@ class TrainSettings:
             ValueError: the method is a baseline, which is one target already.
         """
         if self.method != "os-pruner" or self.head != "fixed":
+            what = f"method is {self.method!r}" if self.head == "fixed" else "head is 'price'"
             raise ValueError(
-                f"method is {self.method!r} and head {self.head!r}, one target by itself: several "
-                "(--multi) are made of 'os-pruner' with the head 'fixed'"
+                f"{what}, one target by itself: several (--multi) are made of 'os-pruner' with the "
+                "head 'fixed'"
             )
         found = {}
         for k, penalty in enumerate(self.length_penalties):

@@ -236,6 +236,7 @@ def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: 
     assert (literals["head"], literals["price_range"]) == ("price", list(RANGE))
     (ids,) = prompts(reasoner, 1)
     text = torch.tensor([ids])
+    loaded: Any
     for loaded in (
         OSPrunerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
         AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float32),
