@@ -107,7 +107,9 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], said: str) -> None
 
 
 def test_targets_are_of_the_fixed_head() -> None:
-    with pytest.raises(ValueError, match=r"head is 'price', one target by itself: several \(--multi"):
+    with pytest.raises(
+        ValueError, match=r"head is 'price', one target by itself: several \(--multi"
+    ):
         SHORT.targets()
     probe = SHORT.baseline("probe")
     assert (probe.head, probe.price_range, probe.stages[0].name) == ("fixed", (), "probe")

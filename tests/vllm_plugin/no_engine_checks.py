@@ -285,9 +285,7 @@ def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalL
     assert left[2].isfinite().nonzero().tolist() == [[fmt.forced_suffix()[0]]]
 
 
-def test_rows_of_one_batch_stop_at_prices_of_their_own(
-    reasoner: Reasoner, tmp_path: Path
-) -> None:
+def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_path: Path) -> None:
     """One tail and one head for all: each row is compared at its own price."""
     named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
     model = OSPrunerForCausalLM.untrained(
