@@ -9,7 +9,7 @@ same loss:
 
 naive        one pass for each prefix, unpadded, its last token's logit
 padded       one pass a trace, in padded rows
-packed       what `ospruner train` does: the trunk on packed traces, the last layer at step ends only
+packed       as `ospruner train`: the trunk on packed traces, the last layer at step ends only
 kept         the same from the trunk's states in memory, as in all epochs but the first
 every_price  kept, for a policy of every price on six of them (another loss)
 multi        packed, with several targets on one pass of the trunk, as `ospruner train --multi`

@@ -249,8 +249,8 @@ def train_together(
         For each target what `train` returns.
 
     Raises:
-        ValueError: as for `train`, targets that cannot share batches, or several of adapters in
-            processes that split the base.
+        ValueError: as for `train`, targets that cannot share batches, several of adapters in
+            processes that split the base, or adapters on packed weights that pass no gradient.
         TrainingDivergedError: as for `train`, of one of them.
         MemoryError: memory ran out.
     """
@@ -261,6 +261,8 @@ def train_together(
     refuse_shared_problems(traces, validation)
     for labelled in (traces, validation):
         refuse_beyond_positions(base, labelled)
+    if "lora" in {settings.tuning for settings in targets}:
+        _refuse_weights_without_gradient(base)
     shared = {
         "label_settings": label_settings.to_dict(),
         "train_labels": labels_hash(traces.table),
@@ -300,6 +302,18 @@ def train_together(
                 raise
             raise MemoryError(_what_to_lower(targets, traces)) from error
     return [run.results for run in runs]
+
+
+def _refuse_weights_without_gradient(base: PreTrainedModel) -> None:
+    """Adapters get their gradient through the base's own layers, copies through layers unpacked."""
+    quantizer = vars(base).get("hf_quantizer")
+    if quantizer is not None and not quantizer.is_trainable:
+        raise ValueError(
+            f"tuning is 'lora', but the packed weights of this {type(base).__name__} "
+            f"({type(quantizer.quantization_config).__name__}) pass no gradient on to the adapters "
+            "below them: train copies (tuning layers, attention or head), or give `train` the base "
+            "loaded unpacked; its adapters may then be used on the packed one"
+        )
 
 
 def _what_to_lower(targets: Sequence[TrainSettings], traces: LabelledTraces) -> str:

@@ -178,6 +178,8 @@ class Run:
                 held += traces.cache_states(
                     self.model, limit - held, self.progress, file, self.processes
                 )
+            if all(one.holds_states_of(self.model) for one in (self.traces, self.validation)):
+                self.processes.release(self.model.base, [self.model.policy])
             if self.steps == 0:
                 self.folder.log(self._header(held))
         for stage in stages[self.stage :]:
