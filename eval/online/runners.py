@@ -160,7 +160,9 @@ class HookRunner:
             return lambda ids, more: (model.generate(ids, **more), None)
         if isinstance(method.how, PolicyUse):
             use = method.how
-            config = StopPolicyConfig(mode=use.mode, threshold=use.threshold, **common)
+            config = StopPolicyConfig(
+                mode=use.mode, threshold=use.threshold, length_penalty=use.price, **common
+            )
             policy = self._policy(use.path).policy
             return lambda ids, more: generate_pruned(
                 model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
@@ -401,7 +403,9 @@ class EngineRunner:
                 stops.append(of_row[-1])
                 continue
             pi = model.stop_probabilities(
-                [*prompt, *trace.trace_ids], prompt_length=len(prompt)
+                [*prompt, *trace.trace_ids],
+                prompt_length=len(prompt),
+                length_penalty=use.price,
             ).tolist()
             sample_index = batch.first_sample_index + i
             chosen = of_row[-1]

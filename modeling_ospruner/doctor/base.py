@@ -17,10 +17,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from modeling_ospruner.configuration_ospruner import position_switch
 from modeling_ospruner.engines.transformers.rows import unsteady
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.loading_ospruner import empty_base
-from modeling_ospruner.policy_ospruner import StoppingPolicy, position_switch
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .description import boundary_ids, describe, faults
 from .findings import Finding, Report, unreachable
