@@ -80,7 +80,7 @@ def test_the_labels_are_of_the_reply(folder: Path) -> None:
         assert all(answer.strip() for answer in row["forced_answers"])
     # What the model boxed by itself is its natural answer.
     for row in natural:
-        boxed = extract_boxed(tokenizer.decode(row["trace_ids"]))
+        boxed = extract_boxed(str(tokenizer.decode(row["trace_ids"])))
         assert row["natural_answer"] == (boxed or "")
 
 
