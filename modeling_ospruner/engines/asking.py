@@ -415,7 +415,7 @@ class AskingEngine(Engine, ABC):
             _count(self.sample_counts, ask, reply)
             return reply
 
-        ends = self.eos_ids | {fmt.think_end_id}
+        ends = self.eos_ids.union(fmt.think_end_ids)
         trace = await continued(prompt, settings.max_new_tokens, ends, 0)
         tokens = [*prompt, *trace.ids]
         if trace.end_id is None:

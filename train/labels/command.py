@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.engines.opening import (
     ENGINES,
     EngineOptions,
@@ -20,7 +21,6 @@ from modeling_ospruner.engines.opening import (
     open_engine,
 )
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from modeling_ospruner.policy_ospruner import max_positions
 from ospruner.eval.problems.problem import Columns, Problem, user_message
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
 from ospruner.eval.problems.task import prompt_token_ids

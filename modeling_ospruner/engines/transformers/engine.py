@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.engines.interface import (
     AnswerStop,
     Engine,
@@ -31,7 +32,7 @@ from modeling_ospruner.engines.interface import (
     unique_fork_tokens,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.policy_ospruner import input_device, max_positions
+from modeling_ospruner.policy_ospruner import input_device
 
 from .budget import MemoryBudget
 from .cache import SlotCache, fast_attention, takes_fast_attention
