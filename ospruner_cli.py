@@ -54,7 +54,7 @@ JsonFile = Annotated[
     ),
 ]
 Format = Annotated[
-    str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
+    str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony, plain or a .json file.")
 ]
 Revision = Annotated[
     str | None, typer.Option(help="Commit, branch or tag of the base or policy on the Hub.")
@@ -376,7 +376,7 @@ def label_command(
 
     if scale not in (None, "ray"):
         raise typer.BadParameter(f"--scale is {scale!r}; it can only be ray.")
-    ray = RayOptions(actors, gpus_per_actor, unit_traces=chunk) if scale else None
+    ray = RayOptions(actors, gpus_per_actor, chunk_traces=chunk) if scale else None
     problems = ProblemOptions(
         dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
     )

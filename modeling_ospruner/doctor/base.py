@@ -223,8 +223,8 @@ def thinking(
         fmt = TokenFormat.compile(chosen or guess(tokenizer), tokenizer)
     except ValueError as error:
         advice = (
-            "name its format (--format deepseek-r1, qwen3, harmony or a .json file), or put the "
-            "reasoning model's own tokenizer files there"
+            "name its format (--format deepseek-r1, qwen3, harmony, plain or a .json file), or put "
+            "the reasoning model's own tokenizer files there"
         )
         return [Finding("format", str(error), "wrong", advice)]
     report.description = describe(fmt, tokenizer)

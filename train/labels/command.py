@@ -139,7 +139,7 @@ def run_label(
         format_name: see `read_format`.
         wind_down: likewise.
         chunk_traces: traces begun and not committed, at most: what a kill may lose.
-        ray: spreads the run over a Ray cluster; its `unit_traces` take the place of chunks.
+        ray: spreads the run over a Ray cluster; its `chunk_traces` take the place of these.
         retry_failed: try those again that failed in an earlier run.
         progress: called with phases "sample", "fork" and "grade", in traces.
 
