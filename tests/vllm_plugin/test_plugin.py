@@ -144,7 +144,7 @@ def test_tools_that_could_not_be_called_are_refused() -> None:
 
 def test_a_price_that_the_policy_does_not_know_is_refused() -> None:
     none = StopRequest(None)
-    every = OSPrunerConfig(head="price", price_range=(5e-5, 1e-2), length_penalty=1e-3)
+    every = OSPrunerConfig(head="price", price_range=[5e-5, 1e-2], length_penalty=1e-3)
     check_body({"vllm_xargs": {"stop_length_penalty": 5e-4}}, none, every, True)
     with pytest.raises(ValueError, match=r"stop_length_penalty is 0.5, but .* from 0 to 0.01"):
         check_body({"vllm_xargs": {"stop_length_penalty": 0.5}}, none, every, True)
