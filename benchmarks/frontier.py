@@ -29,7 +29,7 @@ from ospruner.eval.limits import budget_candidates
 from ospruner.eval.methods import METHOD_NAMES, PAPER_THRESHOLDS
 from ospruner.eval.metrics import estimate
 from ospruner.eval.replay import Outcome, pool, replay
-from ospruner.eval.rules import parse_rule, replay_rule
+from ospruner.eval.rules.families import parse_rule, replay_rule
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.train.fresh import StageResult, predict
 from ospruner.train.from_labels import Labels, load_labels

@@ -18,7 +18,9 @@ from .metrics import (
     AES_ABSOLUTE,
     REPLICATES,
     AesVariant,
+    Charge,
     bootstrap_means,
+    charged_tokens,
     estimate,
     paired_difference,
     reduction,
@@ -56,7 +58,7 @@ def summarise(
         rules: rules and their outcomes on the same N traces.
         base: the full traces' outcome, to which reductions and AES refer.
         problem_index: (N,) the problem of each trace, 0 .. P-1.
-        variant: which AES.
+        variant: which AES, and what it and rewards charge.
         length_penalties: lambdas at which to give the expected reward.
         replicates: bootstrap resamples.
         seed: of the resamples.
@@ -81,6 +83,7 @@ def summarise(
     for number, rule in enumerate(rules, start=1):
         ours = _Means(means[:, number * width : (number + 1) * width])
         numbers = ours.against(full, variant)
+        correct, charged = ours.of["correct"], ours.charged(full, variant.charge)
         results.append(
             Result(
                 method=rule.method,
@@ -88,7 +91,10 @@ def summarise(
                 parameter_name=rule.parameter_name,
                 **{name: estimate(*_first_and_rest(x)) for name, x in numbers.items()},
                 rewards=tuple(
-                    (penalty, estimate(*_first_and_rest(ours.reward(penalty))))
+                    (
+                        penalty,
+                        estimate(*_first_and_rest(reward(correct, charged, penalty))),
+                    )
                     for penalty in length_penalties
                 ),
                 aes_label=variant.label,
@@ -110,33 +116,35 @@ class _Means:
         """Thinking and answer tokens."""
         return self.of["tokens"] + self.of["answer_tokens"]
 
-    @property
-    def charged(self) -> FloatArray:
-        """Thinking tokens, and those that the rule generated to decide."""
-        return self.of["tokens"] + self.of["probe_tokens"]
-
-    def reward(self, length_penalty: float) -> FloatArray:
-        """The expected reward, accuracy - lambda * charged tokens."""
-        return reward(self.of["correct"], self.charged, length_penalty)
+    def charged(self, full: _Means, charge: Charge) -> FloatArray:
+        """The length that AES and rewards see."""
+        own, base = self.of, full.of
+        return charged_tokens(charge, own["tokens"], own["flops"], base["tokens"], base["flops"])
 
     def against(self, full: _Means, variant: AesVariant) -> dict[str, FloatArray]:
         """The fields of `Result` by name, as arrays."""
         own, base = self.of, full.of
-        spent = self.generated + own["probe_tokens"]
         return {
             "accuracy": own["correct"],
             "tokens": own["tokens"],
             "reduction": reduction(own["tokens"], base["tokens"]),
-            "aes": variant(own["correct"], self.charged, base["correct"], base["tokens"]),
+            "aes": variant(
+                own["correct"],
+                self.charged(full, variant.charge),
+                base["correct"],
+                base["tokens"],
+            ),
             "answer_tokens": own["answer_tokens"],
             "helped": own["helped"],
             "harmed": own["harmed"],
             "truncated": own["truncated"],
             "probe_tokens": own["probe_tokens"],
             "generated_tokens": self.generated,
-            "total_reduction": reduction(spent, full.generated),
+            "total_reduction": reduction(self.generated, full.generated),
             "time_ratio": own["seconds"] / base["seconds"],
             "tokens_per_second": self.generated / own["seconds"],
+            "flops": own["flops"],
+            "flops_ratio": own["flops"] / base["flops"],
         }
 
 
@@ -167,15 +175,20 @@ def compare(
     """
     left, right = (
         np.column_stack(
-            [outcome.correct, outcome.tokens, base.correct, base.tokens, outcome.probe_tokens]
+            [outcome.correct, outcome.tokens, outcome.flops, base.correct, base.tokens, base.flops]
         )
         for outcome in (a.outcome, b.outcome)
     )
     statistics = {
         "accuracy": lambda m: m[..., 0],
         "tokens": lambda m: m[..., 1],
-        "reduction": lambda m: reduction(m[..., 1], m[..., 3]),
-        "aes": lambda m: variant(m[..., 0], m[..., 1] + m[..., 4], m[..., 2], m[..., 3]),
+        "reduction": lambda m: reduction(m[..., 1], m[..., 4]),
+        "aes": lambda m: variant(
+            m[..., 0],
+            charged_tokens(variant.charge, m[..., 1], m[..., 2], m[..., 4], m[..., 5]),
+            m[..., 3],
+            m[..., 4],
+        ),
     }
     numbers = {
         name: paired_difference(

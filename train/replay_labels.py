@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import replace_file
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.eval.calibration import Calibration, Candidate, calibrate, losses
+from ospruner.eval.compute import Compute
 from ospruner.eval.limits import (
     best_fixed_budget,
     best_fixed_step,
@@ -32,7 +34,7 @@ from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step
 from ospruner.eval.report.viewer import trace_views
 from ospruner.eval.results import Rule
-from ospruner.eval.rules import parse_rule, replay_rule
+from ospruner.eval.rules.families import parse_rule, replay_rule
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance
@@ -68,12 +70,12 @@ def replay_verifiers(
     progress: Progress,
     device: torch.device,
 ) -> tuple[list[Rule], list[npt.NDArray[np.float32]]]:
-    """Each use of a verifier as a rule; all that it read until it stopped is charged.
+    """Each use of a verifier as a rule; all that it read until it stopped is charged as compute.
 
     Args:
         uses: verifiers with their thresholds; one used at several runs once.
         traces: the labelled traces.
-        table: the same as arrays.
+        table: the same as arrays, charged or not.
         base_tokenizer: of the model that wrote them.
         settings: how they were labelled.
         progress: called with phase "verifiers".
@@ -92,27 +94,32 @@ def replay_verifiers(
         judged = verifier_traces(traces, base_tokenizer, tokenizer, limit)
         for module in (verifier.base, verifier.policy):
             torch.nn.Module.to(module, device)
-        pi, charged = predict(verifier, judged), _charged(judged)  # (N, T)
+        pi, read = predict(verifier, judged), _read(judged)  # (N, T)
+        costs = dataclasses.replace(table, answer_tokens=read)
+        paid = table
+        if table.flops is not None:
+            work = ModelWork.of_config(verifier.base.config)
+            paid = dataclasses.replace(table, flops=table.flops + work.read(0, read))
         for use in (use for use in uses if use.path == path):
-            outcome = replay(table, pi, use.mode, use.threshold)
+            outcome = replay(paid, pi, use.mode, use.threshold)
             # What replay expects of a column of costs is what the stops come to in it.
-            costs = replay(charged, pi, use.mode, use.threshold).answer_tokens
-            outcome = dataclasses.replace(outcome, probe_tokens=costs)
+            probes = replay(costs, pi, use.mode, use.threshold).answer_tokens
+            outcome = dataclasses.replace(outcome, probe_tokens=probes)
             rules.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
             probabilities.append(pi)
         progress("verifiers", number + 1, len(paths))
     return rules, probabilities
 
 
-def _charged(judged: LabelledTraces) -> TraceTable:
-    """The labels with the tokens read by each step in the place of the answers' tokens.
+def _read(judged: LabelledTraces) -> npt.NDArray[np.int64]:
+    """(N, T) tokens that the verifier has read where a trace stops at each step.
 
     At its natural end a trace needs no verdict: the verifier has read to the step before.
     """
     table, read = judged.table, tokens_read(judged)
     rows = np.arange(len(table))
     read[rows, table.last] = np.where(table.last > 0, read[rows, table.last - 1], 0)
-    return dataclasses.replace(table, answer_tokens=read)
+    return read
 
 
 def replay_labels(
@@ -135,7 +142,7 @@ def replay_labels(
     Args:
         labels: folder or Hub id of the labelled traces.
         policies: see `eval.policies.parse_policies`.
-        rules: see `eval.rules.parse_rule`.
+        rules: see `eval.rules.families.parse_rule`.
         base: the model, where it now lies elsewhere than when it was labelled.
         force_base: why policies of another base, or another base, may be taken; kept with the
             results.
@@ -176,15 +183,18 @@ def replay_labels(
         )
     place = device_named(device)
     probabilities = stop_probabilities(uses, traces, ours, base, force_base, place, progress)
-    found = [Rule(FULL, replay_full(table))]
-    for use, pi in zip(uses, probabilities, strict=True):
-        outcome = replay(table, pi, use.mode, use.threshold)
-        found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
-    tokenizer = load_tokenizer(
-        base or ours.settings.base_model, None if base else ours.settings.base_revision
-    )
+    where = (base, None) if base else (ours.settings.base_model, ours.settings.base_revision)
+    tokenizer = load_tokenizer(*where)
     fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
     suffix_tokens = len(fmt.forced_suffix(ours.settings.answer))
+    work = ModelWork.of_config(AutoConfig.from_pretrained(where[0], revision=where[1]))
+    compute = Compute.of_labels(traces, work, suffix_tokens)
+    table = compute.charge(table)
+    found = [Rule(FULL, replay_full(table))]
+    for use, pi in zip(uses, probabilities, strict=True):
+        paid = compute.charge_tail(table, use.config.num_policy_layers)
+        outcome = replay(paid, pi, use.mode, use.threshold)
+        found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
     judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress, place)
     found += judged[0]
     probabilities += judged[1]
@@ -193,7 +203,7 @@ def replay_labels(
         return str(tokenizer.decode(ids))
 
     for rule in named:
-        outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode)
+        outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode, compute)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))
     settings: dict[str, Any] = {
         "model": model or Path(ours.settings.base_model).name,
@@ -359,7 +369,7 @@ def calibrate_rule(
     """The boldest parameter of a rule without training that keeps a promise.
 
     Args:
-        family: such as "budget", "entropy" or "agreement" (`eval.rules.parse_rule`).
+        family: such as "budget", "entropy" or "agreement" (`eval.rules.families.parse_rule`).
         values: its parameter, from careful to bold, chosen without looking at the labels.
         labels: as in `calibrate_policy`.
         max_loss: as there.

@@ -31,7 +31,7 @@ from ..table import FloatArray, IntArray, TraceTable
 __all__ = ["Evaluation", "find_evaluations", "trace_hash"]
 
 FILE, OUTCOMES, TRACES = "evaluation.json", "outcomes.npz", "traces.json"
-_VERSION = 1
+_VERSION = 2
 _NAMED = ("model", "benchmark", "answer", "mode")
 
 

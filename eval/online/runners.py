@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.engines.interface import (
     Engine,
     ForkedAnswer,
@@ -32,6 +34,7 @@ from modeling_ospruner.generation_ospruner import generate_pruned, generate_with
 from modeling_ospruner.rules_ospruner import StopRule, mix64, uniform
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
 
+from ..compute import Compute
 from ..methods import PolicyUse
 from ..problems.task import Task, prompt_token_ids
 from .batches import Batch, Method, SampleRow
@@ -53,12 +56,14 @@ class Setup:
         fmt: its reasoning format.
         task: asks and grades.
         settings: how to sample.
+        work: what the base computes, for the compute that each row is charged.
     """
 
     tokenizer: PreTrainedTokenizerBase
     fmt: TokenFormat
     task: Task
     settings: OnlineSettings
+    work: ModelWork
 
     def prompts(self, batch: Batch) -> list[list[int]]:
         """The prompt of each row."""
@@ -77,6 +82,30 @@ class Setup:
         answer = self.task.read_forced(text) if forced else self.task.read_free(text)
         verdict = self.task.grade(answer or None, batch.rows[index][0])
         return SampleRow(tokens, len(answer_ids), answer or "", float(bool(verdict)), reason)
+
+    def flops(
+        self, prompt: Sequence[int], how: Any, row: SampleRow, trials: Sequence[int] = ()
+    ) -> float:
+        """What a row has cost; the full trace is charged for its forced answer, as in replay.
+
+        Args:
+            prompt: the row's prompt.
+            how: of its method.
+            row: the row.
+            trials: the thinking tokens after which the rule tried answers; the trials' own tokens
+                are spread evenly over them.
+        """
+        forced = len(self.fmt.forced_suffix(self.settings.answer))
+        compute = Compute(self.work, np.array([len(prompt)]), forced)
+        flops = compute.thinking([row.tokens], [row.answer_tokens])[0]
+        if isinstance(how, PolicyUse):
+            flops += compute.tail([row.tokens], how.config.num_policy_layers)[0]
+        if trials:
+            suffix = len(self.fmt.forced_suffix("forced"))
+            tried = replace(compute, forced_tokens=suffix)
+            tokens = row.probe_tokens / len(trials) - suffix
+            flops += sum(tried.trial(0, position, tokens) for position in trials)
+        return float(flops)
 
     def natural_grade(self, batch: Batch, index: int, answer_ids: Sequence[int]) -> float:
         """Grade of what the model wrote after its own end; NaN where there is nothing."""
@@ -143,7 +172,7 @@ class HookRunner:
             output, records = call(ids, arguments)
             generated = output[:, width:].tolist()  # also waits for the device
             seconds = (time.perf_counter() - started) / len(prompts)
-        rows = self._rows(batch, prompts, generated, records)
+        rows = self._rows(method, batch, prompts, generated, records)
         return [replace(row, seconds=seconds) for row in rows]
 
     def _call(self, method: Method, batch: Batch) -> Any:
@@ -177,6 +206,7 @@ class HookRunner:
 
     def _rows(
         self,
+        method: Method,
         batch: Batch,
         prompts: Sequence[Sequence[int]],
         generated: Sequence[Sequence[int]],
@@ -217,7 +247,9 @@ class HookRunner:
         rows = []
         for i, (length, reason) in enumerate(zip(lengths, reasons, strict=True)):
             row = setup.row(batch, i, length, reason, answers[i])
-            rows.append(replace(row, probe_tokens=probes[i], natural_correct=natural[i]))
+            row = replace(row, probe_tokens=probes[i], natural_correct=natural[i])
+            trials = _trials(records[i]) if records is not None and row.probe_tokens else []
+            rows.append(replace(row, flops=setup.flops(prompts[i], method.how, row, trials)))
         return rows
 
     def _natural_end(self, ids: Sequence[int]) -> tuple[int, str]:
@@ -309,7 +341,7 @@ class EngineRunner:
             yield (
                 method,
                 [
-                    self._row(batch, i, trace, at[i], forks[i][at[i]].ids)
+                    self._row(method, batch, i, prompts[i], trace, at[i], forks[i][at[i]].ids)
                     for i, trace in enumerate(sampled)
                 ],
             )
@@ -352,7 +384,14 @@ class EngineRunner:
             )
 
     def _row(
-        self, batch: Batch, index: int, trace: Sampled, stop: int, forked: Sequence[int]
+        self,
+        method: Method,
+        batch: Batch,
+        index: int,
+        prompt: Sequence[int],
+        trace: Sampled,
+        stop: int,
+        forked: Sequence[int],
     ) -> SampleRow:
         full = len(trace.trace_ids)
         at_end = stop == full
@@ -361,7 +400,8 @@ class EngineRunner:
             forked = trace.answer_ids[: self.setup.settings.max_answer_tokens]
         row = self.setup.row(batch, index, stop, reason, forked)
         natural = self.setup.natural_grade(batch, index, trace.answer_ids)
-        return replace(row, natural_correct=natural if at_end else math.nan)
+        flops = self.setup.flops(prompt, method.how, row)
+        return replace(row, natural_correct=natural if at_end else math.nan, flops=flops)
 
     def _stops(
         self,
@@ -414,6 +454,15 @@ class EngineRunner:
                     break
             stops.append(chosen)
         return stops
+
+
+def _trials(record: StopRecord) -> list[int]:
+    """The thinking tokens after which a rule tried answers: where it measured something."""
+    return [
+        end
+        for end, signal in zip(record.step_ends, record.signals, strict=True)
+        if not math.isnan(signal)
+    ]
 
 
 @dataclass(frozen=True)

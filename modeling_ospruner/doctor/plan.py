@@ -11,7 +11,6 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -19,6 +18,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
+
+from .arithmetic import active_weights, heads_width
 
 GIB = 2**30
 _HALF, _FLOAT32 = 2, 4  # bytes
@@ -203,7 +204,7 @@ def training_peak_bytes(base: PreTrainedModel, policy: StoppingPolicy, work: Wor
     tail = sum(p.numel() for p in policy.parameters())
     fixed = _HALF * size + (4 * _FLOAT32 + _HALF) * tail
     width = base.config.get_text_config().hidden_size
-    projections = _active_weights(decoder_layers(base)[-1], base) / width
+    projections = active_weights(decoder_layers(base)[-1], base.config) / width
     whole = work.num_policy_layers
     if base.config.model_type in ("llama", "qwen2"):
         whole -= 1
@@ -220,30 +221,16 @@ def _scores_bytes(base: PreTrainedModel, work: Workload) -> int:
     return 2 * _HALF * int(base.config.get_text_config().num_attention_heads) * work.max_tokens**2
 
 
-def _active_weights(layer: torch.nn.Module, base: PreTrainedModel) -> int:
-    """Weights of a layer that a token meets: of a mixture's experts those that it is sent to."""
-    text = vars(base.config.get_text_config())
-    total = 0.0
-    for parameter in layer.parameters():
-        share = 1.0
-        if parameter.ndim == 3:  # (experts, in, out), as transformers stacks them
-            share = text["num_experts_per_tok"] / parameter.shape[0]
-        total += share * parameter.numel()
-    return int(total)
-
-
 def _training_operations(base: PreTrainedModel, policy: StoppingPolicy, work: Workload) -> float:
     """Operations a token: two a weight in the frozen trunk, six in the tail, and attention.
 
     Causal attention over S tokens takes 2 S a head's width for each token and layer.
     """
-    text = base.config.get_text_config()
     layers = decoder_layers(base)
     n = work.num_policy_layers
-    trunk = sum(_active_weights(layer, base) for layer in layers[: len(layers) - n])
-    tail = sum(_active_weights(layer, base) for layer in policy.layers)
-    head_dim = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
-    attention = 2 * work.mean_tokens * text.num_attention_heads * head_dim
+    trunk = sum(active_weights(layer, base.config) for layer in layers[: len(layers) - n])
+    tail = sum(active_weights(layer, base.config) for layer in policy.layers)
+    attention = 2 * work.mean_tokens * heads_width(base.config)
     return 2.0 * trunk + 6.0 * tail + attention * (len(layers) - n + 3 * n)
 
 

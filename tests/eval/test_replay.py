@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_ospruner.common.results_file import Results
-from ospruner.eval.metrics import AES_RELATIVE, aes
+from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant
 from ospruner.eval.replay import pool, replay, replay_at, replay_budget, replay_full, replay_step
 from ospruner.eval.results import Rule, compare, summarise
 from ospruner.eval.table import FloatArray, TraceTable
@@ -220,19 +220,57 @@ def test_summarise_refuses_other_traces() -> None:
         summarise([Rule("mine", few)], replay_full(table), table.problem_index)
 
 
-def test_probe_tokens_are_charged() -> None:
+def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> None:
+    """Two rules with the same stops; one of them computes as much again to decide."""
     table = make_table(9)
+    table = replace(
+        table, flops=100 + table.lengths.astype(np.float64)
+    )  # a prompt of 100, a token of one
     full = replay_full(table)
-    stops = np.zeros(len(table), dtype=int)
-    free, paid = (
-        Rule(name, replay_at(table, stops, probe_tokens=np.full(len(table), probes)), None, "")
-        for name, probes in (("free", 0.0), ("paid", 7.0))
-    )
+    stops, more_flops = np.zeros(len(table), dtype=int), np.full(len(table), 50.0)
+    probes = np.full(len(table), 7.0)
+    free = Rule("free", replay_at(table, stops))
+    paid = Rule("paid", replay_at(table, stops, probe_tokens=probes, probe_flops=more_flops))
     less, more = summarise([free, paid], full, table.problem_index, length_penalties=(1e-2,))
-    assert more.tokens == less.tokens
-    assert more.reduction == less.reduction
-    assert more.charged_tokens == pytest.approx(less.charged_tokens + 7)
-    assert less.rewards[0][1].value - more.rewards[0][1].value == pytest.approx(0.07)
-    assert less.aes.value - more.aes.value == pytest.approx(7 / full.mean_tokens)
-    between = compare(free, paid, full, table.problem_index)
+    for name in ("tokens", "reduction", "aes", "rewards", "total_reduction"):
+        assert getattr(more, name) == getattr(less, name), name
+    assert more.probe_tokens.value == 7
+    first = float(table.lengths[:, 0].mean())
+    assert more.flops.value == pytest.approx(150 + first)
+    assert less.rewards[0][1].value == pytest.approx(less.accuracy.value - 0.01 * first)
+    # By compute the full trace pays its thinking tokens, the others their share of its compute.
+    variant = charged_variant("compute")
+    less, more = summarise(
+        [free, paid], full, table.problem_index, variant=variant, length_penalties=(1e-2,)
+    )
+    price = full.mean_tokens / (100 + full.mean_tokens)
+    assert more.rewards[0][1].value == pytest.approx(
+        more.accuracy.value - 0.01 * price * (150 + first)
+    )
+    assert less.aes.value - more.aes.value == pytest.approx(50 / (100 + full.mean_tokens))
+    assert more.aes_label == "absolute, α=1, β=3, γ=5, of compute"
+    between = compare(free, paid, full, table.problem_index, variant=variant)
     assert between.aes.value == pytest.approx(less.aes.value - more.aes.value)
+    assert compare(free, paid, full, table.problem_index).aes.value == 0
+    uncounted = make_table(9)
+    with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
+        summarise(
+            [Rule("full", full)], replay_full(uncounted), uncounted.problem_index, variant=variant
+        )
+    with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'compute'"):
+        charged_variant("money")
+
+
+def test_the_expectation_of_compute_is_over_the_stops() -> None:
+    table = make_table(2)
+    table = replace(table, flops=np.random.default_rng(0).random(table.mask.shape))
+    assert table.flops is not None
+    half = replay(table, np.full(table.mask.shape, 0.5))
+    n = int(np.flatnonzero(table.num_steps >= 3)[0])
+    by_hand, last, going = 0.0, int(table.last[n]), 1.0
+    for step in range(last):
+        going /= 2
+        by_hand += going * table.flops[n, step]
+    assert half.flops[n] == pytest.approx(by_hand + going * table.flops[n, last])
+    assert table.subset([n]).flops is not None
+    assert np.isnan(replay(make_table(2), np.full(table.mask.shape, 0.5)).flops).all()

@@ -26,9 +26,10 @@ from modeling_ospruner.rules_ospruner import (
     Verdict,
 )
 
-from .grading.boxed import equal
-from .replay import Outcome, replay_at, replay_budget, replay_step
-from .table import TraceTable
+from ..compute import Compute
+from ..grading.boxed import equal
+from ..replay import Outcome, replay_at, replay_budget, replay_step
+from ..table import TraceTable
 
 __all__ = ["FAMILIES", "AtStep", "NamedRule", "parse_rule", "replay_rule"]
 
@@ -146,14 +147,17 @@ class _LabelledEnd:
         lengths: Sequence[int],
         suffix_tokens: int,
         next_texts: Sequence[str] | None,
+        compute: Compute | None,
     ) -> None:
         self.sample_index = row
         self.step = 0
         self.probe_tokens = 0
+        self.probe_flops = 0.0
         self._answers = answers
         self._lengths = lengths
         self._suffix_tokens = suffix_tokens
         self._next_texts = next_texts
+        self._compute = compute
 
     @property
     def thinking_tokens(self) -> int:
@@ -177,6 +181,8 @@ class _LabelledEnd:
         at = {name: values[self.sample_index][self.step] for name, values in self._answers.items()}
         tokens = min(at["forced_answer_tokens"], max_tokens)
         self.probe_tokens += self._suffix_tokens + tokens
+        if self._compute is not None:
+            self.probe_flops += self._compute.trial(self.sample_index, self.thinking_tokens, tokens)
         complete = bool(at["forced_answers"]) and tokens == at["forced_answer_tokens"]
         return TrialAnswer(
             ids=(0,) * tokens,  # no rule reads which tokens they are
@@ -199,14 +205,16 @@ def replay_rule(
     rule: StopRule,
     suffix_tokens: int,
     decode: Callable[[list[int]], str] | None = None,
+    compute: Compute | None = None,
 ) -> Outcome:
     """Replays any rule that decides by lengths, trial answers and transition words.
 
     A transition word is one that the trace itself went on with. Generate looks at the most likely
     next token instead, before it is sampled: under greedy decoding the two are the same.
 
-    Every trial answer is charged in full (`Outcome.probe_tokens`), the tokens forced before it
-    included, and also the one at which the rule stops: generate decodes the forced answer anew.
+    Every trial answer is counted in full (`probe_tokens` and `flops` of the outcome), the tokens
+    forced before it included, and also the one at which the rule stops: generate decodes the forced
+    answer anew.
 
     Args:
         dataset: the labelled traces.
@@ -214,6 +222,7 @@ def replay_rule(
         rule: what generate would be given.
         suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
         decode: text of token ids, for rules that watch for transition words.
+        compute: what trial answers cost, where the table is charged.
 
     Raises:
         ValueError: the rule asks for what labels do not tell.
@@ -222,6 +231,11 @@ def replay_rule(
         return replay_budget(table, rule.tokens)
     if isinstance(rule, AtStep):
         return replay_step(table, rule.step)
+    if table.flops is not None and compute is None and "trial_answer" in rule.asks:
+        raise ValueError(
+            "the table is charged for what it computes, and trial answers have no price: give "
+            "replay_rule the Compute that charged it"
+        )
     columns = dataset.select_columns(list(_ANSWER_COLUMNS))[:]
     answers = {name: columns[name] for name in _ANSWER_COLUMNS}
     for kind, name in _READS.items():
@@ -231,18 +245,20 @@ def replay_rule(
                 f"to replay {kind.__name__}"
             )
     words = _next_texts(dataset, decode) if decode is not None and "text" in rule.asks else None
-    stops, probes = table.last.copy(), np.zeros(len(table))
+    stops, probes, flops = table.last.copy(), np.zeros(len(table)), np.zeros(len(table))
     for row in range(len(table)):
         following = None if words is None else words[row]
-        end = _LabelledEnd(answers, row, table.lengths[row].tolist(), suffix_tokens, following)
+        end = _LabelledEnd(
+            answers, row, table.lengths[row].tolist(), suffix_tokens, following, compute
+        )
         judge = rule.for_row()
         for step in range(int(table.last[row])):  # the natural end needs no decision
             end.step = step
             if judge.at_step_end(end).stop:
                 stops[row] = step
                 break
-        probes[row] = end.probe_tokens
-    return replay_at(table, stops, probes)
+        probes[row], flops[row] = end.probe_tokens, end.probe_flops
+    return replay_at(table, stops, probes, flops)
 
 
 def _next_texts(dataset: Any, decode: Callable[[list[int]], str]) -> list[list[str]]:
