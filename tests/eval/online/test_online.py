@@ -251,6 +251,49 @@ def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, pol
                 assert one.natural_correct == pytest.approx(other.natural_correct, nan_ok=True)
 
 
+def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
+    reasoner: Reasoner, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not timed: the tokens that the base passes within the time that is taken."""
+    settings = dataclasses.replace(SETTINGS, samples=2)
+    setup = setup_of(reasoner, settings, 4)
+    never = parse_policies([f"{policy}@1"])[0]
+    methods = [
+        Method("full trace", None, "", None),
+        Method(never.method, never.parameter, never.parameter_name, never),
+        methods_of(policy)[1],
+    ]
+    runner, passed = HookRunner(setup, reasoner.model), dict.fromkeys((m.key for m in methods), 0)
+    call = HookRunner._call
+
+    def counting(self: HookRunner, method: Method, batch: Batch) -> Any:
+        generate = call(self, method, batch)
+
+        def counted(ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+            def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                passed[method.key] += kwargs["input_ids"].numel()
+
+            hook = reasoner.model.register_forward_pre_hook(count, with_kwargs=True)
+            try:
+                return generate(ids, arguments)
+            finally:
+                hook.remove()
+
+        return counted
+
+    monkeypatch.setattr(HookRunner, "_call", counting)
+    rows = by_key(runner.run(methods, Batch(0, setup.task.problems, 2)))
+    full, policys, budgets = (passed[method.key] for method in methods)
+    assert full == policys > budgets > 0
+    one, other = (rows[method.key] for method in methods[:2])
+    assert [row.tokens for row in one] == [row.tokens for row in other]
+    assert [row.answer for row in one] == [row.answer for row in other]
+    # The model's own answers are there, and were written outside the time.
+    ended = [row for row in one if row.reason == "natural"]
+    assert ended
+    assert not np.isnan([row.natural_correct for row in ended]).any()
+
+
 def test_a_sentence_before_the_closing_is_generated(reasoner: Reasoner, policy: Path) -> None:
     """Forked and generated answers agree where the policy or a budget stops; so do lengths."""
     settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
