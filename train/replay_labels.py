@@ -34,7 +34,8 @@ from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step
 from ospruner.eval.report.viewer import trace_views
 from ospruner.eval.results import Rule
-from ospruner.eval.rules.families import parse_rule, replay_rule
+from ospruner.eval.rules.families import parse_rule
+from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance

@@ -1,17 +1,11 @@
-"""Rules by name, such as "budget:200", and the replay of any `StopRule` on labelled traces.
-
-A rule that generate runs is replayed as it is: the labels say what its trial answers would have
-been, so that replay and generation cannot differ in what a rule means.
-"""
+"""Rules by name, such as "budget:200"."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import ClassVar, Literal, NamedTuple
 
 from modeling_ospruner.rules_ospruner import (
     Agreement,
@@ -21,17 +15,13 @@ from modeling_ospruner.rules_ospruner import (
     RowRule,
     StepEnd,
     StopRule,
-    TrialAnswer,
     TrialConfidence,
     Verdict,
 )
 
-from ..compute import Compute
 from ..grading.boxed import equal
-from ..replay import Outcome, replay_at, replay_budget, replay_step
-from ..table import TraceTable
 
-__all__ = ["FAMILIES", "AtStep", "NamedRule", "parse_rule", "replay_rule"]
+__all__ = ["FAMILIES", "AtStep", "NamedRule", "RuleFamily", "parse_rule"]
 
 
 @dataclass(frozen=True)
@@ -88,22 +78,52 @@ def _same_answer(one: str, other: str) -> bool:
     return bool(equal(one, other))
 
 
-FAMILIES: dict[str, tuple[str, str, Callable[[float], StopRule], bool]] = {
-    "budget": ("fixed budget", "tokens", lambda x: Budget(int(x)), True),
-    "step": ("fixed step", "step", lambda x: AtStep(int(x)), True),
-    "entropy": ("answer entropy", "nats", lambda x: AnswerEntropy(x), False),
-    "confidence": ("trial confidence", "threshold", lambda x: TrialConfidence(x), False),
-    "deer": (
+class RuleFamily(NamedTuple):
+    """Rules that differ in one number.
+
+    Attributes:
+        method: what tables call them.
+        parameter_name: what the number is.
+        make: the rule of a number.
+        whole: whether only whole numbers are allowed.
+        at_once: the number that stops wherever the rule may.
+        never: the number that stops nothing, or next to nothing.
+    """
+
+    method: str
+    parameter_name: str
+    make: Callable[[float], StopRule]
+    whole: bool
+    at_once: float
+    never: float
+
+
+_MANY = 2.0**31 - 1
+
+FAMILIES: dict[str, RuleFamily] = {
+    "budget": RuleFamily("fixed budget", "tokens", lambda x: Budget(int(x)), True, 1, _MANY),
+    "step": RuleFamily("fixed step", "step", lambda x: AtStep(int(x)), True, 1, _MANY),
+    "entropy": RuleFamily(
+        "answer entropy", "nats", lambda x: AnswerEntropy(x), False, math.log(20), 0.0
+    ),
+    "confidence": RuleFamily(
+        "trial confidence", "threshold", lambda x: TrialConfidence(x), False, 1e-9, 1.0
+    ),
+    "deer": RuleFamily(
         "DEER",
         "threshold",
         lambda x: TrialConfidence(x, transition_words=TRANSITION_WORDS),
         False,
+        1e-9,
+        1.0,
     ),
-    "agreement": (
+    "agreement": RuleFamily(
         "answer agreement",
         "answers",
         lambda x: Agreement(int(x), equal=_same_answer),
         True,
+        2,
+        _MANY,
     ),
 }
 
@@ -123,147 +143,13 @@ def parse_rule(text: str) -> NamedRule:
     examples = "budget:200, step:5, entropy:0.4, confidence:0.95, deer:0.95, agreement:3"
     if name not in FAMILIES or not colon:
         raise ValueError(f"rule {text!r} is not known; rules are written as {examples}")
-    method, parameter_name, make, whole = FAMILIES[name]
+    family = FAMILIES[name]
     try:
         value = float(number)
     except ValueError:
         raise ValueError(
             f"rule {text!r}: {number!r} is no number; write it as {examples}"
         ) from None
-    if whole and not value.is_integer():
+    if family.whole and not value.is_integer():
         raise ValueError(f"rule {text!r}: {name} takes a whole number, not {number}")
-    return NamedRule(method, value, parameter_name, make(value))
-
-
-class _LabelledEnd:
-    """A step end of a labelled trace, as `StepEnd`; counts what its trial answers generate."""
-
-    may_stop = True
-
-    def __init__(
-        self,
-        answers: dict[str, list[Any]],
-        row: int,
-        lengths: Sequence[int],
-        suffix_tokens: int,
-        next_texts: Sequence[str] | None,
-        compute: Compute | None,
-    ) -> None:
-        self.sample_index = row
-        self.step = 0
-        self.probe_tokens = 0
-        self.probe_flops = 0.0
-        self._answers = answers
-        self._lengths = lengths
-        self._suffix_tokens = suffix_tokens
-        self._next_texts = next_texts
-        self._compute = compute
-
-    @property
-    def thinking_tokens(self) -> int:
-        """L_i."""
-        return self._lengths[self.step]
-
-    def stop_probability(self) -> float:
-        """Not from labels alone."""
-        raise ValueError("a rule asks for stop probabilities: replay the policy with `replay`")
-
-    def next_text(self) -> str:
-        """The text of the token that the trace went on with."""
-        if self._next_texts is None:
-            raise ValueError(
-                "a rule watches for transition words: give replay_rule the tokenizer's decode"
-            )
-        return self._next_texts[self.step]
-
-    def trial_answer(self, max_tokens: int) -> TrialAnswer:
-        """The answer that was forced here when labelling, cut to so many tokens."""
-        at = {name: values[self.sample_index][self.step] for name, values in self._answers.items()}
-        tokens = min(at["forced_answer_tokens"], max_tokens)
-        self.probe_tokens += self._suffix_tokens + tokens
-        if self._compute is not None:
-            self.probe_flops += self._compute.trial(self.sample_index, self.thinking_tokens, tokens)
-        complete = bool(at["forced_answers"]) and tokens == at["forced_answer_tokens"]
-        return TrialAnswer(
-            ids=(0,) * tokens,  # no rule reads which tokens they are
-            ended="closed" if complete else "length",
-            logprobs=() if at["forced_logprob"] is None else (at["forced_logprob"],) * tokens,
-            entropy=math.nan if at["forced_entropy"] is None else at["forced_entropy"],
-            text=at["forced_answers"] if complete else "",
-        )
-
-
-_ANSWER_COLUMNS = ("forced_answers", "forced_answer_tokens", "forced_logprob", "forced_entropy")
-
-
-_READS: dict[type, str] = {AnswerEntropy: "forced_entropy", TrialConfidence: "forced_logprob"}
-
-
-def replay_rule(
-    dataset: Any,
-    table: TraceTable,
-    rule: StopRule,
-    suffix_tokens: int,
-    decode: Callable[[list[int]], str] | None = None,
-    compute: Compute | None = None,
-) -> Outcome:
-    """Replays any rule that decides by lengths, trial answers and transition words.
-
-    A transition word is one that the trace itself went on with. Generate looks at the most likely
-    next token instead, before it is sampled: under greedy decoding the two are the same.
-
-    Every trial answer is counted in full (`probe_tokens` and `flops` of the outcome), the tokens
-    forced before it included, and also the one at which the rule stops: generate decodes the forced
-    answer anew.
-
-    Args:
-        dataset: the labelled traces.
-        table: the same as arrays.
-        rule: what generate would be given.
-        suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
-        decode: text of token ids, for rules that watch for transition words.
-        compute: what trial answers cost, where the table is charged.
-
-    Raises:
-        ValueError: the rule asks for what labels do not tell.
-    """
-    if isinstance(rule, Budget):
-        return replay_budget(table, rule.tokens)
-    if isinstance(rule, AtStep):
-        return replay_step(table, rule.step)
-    if table.flops is not None and compute is None and "trial_answer" in rule.asks:
-        raise ValueError(
-            "the table is charged for what it computes, and trial answers have no price: give "
-            "replay_rule the Compute that charged it"
-        )
-    columns = dataset.select_columns(list(_ANSWER_COLUMNS))[:]
-    answers = {name: columns[name] for name in _ANSWER_COLUMNS}
-    for kind, name in _READS.items():
-        if isinstance(rule, kind) and all(x is None for row in answers[name] for x in row):
-            raise ValueError(
-                f"{name} is null: these labels are of a version that did not keep it; label again "
-                f"to replay {kind.__name__}"
-            )
-    words = _next_texts(dataset, decode) if decode is not None and "text" in rule.asks else None
-    stops, probes, flops = table.last.copy(), np.zeros(len(table)), np.zeros(len(table))
-    for row in range(len(table)):
-        following = None if words is None else words[row]
-        end = _LabelledEnd(
-            answers, row, table.lengths[row].tolist(), suffix_tokens, following, compute
-        )
-        judge = rule.for_row()
-        for step in range(int(table.last[row])):  # the natural end needs no decision
-            end.step = step
-            if judge.at_step_end(end).stop:
-                stops[row] = step
-                break
-        probes[row], flops[row] = end.probe_tokens, end.probe_flops
-    return replay_at(table, stops, probes, flops)
-
-
-def _next_texts(dataset: Any, decode: Callable[[list[int]], str]) -> list[list[str]]:
-    """For each trace the text of the token after each of its steps; "" after the last."""
-    return [
-        [decode(row["trace_ids"][end : end + 1]) for end in row["step_ends"]]
-        for row in dataset.select_columns(["trace_ids", "step_ends"])
-    ]
+    return NamedRule(family.method, value, family.parameter_name, family.make(value))

@@ -159,8 +159,10 @@ class Frontier:
     Attributes:
         method: name of the method.
         area: under accuracy against length, between stopping at once and never, in [0, 1].
-        lead: OS-Pruner's area less this one, paired; None for OS-Pruner itself.
-        gap_closed: (lambda, share of the gap in reward from the full trace to the oracle).
+        lead: OS-Pruner's area less this one, paired; None for OS-Pruner itself, and for an estimate
+            of what rules without hindsight can reach.
+        gap_closed: (lambda, share of the gap in reward from the full trace to the oracle). A
+            method's choice includes never stopping and stopping at once.
     """
 
     method: str

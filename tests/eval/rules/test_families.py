@@ -16,7 +16,8 @@ from modeling_ospruner.rules_ospruner import (
 )
 from ospruner.eval.compute import Compute
 from ospruner.eval.replay import replay_budget, replay_step
-from ospruner.eval.rules.families import AtStep, parse_rule, replay_rule
+from ospruner.eval.rules.families import AtStep, parse_rule
+from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.table import TraceTable
 
 ROWS = {

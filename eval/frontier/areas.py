@@ -14,14 +14,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modeling_ospruner.common.results_file import Estimate
+from modeling_ospruner.common.results_file import Estimate, Frontier
 
-from .limits import hindsight_oracle
-from .metrics import REPLICATES, bootstrap_means, estimate
-from .replay import Outcome, replay_full, replay_step
-from .table import FloatArray, TraceTable
+from ..limits import hindsight_oracle
+from ..metrics import REPLICATES, bootstrap_means, estimate
+from ..replay import Outcome, replay_full, replay_step
+from ..table import FloatArray, TraceTable
 
-__all__ = ["Family", "area_differences", "areas", "frontier_of", "gap_closed"]
+__all__ = [
+    "Family",
+    "area_differences",
+    "areas",
+    "best_rule",
+    "frontier_of",
+    "frontiers",
+    "gap_closed",
+]
 
 
 @dataclass(frozen=True)
@@ -110,10 +118,64 @@ def area_differences(found: FloatArray, names: Sequence[str]) -> dict[str, Estim
 
     Args:
         found: what `areas` gave.
-        names: of the families.
+        names: of its first families.
     """
-    less = found[:, :1] - found
+    less = found[:, :1] - found[:, : len(names)]
     return {name: estimate(float(less[0, k]), less[1:, k]) for k, name in enumerate(names) if k > 0}
+
+
+def frontiers(
+    families: Sequence[Family],
+    validation: TraceTable,
+    test: TraceTable,
+    length_penalties: Sequence[float],
+    estimates: Sequence[Family] = (),
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> list[Frontier]:
+    """Area, the first family's lead, and the share of the oracle's gap of each family.
+
+    Args:
+        families: the methods; leads are the first's.
+        validation: the validation traces, on which all is chosen.
+        test: the test traces.
+        length_penalties: lambdas of the gaps.
+        estimates: families that are no rivals (`causal.causal_family`): they have no lead.
+        replicates: resamples.
+        seed: of the resamples.
+    """
+    everything = [*families, *estimates]
+    found = areas(everything, validation, test, replicates, seed)
+    leads = area_differences(found, [family.name for family in families])
+    return [
+        Frontier(
+            family.name,
+            estimate(float(found[0, k]), found[1:, k]),
+            leads.get(family.name) if k < len(families) else None,
+            tuple(
+                (penalty, gap_closed(family, validation, test, penalty, replicates, seed))
+                for penalty in length_penalties
+            ),
+        )
+        for k, family in enumerate(everything)
+    ]
+
+
+def best_rule(family: Family, validation: TraceTable, length_penalty: float) -> int:
+    """Which of a method's rules has the highest reward on validation; of equals the first.
+
+    A method may always do nothing, or stop at once: whoever has its rules has these, too.
+
+    Args:
+        family: the method.
+        validation: the validation traces.
+        length_penalty: lambda.
+
+    Returns:
+        0 for never stopping, 1 for stopping after the first step, 2 + k for the family's rule k.
+    """
+    rules = [*_trivial(validation), *family.validation]
+    return int(np.argmax([_rewards(rule, length_penalty).mean() for rule in rules]))
 
 
 def gap_closed(
@@ -126,11 +188,11 @@ def gap_closed(
 ) -> Estimate:
     """How much of the reward between the full trace and the hindsight oracle a method gets.
 
-    Its rule is the one with the highest reward on validation.
+    Its rule is that of `best_rule`, chosen on validation. On the validation traces no method is
+    below 0; on test traces one may be, by as much as its choice was unlucky.
 
     (R - R_full) / (R_oracle - R_full), with R = accuracy - lambda tokens on the test traces; 0 is
-    the full trace, 1 what no rule without hindsight can be sure of, and less than 0 worse than
-    never stopping.
+    the full trace, 1 the oracle, which no rule without hindsight can be sure of.
 
     Args:
         family: the method.
@@ -140,15 +202,20 @@ def gap_closed(
         replicates: resamples.
         seed: of the resamples.
     """
-
-    def reward(outcome: Outcome) -> FloatArray:
-        return outcome.correct - length_penalty * outcome.tokens
-
-    rewards = [float(reward(outcome).mean()) for outcome in family.validation]
-    number = int(np.argmax(rewards))
-    rules = (family.test[number], replay_full(test), hindsight_oracle(test, length_penalty))
-    values = np.column_stack([reward(outcome) for outcome in rules])  # (N, 3)
+    number = best_rule(family, validation, length_penalty)
+    taken = [*_trivial(test), *family.test][number]
+    rules = (taken, replay_full(test), hindsight_oracle(test, length_penalty))
+    values = np.column_stack([_rewards(rule, length_penalty) for rule in rules])  # (N, 3)
     resampled = bootstrap_means(values, test.problem_index, replicates, seed)
     means = np.concatenate([values.mean(axis=0)[None], resampled])
     share = (means[:, 0] - means[:, 1]) / (means[:, 2] - means[:, 1])
     return estimate(float(share[0]), share[1:])
+
+
+def _trivial(table: TraceTable) -> tuple[Outcome, Outcome]:
+    """Never stopping, and stopping after the first step."""
+    return replay_full(table), replay_step(table, 1)
+
+
+def _rewards(outcome: Outcome, length_penalty: float) -> FloatArray:
+    return outcome.correct - length_penalty * outcome.tokens
