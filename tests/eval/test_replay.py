@@ -274,3 +274,21 @@ def test_the_expectation_of_compute_is_over_the_stops() -> None:
     assert half.flops[n] == pytest.approx(by_hand + going * table.flops[n, last])
     assert table.subset([n]).flops is not None
     assert np.isnan(replay(make_table(2), np.full(table.mask.shape, 0.5)).flops).all()
+
+
+def test_pooling_by_hand() -> None:
+    """Two seeds on two traces: each number of a trace is the mean of the seeds'."""
+    table = make_table(3, traces=2, per_problem=1)
+    table = replace(table, flops=10.0 * table.lengths)
+    stops = [np.zeros(2, int), table.last]
+    one, other = (replay_at(table, at) for at in stops)
+    both = pool([one, other])
+    for n in range(2):
+        first, last = (int(at[n]) for at in stops)
+        assert both.tokens[n] == (table.lengths[n, first] + table.lengths[n, last]) / 2
+        assert both.correct[n] == (table.correct[n, first] + table.correct[n, last]) / 2
+        assert both.flops[n] == 10 * both.tokens[n]
+        assert both.harmed[n] == (one.harmed[n] + other.harmed[n]) / 2
+    assert both.accuracy == pytest.approx((one.accuracy + other.accuracy) / 2)
+    assert np.isnan(both.seconds).all()
+    np.testing.assert_array_equal(pool([one]).columns(), one.columns())
