@@ -5,9 +5,10 @@
 
 Every rule of every method is replayed on the validation and test traces of the run. Each method's
 thresholds are quantiles of its own signal on validation, 64 for each where the signal takes so many
-values, from "at once" to "never". The trained methods' outcomes are means over the training seeds.
-Differences are paired, their intervals go by problem. The estimate of what is possible without
-hindsight is fitted on the validation traces (`ospruner.eval.frontier.causal`).
+values, from "at once" to "never". Intervals resample problems and, for
+trained methods, training seeds; in each resample a method chooses its rules again. Differences are
+paired. The estimate of what is possible without hindsight is fitted on the validation traces
+(`ospruner.eval.frontier.causal`).
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def trained(
     names = [STEEP_RUN, method] if method == "os-pruner" else [method]
     folders = [name for name in names if (runs[0] / name).is_dir()]
     stages = [[stage for name in folders for stage in stages_of(run / name)] for run in runs]
-    validation: list[Outcome] = []
-    test: list[Outcome] = []
+    validation: list[list[Outcome]] = []
+    test: list[list[Outcome]] = []
     spreads: dict[str, dict[str, float]] = {}
     for position, stage in enumerate(stages[0]):
         found = [splits.probabilities(of_seed[position]) for of_seed in stages]
@@ -107,8 +108,8 @@ def trained(
                 ]
                 for split in ("validation", "test")
             }
-            validation.append(pool(both["validation"]))
-            test.append(pool(both["test"]))
+            validation.append(both["validation"])
+            test.append(both["test"])
             if threshold is None:
                 spreads[stage.name] = spread(both["test"], stage.length_penalty) | valley(
                     splits.traces["test"].table, [pi["test"] for pi in found], stage.length_penalty

@@ -99,19 +99,31 @@ def parse_policies(specs: Sequence[str]) -> list[PolicyUse]:
         specs: folders or Hub ids, each alone or with "@" and thresholds ("probe@.7,.8"), or
             "@sample". A folder of policies stands for all of them, and so does the folder of
             `ospruner train --multi`. Alone, OS-Pruner decides as its configuration says, and a
-            baseline at each of the paper's thresholds.
+            baseline at each of the paper's thresholds. Several policies of one method and
+            parameter are its training seeds.
 
     Raises:
-        ValueError: no policy there, a bad threshold, or the same use twice.
+        ValueError: no policy there, a bad threshold, the same use twice, or two of one method and
+            parameter that were not built alike.
     """
     uses = [use for spec in specs for use in _parse(spec)]
     seen = set()
+    kinds: dict[tuple[str, float | None], PolicyUse] = {}
     for use in uses:
-        key = (use.method, use.parameter)
+        other = kinds.setdefault((use.method, use.parameter), use)
+        for name in ("num_policy_layers", "tuning", "lora_rank"):
+            mine, theirs = vars(use.config)[name], vars(other.config)[name]
+            if mine != theirs:
+                raise ValueError(
+                    f"{use.path} and {other.path} are {use.method} with parameter {use.parameter}, "
+                    f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
+                    "policy; evaluate them into two folders"
+                )
+        key = (use.path, use.mode, use.threshold)
         if key in seen:
             raise ValueError(
-                f"two policies are {use.method} with parameter {use.parameter}: rows of a table "
-                "are told apart by these; evaluate them into two folders (training seeds, say)"
+                f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
+                "each policy once (training seeds have folders of their own, and are pooled)"
             )
         seen.add(key)
     return uses

@@ -1,7 +1,8 @@
 """Accuracy, thinking tokens, AES, and their intervals by problem: pure functions of arrays.
 
 Traces of one problem are not independent, so intervals resample problems with all their traces
-(cluster bootstrap, percentile method). The same seed resamples the same problems for every rule,
+(cluster bootstrap, percentile method). Where a method was trained with several seeds, these are
+resampled, too (hierarchical bootstrap). The same seed resamples the same problems for every rule,
 which makes differences between two rules paired.
 """
 
@@ -32,6 +33,7 @@ __all__ = [
     "paired_difference",
     "reduction",
     "reward",
+    "seed_weights",
 ]
 
 Statistic = Callable[[FloatArray], FloatArray]
@@ -251,6 +253,21 @@ def bootstrap_means(
     )  # (B, K+1)
     means: FloatArray = totals[:, :-1] / totals[:, -1:]
     return means
+
+
+def seed_weights(seeds: int, replicates: int = REPLICATES, seed: int = 0) -> FloatArray:
+    """(1 + B, S) how much each training seed counts: alike, then in each resample of the seeds.
+
+    Methods of as many seeds get the same weights, so that differences stay paired.
+
+    Args:
+        seeds: S.
+        replicates: B.
+        seed: of the resamples.
+    """
+    rng = np.random.default_rng([seed, 1 + seeds])
+    drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=replicates)
+    return np.concatenate([np.ones((1, seeds)), drawn]) / seeds
 
 
 def bootstrap_interval(

@@ -22,24 +22,55 @@ from .metrics import (
     bootstrap_means,
     charged_tokens,
     estimate,
-    paired_difference,
     reduction,
     reward,
+    seed_weights,
 )
-from .replay import Outcome
+from .replay import Outcome, pool
 from .table import FloatArray, IntArray
 
-__all__ = ["Rule", "best_rows", "compare", "summarise"]
+__all__ = ["Rule", "best_rows", "compare", "means_of", "pool_seeds", "summarise"]
 
 
 @dataclass(frozen=True)
 class Rule(Named):
-    """A rule to summarise: its name, the parameter that picks it from its family, its outcome."""
+    """A rule to summarise.
+
+    Attributes:
+        method: name of its family.
+        outcome: of its training seeds the mean.
+        parameter: what picks it from its family.
+        parameter_name: what that is.
+        seeds: each training seed's outcome, where there are several.
+    """
 
     method: str
     outcome: Outcome
     parameter: float | None = None
     parameter_name: str = ""
+    seeds: tuple[Outcome, ...] = ()
+
+
+def pool_seeds(rules: Sequence[Rule]) -> tuple[list[Rule], list[list[int]]]:
+    """Rules of one method and parameter as one rule, with each as a training seed.
+
+    Args:
+        rules: on the same traces.
+
+    Returns:
+        The rules in order of first appearance, and the numbers of the given ones in each.
+    """
+    groups: dict[tuple[str, float | None], list[int]] = {}
+    for number, rule in enumerate(rules):
+        groups.setdefault((rule.method, rule.parameter), []).append(number)
+    pooled = []
+    for numbers in groups.values():
+        first, outcomes = rules[numbers[0]], tuple(rules[k].outcome for k in numbers)
+        if len(outcomes) == 1:
+            pooled.append(first)
+        else:
+            pooled.append(dataclasses.replace(first, outcome=pool(outcomes), seeds=outcomes))
+    return pooled, list(groups.values())
 
 
 def summarise(
@@ -72,16 +103,13 @@ def summarise(
                 f"{rule.method}: an outcome of {len(rule.outcome)} traces, the full traces are "
                 f"{len(base)}"
             )
-    blocks = [base.columns(), *(rule.outcome.columns() for rule in rules)]  # each (N, K)
-    values = np.concatenate(blocks, axis=1)
-    width = blocks[0].shape[1]
-    resampled = bootstrap_means(values, problem_index, replicates, seed)  # (B, K (1 + rules))
-    means = np.concatenate([values.mean(axis=0)[None], resampled])  # row 0: all traces
+    blocks = [[base], *(rule.seeds or [rule.outcome] for rule in rules)]
+    means = means_of(blocks, problem_index, replicates, seed)  # (1 + B, K) each
     problems = len(np.unique(problem_index))
-    full = _Means(means[:, :width])
+    full = _Means(means[0])
     results = []
     for number, rule in enumerate(rules, start=1):
-        ours = _Means(means[:, number * width : (number + 1) * width])
+        ours = _Means(means[number])
         numbers = ours.against(full, variant)
         correct, charged = ours.of["correct"], ours.charged(full, variant.charge)
         results.append(
@@ -103,6 +131,35 @@ def summarise(
             )
         )
     return results
+
+
+def means_of(
+    blocks: Sequence[Sequence[Outcome]],
+    problem_index: IntArray,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> list[FloatArray]:
+    """The means (1 + B, K) of each rule's columns: on all traces, and on each resample.
+
+    Problems are resampled, and with them the training seeds of a rule that has several.
+
+    Args:
+        blocks: for each rule its seeds' outcomes on the same N traces; one where it has none.
+        problem_index: (N,) the problem of each trace.
+        replicates: B.
+        seed: of the resamples.
+    """
+    columns = [outcome.columns() for block in blocks for outcome in block]  # each (N, K)
+    values, width = np.concatenate(columns, axis=1), columns[0].shape[1]
+    resampled = bootstrap_means(values, problem_index, replicates, seed)
+    means = np.concatenate([values.mean(axis=0)[None], resampled])  # row 0: all traces
+    found, start = [], 0
+    for block in blocks:
+        part = means[:, start : start + width * len(block)].reshape(len(means), len(block), width)
+        weights = seed_weights(len(block), replicates, seed)  # (1 + B, S)
+        found.append(np.einsum("bs,bsk->bk", weights, part))
+        start += width * len(block)
+    return found
 
 
 class _Means:
@@ -173,28 +230,12 @@ def compare(
         replicates: bootstrap resamples.
         seed: of the resamples.
     """
-    left, right = (
-        np.column_stack(
-            [outcome.correct, outcome.tokens, outcome.flops, base.correct, base.tokens, base.flops]
-        )
-        for outcome in (a.outcome, b.outcome)
-    )
-    statistics = {
-        "accuracy": lambda m: m[..., 0],
-        "tokens": lambda m: m[..., 1],
-        "reduction": lambda m: reduction(m[..., 1], m[..., 4]),
-        "aes": lambda m: variant(
-            m[..., 0],
-            charged_tokens(variant.charge, m[..., 1], m[..., 2], m[..., 4], m[..., 5]),
-            m[..., 3],
-            m[..., 4],
-        ),
-    }
+    blocks = [[base], a.seeds or [a.outcome], b.seeds or [b.outcome]]
+    full, left, right = (_Means(m) for m in means_of(blocks, problem_index, replicates, seed))
+    ours, theirs = left.against(full, variant), right.against(full, variant)
     numbers = {
-        name: paired_difference(
-            left, right, problem_index, statistic, replicates=replicates, seed=seed
-        )
-        for name, statistic in statistics.items()
+        name: estimate(*_first_and_rest(ours[name] - theirs[name]))
+        for name in ("accuracy", "tokens", "reduction", "aes")
     }
     return Difference(a.name, b.name, **numbers)
 

@@ -33,7 +33,7 @@ from ospruner.eval.methods import FULL, ORACLE, PolicyUse, parse_policies, refus
 from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step
 from ospruner.eval.report.viewer import trace_views
-from ospruner.eval.results import Rule
+from ospruner.eval.results import Rule, pool_seeds
 from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.schema import LabelSettings
@@ -142,7 +142,8 @@ def replay_labels(
 
     Args:
         labels: folder or Hub id of the labelled traces.
-        policies: see `eval.policies.parse_policies`.
+        policies: see `eval.methods.parse_policies`; training seeds of one method and parameter are
+            pooled.
         rules: see `eval.rules.families.parse_rule`.
         base: the model, where it now lies elsewhere than when it was labelled.
         force_base: why policies of another base, or another base, may be taken; kept with the
@@ -206,6 +207,13 @@ def replay_labels(
     for rule in named:
         outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode, compute)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))
+    found, numbers = pool_seeds(found)
+    # Number of a rule -> what it goes by; the first rule, the full trace, goes by nothing.
+    said = {
+        place: np.mean([probabilities[k - 1] for k in of_rule], axis=0)
+        for place, of_rule in enumerate(numbers)
+        if 0 < of_rule[0] <= len(probabilities)
+    }
     settings: dict[str, Any] = {
         "model": model or Path(ours.settings.base_model).name,
         "benchmark": benchmark or Path(str(labels)).name,
@@ -221,7 +229,7 @@ def replay_labels(
         settings,
         found,
         _limits(table, ours, validation),
-        trace_views(traces, table, found, dict(enumerate(probabilities, 1)), tokenizer, viewed),
+        trace_views(traces, table, found, said, tokenizer, viewed),
     )
 
 

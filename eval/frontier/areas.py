@@ -17,7 +17,7 @@ import numpy as np
 from modeling_ospruner.common.results_file import Estimate, Frontier
 
 from ..limits import hindsight_oracle
-from ..metrics import REPLICATES, bootstrap_means, estimate
+from ..metrics import REPLICATES, bootstrap_means, estimate, seed_weights
 from ..replay import Outcome, replay_full, replay_step
 from ..table import FloatArray, TraceTable
 
@@ -38,13 +38,14 @@ class Family:
 
     Attributes:
         name: of the method.
-        validation: outcomes on the validation traces, one a rule.
+        validation: outcomes on the validation traces, one a rule; of a rule that was trained with
+            several seeds a sequence of them.
         test: the same rules' outcomes on the test traces.
     """
 
     name: str
-    validation: Sequence[Outcome]
-    test: Sequence[Outcome]
+    validation: Sequence[Outcome | Sequence[Outcome]]
+    test: Sequence[Outcome | Sequence[Outcome]]
 
 
 def frontier_of(outcomes: Sequence[Outcome]) -> list[int]:
@@ -53,7 +54,11 @@ def frontier_of(outcomes: Sequence[Outcome]) -> list[int]:
     Args:
         outcomes: rules on the same traces; the shortest and the longest are always on it.
     """
-    points = np.array([(outcome.mean_tokens, outcome.accuracy) for outcome in outcomes])
+    return _hull(np.array([(outcome.mean_tokens, outcome.accuracy) for outcome in outcomes]))
+
+
+def _hull(points: FloatArray) -> list[int]:
+    """Numbers of the points (tokens, accuracy) on their upper concave hull, shortest first."""
     hull: list[int] = []
     for k in np.lexsort((-points[:, 1], points[:, 0])).tolist():
         if hull and points[k, 0] == points[hull[-1], 0]:
@@ -70,6 +75,43 @@ def _below(left: FloatArray, middle: FloatArray, right: FloatArray) -> bool:
     return float(a[0] * b[1] - a[1] * b[0]) >= 0
 
 
+def _points(
+    rules: Sequence[Outcome | Sequence[Outcome]],
+    table: TraceTable,
+    replicates: int,
+    seed: int,
+    problem_seed: int,
+) -> FloatArray:
+    """(1 + B, R, 2) mean tokens and accuracy of rules: on all traces, and on each resample.
+
+    Problems are resampled, and training seeds where there are several: these by `seed` alone, as a
+    policy is the same on validation and on test traces.
+    """
+    seeds = [[rule] if isinstance(rule, Outcome) else list(rule) for rule in rules]
+    columns = [value for rule in seeds for one in rule for value in (one.tokens, one.correct)]
+    values = np.column_stack(columns)
+    resampled = bootstrap_means(values, table.problem_index, replicates, problem_seed)
+    means = np.concatenate([values.mean(axis=0)[None], resampled])
+    found, start = np.empty((len(means), len(seeds), 2)), 0
+    for number, rule in enumerate(seeds):
+        part = means[:, start : start + 2 * len(rule)].reshape(len(means), len(rule), 2)
+        weights = seed_weights(len(rule), replicates, seed)  # (1 + B, S)
+        found[:, number] = np.einsum("bs,bsk->bk", weights, part)
+        start += 2 * len(rule)
+    return found
+
+
+def _both(
+    family: Family, validation: TraceTable, test: TraceTable, replicates: int, seed: int
+) -> tuple[FloatArray, FloatArray]:
+    """`_points` on validation and on test traces, the two trivial rules first."""
+    chosen_on = _points(
+        [*_trivial(validation), *family.validation], validation, replicates, seed, ~seed & 0xFFFF
+    )
+    measured = _points([*_trivial(test), *family.test], test, replicates, seed, seed)
+    return chosen_on, measured
+
+
 def areas(
     families: Sequence[Family],
     validation: TraceTable,
@@ -77,7 +119,10 @@ def areas(
     replicates: int = REPLICATES,
     seed: int = 0,
 ) -> FloatArray:
-    """(1 + B, M) area of each family: on all test traces, and on each resample of the problems.
+    """(1 + B, M) area of each family: on all test traces, and on each resample.
+
+    A resample draws problems of both splits and training seeds anew, and each method chooses its
+    frontier again on what was drawn for validation.
 
     Args:
         families: M methods.
@@ -86,31 +131,22 @@ def areas(
         replicates: resamples, B.
         seed: of the resamples, which are the same for all families.
     """
-    trivial = [(replay_step(table, 1), replay_full(table)) for table in (validation, test)]
-    lines = []
-    for family in families:
-        chosen = frontier_of([*trivial[0], *family.validation])
-        everything = [*trivial[1], *family.test]
-        # The ends stand for themselves: a frontier runs from one trivial rule to the other.
-        inner = [everything[k] for k in chosen if k > 1]
-        lines.append([trivial[1][0], *inner, trivial[1][1]])
-    columns = [value for line in lines for rule in line for value in (rule.tokens, rule.correct)]
-    values = np.column_stack(columns)
-    resampled = bootstrap_means(values, test.problem_index, replicates, seed)
-    means = np.concatenate([values.mean(axis=0)[None], resampled])  # (1 + B, 2 x rules)
-    found, start = np.empty((len(means), len(lines))), 0
-    for number, line in enumerate(lines):
-        part = means[:, start : start + 2 * len(line)].reshape(len(means), -1, 2)
-        found[:, number] = [_area(points) for points in part]
-        start += 2 * len(line)
+    found = np.empty((1 + replicates, len(families)))
+    for number, family in enumerate(families):
+        chosen_on, measured = _both(family, validation, test, replicates, seed)
+        for b in range(len(found)):
+            # The ends stand for themselves: a frontier runs from one trivial rule to the other.
+            inner = [k for k in _hull(chosen_on[b]) if k > 1]
+            found[b, number] = _area(measured[b][[0, *inner, 1]])
     return found
 
 
 def _area(points: FloatArray) -> float:
     """Mean height of the line through (tokens, accuracy) points, over its length."""
     points = points[np.argsort(points[:, 0], kind="stable")]
-    length = points[-1, 0] - points[0, 0]
-    return float(np.trapezoid(points[:, 1], points[:, 0]) / length)
+    widths = np.diff(points[:, 0])
+    heights = (points[1:, 1] + points[:-1, 1]) / 2
+    return float(widths @ heights / widths.sum())
 
 
 def area_differences(found: FloatArray, names: Sequence[str]) -> dict[str, Estimate]:
@@ -174,8 +210,8 @@ def best_rule(family: Family, validation: TraceTable, length_penalty: float) -> 
     Returns:
         0 for never stopping, 1 for stopping after the first step, 2 + k for the family's rule k.
     """
-    rules = [*_trivial(validation), *family.validation]
-    return int(np.argmax([_rewards(rule, length_penalty).mean() for rule in rules]))
+    points = _points([*_trivial(validation), *family.validation], validation, 1, 0, 0)
+    return int(np.argmax(_rewards(points[0], length_penalty)))
 
 
 def gap_closed(
@@ -188,8 +224,9 @@ def gap_closed(
 ) -> Estimate:
     """How much of the reward between the full trace and the hindsight oracle a method gets.
 
-    Its rule is that of `best_rule`, chosen on validation. On the validation traces no method is
-    below 0; on test traces one may be, by as much as its choice was unlucky.
+    Its rule is that of `best_rule`, chosen on validation, and again in each resample. On the
+    validation traces no method is below 0; on test traces one may be, by as much as its choice was
+    unlucky.
 
     (R - R_full) / (R_oracle - R_full), with R = accuracy - lambda tokens on the test traces; 0 is
     the full trace, 1 the oracle, which no rule without hindsight can be sure of.
@@ -202,13 +239,13 @@ def gap_closed(
         replicates: resamples.
         seed: of the resamples.
     """
-    number = best_rule(family, validation, length_penalty)
-    taken = [*_trivial(test), *family.test][number]
-    rules = (taken, replay_full(test), hindsight_oracle(test, length_penalty))
-    values = np.column_stack([_rewards(rule, length_penalty) for rule in rules])  # (N, 3)
-    resampled = bootstrap_means(values, test.problem_index, replicates, seed)
-    means = np.concatenate([values.mean(axis=0)[None], resampled])
-    share = (means[:, 0] - means[:, 1]) / (means[:, 2] - means[:, 1])
+    oracle = hindsight_oracle(test, length_penalty)
+    with_oracle = Family(family.name, family.validation, [*family.test, oracle])
+    chosen_on, measured = _both(with_oracle, validation, test, replicates, seed)
+    rewards = _rewards(measured, length_penalty)  # (1 + B, 2 + rules + 1)
+    chosen = _rewards(chosen_on, length_penalty).argmax(axis=1)
+    taken = np.take_along_axis(rewards, chosen[:, None], axis=1)[:, 0]
+    share = (taken - rewards[:, 0]) / (rewards[:, -1] - rewards[:, 0])
     return estimate(float(share[0]), share[1:])
 
 
@@ -217,5 +254,7 @@ def _trivial(table: TraceTable) -> tuple[Outcome, Outcome]:
     return replay_full(table), replay_step(table, 1)
 
 
-def _rewards(outcome: Outcome, length_penalty: float) -> FloatArray:
-    return outcome.correct - length_penalty * outcome.tokens
+def _rewards(points: FloatArray, length_penalty: float) -> FloatArray:
+    """Accuracy - lambda tokens of (..., 2) points."""
+    rewards: FloatArray = points[..., 1] - length_penalty * points[..., 0]
+    return rewards

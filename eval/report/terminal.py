@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 DIFFERENCES_CAPTION = (
-    "Operating points and differences are of the same traces, and training seeds are not in the "
-    "intervals: an interval without 0 does not prove the sign."
+    "Operating points and differences are of the same traces, and training seeds are in the "
+    "intervals only where several were evaluated: an interval without 0 does not prove the sign."
 )
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_ospruner.common.results_file import Results
-from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant
+from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
 from ospruner.eval.replay import pool, replay, replay_at, replay_budget, replay_full, replay_step
-from ospruner.eval.results import Rule, compare, summarise
+from ospruner.eval.results import Rule, compare, pool_seeds, summarise
 from ospruner.eval.table import FloatArray, TraceTable
 
 
@@ -279,7 +279,7 @@ def test_the_expectation_of_compute_is_over_the_stops() -> None:
 def test_pooling_by_hand() -> None:
     """Two seeds on two traces: each number of a trace is the mean of the seeds'."""
     table = make_table(3, traces=2, per_problem=1)
-    table = replace(table, flops=10.0 * table.lengths)
+    table = replace(table, flops=10 * table.lengths.astype(np.float64))
     stops = [np.zeros(2, int), table.last]
     one, other = (replay_at(table, at) for at in stops)
     both = pool([one, other])
@@ -292,3 +292,38 @@ def test_pooling_by_hand() -> None:
     assert both.accuracy == pytest.approx((one.accuracy + other.accuracy) / 2)
     assert np.isnan(both.seconds).all()
     np.testing.assert_array_equal(pool([one]).columns(), one.columns())
+
+
+def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
+    """Seeds that differ more than problems do widen the interval; equal seeds do not."""
+    table = make_table(5, traces=400, per_problem=1)
+    full = replay_full(table)
+    one = replay_step(table, 1)
+    better = replace(one, correct=np.minimum(one.correct + 0.4, 1))
+    apart = [Rule("x", one, 1e-3, "λ"), Rule("x", better, 1e-3, "λ")]
+    rules, numbers = pool_seeds([Rule("full", full), *apart, Rule("x", one, 1e-4, "λ")])
+    assert [rule.name for rule in rules] == ["full", "x λ=1e-3", "x λ=1e-4"]
+    assert numbers == [[0], [1, 2], [3]]
+    assert rules[1].outcome.correct == pytest.approx((one.correct + better.correct) / 2)
+    assert rules[2].seeds == ()
+    same = replace(rules[1], outcome=one, seeds=(one, one))
+    alone = Rule("x", one)
+    two, twins, single = summarise([rules[1], same, alone], full, table.problem_index)
+    middle = (one.accuracy + better.accuracy) / 2
+    assert two.accuracy.value == pytest.approx(middle)
+    # Of two seeds drawn with replacement half the draws hold one of them twice.
+    assert two.accuracy.low < one.accuracy + 0.03
+    assert two.accuracy.high > better.accuracy - 0.03
+    assert twins.accuracy.value == single.accuracy.value
+    assert twins.accuracy.low == pytest.approx(single.accuracy.low)
+    between = compare(rules[1], alone, full, table.problem_index)
+    assert between.accuracy.low <= 0.01 < between.accuracy.value < between.accuracy.high
+
+
+def test_the_seeds_weights() -> None:
+    weights = seed_weights(3, replicates=4000)
+    np.testing.assert_allclose(weights.sum(axis=1), 1)
+    np.testing.assert_allclose(weights[0], 1 / 3)
+    assert set(np.round(3 * weights[1:].ravel()).astype(int)) == {0, 1, 2, 3}
+    np.testing.assert_allclose(weights.mean(axis=0), 1 / 3, atol=0.01)
+    np.testing.assert_array_equal(seed_weights(1, 5), np.ones((6, 1)))

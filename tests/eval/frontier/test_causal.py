@@ -12,7 +12,7 @@ from datasets import Dataset
 from ospruner.eval.frontier.areas import gap_closed
 from ospruner.eval.frontier.causal import Known, causal_family, fit_stops
 from ospruner.eval.limits import hindsight_oracle
-from ospruner.eval.replay import replay_at, replay_full
+from ospruner.eval.replay import Outcome, replay_at, replay_full
 from ospruner.eval.table import TraceTable
 
 STEPS = 5
@@ -71,12 +71,19 @@ def test_it_reads_no_grades_of_the_traces_that_it_stops() -> None:
     np.testing.assert_array_equal(
         fit_stops(validation, test, PENALTY), fit_stops(validation, blind, PENALTY)
     )
-    one = causal_family(validation, test, [PENALTY]).validation[0]
+    one = stops_of(validation, test)
     # Grades of a validation problem do not decide its own stops either.
     flipped = validation.table.correct.copy()
     flipped[0] = 1 - flipped[0]
     other = Known(replace(validation.table, correct=flipped), validation.features)
-    assert causal_family(other, test, [PENALTY]).validation[0].tokens[0] == one.tokens[0]
+    assert stops_of(other, test)[0] == one[0]
+
+
+def stops_of(validation: Known, test: Known) -> list[float]:
+    """The tokens at which each validation trace stops."""
+    (outcome,) = causal_family(validation, test, [PENALTY]).validation
+    assert isinstance(outcome, Outcome)
+    return [float(tokens) for tokens in outcome.tokens]
 
 
 def test_features_without_news_gain_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -460,6 +461,15 @@ def test_the_commands_replay_report_and_compare(
     assert paid[3].aes.value < found.results[3].aes.value
     assert paid[3].rewards[0][1].value < found.results[3].rewards[0][1].value
     assert paid[3].tokens == found.results[3].tokens
+    twin = shutil.copytree(policy, tmp_path / "twin")
+    seeds = [*common, "--policies", str(twin), "--out", str(tmp_path / "seeds")]
+    run(*seeds, "--rules", "entropy:0.4", "--json", numbers)
+    pooled = Results.read(numbers).results
+    assert [r.method for r in pooled] == ["full trace", "OS-Pruner", "answer entropy"]
+    assert pooled[1].tokens == found.results[1].tokens  # the same policy twice
+    stored = Evaluation.load(tmp_path / "seeds")
+    assert [len(rule.seeds) for rule in stored.rules] == [0, 2, 0]
+    assert stored.results()[0][1].aes == pooled[1].aes
     with pytest.raises(ValueError, match="charge is 'money'"):
         run(*common, "--out", out, "--charge", "money")
     run(*common, *rules, "--out", out)
