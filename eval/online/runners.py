@@ -194,7 +194,9 @@ class HookRunner:
         }
         if isinstance(method.how, PolicyUse):
             use = method.how
-            config = StopPolicyConfig(mode=use.mode, threshold=use.threshold, **common)
+            config = StopPolicyConfig(
+                mode=use.mode, threshold=use.threshold, length_penalty=use.price, **common
+            )
             policy = self._policy(use.path).policy
             return lambda ids, more: generate_pruned(
                 model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
@@ -220,16 +222,21 @@ class HookRunner:
         settings, setup = self.setup.settings, self.setup
         cap = settings.max_thinking_tokens
         answers: dict[int, list[int]] = {}
+        ends = self._eos.difference(setup.fmt.think_end_ids)  # of the text
         lengths, reasons, ended = [], [], []
+        natural: dict[int, float] = {}
         for i, (ids, record) in enumerate(zip(generated, records, strict=True)):
             length, reason = record.thinking_tokens, str(record.reason)
             if length > cap or reason == "length":
                 length, reason = min(length, cap), "cap"
             lengths.append(length)
             reasons.append(reason)
-            closed = reason != "cap" and ids[length] not in self._eos - {setup.fmt.think_end_id}
+            closed = reason != "cap" and ids[length] not in ends
             if closed and reason == "natural":
                 ended.append(i)
+            elif method.how is None and reason == "natural" and not setup.fmt.think_end_ids:
+                # Its answer is a part of the reply that it thought in.
+                natural[i] = setup.natural_grade(batch, i, ids[:length])
             if closed and settings.answer == "free" and reason == "natural":
                 answers[i] = self._until_eos(ids[length + 1 :])[: settings.max_answer_tokens]
             elif closed:
@@ -243,11 +250,10 @@ class HookRunner:
         ]
         for i, forked in zip(missing, setup.fork(self._engine, requests), strict=True):
             answers[i] = forked[0].ids
-        natural = {}
         if method.how is None:
             own = [[*prompts[i], *generated[i][: lengths[i] + 1]] for i in ended]
             texts = zip(ended, self._own_answers(own), strict=True)
-            natural = {i: setup.natural_grade(batch, i, text) for i, text in texts}
+            natural |= {i: setup.natural_grade(batch, i, text) for i, text in texts}
         rows = []
         for i, (length, reason) in enumerate(zip(lengths, reasons, strict=True)):
             row = setup.row(batch, i, length, reason, answers[i])
@@ -453,7 +459,9 @@ class EngineRunner:
                 stops.append(of_row[-1])
                 continue
             pi = model.stop_probabilities(
-                [*prompt, *trace.trace_ids], prompt_length=len(prompt)
+                [*prompt, *trace.trace_ids],
+                prompt_length=len(prompt),
+                length_penalty=use.price,
             ).tolist()
             sample_index = batch.first_sample_index + i
             chosen = of_row[-1]
