@@ -20,6 +20,7 @@ from modeling_ospruner.rules_ospruner import (
 )
 
 from ..grading.boxed import equal
+from .own import installed_rules, make_own, rule_class
 
 __all__ = ["FAMILIES", "AtStep", "NamedRule", "RuleFamily", "parse_rule"]
 
@@ -134,22 +135,34 @@ def parse_rule(text: str) -> NamedRule:
     Args:
         text: "budget:200" (tokens), "step:5", "entropy:0.4" (nats; HALT-CoT), "confidence:0.95"
             (at every step), "deer:0.95" (before transition words only) or "agreement:3" (trial
-            answers; Dynasor, ES-CoT).
+            answers; Dynasor, ES-CoT). "my_rules.py:MyRule:0.5" is a class of one's own, made with
+            the number; a package offers one by name in the entry-point group `own.GROUP`.
 
     Raises:
-        ValueError: another name, no number, or one out of range.
+        FileNotFoundError: the file of a rule of one's own is missing.
+        ValueError: another name, no number, or one out of range; or see `own.make_own`.
     """
-    name, colon, number = text.partition(":")
+    name, colon, number = text.rpartition(":")
     examples = "budget:200, step:5, entropy:0.4, confidence:0.95, deer:0.95, agreement:3"
-    if name not in FAMILIES or not colon:
-        raise ValueError(f"rule {text!r} is not known; rules are written as {examples}")
-    family = FAMILIES[name]
+    path, _, class_name = name.rpartition(":")
+    installed = {} if name in FAMILIES or path.endswith(".py") else installed_rules()
+    if not (colon and (name in FAMILIES or path.endswith(".py") or name in installed)):
+        offered = f"; installed: {', '.join(installed)}" if installed else ""
+        raise ValueError(
+            f"rule {text!r} is not known; rules are written as {examples}, or "
+            f"my_rules.py:MyRule:0.5 for a class of your own{offered}"
+        )
     try:
         value = float(number)
     except ValueError:
         raise ValueError(
             f"rule {text!r}: {number!r} is no number; write it as {examples}"
         ) from None
+    if path.endswith(".py"):
+        return NamedRule(class_name, value, "", make_own(rule_class(path, class_name), value, name))
+    if name in installed:
+        return NamedRule(name, value, "", make_own(installed[name](), value, name))
+    family = FAMILIES[name]
     if family.whole and not value.is_integer():
         raise ValueError(f"rule {text!r}: {name} takes a whole number, not {number}")
     return NamedRule(family.method, value, family.parameter_name, family.make(value))
