@@ -102,6 +102,9 @@ RetryFailed = Annotated[
 BaseName = Annotated[str | None, typer.Option(help="Name of the base in tables.")]
 ProblemsName = Annotated[str | None, typer.Option(help="Name of the problems in tables.")]
 Penalties = Annotated[str, typer.Option("--lambdas", help="Also print rewards at these λ.")]
+Charge = Annotated[
+    str, typer.Option(help="What AES and rewards count: thinking (tokens, the paper) or compute.")
+]
 Differences = Annotated[
     bool, typer.Option("--differences", help="Also show paired differences between methods.")
 ]
@@ -561,7 +564,7 @@ def calibrate_command(
 
     from modeling_ospruner.common.durable import replace_file
     from modeling_ospruner.common.progress import PhaseBars
-    from ospruner.eval.rules import FAMILIES
+    from ospruner.eval.rules.families import FAMILIES
     from ospruner.train.replay_labels import calibrate_policy, calibrate_rule
 
     tried = tuple(_number(text) for text in values.split(",")) if values else None
@@ -757,6 +760,7 @@ def eval_replay(
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
+    charge: Charge = "thinking",
     differences: Differences = False,
     limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
     json_file: JsonFile = None,
@@ -764,10 +768,11 @@ def eval_replay(
     """Compute the exact expected accuracy and length of policies and rules on labelled traces."""
     from modeling_ospruner.common.progress import PhaseBars
     from ospruner.eval.methods import parse_prices
+    from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.summary import parse_lambdas
     from ospruner.train.replay_labels import replay_labels
 
-    lambdas = parse_lambdas(penalties)
+    lambdas, _ = parse_lambdas(penalties), charged_variant(charge)  # refused before the work
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
             labels, policies or (), rules or (),
@@ -775,7 +780,7 @@ def eval_replay(
             validation=validation, model=model, benchmark=name, limit=limit, device=device,
             progress=bars,
         )  # fmt: skip
-    _show(evaluation, out, lambdas, differences, json_file)
+    _show(evaluation, out, lambdas, charge, differences, json_file)
 
 
 @eval_app.command("online")
@@ -822,6 +827,7 @@ def eval_online(
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
+    charge: Charge = "thinking",
     differences: Differences = False,
     limit: Annotated[int | None, typer.Option(help="Only the first N problems.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling and of the policy's draws.")] = 0,
@@ -831,6 +837,7 @@ def eval_online(
     from modeling_ospruner.common.progress import PhaseBars
     from modeling_ospruner.engines.opening import parse_engine_args
     from ospruner.eval.methods import parse_prices
+    from ospruner.eval.metrics import charged_variant
     from ospruner.eval.online.command import OnlineRequest, run_online
     from ospruner.eval.online.settings import preset as preset_settings
     from ospruner.eval.report.summary import parse_lambdas
@@ -850,10 +857,10 @@ def eval_online(
         task=task, prompt=prompt, wind_down=wind_down, model=model,
         benchmark=name, files=files or (), limit=limit, settings=settings,
     )  # fmt: skip
-    lambdas = parse_lambdas(penalties)
+    lambdas, _ = parse_lambdas(penalties), charged_variant(charge)  # refused before the work
     with PhaseBars(console, "online") as bars:
         evaluation = run_online(request, out, bars)
-    _show(evaluation, out, lambdas, differences, json_file)
+    _show(evaluation, out, lambdas, charge, differences, json_file)
 
 
 @eval_app.command("report")
@@ -869,6 +876,7 @@ def eval_report(
         list[Path] | None, typer.Option(help="Training runs to draw the dynamics of. Repeatable.")
     ] = None,
     penalties: Penalties = "",
+    charge: Charge = "thinking",
     relative_aes: Annotated[
         bool, typer.Option("--printed-aes", help="AES by the paper's text, not by its tables.")
     ] = False,
@@ -876,13 +884,13 @@ def eval_report(
     differences: Differences = False,
 ) -> None:
     """Write one HTML page, the paper's tables (markdown, CSV, LaTeX) and its pictures."""
-    from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
+    from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.page import write_report
     from ospruner.eval.report.summary import parse_lambdas
 
     written = write_report(
         folder, out=out, validation=validation, dynamics=dynamics or (), title=title,
-        variant=AES_RELATIVE if relative_aes else AES_ABSOLUTE,
+        variant=charged_variant(charge, relative=relative_aes),
         length_penalties=parse_lambdas(penalties), differences=differences,
     )  # fmt: skip
     for path in written:
@@ -912,14 +920,18 @@ def _show(
     evaluation: "Evaluation",
     out: Path,
     lambdas: Sequence[float],
+    charge: str,
     differences: bool,
     json_file: Path | None,
 ) -> None:
     """Print an evaluation and save it."""
     from modeling_ospruner.common.results_file import RESULTS_FILE
+    from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.summary import print_results, save_evaluation
 
-    results = save_evaluation(evaluation, out, length_penalties=lambdas)
+    results = save_evaluation(
+        evaluation, out, variant=charged_variant(charge), length_penalties=lambdas
+    )
     print_results(results, console, differences=differences)
     if json_file is not None:
         results.save(json_file)

@@ -3,10 +3,12 @@
     ospruner demo --full
     OMP_NUM_THREADS=1 python benchmarks/frontier.py --run runs/demo-full [--json FILE]
 
-Every rule of every method is replayed on the validation and test traces of the run; a baseline's
-thresholds run over .05 to .95 (and over those of its own scale where it has one), so that its
-frontier is the best that tuning on validation gives. The trained methods' outcomes are means over
-the training seeds. Differences are paired, their intervals go by problem.
+Every rule of every method is replayed on the validation and test traces of the run. Each method's
+thresholds are quantiles of its own signal on validation, 64 for each where the signal takes so many
+values, from "at once" to "never". Intervals resample problems and, for
+trained methods, training seeds; in each resample a method chooses its rules again. Differences are
+paired. The estimate of what is possible without hindsight is fitted on the validation traces
+(`ospruner.eval.frontier.causal`).
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import read_checked_line
-from modeling_ospruner.common.results_file import Frontier, Results
+from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.common.text import penalty_name
-from ospruner.eval.frontier import Family, area_differences, areas, gap_closed
-from ospruner.eval.limits import budget_candidates
-from ospruner.eval.methods import METHOD_NAMES, PAPER_THRESHOLDS
-from ospruner.eval.metrics import estimate
+from ospruner.eval.frontier.areas import Family, frontiers
+from ospruner.eval.frontier.causal import CAUSAL, Known, causal_family
+from ospruner.eval.frontier.grids import policy_grid, rule_grid
+from ospruner.eval.methods import METHOD_NAMES
 from ospruner.eval.replay import Outcome, pool, replay
-from ospruner.eval.rules import parse_rule, replay_rule
+from ospruner.eval.rules.families import FAMILIES, parse_rule
+from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.train.fresh import StageResult, predict
 from ospruner.train.from_labels import Labels, load_labels
@@ -37,12 +40,8 @@ from ospruner.train.toy.demo import STEEP_RUN
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.trunk import LabelledTraces
 
-THRESHOLDS = sorted({round(0.05 * k, 2) for k in range(1, 20)} | set(PAPER_THRESHOLDS))
-RULES = {
-    "answer entropy": [f"entropy:{x}" for x in (0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0)],
-    "trial confidence": [f"confidence:{x}" for x in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999)],
-    "answer agreement": [f"agreement:{k}" for k in (2, 3, 4, 5, 6, 8, 10, 15, 20)],
-}
+RULES = ("entropy", "confidence", "agreement", "budget")
+CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for
 BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
 SHIFTS = np.arange(-8.0, 9.0)  # of stop logits, by which a policy is made longer or shorter
@@ -87,12 +86,15 @@ def trained(
     names = [STEEP_RUN, method] if method == "os-pruner" else [method]
     folders = [name for name in names if (runs[0] / name).is_dir()]
     stages = [[stage for name in folders for stage in stages_of(run / name)] for run in runs]
-    validation: list[Outcome] = []
-    test: list[Outcome] = []
+    validation: list[list[Outcome]] = []
+    test: list[list[Outcome]] = []
     spreads: dict[str, dict[str, float]] = {}
     for position, stage in enumerate(stages[0]):
         found = [splits.probabilities(of_seed[position]) for of_seed in stages]
-        modes: list[float | None] = [None] if method == "os-pruner" else [*THRESHOLDS]
+        modes: list[float | None] = [None]
+        if method != "os-pruner":
+            on_validation = np.stack([pi["validation"] for pi in found])
+            modes = [*policy_grid(splits.traces["validation"].table, on_validation)]
         for threshold in modes:
             both = {
                 split: [
@@ -106,13 +108,28 @@ def trained(
                 ]
                 for split in ("validation", "test")
             }
-            validation.append(pool(both["validation"]))
-            test.append(pool(both["test"]))
+            validation.append(both["validation"])
+            test.append(both["test"])
             if threshold is None:
                 spreads[stage.name] = spread(both["test"], stage.length_penalty) | valley(
                     splits.traces["test"].table, [pi["test"] for pi in found], stage.length_penalty
                 )
     return Family(METHOD_NAMES[method], validation, test), spreads
+
+
+def known(splits: Splits, run: Path) -> tuple[Known, Known]:
+    """What is known at the steps of both splits, the words of one seed's policies included."""
+    stages = [
+        stage for name in METHOD_NAMES if (run / name).is_dir() for stage in stages_of(run / name)
+    ]
+    said = [splits.probabilities(stage) for stage in stages]
+    validation, test = (
+        Known.of_labels(
+            splits.labels[split].traces, splits.traces[split].table, [pi[split] for pi in said]
+        )
+        for split in ("validation", "test")
+    )
+    return validation, test
 
 
 def stages_of(run: Path) -> list[StageResult]:
@@ -125,12 +142,13 @@ def stages_of(run: Path) -> list[StageResult]:
 
 def untrained(splits: Splits) -> tuple[list[Family], dict[str, str]]:
     """The rules that need no training, as families, and why any of them is left out."""
-    budgets = budget_candidates(splits.traces["validation"].table, 60)
-    rules = {**RULES, "fixed budget": [f"budget:{tokens}" for tokens in budgets]}
+    labels, table = splits.labels["validation"].traces, splits.traces["validation"].table
     families, left_out = [], {}
-    for name, texts in rules.items():
+    for family in RULES:
+        name = FAMILIES[family].method
         try:
-            outcomes = [splits.rule(text) for text in texts]
+            grid = rule_grid(family, labels, table)
+            outcomes = [splits.rule(f"{family}:{value!r}") for value in grid]
         except ValueError as error:
             left_out[name] = str(error)
             continue
@@ -151,22 +169,12 @@ def measure(run: Path, penalties: Sequence[float]) -> Results:
     free, left_out = untrained(splits)
     families = [ours, *(trained(splits, runs, m)[0] for m in baselines), *free]
     validation, test = (splits.traces[split].table for split in ("validation", "test"))
-    found = areas(families, validation, test)
-    names = [family.name for family in families]
-    leads = area_differences(found, names)
-    frontiers = [
-        Frontier(
-            family.name,
-            estimate(float(found[0, k]), found[1:, k]),
-            leads.get(family.name),
-            tuple((lam, gap_closed(family, validation, test, lam)) for lam in penalties),
-        )
-        for k, family in enumerate(families)
-    ]
+    possible = causal_family(*known(splits, runs[0]), sorted({*penalties, *CAUSAL_PENALTIES}))
+    found = frontiers(families, validation, test, penalties, [possible])
     return Results(
         dataset="embedded reasoner, test problems",
         setting=f"replay of {len(test)} traces, {len(runs)} training seed{'s' * (len(runs) > 1)}",
-        frontiers=frontiers,
+        frontiers=found,
         about={
             "seeds": len(runs),
             "test_traces": len(test),
@@ -232,13 +240,13 @@ def report(results: Results) -> None:
     print(f"{results.dataset}: {results.setting}")
     for name, why in results.about["left_out"].items():
         print(f"left out: {name} ({why})")
-    print(f"\n{'area under the frontier, %':30}{'':8}OS-Pruner's less it, points")
+    print(f"\n{'area under the frontier, %':33}{'':8}OS-Pruner's less it, points")
     for one in results.frontiers:
-        text = ""
+        text = "   fitted on validation" if one.method == CAUSAL else ""
         if one.lead is not None:
             held = one.lead.value > 0 and 100 * one.lead.low >= BAR_POINTS
             text = one.lead.text(100, 2, signed=True) + ("   holds" if held else "   DOES NOT HOLD")
-        print(f"{one.method:30}{100 * one.area.value:8.2f}   {text}")
+        print(f"{one.method:33}{100 * one.area.value:8.2f}   {text}")
     penalties = [penalty for penalty, _ in results.frontiers[0].gap_closed]
     print(
         f"\n{'share of the oracle gap closed, %':34}"

@@ -129,14 +129,15 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
         specs: folders or Hub ids, each alone or with "@" and thresholds ("probe@.7,.8"), or
             "@sample". A folder of policies stands for all of them, and so does the folder of
             `ospruner train --multi`. Alone, OS-Pruner decides as its configuration says, and a
-            baseline at each of the paper's thresholds.
+            baseline at each of the paper's thresholds. Several policies of one method and
+            parameter are its training seeds.
         prices: at which policies of every price stop; None for their default. A policy of one
             lambda may be given its own alone. () is for 31 prices of their range, beside which
             policies of one lambda stand at their own.
 
     Raises:
-        ValueError: no policy there, a bad threshold, a price that a policy does not know, or the
-            same use twice.
+        ValueError: no policy there, a bad threshold, a price that a policy does not know, the same
+            use twice, or two of one method and parameter that were not built alike.
     """
     uses = [use for spec in specs for use in _parse(spec, prices)]
     if prices == () and all(use.config.prices is None for use in uses):
@@ -145,12 +146,22 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
             "no other has a frontier of its own: leave --length-penalty out"
         )
     seen = set()
+    kinds: dict[tuple[str, float | None], PolicyUse] = {}
     for use in uses:
-        key = (use.method, use.parameter)
+        other = kinds.setdefault((use.method, use.parameter), use)
+        for name in ("num_policy_layers", "tuning", "lora_rank"):
+            mine, theirs = vars(use.config)[name], vars(other.config)[name]
+            if mine != theirs:
+                raise ValueError(
+                    f"{use.path} and {other.path} are {use.method} with parameter {use.parameter}, "
+                    f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
+                    "policy; evaluate them into two folders"
+                )
+        key = (use.path, use.mode, use.threshold, use.price)
         if key in seen:
             raise ValueError(
-                f"two policies are {use.method} with parameter {use.parameter}: rows of a table "
-                "are told apart by these; evaluate them into two folders (training seeds, say)"
+                f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
+                "each policy once (training seeds have folders of their own, and are pooled)"
             )
         seen.add(key)
     return uses

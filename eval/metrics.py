@@ -1,7 +1,8 @@
 """Accuracy, thinking tokens, AES, and their intervals by problem: pure functions of arrays.
 
 Traces of one problem are not independent, so intervals resample problems with all their traces
-(cluster bootstrap, percentile method). The same seed resamples the same problems for every rule,
+(cluster bootstrap, percentile method). Where a method was trained with several seeds, these are
+resampled, too (hierarchical bootstrap). The same seed resamples the same problems for every rule,
 which makes differences between two rules paired.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +24,16 @@ __all__ = [
     "AES_ABSOLUTE",
     "AES_RELATIVE",
     "AesVariant",
+    "Charge",
     "aes",
     "bootstrap_interval",
     "bootstrap_means",
+    "charged_tokens",
+    "charged_variant",
     "paired_difference",
     "reduction",
     "reward",
+    "seed_weights",
 ]
 
 Statistic = Callable[[FloatArray], FloatArray]
@@ -35,6 +41,10 @@ Statistic = Callable[[FloatArray], FloatArray]
 
 REPLICATES = 2_000
 _BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
+
+
+Charge = Literal["thinking", "compute"]
+"""What a rule pays for: its thinking tokens (the paper), or all that it computes."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +56,26 @@ class AesVariant:
         beta: weight of a gain in accuracy.
         gamma: weight of a loss in accuracy.
         relative: the accuracy difference is divided by the baseline's accuracy.
+        charge: what the length counts, here and in rewards: "thinking" tokens, as in the paper, or
+            "compute" (`charged_tokens`).
     """
 
     alpha: float = 1.0
     beta: float = 3.0
     gamma: float = 5.0
     relative: bool = False
+    charge: Charge = "thinking"
+
+    def __post_init__(self) -> None:
+        if self.charge not in ("thinking", "compute"):
+            raise ValueError(f"charge is {self.charge!r}; it must be 'thinking' or 'compute'")
 
     @property
     def label(self) -> str:
         """Such as "absolute, α=1, β=3, γ=5"."""
         kind = "relative" if self.relative else "absolute"
-        return f"{kind}, α={self.alpha:g}, β={self.beta:g}, γ={self.gamma:g}"
+        length = ", of compute" if self.charge == "compute" else ""
+        return f"{kind}, α={self.alpha:g}, β={self.beta:g}, γ={self.gamma:g}{length}"
 
     def __call__(
         self,
@@ -84,6 +102,49 @@ AES_ABSOLUTE = AesVariant()
 
 AES_RELATIVE = AesVariant(gamma=7.0, relative=True)
 """The variant that the paper's text prints."""
+
+
+def charged_variant(charge: str, *, relative: bool = False) -> AesVariant:
+    """One of the two variants, with its length by name: "thinking" or "compute".
+
+    Raises:
+        ValueError: another name.
+    """
+    return replace(AES_RELATIVE if relative else AES_ABSOLUTE, charge=charge)  # type: ignore[arg-type]
+
+
+def charged_tokens(
+    charge: Charge,
+    tokens: npt.ArrayLike,
+    flops: npt.ArrayLike,
+    base_tokens: npt.ArrayLike,
+    base_flops: npt.ArrayLike,
+) -> FloatArray:
+    """The length that AES and rewards see; arrays broadcast.
+
+    With "compute" it is the thinking tokens of a full trace, scaled by what the rule computes over
+    what the full trace does: the full trace pays the same either way, and lambda keeps its meaning.
+
+    Args:
+        charge: what is paid for.
+        tokens: mean thinking tokens.
+        flops: mean operations; NaN where not counted.
+        base_tokens: the full trace's mean thinking tokens.
+        base_flops: the full trace's mean operations.
+
+    Raises:
+        ValueError: "compute" where operations were not counted.
+    """
+    if charge == "thinking":
+        return np.asarray(tokens, np.float64)
+    ratio = np.asarray(flops, np.float64) / np.asarray(base_flops, np.float64)
+    if np.isnan(ratio).any():
+        raise ValueError(
+            "charge is 'compute', but what these rules compute was not counted: evaluate again "
+            "with this version of ospruner, or charge 'thinking'"
+        )
+    result: FloatArray = ratio * np.asarray(base_tokens, np.float64)
+    return result
 
 
 def reduction(tokens: npt.ArrayLike, base_tokens: npt.ArrayLike) -> FloatArray:
@@ -192,6 +253,21 @@ def bootstrap_means(
     )  # (B, K+1)
     means: FloatArray = totals[:, :-1] / totals[:, -1:]
     return means
+
+
+def seed_weights(seeds: int, replicates: int = REPLICATES, seed: int = 0) -> FloatArray:
+    """(1 + B, S) how much each training seed counts: alike, then in each resample of the seeds.
+
+    Methods of as many seeds get the same weights, so that differences stay paired.
+
+    Args:
+        seeds: S.
+        replicates: B.
+        seed: of the resamples.
+    """
+    rng = np.random.default_rng([seed, 1 + seeds])
+    drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=replicates)
+    return np.concatenate([np.ones((1, seeds)), drawn]) / seeds
 
 
 def bootstrap_interval(

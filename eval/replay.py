@@ -37,8 +37,10 @@ class Outcome:
         helped: (N,) right where the full trace is wrong.
         harmed: (N,) wrong where the full trace is right.
         truncated: (N,) thinking was cut at the token cap.
-        probe_tokens: (N,) tokens that the rule itself generated to decide (trial answers).
+        probe_tokens: (N,) tokens that the rule read or generated to decide (trial answers with what
+            is forced before them, what a verifier reads); reported, charged in `flops` alone.
         seconds: (N,) wall-clock time; NaN where it was not measured.
+        flops: (N,) floating-point operations of all that was computed; NaN where not counted.
     """
 
     correct: FloatArray
@@ -49,6 +51,7 @@ class Outcome:
     truncated: FloatArray
     probe_tokens: FloatArray
     seconds: FloatArray
+    flops: FloatArray
 
     def __len__(self) -> int:
         return len(self.correct)
@@ -114,14 +117,18 @@ def replay(
 
 
 def replay_at(
-    table: TraceTable, step_index: npt.ArrayLike, probe_tokens: FloatArray | None = None
+    table: TraceTable,
+    step_index: npt.ArrayLike,
+    probe_tokens: FloatArray | None = None,
+    probe_flops: FloatArray | None = None,
 ) -> Outcome:
     """Stops trace n at step `step_index[n]` (0-based; an index beyond its end is its end).
 
     Args:
         table: N labelled traces.
         step_index: (N,) integers >= 0.
-        probe_tokens: (N,) what the rule spent on deciding; None for nothing.
+        probe_tokens: (N,) tokens that the rule spent on deciding; None for nothing.
+        probe_flops: (N,) operations that it spent on deciding; None for nothing.
 
     Raises:
         ValueError: a shape other than (N,), or a negative index.
@@ -141,7 +148,10 @@ def replay_at(
         harmed=(1.0 - correct) * full,
         truncated=(table.capped & (index == table.last)).astype(np.float64),
         probe_tokens=np.zeros(len(table)) if probe_tokens is None else probe_tokens,
-        seconds=np.full(len(table), np.nan),
+        seconds=_none(table),
+        flops=_none(table)
+        if table.flops is None
+        else table.flops[rows, index] + (0.0 if probe_flops is None else probe_flops),
     )
 
 
@@ -203,5 +213,11 @@ def _expect(table: TraceTable, weights: FloatArray) -> Outcome:
         harmed=(1.0 - correct) * full,
         truncated=to_the_end * table.capped,
         probe_tokens=np.zeros(len(table)),
-        seconds=np.full(len(table), np.nan),
+        seconds=_none(table),
+        flops=_none(table) if table.flops is None else (weights * table.flops).sum(axis=1),
     )
+
+
+def _none(table: TraceTable) -> FloatArray:
+    """(N,) of what was not measured."""
+    return np.full(len(table), np.nan)

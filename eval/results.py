@@ -18,26 +18,59 @@ from .metrics import (
     AES_ABSOLUTE,
     REPLICATES,
     AesVariant,
+    Charge,
     bootstrap_means,
+    charged_tokens,
     estimate,
-    paired_difference,
     reduction,
     reward,
+    seed_weights,
 )
-from .replay import Outcome
+from .replay import Outcome, pool
 from .table import FloatArray, IntArray
 
-__all__ = ["Rule", "best_rows", "compare", "summarise"]
+__all__ = ["Rule", "best_rows", "compare", "means_of", "pool_seeds", "summarise"]
 
 
 @dataclass(frozen=True)
 class Rule(Named):
-    """A rule to summarise: its name, the parameter that picks it from its family, its outcome."""
+    """A rule to summarise.
+
+    Attributes:
+        method: name of its family.
+        outcome: of its training seeds the mean.
+        parameter: what picks it from its family.
+        parameter_name: what that is.
+        seeds: each training seed's outcome, where there are several.
+    """
 
     method: str
     outcome: Outcome
     parameter: float | None = None
     parameter_name: str = ""
+    seeds: tuple[Outcome, ...] = ()
+
+
+def pool_seeds(rules: Sequence[Rule]) -> tuple[list[Rule], list[list[int]]]:
+    """Rules of one method and parameter as one rule, with each as a training seed.
+
+    Args:
+        rules: on the same traces.
+
+    Returns:
+        The rules in order of first appearance, and the numbers of the given ones in each.
+    """
+    groups: dict[tuple[str, float | None], list[int]] = {}
+    for number, rule in enumerate(rules):
+        groups.setdefault((rule.method, rule.parameter), []).append(number)
+    pooled = []
+    for numbers in groups.values():
+        first, outcomes = rules[numbers[0]], tuple(rules[k].outcome for k in numbers)
+        if len(outcomes) == 1:
+            pooled.append(first)
+        else:
+            pooled.append(dataclasses.replace(first, outcome=pool(outcomes), seeds=outcomes))
+    return pooled, list(groups.values())
 
 
 def summarise(
@@ -56,7 +89,7 @@ def summarise(
         rules: rules and their outcomes on the same N traces.
         base: the full traces' outcome, to which reductions and AES refer.
         problem_index: (N,) the problem of each trace, 0 .. P-1.
-        variant: which AES.
+        variant: which AES, and what it and rewards charge.
         length_penalties: lambdas at which to give the expected reward.
         replicates: bootstrap resamples.
         seed: of the resamples.
@@ -70,17 +103,15 @@ def summarise(
                 f"{rule.method}: an outcome of {len(rule.outcome)} traces, the full traces are "
                 f"{len(base)}"
             )
-    blocks = [base.columns(), *(rule.outcome.columns() for rule in rules)]  # each (N, K)
-    values = np.concatenate(blocks, axis=1)
-    width = blocks[0].shape[1]
-    resampled = bootstrap_means(values, problem_index, replicates, seed)  # (B, K (1 + rules))
-    means = np.concatenate([values.mean(axis=0)[None], resampled])  # row 0: all traces
+    blocks = [[base], *(rule.seeds or [rule.outcome] for rule in rules)]
+    means = means_of(blocks, problem_index, replicates, seed)  # (1 + B, K) each
     problems = len(np.unique(problem_index))
-    full = _Means(means[:, :width])
+    full = _Means(means[0])
     results = []
     for number, rule in enumerate(rules, start=1):
-        ours = _Means(means[:, number * width : (number + 1) * width])
+        ours = _Means(means[number])
         numbers = ours.against(full, variant)
+        correct, charged = ours.of["correct"], ours.charged(full, variant.charge)
         results.append(
             Result(
                 method=rule.method,
@@ -88,7 +119,10 @@ def summarise(
                 parameter_name=rule.parameter_name,
                 **{name: estimate(*_first_and_rest(x)) for name, x in numbers.items()},
                 rewards=tuple(
-                    (penalty, estimate(*_first_and_rest(ours.reward(penalty))))
+                    (
+                        penalty,
+                        estimate(*_first_and_rest(reward(correct, charged, penalty))),
+                    )
                     for penalty in length_penalties
                 ),
                 aes_label=variant.label,
@@ -97,6 +131,35 @@ def summarise(
             )
         )
     return results
+
+
+def means_of(
+    blocks: Sequence[Sequence[Outcome]],
+    problem_index: IntArray,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> list[FloatArray]:
+    """The means (1 + B, K) of each rule's columns: on all traces, and on each resample.
+
+    Problems are resampled, and with them the training seeds of a rule that has several.
+
+    Args:
+        blocks: for each rule its seeds' outcomes on the same N traces; one where it has none.
+        problem_index: (N,) the problem of each trace.
+        replicates: B.
+        seed: of the resamples.
+    """
+    columns = [outcome.columns() for block in blocks for outcome in block]  # each (N, K)
+    values, width = np.concatenate(columns, axis=1), columns[0].shape[1]
+    resampled = bootstrap_means(values, problem_index, replicates, seed)
+    means = np.concatenate([values.mean(axis=0)[None], resampled])  # row 0: all traces
+    found, start = [], 0
+    for block in blocks:
+        part = means[:, start : start + width * len(block)].reshape(len(means), len(block), width)
+        weights = seed_weights(len(block), replicates, seed)  # (1 + B, S)
+        found.append(np.einsum("bs,bsk->bk", weights, part))
+        start += width * len(block)
+    return found
 
 
 class _Means:
@@ -110,33 +173,35 @@ class _Means:
         """Thinking and answer tokens."""
         return self.of["tokens"] + self.of["answer_tokens"]
 
-    @property
-    def charged(self) -> FloatArray:
-        """Thinking tokens, and those that the rule generated to decide."""
-        return self.of["tokens"] + self.of["probe_tokens"]
-
-    def reward(self, length_penalty: float) -> FloatArray:
-        """The expected reward, accuracy - lambda * charged tokens."""
-        return reward(self.of["correct"], self.charged, length_penalty)
+    def charged(self, full: _Means, charge: Charge) -> FloatArray:
+        """The length that AES and rewards see."""
+        own, base = self.of, full.of
+        return charged_tokens(charge, own["tokens"], own["flops"], base["tokens"], base["flops"])
 
     def against(self, full: _Means, variant: AesVariant) -> dict[str, FloatArray]:
         """The fields of `Result` by name, as arrays."""
         own, base = self.of, full.of
-        spent = self.generated + own["probe_tokens"]
         return {
             "accuracy": own["correct"],
             "tokens": own["tokens"],
             "reduction": reduction(own["tokens"], base["tokens"]),
-            "aes": variant(own["correct"], self.charged, base["correct"], base["tokens"]),
+            "aes": variant(
+                own["correct"],
+                self.charged(full, variant.charge),
+                base["correct"],
+                base["tokens"],
+            ),
             "answer_tokens": own["answer_tokens"],
             "helped": own["helped"],
             "harmed": own["harmed"],
             "truncated": own["truncated"],
             "probe_tokens": own["probe_tokens"],
             "generated_tokens": self.generated,
-            "total_reduction": reduction(spent, full.generated),
+            "total_reduction": reduction(self.generated, full.generated),
             "time_ratio": own["seconds"] / base["seconds"],
             "tokens_per_second": self.generated / own["seconds"],
+            "flops": own["flops"],
+            "flops_ratio": own["flops"] / base["flops"],
         }
 
 
@@ -165,23 +230,12 @@ def compare(
         replicates: bootstrap resamples.
         seed: of the resamples.
     """
-    left, right = (
-        np.column_stack(
-            [outcome.correct, outcome.tokens, base.correct, base.tokens, outcome.probe_tokens]
-        )
-        for outcome in (a.outcome, b.outcome)
-    )
-    statistics = {
-        "accuracy": lambda m: m[..., 0],
-        "tokens": lambda m: m[..., 1],
-        "reduction": lambda m: reduction(m[..., 1], m[..., 3]),
-        "aes": lambda m: variant(m[..., 0], m[..., 1] + m[..., 4], m[..., 2], m[..., 3]),
-    }
+    blocks = [[base], a.seeds or [a.outcome], b.seeds or [b.outcome]]
+    full, left, right = (_Means(m) for m in means_of(blocks, problem_index, replicates, seed))
+    ours, theirs = left.against(full, variant), right.against(full, variant)
     numbers = {
-        name: paired_difference(
-            left, right, problem_index, statistic, replicates=replicates, seed=seed
-        )
-        for name, statistic in statistics.items()
+        name: estimate(*_first_and_rest(ours[name] - theirs[name]))
+        for name in ("accuracy", "tokens", "reduction", "aes")
     }
     return Difference(a.name, b.name, **numbers)
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .metrics import AES_ABSOLUTE, AesVariant
+from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens
 from .replay import Outcome
 
 __all__ = ["Criterion", "best_aes", "choose", "largest_reduction"]
@@ -85,7 +85,7 @@ def choose(
         base: the full traces' outcome.
         criterion: "reduction" (see `largest_reduction`) or "aes" (see `best_aes`).
         max_loss: for "reduction".
-        variant: for "aes".
+        variant: for "aes"; its `charge` is what both count as tokens.
 
     Returns:
         The chosen one's number; None where criterion "reduction" allows none.
@@ -94,7 +94,18 @@ def choose(
         ValueError: no candidates, or an unknown criterion.
     """
     accuracy = [outcome.accuracy for outcome in candidates]
-    tokens = [outcome.mean_tokens for outcome in candidates]
+    tokens = [
+        float(
+            charged_tokens(
+                variant.charge,
+                outcome.mean_tokens,
+                outcome.flops.mean(),
+                base.mean_tokens,
+                base.flops.mean(),
+            )
+        )
+        for outcome in candidates
+    ]
     if criterion == "reduction":
         return largest_reduction(accuracy, tokens, base.accuracy, max_loss)
     if criterion == "aes":

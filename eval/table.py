@@ -47,6 +47,8 @@ class TraceTable:
         capped: (N,) cut at the token cap.
         families: family of each trace's problem.
         ungraded: (N,) forced answers without a verdict.
+        flops: (N, T) floating-point operations of a row that stops at each step, without what
+            decides (`compute.Compute.charge`); None where they are not counted.
     """
 
     problem_ids: list[str]
@@ -62,6 +64,7 @@ class TraceTable:
     capped: BoolArray
     families: list[str]
     ungraded: IntArray
+    flops: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.num_steps)
@@ -113,6 +116,7 @@ class TraceTable:
             capped=self.capped[chosen],
             families=[self.families[row] for row in chosen],
             ungraded=self.ungraded[chosen],
+            flops=None if self.flops is None else self.flops[chosen, :steps],
         )
 
     @classmethod

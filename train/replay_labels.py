@@ -13,15 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import replace_file
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import PriceRange
+from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.eval.calibration import Calibration, Candidate, calibrate, losses
+from ospruner.eval.compute import Compute
 from ospruner.eval.limits import (
     best_fixed_budget,
     best_fixed_step,
@@ -32,8 +34,9 @@ from ospruner.eval.methods import FULL, ORACLE, PolicyUse, parse_policies, refus
 from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step
 from ospruner.eval.report.viewer import PricesShown, trace_views
-from ospruner.eval.results import Rule
-from ospruner.eval.rules import parse_rule, replay_rule
+from ospruner.eval.results import Rule, pool_seeds
+from ospruner.eval.rules.families import parse_rule
+from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance
@@ -73,12 +76,12 @@ def replay_verifiers(
     progress: Progress,
     device: torch.device,
 ) -> tuple[list[Rule], list[npt.NDArray[np.float32]]]:
-    """Each use of a verifier as a rule; all that it read until it stopped is charged.
+    """Each use of a verifier as a rule; all that it read until it stopped is charged as compute.
 
     Args:
         uses: verifiers with their thresholds; one used at several runs once.
         traces: the labelled traces.
-        table: the same as arrays.
+        table: the same as arrays, charged or not.
         base_tokenizer: of the model that wrote them.
         settings: how they were labelled.
         progress: called with phase "verifiers".
@@ -97,27 +100,32 @@ def replay_verifiers(
         judged = verifier_traces(traces, base_tokenizer, tokenizer, limit)
         for module in (verifier.base, verifier.policy):
             torch.nn.Module.to(module, device)
-        pi, charged = predict(verifier, judged), _charged(judged)  # (N, T)
+        pi, read = predict(verifier, judged), _read(judged)  # (N, T)
+        costs = dataclasses.replace(table, answer_tokens=read)
+        paid = table
+        if table.flops is not None:
+            work = ModelWork.of_config(verifier.base.config)
+            paid = dataclasses.replace(table, flops=table.flops + work.read(0, read))
         for use in (use for use in uses if use.path == path):
-            outcome = replay(table, pi, use.mode, use.threshold)
+            outcome = replay(paid, pi, use.mode, use.threshold)
             # What replay expects of a column of costs is what the stops come to in it.
-            costs = replay(charged, pi, use.mode, use.threshold).answer_tokens
-            outcome = dataclasses.replace(outcome, probe_tokens=costs)
+            probes = replay(costs, pi, use.mode, use.threshold).answer_tokens
+            outcome = dataclasses.replace(outcome, probe_tokens=probes)
             rules.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
             probabilities.append(pi)
         progress("verifiers", number + 1, len(paths))
     return rules, probabilities
 
 
-def _charged(judged: LabelledTraces) -> TraceTable:
-    """The labels with the tokens read by each step in the place of the answers' tokens.
+def _read(judged: LabelledTraces) -> npt.NDArray[np.int64]:
+    """(N, T) tokens that the verifier has read where a trace stops at each step.
 
     At its natural end a trace needs no verdict: the verifier has read to the step before.
     """
     table, read = judged.table, tokens_read(judged)
     rows = np.arange(len(table))
     read[rows, table.last] = np.where(table.last > 0, read[rows, table.last - 1], 0)
-    return dataclasses.replace(table, answer_tokens=read)
+    return read
 
 
 def replay_labels(
@@ -140,8 +148,9 @@ def replay_labels(
 
     Args:
         labels: folder or Hub id of the labelled traces.
-        policies: see `eval.policies.parse_policies`.
-        rules: see `eval.rules.parse_rule`.
+        policies: see `eval.methods.parse_policies`; training seeds of one method and parameter are
+            pooled.
+        rules: see `eval.rules.families.parse_rule`.
         length_penalties: prices of a token for policies of every price, () for 31 of their range:
             the tail runs once for all; None for their default.
         base: the model, where it now lies elsewhere than when it was labelled.
@@ -184,6 +193,13 @@ def replay_labels(
         )
     place = device_named(device)
     said = predictions(uses, traces, ours, base, force_base, place, progress)
+    where = (base, None) if base else (ours.settings.base_model, ours.settings.base_revision)
+    tokenizer = load_tokenizer(*where)
+    fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
+    suffix_tokens = len(fmt.forced_suffix(ours.settings.answer))
+    work = ModelWork.of_config(AutoConfig.from_pretrained(where[0], revision=where[1]))
+    compute = Compute.of_labels(traces, work, suffix_tokens)
+    table = compute.charge(table)
     probabilities = []
     shown: dict[int, PricesShown] = {}
     found = [Rule(FULL, replay_full(table))]
@@ -193,13 +209,9 @@ def replay_labels(
         if prices is not None and use.config.prices is not None:
             shown[len(found)] = PricesShown(prices, use.price, use.config.prices)
         probabilities.append(pi)
-        outcome = replay(table, pi, use.mode, use.threshold)
+        paid = compute.charge_tail(table, use.config.num_policy_layers)
+        outcome = replay(paid, pi, use.mode, use.threshold)
         found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
-    tokenizer = load_tokenizer(
-        base or ours.settings.base_model, None if base else ours.settings.base_revision
-    )
-    fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
-    suffix_tokens = len(fmt.forced_suffix(ours.settings.answer))
     judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress, place)
     found += judged[0]
     probabilities += judged[1]
@@ -208,8 +220,16 @@ def replay_labels(
         return str(tokenizer.decode(ids))
 
     for rule in named:
-        outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode)
+        outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode, compute)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))
+    found, numbers = pool_seeds(found)
+    # What each rule goes by; the first rule, the full trace, goes by nothing.
+    went_by = {
+        place: np.mean([probabilities[k - 1] for k in of_rule], axis=0)
+        for place, of_rule in enumerate(numbers)
+        if 0 < of_rule[0] <= len(probabilities)
+    }
+    shown = {place: shown[k[0]] for place, k in enumerate(numbers) if k[0] in shown}
     settings: dict[str, Any] = {
         "model": model or Path(ours.settings.base_model).name,
         "benchmark": benchmark or Path(str(labels)).name,
@@ -225,9 +245,7 @@ def replay_labels(
         settings,
         found,
         _limits(table, ours, validation),
-        trace_views(
-            traces, table, found, dict(enumerate(probabilities, 1)), tokenizer, viewed, shown
-        ),
+        trace_views(traces, table, found, went_by, tokenizer, viewed, shown),
     )
 
 
@@ -387,7 +405,7 @@ def calibrate_rule(
     """The boldest parameter of a rule without training that keeps a promise.
 
     Args:
-        family: such as "budget", "entropy" or "agreement" (`eval.rules.parse_rule`).
+        family: such as "budget", "entropy" or "agreement" (`eval.rules.families.parse_rule`).
         values: its parameter, from careful to bold, chosen without looking at the labels.
         labels: as in `calibrate_policy`.
         max_loss: as there.

@@ -98,6 +98,7 @@ class SampleRow:
         probe_tokens: what the rule spent on deciding.
         seconds: its share of the batch's time; NaN where not measured.
         natural_correct: grade of the answer after the trace's own end; NaN where there is none.
+        flops: floating-point operations of all that was computed for it, by arithmetic.
     """
 
     tokens: int
@@ -108,6 +109,7 @@ class SampleRow:
     probe_tokens: int = 0
     seconds: float = float("nan")
     natural_correct: float = float("nan")
+    flops: float = float("nan")
 
 
 class Runner(Protocol):
@@ -252,6 +254,7 @@ def _evaluation(
             truncated=np.array([row.reason == "cap" for row in rows], np.float64),
             probe_tokens=np.array([row.probe_tokens for row in rows], np.float64),
             seconds=np.array([row.seconds for row in rows], np.float64),
+            flops=np.array([row.flops for row in rows], np.float64),
         )
         rules.append(Rule(method.method, outcome, method.parameter, method.parameter_name))
     k = settings.samples

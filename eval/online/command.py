@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from modeling_ospruner.configuration_ospruner import max_positions
+from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.engines.opening import (
     EngineOptions,
     known_revision,
@@ -28,7 +29,7 @@ from ..grading.boxed import check_grader
 from ..methods import PolicyUse, parse_policies, refuse_other_base
 from ..problems.sources import load_source
 from ..problems.task import Task, load_task_class, prompt_token_ids
-from ..rules import parse_rule
+from ..rules.families import parse_rule
 from .batches import Method, Runner, evaluate_online
 from .evaluation import Evaluation
 from .runners import EngineRunner, HookRunner, Setup
@@ -45,7 +46,7 @@ class OnlineRequest:
         dataset: problems: a benchmark's name, a file, or a dataset of the Hub (`load_source`).
         policies: see `methods.parse_policies`.
         length_penalties: prices of a token, see `methods.parse_policies`.
-        rules: see `rules.parse_rule`.
+        rules: see `rules.families.parse_rule`.
         base: the model; None for the one that the policies pin.
         engine: one of `opening.ENGINES`.
         engine_options: of `EngineOptions`, such as `urls` or `arguments`.
@@ -112,7 +113,7 @@ def run_online(
     config = AutoConfig.from_pretrained(base, revision=revision)
     _refuse_beyond_positions(config, task, tokenizer, fmt)
     options = EngineOptions(base, revision, **request.engine_options)
-    setup = Setup(tokenizer, fmt, task, request.settings)
+    setup = Setup(tokenizer, fmt, task, request.settings, ModelWork.of_config(config))
 
     def load_base(of_engine: EngineOptions) -> PreTrainedModel:
         local = open_engine("transformers", tokenizer, of_engine)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from ..table import FloatArray, IntArray, TraceTable
 __all__ = ["Evaluation", "find_evaluations", "trace_hash"]
 
 FILE, OUTCOMES, TRACES = "evaluation.json", "outcomes.npz", "traces.json"
-_VERSION = 1
+_VERSION = 2
 _NAMED = ("model", "benchmark", "answer", "mode")
 
 
@@ -133,6 +134,7 @@ class Evaluation:
         np.savez_compressed(
             arrays,
             outcomes=np.stack([rule.outcome.columns() for rule in everything]),  # (R, N, K)
+            seeds=np.array([seed.columns() for rule in everything for seed in rule.seeds]),
             problem_index=self.problem_index,
             natural_correct=self.natural_correct,
         )
@@ -159,9 +161,16 @@ class Evaluation:
         about = _read(folder)
         with np.load(folder / OUTCOMES, allow_pickle=False) as arrays:
             outcomes = [Outcome(*values.T) for values in arrays["outcomes"]]
+            seeds = iter([Outcome(*values.T) for values in arrays["seeds"]])
             index, natural = arrays["problem_index"], arrays["natural_correct"]
         rules = [
-            Rule(one["method"], outcome, one["parameter"], one["parameter_name"])
+            Rule(
+                one["method"],
+                outcome,
+                one["parameter"],
+                one["parameter_name"],
+                tuple(itertools.islice(seeds, one["seeds"])),
+            )
             for one, outcome in zip([*about["rules"], *about["limits"]], outcomes, strict=True)
         ]
         traces = folder / TRACES
@@ -245,6 +254,7 @@ def _named(rule: Rule) -> dict[str, Any]:
         "method": rule.method,
         "parameter": rule.parameter,
         "parameter_name": rule.parameter_name,
+        "seeds": len(rule.seeds),
     }
 
 

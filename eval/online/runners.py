@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.engines.interface import (
     Engine,
     ForkedAnswer,
@@ -29,9 +31,10 @@ from modeling_ospruner.engines.transformers.engine import (
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
-from modeling_ospruner.rules_ospruner import StopRule, mix64, uniform
+from modeling_ospruner.rules_ospruner import Budget, StopRule, mix64, uniform
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
 
+from ..compute import Compute
 from ..methods import PolicyUse
 from ..problems.task import Task, prompt_token_ids
 from .batches import Batch, Method, SampleRow
@@ -40,6 +43,7 @@ from .settings import OnlineSettings
 __all__ = ["EngineRunner", "HookRunner", "Setup"]
 
 _COMPARED_ANSWERS = 8
+_NEVER = Budget(2**31 - 1)
 NATURAL_ANSWER_TOKENS = 512
 """Cap of the answer that the model writes after its own end."""
 
@@ -53,12 +57,14 @@ class Setup:
         fmt: its reasoning format.
         task: asks and grades.
         settings: how to sample.
+        work: what the base computes, for the compute that each row is charged.
     """
 
     tokenizer: PreTrainedTokenizerBase
     fmt: TokenFormat
     task: Task
     settings: OnlineSettings
+    work: ModelWork
 
     def prompts(self, batch: Batch) -> list[list[int]]:
         """The prompt of each row."""
@@ -77,6 +83,30 @@ class Setup:
         answer = self.task.read_forced(text) if forced else self.task.read_free(text)
         verdict = self.task.grade(answer or None, batch.rows[index][0])
         return SampleRow(tokens, len(answer_ids), answer or "", float(bool(verdict)), reason)
+
+    def flops(
+        self, prompt: Sequence[int], how: Any, row: SampleRow, trials: Sequence[int] = ()
+    ) -> float:
+        """What a row has cost; the full trace is charged for its forced answer, as in replay.
+
+        Args:
+            prompt: the row's prompt.
+            how: of its method.
+            row: the row.
+            trials: the thinking tokens after which the rule tried answers; the trials' own tokens
+                are spread evenly over them.
+        """
+        forced = len(self.fmt.forced_suffix(self.settings.answer))
+        compute = Compute(self.work, np.array([len(prompt)]), forced)
+        flops = compute.thinking([row.tokens], [row.answer_tokens])[0]
+        if isinstance(how, PolicyUse):
+            flops += compute.tail([row.tokens], how.config.num_policy_layers)[0]
+        if trials:
+            suffix = len(self.fmt.forced_suffix("forced"))
+            tried = replace(compute, forced_tokens=suffix)
+            tokens = row.probe_tokens / len(trials) - suffix
+            flops += sum(tried.trial(0, position, tokens) for position in trials)
+        return float(flops)
 
     def natural_grade(self, batch: Batch, index: int, answer_ids: Sequence[int]) -> float:
         """Grade of what the model wrote after its own end; NaN where there is nothing."""
@@ -100,8 +130,10 @@ class Setup:
 class HookRunner:
     """transformers' `generate` with the hook in it, the way users run a policy; its time counts.
 
-    The full trace is plain `generate`, whose time is the yardstick; its forced answer at T is
-    forked afterwards, and so are answers of rows cut at the token cap, outside the time.
+    The full trace, whose time is the yardstick, is generated with a budget that no row reaches: the
+    same thinking, and the same kind of answer as every other method writes, so that a policy which
+    never stops does the same work. Outside the time are the model's own answers after the full
+    trace, and the answers of rows cut at the token cap.
     """
 
     def __init__(self, setup: Setup, base: PreTrainedModel) -> None:
@@ -122,32 +154,36 @@ class HookRunner:
     def _generate(
         self, method: Method, batch: Batch, prompts: Sequence[Sequence[int]]
     ) -> list[SampleRow]:
-        settings, fmt, device = self.setup.settings, self.setup.fmt, self.base.device
-        width = max(map(len, prompts))
-        pad = min(self._eos)  # masked, so that any id will do
-        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        settings, fmt = self.setup.settings, self.setup.fmt
         room = len(fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
-        if method.how is None:
-            room = max(room, NATURAL_ANSWER_TOKENS)
-        arguments: dict[str, Any] = {
-            **settings.generate_arguments(),
-            "attention_mask": mask,
-            "max_new_tokens": settings.max_thinking_tokens + room,
-            "pad_token_id": pad,
-        }
+        ids, arguments = self._arguments(prompts, settings.max_thinking_tokens + room)
         call = self._call(method, batch)
         with torch.random.fork_rng():
             torch.manual_seed(mix64(mix64(settings.seed) ^ batch.first_problem) >> 1)
             started = time.perf_counter()
             output, records = call(ids, arguments)
-            generated = output[:, width:].tolist()  # also waits for the device
+            generated = output[:, ids.shape[1] :].tolist()  # also waits for the device
             seconds = (time.perf_counter() - started) / len(prompts)
-        rows = self._rows(batch, prompts, generated, records)
+            rows = self._rows(method, batch, prompts, generated, records)
         return [replace(row, seconds=seconds) for row in rows]
 
+    def _arguments(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Prompts, padded at the left, and what generate is told."""
+        width, device = max(map(len, prompts)), self.base.device
+        pad = min(self._eos)  # masked, so that any id will do
+        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        return ids, {
+            **self.setup.settings.generate_arguments(),
+            "attention_mask": mask,
+            "max_new_tokens": max_new_tokens,
+            "pad_token_id": pad,
+        }
+
     def _call(self, method: Method, batch: Batch) -> Any:
-        """What generates: (ids, arguments) -> (output, records or None)."""
+        """What generates: (ids, arguments) -> (output, records)."""
         model: Any = self.base
         settings = self.setup.settings
         common: dict[str, Any] = {
@@ -156,8 +192,6 @@ class HookRunner:
             "answer": settings.answer,
             "max_answer_tokens": settings.max_answer_tokens,
         }
-        if method.how is None:
-            return lambda ids, more: (model.generate(ids, **more), None)
         if isinstance(method.how, PolicyUse):
             use = method.how
             config = StopPolicyConfig(
@@ -167,7 +201,7 @@ class HookRunner:
             return lambda ids, more: generate_pruned(
                 model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
             )
-        config = StopPolicyConfig(rule=method.how, **common)
+        config = StopPolicyConfig(rule=method.how or _NEVER, **common)
         return lambda ids, more: generate_with_rule(
             model, self.setup.tokenizer, config, ids, self.setup.fmt, **more
         )
@@ -179,36 +213,33 @@ class HookRunner:
 
     def _rows(
         self,
+        method: Method,
         batch: Batch,
         prompts: Sequence[Sequence[int]],
         generated: Sequence[Sequence[int]],
-        records: Sequence[StopRecord] | None,
+        records: Sequence[StopRecord],
     ) -> list[SampleRow]:
         settings, setup = self.setup.settings, self.setup
         cap = settings.max_thinking_tokens
         answers: dict[int, list[int]] = {}
         ends = self._eos.difference(setup.fmt.think_end_ids)  # of the text
-        lengths, reasons, probes, natural = [], [], [], []
-        for i, ids in enumerate(generated):
-            if records is None:
-                length, reason, probe = *self._natural_end(ids), 0
-            else:
-                record = records[i]
-                length, reason, probe = record.thinking_tokens, record.reason, record.probe_tokens
+        lengths, reasons, ended = [], [], []
+        natural: dict[int, float] = {}
+        for i, (ids, record) in enumerate(zip(generated, records, strict=True)):
+            length, reason = record.thinking_tokens, str(record.reason)
             if length > cap or reason == "length":
                 length, reason = min(length, cap), "cap"
             lengths.append(length)
             reasons.append(reason)
-            probes.append(probe)
             closed = reason != "cap" and ids[length] not in ends
-            own_end = records is None and closed
-            free = self._until_eos(ids[length + 1 :]) if own_end else []
-            if records is None and reason == "natural" and not setup.fmt.think_end_ids:
-                free = list(ids[:length])  # its answer is a part of the reply that it thought in
-            natural.append(setup.natural_grade(batch, i, free))
-            if closed and settings.answer == "free" and (own_end or reason == "natural"):
+            if closed and reason == "natural":
+                ended.append(i)
+            elif method.how is None and reason == "natural" and not setup.fmt.think_end_ids:
+                # Its answer is a part of the reply that it thought in.
+                natural[i] = setup.natural_grade(batch, i, ids[:length])
+            if closed and settings.answer == "free" and reason == "natural":
                 answers[i] = self._until_eos(ids[length + 1 :])[: settings.max_answer_tokens]
-            elif closed and records is not None:
+            elif closed:
                 start = length + len(setup.fmt.forced_suffix(settings.answer))
                 if reason == "natural":  # nothing was put before the model's own end marker
                     start -= len(setup.fmt.wind_down_ids)
@@ -219,17 +250,34 @@ class HookRunner:
         ]
         for i, forked in zip(missing, setup.fork(self._engine, requests), strict=True):
             answers[i] = forked[0].ids
+        if method.how is None:
+            own = [[*prompts[i], *generated[i][: lengths[i] + 1]] for i in ended]
+            texts = zip(ended, self._own_answers(own), strict=True)
+            natural |= {i: setup.natural_grade(batch, i, text) for i, text in texts}
         rows = []
         for i, (length, reason) in enumerate(zip(lengths, reasons, strict=True)):
             row = setup.row(batch, i, length, reason, answers[i])
-            rows.append(replace(row, probe_tokens=probes[i], natural_correct=natural[i]))
+            row = replace(
+                row,
+                probe_tokens=records[i].probe_tokens,
+                natural_correct=natural.get(i, math.nan),
+            )
+            trials = _trials(records[i]) if row.probe_tokens else []
+            rows.append(replace(row, flops=setup.flops(prompts[i], method.how, row, trials)))
         return rows
 
-    def _natural_end(self, ids: Sequence[int]) -> tuple[int, str]:
-        """Where plain generation ended its thinking."""
-        ends = self._eos.union(self.setup.fmt.think_end_ids)
-        length = next((n for n, token in enumerate(ids) if token in ends), None)
-        return (len(ids), "length") if length is None else (length, "natural")
+    def _own_answers(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What the model writes after its own end, sampled as its thinking was.
+
+        Args:
+            texts: prompts with their thinking and the end marker.
+        """
+        if not texts:
+            return []
+        ids, arguments = self._arguments(texts, NATURAL_ANSWER_TOKENS)
+        model: Any = self.base
+        output = model.generate(ids, **arguments)[:, ids.shape[1] :].tolist()
+        return [self._until_eos(answer) for answer in output]
 
     def _until_eos(self, ids: Sequence[int]) -> list[int]:
         return list(ids[: next((n for n, t in enumerate(ids) if t in self._eos), len(ids))])
@@ -314,7 +362,7 @@ class EngineRunner:
             yield (
                 method,
                 [
-                    self._row(batch, i, trace, at[i], forks[i][at[i]].ids)
+                    self._row(method, batch, i, prompts[i], trace, at[i], forks[i][at[i]].ids)
                     for i, trace in enumerate(sampled)
                 ],
             )
@@ -357,7 +405,14 @@ class EngineRunner:
             )
 
     def _row(
-        self, batch: Batch, index: int, trace: Sampled, stop: int, forked: Sequence[int]
+        self,
+        method: Method,
+        batch: Batch,
+        index: int,
+        prompt: Sequence[int],
+        trace: Sampled,
+        stop: int,
+        forked: Sequence[int],
     ) -> SampleRow:
         full = len(trace.trace_ids)
         at_end = stop == full
@@ -366,7 +421,8 @@ class EngineRunner:
             forked = trace.answer_ids[: self.setup.settings.max_answer_tokens]
         row = self.setup.row(batch, index, stop, reason, forked)
         natural = self.setup.natural_grade(batch, index, trace.answer_ids)
-        return replace(row, natural_correct=natural if at_end else math.nan)
+        flops = self.setup.flops(prompt, method.how, row)
+        return replace(row, natural_correct=natural if at_end else math.nan, flops=flops)
 
     def _stops(
         self,
@@ -421,6 +477,15 @@ class EngineRunner:
                     break
             stops.append(chosen)
         return stops
+
+
+def _trials(record: StopRecord) -> list[int]:
+    """The thinking tokens after which a rule tried answers: where it measured something."""
+    return [
+        end
+        for end, signal in zip(record.step_ends, record.signals, strict=True)
+        if not math.isnan(signal)
+    ]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from modeling_ospruner.common.results_file import Difference, Estimate, Result
 from modeling_ospruner.common.text import penalty_name
 
+from ..compute import flops_scale
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation, find_evaluations
 from ..results import best_rows
@@ -22,7 +23,12 @@ from .paper import BENCHMARKS, MODELS, compare_with_paper
 from .pictures import save_difficulty, save_dynamics, save_panels
 from .summary import differences_of
 from .tables import GridTable, best_aes_table, chosen_parameters, full_table, group
-from .terminal import DIFFERENCES_CAPTION
+from .terminal import (
+    DIFFERENCES_CAPTION,
+    compute_heading,
+    counts_compute,
+    largest_flops,
+)
 
 __all__ = ["render_report", "write_report"]
 
@@ -266,11 +272,13 @@ def _results(results: Sequence[Result], limits: Sequence[Result]) -> dict[str, A
 
 
 def _costs(results: Sequence[Result]) -> dict[str, Any]:
+    scale, _ = flops_scale(largest_flops(results))
     return {
         "caption": "Changed answers, further tokens and time; – is not measured",
         "columns": [
             "method", "wrong to right %", "right to wrong %", "answer tokens", "probe tokens",
-            "all tokens saved %", "cut at cap %", "time over full", "tokens/s",
+            "all tokens saved %", "cut at cap %", *compute_heading(results), "compute over full",
+            "time over full", "tokens/s",
         ],
         "rows": [
             {
@@ -283,6 +291,8 @@ def _costs(results: Sequence[Result]) -> dict[str, Any]:
                     _number(r.probe_tokens, 1, 1),
                     _number(r.total_reduction, 100, 1),
                     _number(r.truncated, 100, 1),
+                    *([_number(r.flops, 1 / scale, 1)] if counts_compute(results) else []),
+                    _number(r.flops_ratio, 1, 2),
                     _number(r.time_ratio, 1, 2),
                     _number(r.tokens_per_second, 1, 0),
                 ],

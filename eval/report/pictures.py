@@ -98,7 +98,7 @@ def save_pareto(
     )
     space = label_points(axes, [r for r in results if r.method == FRONTIER], FRONTIER_COLOUR)
     for method in dict.fromkeys(result.method for result in results):
-        rows = sorted((r for r in results if r.method == method), key=lambda r: r.charged_tokens)
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
         if method != FRONTIER:
             label_points(axes, rows[:1] + rows[1:][-1:], MUTED, 7, space)
     figure.savefig(path)
@@ -144,8 +144,8 @@ def draw_pareto(
     methods = dict.fromkeys(result.method for result in results)
     styles = assign_styles(results) if styles is None else styles
     for method in methods:
-        rows = sorted((r for r in results if r.method == method), key=lambda r: r.charged_tokens)
-        x = [r.charged_tokens for r in rows]
+        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
+        x = [r.tokens.value for r in rows]
         y = [100 * r.accuracy.value for r in rows]
         if method == FRONTIER:
             low, high = [100 * r.accuracy.low for r in rows], [100 * r.accuracy.high for r in rows]
@@ -171,12 +171,10 @@ def draw_pareto(
             )  # fmt: skip
     if chosen is not None:
         axes.plot(
-            [chosen.charged_tokens], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=INK,
+            [chosen.tokens.value], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=INK,
             mew=1.2, ls="none", label="chosen on validation", zorder=5,
         )  # fmt: skip
-    probes = any(result.probe_tokens.value > 0 for result in results)
-    spent = "thinking and probe tokens per trace" if probes else "thinking tokens per trace"
-    furnish(axes, spent, "accuracy, %")
+    furnish(axes, "thinking tokens per trace", "accuracy, %")
     axes.margins(x=0.1, y=0.12)
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
 
@@ -223,8 +221,8 @@ def label_points(
     if space is None:
         figure.draw_without_rendering()
         space = FreeSpace(axes, figure.dpi / 72.0)
-    for result in sorted(results, key=lambda r: r.charged_tokens):
-        point = (result.charged_tokens, 100 * result.accuracy.value)
+    for result in sorted(results, key=lambda r: r.tokens.value):
+        point = (result.tokens.value, 100 * result.accuracy.value)
         text = result.parameter_text
         for away, (right, up) in itertools.product(_DISTANCES if text else (), _DIRECTIONS):
             reach = away if 0 in (right, up) else 0.7 * away
@@ -325,7 +323,7 @@ if TYPE_CHECKING:
 
 def front(results: Sequence[Result]) -> list[Result]:
     """The results that no other beats in both tokens and accuracy, by rising tokens."""
-    order = sorted(results, key=lambda r: (r.charged_tokens, -r.accuracy.value))
+    order = sorted(results, key=lambda r: (r.tokens.value, -r.accuracy.value))
     highest = itertools.accumulate((r.accuracy.value for r in order), max, initial=-np.inf)
     return [r for r, before in zip(order, highest, strict=False) if r.accuracy.value > before]
 
@@ -334,7 +332,7 @@ def draw_front(axes: Axes, results: Sequence[Result]) -> None:
     """The front of all methods as a line; hindsight, which nobody has, is left out."""
     points = front([r for r in results if not r.method.startswith(ORACLE)])
     axes.plot(
-        [r.charged_tokens for r in points],
+        [r.tokens.value for r in points],
         [100 * r.accuracy.value for r in points],
         "-", color=MUTED, lw=3.2, alpha=0.28, zorder=1.5, label="front of all methods",
     )  # fmt: skip

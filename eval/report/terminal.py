@@ -11,17 +11,22 @@ from rich.text import Text
 
 from modeling_ospruner.common.results_file import Difference, Estimate, Result
 
+from ..compute import flops_scale
+
 __all__ = [
     "DIFFERENCES_CAPTION",
+    "compute_heading",
+    "counts_compute",
     "differences_table",
+    "largest_flops",
     "number_cell",
     "results_table",
     "rules_table",
 ]
 
 DIFFERENCES_CAPTION = (
-    "Operating points and differences are of the same traces, and training seeds are not in the "
-    "intervals: an interval without 0 does not prove the sign."
+    "Operating points and differences are of the same traces, and training seeds are in the "
+    "intervals only where several were evaluated: an interval without 0 does not prove the sign."
 )
 
 
@@ -72,8 +77,9 @@ def results_table(
         title,
         f"{first.traces:,} traces of {first.problems:,} problems; ± wider half of the 95 % "
         f"interval by problem; AES {first.aes_label}",
-        ("accuracy %", "thinking\ntokens", "saved %", "AES"),
+        ("accuracy %", "thinking\ntokens", "saved %", "AES", *compute_heading(everything, "\n")),
     )
+    scale, _ = flops_scale(largest_flops(everything))
     best = max((r.aes.value for r in results), default=math.inf)
     for number, result in enumerate(everything):
         table.add_row(
@@ -82,6 +88,7 @@ def results_table(
             number_cell(result.tokens, 1, 0 if result.tokens.value >= 100 else 1),
             number_cell(result.reduction, 100, 1),
             number_cell(result.aes, 1, 2),
+            *([number_cell(result.flops, 1 / scale, 1)] if counts_compute(everything) else []),
             style="bold" if number < len(results) and result.aes.value == best else "",
             end_section=number == len(results) - 1 and bool(limits),
         )
@@ -104,6 +111,22 @@ def differences_table(differences: Sequence[Difference]) -> Table:
             number_cell(one.aes, 1, 2, signed=True),
         )
     return table
+
+
+def counts_compute(results: Sequence[Result]) -> bool:
+    """Whether operations were counted for any of the results."""
+    return any(not math.isnan(result.flops.value) for result in results)
+
+
+def largest_flops(results: Sequence[Result]) -> float:
+    """The most operations of any of the results; 0 where none were counted."""
+    return max((r.flops.value for r in results if not math.isnan(r.flops.value)), default=0.0)
+
+
+def compute_heading(results: Sequence[Result], between: str = ", ") -> list[str]:
+    """The heading of the column of operations with their unit; none where none were counted."""
+    unit = flops_scale(largest_flops(results))[1]
+    return [f"compute{between}{unit}"] if counts_compute(results) else []
 
 
 def number_cell(number: Estimate, scale: float, digits: int, *, signed: bool = False) -> Text:

@@ -56,6 +56,9 @@ class Estimate:
         return f"{value} ±{number_text(half, digits)}"
 
 
+NOT_MEASURED = Estimate(math.nan, math.nan, math.nan)
+
+
 class Named:
     """What is told apart by a method and its parameter."""
 
@@ -85,20 +88,23 @@ class Result(Named):
         accuracy: share of right answers.
         tokens: mean thinking tokens.
         reduction: share of the full trace's thinking tokens saved.
-        aes: accuracy-efficiency score, of the variant `aes_label`; probe tokens are charged.
+        aes: accuracy-efficiency score, of the variant `aes_label`.
         answer_tokens: mean tokens of the forced answer.
         helped: share of traces right under the rule and wrong in full.
         harmed: share of traces wrong under the rule and right in full.
         truncated: share of traces cut at the token cap.
-        probe_tokens: mean tokens that the rule generated to decide.
+        probe_tokens: mean tokens that the rule read or generated to decide, charged in `flops`.
         generated_tokens: mean tokens of thinking and answer together.
-        total_reduction: share of all tokens (thinking, answer, probes) of the full trace saved.
+        total_reduction: share of all generated tokens (thinking, answer) of the full trace saved.
         time_ratio: wall-clock time over that of the full trace; NaN where not measured.
         tokens_per_second: generated tokens (thinking, answer) a second; NaN where not measured.
-        rewards: (lambda, accuracy - lambda * tokens) for some lambdas; thinking and probe tokens.
-        aes_label: which AES.
+        rewards: (lambda, accuracy - lambda * tokens) for some lambdas, charged as `aes_label` says.
+        aes_label: which AES, and what its length counts.
         traces: how many traces.
         problems: how many problems.
+        flops: compute: mean floating-point operations of all that is computed for a trace (prompt,
+            thinking, answer, tail, verifier, trial answers); NaN where not counted.
+        flops_ratio: the same over that of the full trace.
     """
 
     method: str
@@ -121,11 +127,8 @@ class Result(Named):
     aes_label: str
     traces: int
     problems: int
-
-    @property
-    def charged_tokens(self) -> float:
-        """Mean tokens until the stop: thinking, and what the rule generated to decide."""
-        return self.tokens.value + self.probe_tokens.value
+    flops: Estimate = NOT_MEASURED
+    flops_ratio: Estimate = NOT_MEASURED
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,10 @@ class Frontier:
     Attributes:
         method: name of the method.
         area: under accuracy against length, between stopping at once and never, in [0, 1].
-        lead: OS-Pruner's area less this one, paired; None for OS-Pruner itself.
-        gap_closed: (lambda, share of the gap in reward from the full trace to the oracle).
+        lead: OS-Pruner's area less this one, paired; None for OS-Pruner itself, and for an estimate
+            of what rules without hindsight can reach.
+        gap_closed: (lambda, share of the gap in reward from the full trace to the oracle). A
+            method's choice includes never stopping and stopping at once.
     """
 
     method: str

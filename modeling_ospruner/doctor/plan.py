@@ -21,6 +21,8 @@ from modeling_ospruner.common.sinks import takes_sinks_as_keys
 from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
 
+from .arithmetic import active_weights, heads_width
+
 GIB = 2**30
 _HALF, _FLOAT32 = 2, 4  # bytes
 _MXFP4 = 4.25 / 8  # bytes a weight: four bits, and a scale of eight for 32 of them
@@ -223,7 +225,8 @@ def training_peak_bytes(
     fixed = weights + (4 * _FLOAT32 + _HALF) * tail
     width = base.config.get_text_config().hidden_size
     layer = decoder_layers(base)[-1]
-    projections, routed = _active_weights(layer, base) / width, _routed_width(layer, base)
+    projections = active_weights(layer, base.config) / width
+    routed = _routed_width(layer, base)
     whole = work.num_policy_layers
     if base.config.model_type in ("llama", "qwen2"):
         whole -= 1
@@ -255,7 +258,7 @@ def cached_peak_bytes(
     width = base.config.get_text_config().hidden_size
     layer = decoder_layers(base)[-1]
     tail = sum(p.numel() for p in policy.parameters())
-    passing = _HALF * (_active_weights(layer, base) / width + 2 * _routed_width(layer, base))
+    passing = _HALF * (active_weights(layer, base.config) / width + 2 * _routed_width(layer, base))
     first = weights + _FLOAT32 * tail + int(max(_TRUNK_TOKENS, work.max_tokens) * passing)
     first += _scores_bytes(base, work)
     return max(first, training_peak_bytes(base, policy, work, weights if stays else 0))
@@ -277,30 +280,16 @@ def _routed_width(layer: torch.nn.Module, base: PreTrainedModel) -> int:
     return int(text["num_experts_per_tok"] * min(widths)) if widths else 0
 
 
-def _active_weights(layer: torch.nn.Module, base: PreTrainedModel) -> int:
-    """Weights of a layer that a token meets: of a mixture's experts those that it is sent to."""
-    text = vars(base.config.get_text_config())
-    total = 0.0
-    for parameter in layer.parameters():
-        share = 1.0
-        if parameter.ndim == 3:  # (experts, in, out), as transformers stacks them
-            share = text["num_experts_per_tok"] / parameter.shape[0]
-        total += share * parameter.numel()
-    return int(total)
-
-
 def _training_operations(base: PreTrainedModel, policy: StoppingPolicy, work: Workload) -> float:
     """Operations a token: two a weight in the frozen trunk, six in the tail, and attention.
 
     Causal attention over S tokens takes 2 S a head's width for each token and layer.
     """
-    text = base.config.get_text_config()
     layers = decoder_layers(base)
     n = work.num_policy_layers
-    trunk = sum(_active_weights(layer, base) for layer in layers[: len(layers) - n])
-    tail = sum(_active_weights(layer, base) for layer in policy.layers)
-    head_dim = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
-    attention = 2 * work.mean_tokens * text.num_attention_heads * head_dim
+    trunk = sum(active_weights(layer, base.config) for layer in layers[: len(layers) - n])
+    tail = sum(active_weights(layer, base.config) for layer in policy.layers)
+    attention = 2 * work.mean_tokens * heads_width(base.config)
     return 2.0 * trunk + 6.0 * tail + attention * (len(layers) - n + 3 * n)
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from modeling_ospruner.common.results_file import Results
+from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.train.toy import demo
 
 SIZE = dataclasses.replace(
@@ -50,8 +51,8 @@ def test_it_reads_a_demo(
     trained = {"OS-Pruner", "probe", "convergence"}
     free = {"fixed budget", "answer entropy", "trial confidence", "answer agreement"}
     frontiers = Results.read(file).frontiers
-    assert {one.method for one in frontiers} == trained | free
-    assert [one.method for one in frontiers if one.lead is None] == ["OS-Pruner"]
+    assert {one.method for one in frontiers} == trained | free | {CAUSAL}
+    assert [one.method for one in frontiers if one.lead is None] == ["OS-Pruner", CAUSAL]
     for one in frontiers:
         assert [penalty for penalty, _ in one.gap_closed] == [5e-4, 2e-4, 1e-4]
     assert list(about["seed_spread"]) == ["lam5e-3", "lam1e-3", "lam5e-4"]

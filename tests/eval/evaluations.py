@@ -26,6 +26,7 @@ def outcome(
         truncated=np.zeros(n),
         probe_tokens=np.zeros(n),
         seconds=np.full(n, np.nan),
+        flops=np.full(n, np.nan),
     )
 
 

@@ -57,8 +57,18 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no policy"):
         parse_policies([str(tmp_path / "empty")])
-    with pytest.raises(ValueError, match="two policies are OS-Pruner with parameter 0.0001"):
-        parse_policies([str(ours), str(save(tmp_path / "twin"))])
+    with pytest.raises(ValueError, match="given twice for OS-Pruner with parameter 0.0001"):
+        parse_policies([str(ours), str(ours)])
+    other = save(tmp_path / "other", num_policy_layers=3)
+    with pytest.raises(ValueError, match="with num_policy_layers 3 and 2: they are no training se"):
+        parse_policies([str(ours), str(other)])
+
+
+def test_training_seeds_are_policies_of_one_method_and_parameter(tmp_path: Path) -> None:
+    seeds = [str(save(tmp_path / name)) for name in ("seed0", "seed1")]
+    assert [(use.path, use.parameter) for use in parse_policies(seeds)] == [
+        (seeds[0], 1e-4), (seeds[1], 1e-4),
+    ]  # fmt: skip
 
 
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:

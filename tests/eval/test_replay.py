@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_ospruner.common.results_file import Results
-from ospruner.eval.metrics import AES_RELATIVE, aes
+from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
 from ospruner.eval.replay import pool, replay, replay_at, replay_budget, replay_full, replay_step
-from ospruner.eval.results import Rule, compare, summarise
+from ospruner.eval.results import Rule, compare, pool_seeds, summarise
 from ospruner.eval.table import FloatArray, TraceTable
 
 
@@ -220,19 +220,110 @@ def test_summarise_refuses_other_traces() -> None:
         summarise([Rule("mine", few)], replay_full(table), table.problem_index)
 
 
-def test_probe_tokens_are_charged() -> None:
+def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> None:
+    """Two rules with the same stops; one of them computes as much again to decide."""
     table = make_table(9)
+    table = replace(
+        table, flops=100 + table.lengths.astype(np.float64)
+    )  # a prompt of 100, a token of one
     full = replay_full(table)
-    stops = np.zeros(len(table), dtype=int)
-    free, paid = (
-        Rule(name, replay_at(table, stops, probe_tokens=np.full(len(table), probes)), None, "")
-        for name, probes in (("free", 0.0), ("paid", 7.0))
-    )
+    stops, more_flops = np.zeros(len(table), dtype=int), np.full(len(table), 50.0)
+    probes = np.full(len(table), 7.0)
+    free = Rule("free", replay_at(table, stops))
+    paid = Rule("paid", replay_at(table, stops, probe_tokens=probes, probe_flops=more_flops))
     less, more = summarise([free, paid], full, table.problem_index, length_penalties=(1e-2,))
-    assert more.tokens == less.tokens
-    assert more.reduction == less.reduction
-    assert more.charged_tokens == pytest.approx(less.charged_tokens + 7)
-    assert less.rewards[0][1].value - more.rewards[0][1].value == pytest.approx(0.07)
-    assert less.aes.value - more.aes.value == pytest.approx(7 / full.mean_tokens)
-    between = compare(free, paid, full, table.problem_index)
+    for name in ("tokens", "reduction", "aes", "rewards", "total_reduction"):
+        assert getattr(more, name) == getattr(less, name), name
+    assert more.probe_tokens.value == 7
+    first = float(table.lengths[:, 0].mean())
+    assert more.flops.value == pytest.approx(150 + first)
+    assert less.rewards[0][1].value == pytest.approx(less.accuracy.value - 0.01 * first)
+    # By compute the full trace pays its thinking tokens, the others their share of its compute.
+    variant = charged_variant("compute")
+    less, more = summarise(
+        [free, paid], full, table.problem_index, variant=variant, length_penalties=(1e-2,)
+    )
+    price = full.mean_tokens / (100 + full.mean_tokens)
+    assert more.rewards[0][1].value == pytest.approx(
+        more.accuracy.value - 0.01 * price * (150 + first)
+    )
+    assert less.aes.value - more.aes.value == pytest.approx(50 / (100 + full.mean_tokens))
+    assert more.aes_label == "absolute, α=1, β=3, γ=5, of compute"
+    between = compare(free, paid, full, table.problem_index, variant=variant)
     assert between.aes.value == pytest.approx(less.aes.value - more.aes.value)
+    assert compare(free, paid, full, table.problem_index).aes.value == 0
+    uncounted = make_table(9)
+    with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
+        summarise(
+            [Rule("full", full)], replay_full(uncounted), uncounted.problem_index, variant=variant
+        )
+    with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'compute'"):
+        charged_variant("money")
+
+
+def test_the_expectation_of_compute_is_over_the_stops() -> None:
+    table = make_table(2)
+    table = replace(table, flops=np.random.default_rng(0).random(table.mask.shape))
+    assert table.flops is not None
+    half = replay(table, np.full(table.mask.shape, 0.5))
+    n = int(np.flatnonzero(table.num_steps >= 3)[0])
+    by_hand, last, going = 0.0, int(table.last[n]), 1.0
+    for step in range(last):
+        going /= 2
+        by_hand += going * table.flops[n, step]
+    assert half.flops[n] == pytest.approx(by_hand + going * table.flops[n, last])
+    assert table.subset([n]).flops is not None
+    assert np.isnan(replay(make_table(2), np.full(table.mask.shape, 0.5)).flops).all()
+
+
+def test_pooling_by_hand() -> None:
+    """Two seeds on two traces: each number of a trace is the mean of the seeds'."""
+    table = make_table(3, traces=2, per_problem=1)
+    table = replace(table, flops=10 * table.lengths.astype(np.float64))
+    stops = [np.zeros(2, int), table.last]
+    one, other = (replay_at(table, at) for at in stops)
+    both = pool([one, other])
+    for n in range(2):
+        first, last = (int(at[n]) for at in stops)
+        assert both.tokens[n] == (table.lengths[n, first] + table.lengths[n, last]) / 2
+        assert both.correct[n] == (table.correct[n, first] + table.correct[n, last]) / 2
+        assert both.flops[n] == 10 * both.tokens[n]
+        assert both.harmed[n] == (one.harmed[n] + other.harmed[n]) / 2
+    assert both.accuracy == pytest.approx((one.accuracy + other.accuracy) / 2)
+    assert np.isnan(both.seconds).all()
+    np.testing.assert_array_equal(pool([one]).columns(), one.columns())
+
+
+def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
+    """Seeds that differ more than problems do widen the interval; equal seeds do not."""
+    table = make_table(5, traces=400, per_problem=1)
+    full = replay_full(table)
+    one = replay_step(table, 1)
+    better = replace(one, correct=np.minimum(one.correct + 0.4, 1))
+    apart = [Rule("x", one, 1e-3, "λ"), Rule("x", better, 1e-3, "λ")]
+    rules, numbers = pool_seeds([Rule("full", full), *apart, Rule("x", one, 1e-4, "λ")])
+    assert [rule.name for rule in rules] == ["full", "x λ=1e-3", "x λ=1e-4"]
+    assert numbers == [[0], [1, 2], [3]]
+    assert rules[1].outcome.correct == pytest.approx((one.correct + better.correct) / 2)
+    assert rules[2].seeds == ()
+    same = replace(rules[1], outcome=one, seeds=(one, one))
+    alone = Rule("x", one)
+    two, twins, single = summarise([rules[1], same, alone], full, table.problem_index)
+    middle = (one.accuracy + better.accuracy) / 2
+    assert two.accuracy.value == pytest.approx(middle)
+    # Of two seeds drawn with replacement half the draws hold one of them twice.
+    assert two.accuracy.low < one.accuracy + 0.03
+    assert two.accuracy.high > better.accuracy - 0.03
+    assert twins.accuracy.value == single.accuracy.value
+    assert twins.accuracy.low == pytest.approx(single.accuracy.low)
+    between = compare(rules[1], alone, full, table.problem_index)
+    assert between.accuracy.low <= 0.01 < between.accuracy.value < between.accuracy.high
+
+
+def test_the_seeds_weights() -> None:
+    weights = seed_weights(3, replicates=4000)
+    np.testing.assert_allclose(weights.sum(axis=1), 1)
+    np.testing.assert_allclose(weights[0], 1 / 3)
+    assert set(np.round(3 * weights[1:].ravel()).astype(int)) == {0, 1, 2, 3}
+    np.testing.assert_allclose(weights.mean(axis=0), 1 / 3, atol=0.01)
+    np.testing.assert_array_equal(seed_weights(1, 5), np.ones((6, 1)))

@@ -28,12 +28,14 @@ FLOORS = {
     "ospruner.eval.grading": 3,
     "ospruner.eval.problems": 4,
     "ospruner.eval": 4,
-    "ospruner.eval.online": 5,
-    "ospruner.eval.report": 6,
-    "ospruner.train.labels": 7,
-    "ospruner.train": 8,
-    "ospruner.train.toy": 9,
-    "ospruner_cli": 10,
+    "ospruner.eval.rules": 5,
+    "ospruner.eval.frontier": 6,
+    "ospruner.eval.online": 6,
+    "ospruner.eval.report": 7,
+    "ospruner.train.labels": 8,
+    "ospruner.train": 9,
+    "ospruner.train.toy": 10,
+    "ospruner_cli": 11,
 }
 MAPPED = ("train", "eval", "hub_cards")  # folders installed as ospruner.<folder>
 FLAT_THIRD_PARTY = {"torch", "transformers", "safetensors"}

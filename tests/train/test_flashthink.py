@@ -10,7 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.doctor.arithmetic import ModelWork
 from ospruner.eval.methods import parse_policies
+from ospruner.eval.metrics import charged_variant
 from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
@@ -94,6 +96,17 @@ def test_train_save_replay_and_charge(
     between = sampled.outcome.probe_tokens[rows]
     assert (between >= charged[rows] - 1e-6).all()
     assert (between <= never.outcome.probe_tokens[rows] + 1e-6).all()
+    # As compute it pays for what it reads at its own model's price, and not for its length.
+    work = ModelWork.of_config(tiny_base.config)
+    full = evaluation.full
+    more = never.outcome.flops - full.flops
+    np.testing.assert_allclose(more[rows], work.read(0, read[rows, last[rows] - 1]))
+    assert (full.flops > 0).all()
+    results = evaluation.results(length_penalties=(1e-3,))[0]
+    assert (results[2].aes, results[2].rewards) == (results[0].aes, results[0].rewards)
+    paid = evaluation.results(variant=charged_variant("compute"))[0][2]
+    assert paid.aes.value == pytest.approx(1 - paid.flops_ratio.value)
+    assert paid.aes.value < 0
     assert verifier.config.base_model_name_or_path == str(tiny_base_dir)
     other = LabelSettings(base_model="org/other", reasoning_format=ours.settings.reasoning_format)
     with pytest.raises(ValueError, match=r"was trained on traces of .*reasoner.*these are of org"):

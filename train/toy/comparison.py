@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from modeling_ospruner.common.results_file import Difference, Result, Results
+from ospruner.eval.frontier.grids import policy_grid
 from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
 from ospruner.eval.methods import FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
 from ospruner.eval.replay import Outcome, pool, replay, replay_budget, replay_full
@@ -16,7 +17,6 @@ from ospruner.eval.results import Rule, compare, summarise
 from ospruner.eval.selection import Criterion, best_aes, choose
 from ospruner.eval.table import TraceTable
 
-TUNED_THRESHOLDS = tuple(round(0.05 * k, 2) for k in range(1, 20))
 MAX_LOSS = 0.01
 MIN_REDUCTION = 0.35
 
@@ -159,7 +159,8 @@ def compare_methods(
         paper = [_candidate(p, validation, test, threshold) for threshold in PAPER_THRESHOLDS]
         baselines += [c.rule for c in paper]
         rivals.append(_pick(paper, base, "aes", "paper"))
-        tuned = [_candidate(p, validation, test, threshold) for threshold in TUNED_THRESHOLDS]
+        grid = reversed(policy_grid(validation, np.stack(p.validation)))
+        tuned = [_candidate(p, validation, test, threshold) for threshold in grid]
         rivals.append(_pick(tuned, base, "reduction", "1 point"))
         rivals.append(_pick(tuned, base, "aes", "AES"))
     budget = best_fixed_budget(validation, "aes")

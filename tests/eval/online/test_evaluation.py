@@ -48,8 +48,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_another_version_is_refused(tmp_path: Path) -> None:
     make_evaluation().save(tmp_path)
     path = tmp_path / "evaluation.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 9'))
-    with pytest.raises(ValueError, match="format_version 9; this version of ospruner reads 1"):
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 9'))
+    with pytest.raises(ValueError, match="format_version 9; this version of ospruner reads 2"):
         Evaluation.load(tmp_path)
 
 

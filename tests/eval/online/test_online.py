@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.results_file import Results
+from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.engines import TransformersEngine
 from modeling_ospruner.rules_ospruner import Budget
 from ospruner.eval.methods import parse_policies
@@ -28,7 +30,7 @@ from ospruner.eval.online.runners import EngineRunner, HookRunner, Setup
 from ospruner.eval.online.settings import OnlineSettings, preset
 from ospruner.eval.problems.task import Task
 from ospruner.eval.replay import replay, replay_budget, replay_full
-from ospruner.eval.rules import parse_rule
+from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.table import TraceTable
 from ospruner.train.fresh import new_policy, predict
 from ospruner.train.from_labels import load_labels
@@ -199,7 +201,8 @@ def check_agreement(
 
 def setup_of(reasoner: Reasoner, settings: OnlineSettings, problems: int) -> Setup:
     task = Task("toy", draw_split("test", problems, 0))
-    return Setup(reasoner.tokenizer, reasoner.token_format, task, settings)
+    work = ModelWork.of_config(reasoner.model.config)
+    return Setup(reasoner.tokenizer, reasoner.token_format, task, settings, work)
 
 
 def test_an_engine_and_replay_agree(
@@ -244,8 +247,52 @@ def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, pol
                 other.tokens, other.answer, other.correct, other.answer_tokens,
             )  # fmt: skip
             assert one.seconds > 0
+            assert one.flops == pytest.approx(other.flops)
             if method.how is None:
                 assert one.natural_correct == pytest.approx(other.natural_correct, nan_ok=True)
+
+
+def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
+    reasoner: Reasoner, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not timed: the tokens that the base passes within the time that is taken."""
+    settings = dataclasses.replace(SETTINGS, samples=2)
+    setup = setup_of(reasoner, settings, 4)
+    never = parse_policies([f"{policy}@1"])[0]
+    methods = [
+        Method("full trace", None, "", None),
+        Method(never.method, never.parameter, never.parameter_name, never),
+        methods_of(policy)[1],
+    ]
+    runner, passed = HookRunner(setup, reasoner.model), dict.fromkeys((m.key for m in methods), 0)
+    call = HookRunner._call
+
+    def counting(self: HookRunner, method: Method, batch: Batch) -> Any:
+        generate = call(self, method, batch)
+
+        def counted(ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+            def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                passed[method.key] += kwargs["input_ids"].numel()
+
+            hook = reasoner.model.register_forward_pre_hook(count, with_kwargs=True)
+            try:
+                return generate(ids, arguments)
+            finally:
+                hook.remove()
+
+        return counted
+
+    monkeypatch.setattr(HookRunner, "_call", counting)
+    rows = by_key(runner.run(methods, Batch(0, setup.task.problems, 2)))
+    full, policys, budgets = (passed[method.key] for method in methods)
+    assert full == policys > budgets > 0
+    one, other = (rows[method.key] for method in methods[:2])
+    assert [row.tokens for row in one] == [row.tokens for row in other]
+    assert [row.answer for row in one] == [row.answer for row in other]
+    # The model's own answers are there, and were written outside the time.
+    ended = [row for row in one if row.reason == "natural"]
+    assert ended
+    assert not np.isnan([row.natural_correct for row in ended]).any()
 
 
 def test_a_sentence_before_the_closing_is_generated(reasoner: Reasoner, policy: Path) -> None:
@@ -326,6 +373,9 @@ def test_free_answers_and_trial_rules_are_generated(reasoner: Reasoner, policy: 
         assert row.correct == row.natural_correct  # a free answer is the model's own
     for row in rows[_entropy().key]:
         assert row.probe_tokens > 0
+        without = dataclasses.replace(row, probe_tokens=0)
+        prompt = setup.prompts(batch)[rows[_entropy().key].index(row)]
+        assert row.flops > setup.flops(prompt, None, without)
 
 
 @pytest.mark.slow
@@ -355,7 +405,8 @@ def test_labels_and_engine_share_their_traces(
     labels = reasoner.label(problems, tmp_path / "labels", seed=5)
     settings = dataclasses.replace(SETTINGS, samples=1, seed=5, batch_problems=8)
     task = Task("toy", problems)
-    setup = Setup(reasoner.tokenizer, reasoner.token_format, task, settings)
+    work = ModelWork.of_config(reasoner.model.config)
+    setup = Setup(reasoner.tokenizer, reasoner.token_format, task, settings, work)
     methods = methods_of(policy)
     batch = Batch(0, problems, 1)
     rows = by_key(EngineRunner(setup, reasoner.engine, lambda: reasoner.model).run(methods, batch))
@@ -397,6 +448,31 @@ def test_the_commands_replay_report_and_compare(
     assert found.natural_accuracy is not None
     assert found.natural_accuracy.value >= 0
     assert Results.read(Path(out) / "results.json").to_dict() == found.to_dict()
+    for result in found.results[1:]:
+        # The tail and trial answers cost more compute than they are charged in tokens.
+        assert result.flops_ratio.value > 0
+        assert "of compute" not in result.aes_label
+    full, budget, entropy = (found.results[k] for k in (0, 2, 3))
+    assert full.flops_ratio.value == 1
+    assert entropy.flops.value > 0 < budget.flops.value < full.flops.value
+    assert "FLOP" in text
+    run(*common, *rules, "--out", out, "--json", numbers, "--charge", "compute")
+    paid = Results.read(numbers).results
+    assert paid[3].aes.value < found.results[3].aes.value
+    assert paid[3].rewards[0][1].value < found.results[3].rewards[0][1].value
+    assert paid[3].tokens == found.results[3].tokens
+    twin = shutil.copytree(policy, tmp_path / "twin")
+    seeds = [*common, "--policies", str(twin), "--out", str(tmp_path / "seeds")]
+    run(*seeds, "--rules", "entropy:0.4", "--json", numbers)
+    pooled = Results.read(numbers).results
+    assert [r.method for r in pooled] == ["full trace", "OS-Pruner", "answer entropy"]
+    assert pooled[1].tokens == found.results[1].tokens  # the same policy twice
+    stored = Evaluation.load(tmp_path / "seeds")
+    assert [len(rule.seeds) for rule in stored.rules] == [0, 2, 0]
+    assert stored.results()[0][1].aes == pooled[1].aes
+    with pytest.raises(ValueError, match="charge is 'money'"):
+        run(*common, "--out", out, "--charge", "money")
+    run(*common, *rules, "--out", out)
     asked = run(*common, *rules, "--out", out, "--differences")
     assert f"{found.differences[0].rule} less each other" in asked
     assert "report.html" in run("report", str(tmp_path / "out"))

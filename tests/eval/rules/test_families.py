@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from modeling_ospruner.doctor.arithmetic import LayerWork, ModelWork
 from modeling_ospruner.rules_ospruner import (
     Agreement,
     AnswerEntropy,
@@ -13,8 +14,10 @@ from modeling_ospruner.rules_ospruner import (
     StopRule,
     TrialConfidence,
 )
+from ospruner.eval.compute import Compute
 from ospruner.eval.replay import replay_budget, replay_step
-from ospruner.eval.rules import AtStep, parse_rule, replay_rule
+from ospruner.eval.rules.families import AtStep, parse_rule
+from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.table import TraceTable
 
 ROWS = {
@@ -100,6 +103,34 @@ def test_trial_answers_decide_and_are_charged(
     outcome = replay_rule(dataset, table, parse_rule(rule).rule, SUFFIX)
     assert outcome.tokens.tolist() == tokens
     assert outcome.probe_tokens.tolist() == probes
+
+
+def test_the_compute_of_trial_answers_by_hand() -> None:
+    """One layer: 100 operations a token and 10 for each token attended to, 1,000 for logits."""
+    dataset, table = labelled()
+    work = ModelWork((LayerWork(100, 10),), logits=1000)
+    compute = Compute(work, np.array([5, 0]), SUFFIX)
+    charged = compute.charge(table)
+
+    def read(start: int, end: int) -> int:
+        return sum(100 + 10 * (position + 1) for position in range(start, end))
+
+    # Stopped after 20 tokens of thinking, and an answer of 2 of which the last is not read again.
+    stopped = read(0, 5 + 20 + SUFFIX + 1) + 1000 * (20 + 2)
+    assert charged.flops is not None
+    assert charged.flops[0, 1] == stopped
+    rule = parse_rule("entropy:0.4").rule
+    outcome = replay_rule(dataset, charged, rule, SUFFIX, compute=compute)
+    # Tried after 10 and 20 tokens, one token each: the closing is read, the logits are taken.
+    trials = read(15, 15 + SUFFIX) + read(25, 25 + SUFFIX) + 2 * 1000
+    assert outcome.flops[0] == stopped + trials
+    np.testing.assert_array_equal(outcome.tokens, replay_rule(dataset, table, rule, SUFFIX).tokens)
+    tail = compute.charge_tail(charged, 1)
+    assert tail.flops is not None
+    assert tail.flops[0, 1] - stopped == read(0, 25)
+    assert compute.charge_tail(table, 1) is table
+    with pytest.raises(ValueError, match="trial answers have no price: give replay_rule the Comp"):
+        replay_rule(dataset, charged, rule, SUFFIX)
 
 
 def test_deer_tries_answers_only_before_transition_words() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from datasets import Dataset
 
-from ospruner.eval.frontier import Family, area_differences, areas, frontier_of, gap_closed
+from ospruner.eval.frontier.areas import (
+    Family,
+    area_differences,
+    areas,
+    best_rule,
+    frontier_of,
+    gap_closed,
+)
 from ospruner.eval.limits import hindsight_oracle
 from ospruner.eval.replay import Outcome, replay_at, replay_full, replay_step
 from ospruner.eval.table import TraceTable
@@ -84,3 +92,68 @@ def test_gap_closed() -> None:
     fourth = gap_closed(Family("x", [at(4)], [at(4)]), TABLE, TABLE, penalty)
     assert fourth.value == pytest.approx(0.05 / 0.11)
     assert fourth.low <= fourth.value <= fourth.high
+
+
+def test_a_method_may_always_do_nothing() -> None:
+    """Rules that are worse than never stopping are not taken: no method is below 0 by its rules."""
+    penalty = 0.001
+    bad = replay_at(TABLE, np.ones(len(TABLE), dtype=int))  # at step 2: .6 - .02, never: 1 - .05
+    family = Family("bad", [bad], [bad])
+    assert best_rule(family, TABLE, penalty) == 0
+    assert gap_closed(family, TABLE, TABLE, penalty).value == 0
+    # Where tokens are dear, stopping at once is the best: 0 - .1 against .6 - .2 - ... at 0.05.
+    assert best_rule(Family("x", [], []), TABLE, 0.05) == 1
+    once = gap_closed(Family("x", [], []), TABLE, TABLE, 0.05)
+    # R = -.5 at once, 1 - 2.5 in full; the oracle: at once for all, or step 2 where it is right
+    # (1 - 1 = 0 for 6 of 10, and -.5 for the others).
+    assert once.value == pytest.approx((-0.5 + 1.5) / (-0.2 + 1.5))
+    good = Family("good", [bad, at(4)], [bad, at(4)])
+    assert best_rule(good, TABLE, 0.005) == 2 + 1
+
+
+def test_shuffled_test_labels_change_no_choice() -> None:
+    rng = np.random.default_rng(0)
+    grades = rng.integers(0, 2, (40, 6)).astype(float).tolist()
+    validation, test = table_of(grades[:20]), table_of(grades[20:])
+    shuffled = replace(test, correct=rng.permutation(test.correct))
+    steps = range(1, 7)
+    on_validation = [replay_step(validation, k) for k in steps]
+    for penalty in (0.0, 0.001, 0.01):
+        chosen = []
+        for table in (test, shuffled):
+            family = Family("steps", on_validation, [replay_step(table, k) for k in steps])
+            chosen.append((best_rule(family, validation, penalty), frontier_of(on_validation)))
+        assert chosen[0] == chosen[1]
+
+
+def test_in_each_resample_the_choice_is_made_again() -> None:
+    """On validation two rules differ by one problem, on test by all: the interval holds both."""
+    table = table_of([[0.0, 1.0, 1.0, 1.0]] * 20)
+    first = replay_step(table, 2)
+    other = Outcome(**{**vars(first), "correct": first.correct.copy()})
+    first.correct[0], other.correct[1] = 0, 0  # each is wrong on one problem
+    other.correct[2] = 0  # and this one on one more
+    right, wrong = (Outcome(**{**vars(first), "correct": np.full(20, x)}) for x in (1.0, 0.0))
+    penalty = 0.02
+    family = Family("close", [first, other], [right, wrong])
+    assert best_rule(family, table, penalty) == 2
+    closed = gap_closed(family, table, table, penalty, replicates=400)
+    assert closed.value == pytest.approx(1)  # with the oracle, which stops there, too
+    assert closed.low < 0  # where the draw of validation problems prefers the other
+    found = areas([family], table, table, replicates=400)
+    assert found[1:].max() == pytest.approx(found[0, 0])
+    assert found[1:].min() < found[0, 0] - 0.1
+
+
+def test_training_seeds_are_resampled() -> None:
+    good = at(4)
+    bad = Outcome(**{**vars(good), "correct": np.zeros(len(TABLE))})
+    seeds = Family("seeds", [[good, good]], [[good, bad]])
+    mean = Family("mean", [good], [Outcome(*((good.columns() + bad.columns()) / 2).T)])
+    with_seeds, without = (
+        gap_closed(family, TABLE, TABLE, 0.005, replicates=400) for family in (seeds, mean)
+    )
+    assert with_seeds.value == pytest.approx(without.value)
+    # Both seeds are the good one in a quarter of the draws: as in `test_gap_closed`.
+    assert with_seeds.high >= 0.05 / 0.11
+    assert without.high < 0.05 / 0.11

@@ -1,4 +1,4 @@
-"""Rules by name, such as "budget:200", and the replay of any `StopRule` on labelled traces.
+"""Any `StopRule` on labelled traces: its stops, or what it measures.
 
 A rule that generate runs is replayed as it is: the labels say what its trial answers would have
 been, so that replay and generation cannot differ in what a rule means.
@@ -7,131 +7,25 @@ been, so that replay and generation cannot differ in what a rule means.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from modeling_ospruner.rules_ospruner import (
-    Agreement,
     AnswerEntropy,
-    Ask,
     Budget,
-    RowRule,
-    StepEnd,
     StopRule,
     TrialAnswer,
     TrialConfidence,
-    Verdict,
 )
 
-from .grading.boxed import equal
-from .replay import Outcome, replay_at, replay_budget, replay_step
-from .table import TraceTable
+from ..compute import Compute
+from ..replay import Outcome, replay_at, replay_budget, replay_step
+from ..table import FloatArray, TraceTable
+from .families import AtStep
 
-__all__ = ["FAMILIES", "AtStep", "NamedRule", "parse_rule", "replay_rule"]
-
-
-@dataclass(frozen=True)
-class AtStep:
-    """Stops at the end of a given step, whatever it says.
-
-    Attributes:
-        step: 1 is the first.
-    """
-
-    step: int
-    reason: ClassVar[Literal["budget"]] = "budget"
-
-    def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ValueError(f"step is {self.step}; the first step is 1")
-
-    @property
-    def asks(self) -> frozenset[Ask]:
-        """Nothing."""
-        return frozenset()
-
-    def for_row(self) -> RowRule:
-        """Itself: it remembers nothing."""
-        return self
-
-    def at_step_end(self, end: StepEnd) -> Verdict:
-        """Counts."""
-        return Verdict(end.step + 1 >= self.step, float(end.step + 1))
-
-
-@dataclass(frozen=True)
-class NamedRule:
-    """A rule, and what tables and pictures call it.
-
-    Attributes:
-        method: the name of its family.
-        parameter: what picks it from the family.
-        parameter_name: what that is: "tokens", "step", "threshold", "answers".
-        rule: what generate is given.
-    """
-
-    method: str
-    parameter: float
-    parameter_name: str
-    rule: StopRule
-
-
-TRANSITION_WORDS = ("Wait", "Alternatively", "Hmm")
-"""Where DEER tries an answer: the thinking is about to go another way."""
-
-
-def _same_answer(one: str, other: str) -> bool:
-    return bool(equal(one, other))
-
-
-FAMILIES: dict[str, tuple[str, str, Callable[[float], StopRule], bool]] = {
-    "budget": ("fixed budget", "tokens", lambda x: Budget(int(x)), True),
-    "step": ("fixed step", "step", lambda x: AtStep(int(x)), True),
-    "entropy": ("answer entropy", "nats", lambda x: AnswerEntropy(x), False),
-    "confidence": ("trial confidence", "threshold", lambda x: TrialConfidence(x), False),
-    "deer": (
-        "DEER",
-        "threshold",
-        lambda x: TrialConfidence(x, transition_words=TRANSITION_WORDS),
-        False,
-    ),
-    "agreement": (
-        "answer agreement",
-        "answers",
-        lambda x: Agreement(int(x), equal=_same_answer),
-        True,
-    ),
-}
-
-
-def parse_rule(text: str) -> NamedRule:
-    """The rule that a user named.
-
-    Args:
-        text: "budget:200" (tokens), "step:5", "entropy:0.4" (nats; HALT-CoT), "confidence:0.95"
-            (at every step), "deer:0.95" (before transition words only) or "agreement:3" (trial
-            answers; Dynasor, ES-CoT).
-
-    Raises:
-        ValueError: another name, no number, or one out of range.
-    """
-    name, colon, number = text.partition(":")
-    examples = "budget:200, step:5, entropy:0.4, confidence:0.95, deer:0.95, agreement:3"
-    if name not in FAMILIES or not colon:
-        raise ValueError(f"rule {text!r} is not known; rules are written as {examples}")
-    method, parameter_name, make, whole = FAMILIES[name]
-    try:
-        value = float(number)
-    except ValueError:
-        raise ValueError(
-            f"rule {text!r}: {number!r} is no number; write it as {examples}"
-        ) from None
-    if whole and not value.is_integer():
-        raise ValueError(f"rule {text!r}: {name} takes a whole number, not {number}")
-    return NamedRule(method, value, parameter_name, make(value))
+__all__ = ["measured", "replay_rule"]
 
 
 class _LabelledEnd:
@@ -146,14 +40,17 @@ class _LabelledEnd:
         lengths: Sequence[int],
         suffix_tokens: int,
         next_texts: Sequence[str] | None,
+        compute: Compute | None,
     ) -> None:
         self.sample_index = row
         self.step = 0
         self.probe_tokens = 0
+        self.probe_flops = 0.0
         self._answers = answers
         self._lengths = lengths
         self._suffix_tokens = suffix_tokens
         self._next_texts = next_texts
+        self._compute = compute
 
     @property
     def thinking_tokens(self) -> int:
@@ -177,6 +74,8 @@ class _LabelledEnd:
         at = {name: values[self.sample_index][self.step] for name, values in self._answers.items()}
         tokens = min(at["forced_answer_tokens"], max_tokens)
         self.probe_tokens += self._suffix_tokens + tokens
+        if self._compute is not None:
+            self.probe_flops += self._compute.trial(self.sample_index, self.thinking_tokens, tokens)
         complete = bool(at["forced_answers"]) and tokens == at["forced_answer_tokens"]
         return TrialAnswer(
             ids=(0,) * tokens,  # no rule reads which tokens they are
@@ -199,14 +98,16 @@ def replay_rule(
     rule: StopRule,
     suffix_tokens: int,
     decode: Callable[[list[int]], str] | None = None,
+    compute: Compute | None = None,
 ) -> Outcome:
     """Replays any rule that decides by lengths, trial answers and transition words.
 
     A transition word is one that the trace itself went on with. Generate looks at the most likely
     next token instead, before it is sampled: under greedy decoding the two are the same.
 
-    Every trial answer is charged in full (`Outcome.probe_tokens`), the tokens forced before it
-    included, and also the one at which the rule stops: generate decodes the forced answer anew.
+    Every trial answer is counted in full (`probe_tokens` and `flops` of the outcome), the tokens
+    forced before it included, and also the one at which the rule stops: generate decodes the forced
+    answer anew.
 
     Args:
         dataset: the labelled traces.
@@ -214,6 +115,7 @@ def replay_rule(
         rule: what generate would be given.
         suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
         decode: text of token ids, for rules that watch for transition words.
+        compute: what trial answers cost, where the table is charged.
 
     Raises:
         ValueError: the rule asks for what labels do not tell.
@@ -222,6 +124,63 @@ def replay_rule(
         return replay_budget(table, rule.tokens)
     if isinstance(rule, AtStep):
         return replay_step(table, rule.step)
+    if table.flops is not None and compute is None and "trial_answer" in rule.asks:
+        raise ValueError(
+            "the table is charged for what it computes, and trial answers have no price: give "
+            "replay_rule the Compute that charged it"
+        )
+    stops, probes, flops = table.last.copy(), np.zeros(len(table)), np.zeros(len(table))
+    for row, end in enumerate(_labelled_ends(dataset, table, rule, suffix_tokens, decode, compute)):
+        judge = rule.for_row()
+        for step in range(int(table.last[row])):  # the natural end needs no decision
+            end.step = step
+            if judge.at_step_end(end).stop:
+                stops[row] = step
+                break
+        probes[row], flops[row] = end.probe_tokens, end.probe_flops
+    return replay_at(table, stops, probes, flops)
+
+
+def measured(
+    dataset: Any,
+    table: TraceTable,
+    rule: StopRule,
+    decode: Callable[[list[int]], str] | None = None,
+) -> FloatArray:
+    """(N, T) what a rule measures at each step, as if it never stopped; NaN where it does not.
+
+    Args:
+        dataset: the labelled traces.
+        table: the same as arrays.
+        rule: the rule; what it measures must not depend on its threshold.
+        decode: text of token ids, for rules that watch for transition words.
+
+    Raises:
+        ValueError: see `replay_rule`.
+    """
+    signals = np.full(table.mask.shape, np.nan)
+    for row, end in enumerate(_labelled_ends(dataset, table, rule, 0, decode, None)):
+        judge = rule.for_row()
+        for step in range(int(table.last[row])):
+            end.step = step
+            signal = judge.at_step_end(end).signal
+            signals[row, step] = math.nan if signal is None else signal
+    return signals
+
+
+def _labelled_ends(
+    dataset: Any,
+    table: TraceTable,
+    rule: StopRule,
+    suffix_tokens: int,
+    decode: Callable[[list[int]], str] | None,
+    compute: Compute | None,
+) -> Iterator[_LabelledEnd]:
+    """What each row of labels tells a rule.
+
+    Raises:
+        ValueError: the labels lack what the rule reads.
+    """
     columns = dataset.select_columns(list(_ANSWER_COLUMNS))[:]
     answers = {name: columns[name] for name in _ANSWER_COLUMNS}
     for kind, name in _READS.items():
@@ -231,18 +190,10 @@ def replay_rule(
                 f"to replay {kind.__name__}"
             )
     words = _next_texts(dataset, decode) if decode is not None and "text" in rule.asks else None
-    stops, probes = table.last.copy(), np.zeros(len(table))
     for row in range(len(table)):
         following = None if words is None else words[row]
-        end = _LabelledEnd(answers, row, table.lengths[row].tolist(), suffix_tokens, following)
-        judge = rule.for_row()
-        for step in range(int(table.last[row])):  # the natural end needs no decision
-            end.step = step
-            if judge.at_step_end(end).stop:
-                stops[row] = step
-                break
-        probes[row] = end.probe_tokens
-    return replay_at(table, stops, probes)
+        lengths = table.lengths[row].tolist()
+        yield _LabelledEnd(answers, row, lengths, suffix_tokens, following, compute)
 
 
 def _next_texts(dataset: Any, decode: Callable[[list[int]], str]) -> list[list[str]]:

@@ -1,0 +1,1 @@
+"""Rules by name, and what they do on labelled traces."""

@@ -1,0 +1,63 @@
+"""Operations by arithmetic against torch's own counter, and against sums by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GemmaConfig, MistralConfig, Qwen2ForCausalLM
+
+from modeling_ospruner.doctor.arithmetic import LayerWork, ModelWork
+
+
+def counted(base: Qwen2ForCausalLM, ids: torch.Tensor, **arguments: Any) -> tuple[int, Any]:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        output = base(ids, use_cache=True, logits_to_keep=1, **arguments)
+    return counter.get_total_flops(), output.past_key_values
+
+
+def test_a_decoded_token_costs_what_torch_counts(tiny_base: Qwen2ForCausalLM) -> None:
+    tiny_base.set_attn_implementation("eager")
+    work = ModelWork.of_config(tiny_base.config)
+    assert len(work.layers) == 4
+    _, cache = counted(tiny_base, torch.arange(10)[None])
+    flops, _ = counted(tiny_base, torch.tensor([[3]]), past_key_values=cache)
+    assert flops == float(work.read(10, 11)) + work.logits
+    assert float(work.read(10, 11, 2)) == pytest.approx(float(work.read(10, 11)) / 2)
+    assert float(work.read(0, 11, 0)) == 0
+    assert float(work.read(0, 11)) == pytest.approx(
+        sum(float(work.read(p, p + 1)) for p in range(11))
+    )
+
+
+def test_a_layer_by_hand() -> None:
+    layer = LayerWork(token=100, attended=10)
+    assert layer.of(0, 4) == 400 + 10 * (1 + 2 + 3 + 4)
+    assert layer.of(2, 4) == 200 + 10 * (3 + 4)
+    windowed = LayerWork(token=100, attended=10, window=3)
+    assert windowed.of(0, 6) == 600 + 10 * (1 + 2 + 3 + 3 + 3 + 3)
+    np.testing.assert_array_equal(windowed.of([0, 4], [6, 6]), [750, 260])
+
+
+def test_an_answer_by_hand() -> None:
+    """Two forced tokens are read; of three answer tokens the last is not passed again."""
+    work = ModelWork((LayerWork(100, 10), LayerWork(100, 0)), logits=1000)
+    assert work.answer(5, 2, 3) == 4 * 200 + 10 * (6 + 7 + 8 + 9) + 3 * 1000
+    assert work.answer(5, 2, 0) == 2 * 200 + 10 * (6 + 7)
+
+
+def test_windows_are_read_from_the_configuration() -> None:
+    small: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    windowed = ModelWork.of_config(MistralConfig(**small, sliding_window=8))
+    assert [layer.window for layer in windowed.layers] == [8, 8]
+    whole = ModelWork.of_config(MistralConfig(**small, sliding_window=None))
+    assert [layer.window for layer in whole.layers] == [None, None]
+    # A head's width of its own: 2 heads of 32 numbers on a width of 16.
+    wide = ModelWork.of_config(GemmaConfig(**small, head_dim=32))
+    assert wide.layers[0].attended == 4 * 2 * 32
