@@ -859,6 +859,24 @@ def eval_report(
         console.print(f"Wrote {path}", soft_wrap=True)
 
 
+@app.command(
+    "lm-eval",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def lm_eval_command(context: typer.Context) -> None:
+    """lm-evaluation-harness's own command line, with the model `ospruner` in it."""
+    from modeling_ospruner.common.optional import needed
+
+    needed("lm_eval", "`ospruner lm-eval`", "pip install 'ospruner[eval]'")
+    from ospruner.eval.harness.lm_harness import run
+
+    run(context.args)
+
+
 @eval_app.command("compare")
 def eval_compare(
     folder: Annotated[
@@ -910,6 +928,12 @@ def publish_policy(
     labels: Annotated[
         list[str] | None, typer.Option(help="Id of the labels on the Hub. Repeatable.")
     ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(
+            help="Data set whose leaderboard on the Hub shows the results: org/name[:task]."
+        ),
+    ] = None,
     private: Private = False,
     collection: Collection = None,
     dry_run: DryRun = False,
@@ -919,7 +943,7 @@ def publish_policy(
     from ospruner.hub_cards import commands
     from ospruner.hub_cards.policies import PolicyRelease
 
-    release = PolicyRelease(repo, base, base_revision, license, labels or ())
+    release = PolicyRelease(repo, base, base_revision, license, labels or (), benchmark)
     sending = commands.Sending(private, collection, dry_run, out)
     commands.publish_policy(folder, release, sending, console)
 

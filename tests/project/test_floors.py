@@ -28,6 +28,7 @@ FLOORS = {
     "ospruner.eval.grading": 3,
     "ospruner.eval.problems": 4,
     "ospruner.eval": 4,
+    "ospruner.eval.harness": 5,
     "ospruner.eval.online": 5,
     "ospruner.eval.report": 6,
     "ospruner.train.labels": 7,
