@@ -1,7 +1,7 @@
-"""What a policy replies to a conversation, apart from its thinking: local, or behind a server.
+r"""What a policy replies to a conversation, apart from its thinking: local, or behind a server.
 
 Stop strings of a harness are looked for in the answer alone. A harness sends them with each
-request, and many of them ("\\n\\n", "Question:") stand in any thinking.
+request, and many of them ("\n\n", "Question:") stand in any thinking.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def open_policy(
         raise ValueError(f"stop_policy is False, so that {sorted(settings)} would do nothing")
     if not isinstance(policy, str) or not policy:
         raise ValueError(
-            f"policy is {policy!r}; name its folder or Hub id (with a url: what the server calls it)"
+            f"policy is {policy!r}; name its folder or Hub id, or what the server at url calls it"
         )
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")

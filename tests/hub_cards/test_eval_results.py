@@ -43,7 +43,9 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     rules = [make_result("Full", 0.7, 200), make_result("OS-Pruner", 0.6543217, 100, 5e-4, "λ")]
-    Results("Sums", "toy, replay", rules, chosen=1).save(folder / RESULTS_FILE)
+    Results(dataset="Sums", setting="toy, replay", results=rules, chosen=1).save(
+        folder / RESULTS_FILE
+    )
     return folder
 
 
@@ -86,9 +88,7 @@ def test_published_policy_carries_its_result(
     assert message["content"].startswith("What is 17 * 23?\n\nPlease reason step by step")
 
 
-def test_only_task_needs_no_name(
-    run_dir: Path, hub: LocalHub, api: HfApi, tmp_path: Path
-) -> None:
+def test_only_task_needs_no_name(run_dir: Path, hub: LocalHub, api: HfApi, tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "eval.yaml").write_text(EVAL_YAML + "  - id: default\n", "utf-8")

@@ -109,7 +109,7 @@ def test_sdist_holds_every_file_of_the_packages(sdist: Path, repo_dir: Path) -> 
 def test_package_does_the_whole_job_in_an_empty_environment(
     kind: str, repo_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Installs everything that it depends on, through pip as it is configured, and runs the demo."""
+    """Installs all that it depends on, by pip as it is configured, and runs the demo."""
     package: Path = request.getfixturevalue(kind)
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = tmp_path / "venv" / "bin"

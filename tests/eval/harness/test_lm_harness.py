@@ -55,7 +55,12 @@ def test_task_is_graded_on_the_answers(
     policy: Policy, tasks: Path, rows: list[dict[str, str]]
 ) -> None:
     model, folder = policy
-    done = evaluate(tasks, {"policy": str(folder), "dtype": "float32", "threshold": 0.1}, batch_size=1, device="cpu")
+    done = evaluate(
+        tasks,
+        {"policy": str(folder), "dtype": "float32", "threshold": 0.1},
+        batch_size=1,
+        device="cpu",
+    )
     samples = done["samples"]["ospruner_sums"]
     assert [sample["target"] for sample in samples] == [row["answer"] for row in rows]
     right = 0
@@ -83,10 +88,16 @@ def test_task_is_graded_on_the_answers(
 def test_served_policy_gets_the_same_grades(
     policy: Policy, tasks: Path, chat_server: ChatServer
 ) -> None:
-    here = {"policy": str(policy[1]), "dtype": "float32", "threshold": 0.9, "max_thinking_tokens": 60}
+    here = {
+        "policy": str(policy[1]),
+        "dtype": "float32",
+        "threshold": 0.9,
+        "max_thinking_tokens": 60,
+    }
     local = evaluate(tasks, here, device="cpu")
     served = evaluate(
-        tasks, {"policy": "toy", "url": chat_server.url, "threshold": 0.9, "max_thinking_tokens": 60}
+        tasks,
+        {"policy": "toy", "url": chat_server.url, "threshold": 0.9, "max_thinking_tokens": 60},
     )
     assert local["results"] == served["results"]
     assert [log[0]["thinking_tokens"] for log in logged(local)] == [
@@ -101,7 +112,9 @@ def test_cache_knows_the_request_again(policy: Policy, tasks: Path, tmp_path: Pa
     first = evaluate(tasks, arguments, **cache)
     again = evaluate(tasks, arguments, **cache)
     assert first["results"] == again["results"]
-    assert "ospruner" not in again["samples"]["ospruner_sums"][0]["arguments"][0][1], "from the cache"
+    assert "ospruner" not in again["samples"]["ospruner_sums"][0]["arguments"][0][1], (
+        "from the cache"
+    )
 
 
 def test_log_likelihoods_are_refused(policy: Policy, tasks: Path, tmp_path: Path) -> None:

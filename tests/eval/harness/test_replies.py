@@ -25,7 +25,9 @@ def conversations(rows: Rows) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": row["problem"]}] for row in rows]
 
 
-@pytest.mark.parametrize("settings", [{"threshold": 0.1}, {"threshold": 0.9, "max_thinking_tokens": 40}, None])
+@pytest.mark.parametrize(
+    "settings", [{"threshold": 0.1}, {"threshold": 0.9, "max_thinking_tokens": 40}, None]
+)
 def test_replies_are_those_of_generate(
     policy: Policy, rows: Rows, settings: dict[str, Any] | None
 ) -> None:
@@ -65,26 +67,34 @@ def test_batches_reply_as_one_by_one(policy: Policy, rows: Rows) -> None:
 
 
 def test_stop_strings_end_the_answer_and_not_the_thinking(policy: Policy, rows: Rows) -> None:
-    opened = open_policy(str(policy[1]), **HERE, threshold=0.9, max_thinking_tokens=40, answer="free")
+    opened = open_policy(
+        str(policy[1]), **HERE, threshold=0.9, max_thinking_tokens=40, answer="free"
+    )
     whole = opened.ask(conversations(rows), Asked(120))
     stopped = opened.ask(conversations(rows), Asked(120, ("\\boxed{", "\n\n")))
     assert any("\\boxed{" in reply.answer for reply in whole)
     for a, b in zip(whole, stopped, strict=True):
-        assert (b.thinking, b.thinking_tokens, b.reason) == (a.thinking, a.thinking_tokens, a.reason)
+        assert (b.thinking, b.thinking_tokens, b.reason) == (
+            a.thinking,
+            a.thinking_tokens,
+            a.reason,
+        )
         assert b.answer == cut(a.answer, ("\\boxed{", "\n\n"))
         if "\\boxed{" in a.answer:
             assert b.tokens < a.tokens, "the row ends with the stop string"
     assert any("\n\n" in reply.thinking for reply in stopped)
 
 
-def test_harmony_header_is_no_answer(real_harmony: tuple[PreTrainedTokenizerBase, TokenFormat]) -> None:
+def test_harmony_header_is_no_answer(
+    real_harmony: tuple[PreTrainedTokenizerBase, TokenFormat],
+) -> None:
     tokenizer, fmt = real_harmony
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, return_dict=False
     )
     texts = {
-        "marker": "<|channel|>analysis<|message|>One.\n\nTwo.<|end|><|start|>assistant<|channel|>final"
-        "<|message|>It is 2.\n\nSo.<|return|>",
+        "marker": "<|channel|>analysis<|message|>One.\n\nTwo.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>It is 2.\n\nSo.<|return|>",
         "header": "<|channel|>final<|message|>It is 2.\n\nSo.<|return|>",
     }
     ends = frozenset(fmt.eos_ids) - {fmt.think_end_id}
