@@ -859,22 +859,17 @@ def eval_report(
         console.print(f"Wrote {path}", soft_wrap=True)
 
 
-@app.command(
-    "lm-eval",
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    },
-)
-def lm_eval_command(context: typer.Context) -> None:
+@app.command("lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def lm_eval_command(
+    arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own.")] = None,
+) -> None:
     """lm-evaluation-harness's own command line, with the model `ospruner` in it."""
     from modeling_ospruner.common.optional import needed
 
     needed("lm_eval", "`ospruner lm-eval`", "pip install 'ospruner[eval]'")
     from ospruner.eval.harness.lm_harness import run
 
-    run(context.args)
+    run(arguments or [])
 
 
 @eval_app.command("compare")

@@ -117,11 +117,12 @@ def test_package_does_the_whole_job_in_an_empty_environment(
     cwd.mkdir()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     pins = repo_dir / "constraints.txt"
-    for command in (
+    commands: tuple[list[str | Path], ...] = (
         [binaries / "pip", "install", "--quiet", "-c", pins, package],
         [binaries / "ospruner", "demo", "--quick", "--out", cwd / "run"],
         [binaries / "ospruner", "doctor"],
-    ):
+    )
+    for command in commands:
         done = subprocess.run(
             command, cwd=cwd, env=env, capture_output=True, text=True, check=False
         )
