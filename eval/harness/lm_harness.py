@@ -15,6 +15,7 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .replies import Asked, open_policy
 
@@ -106,8 +107,6 @@ class OSPrunerLM(LM):
         Raises:
             ValueError: a context is no conversation, or a task asks for what is not known.
         """
-        from tqdm import tqdm
-
         answers: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
@@ -175,7 +174,7 @@ def _messages(context: str) -> list[dict[str, str]]:
         ValueError: it is something else.
     """
     try:
-        messages = json.loads(context)
+        messages: list[dict[str, str]] = json.loads(context)
         roles = [message["role"] for message in messages]
     except (ValueError, TypeError, KeyError):
         roles = []
@@ -184,7 +183,7 @@ def _messages(context: str) -> list[dict[str, str]]:
             f"the context {context[:60]!r} is no conversation: say --apply_chat_template (in "
             "Python: apply_chat_template=True); a policy knows chats alone"
         )
-    return messages  # type: ignore[no-any-return]  # JSON
+    return messages
 
 
 def _chunks(places: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -154,7 +154,7 @@ class LocalPolicy:
         device: str | None,
         batch_size: int,
     ) -> None:
-        hub = {} if revision is None else {"revision": revision}
+        hub: dict[str, Any] = {} if revision is None else {"revision": revision}
         self.name = policy
         self.settings = settings
         self.batch_size = batch_size
@@ -166,7 +166,8 @@ class LocalPolicy:
             )
         found = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(found)  # type: ignore[arg-type]
-        self._ends = end_ids(self.model.base.generation_config, self.model.tokenizer)
+        tokenizer: Any = self.model.tokenizer
+        self._ends = end_ids(self.model.base.generation_config, tokenizer)
         self._asked = 0
         self._lock = Lock()
 

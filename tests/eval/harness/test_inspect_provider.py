@@ -51,7 +51,7 @@ def evaluate(
 def test_samples_hold_answer_thinking_and_reason(
     policy: Policy, data_file: Path, tmp_path: Path, chat_server: ChatServer
 ) -> None:
-    settings = {"threshold": 0.9, "max_thinking_tokens": 60}
+    settings: dict[str, Any] = {"threshold": 0.9, "max_thinking_tokens": 60}
     local = evaluate(data_file, tmp_path, str(policy[1]), device="cpu", dtype="float32", **settings)
     served = evaluate(data_file, tmp_path, "toy", url=chat_server.url, **settings)
     thoughts: list[str] = []

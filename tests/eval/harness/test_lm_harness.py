@@ -29,7 +29,7 @@ def tasks(data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(folder: Path, model_args: dict[str, Any], **more: Any) -> dict[str, Any]:
+def evaluate(folder: Path, model_args: dict[str, Any], **more: Any) -> Any:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -47,7 +47,7 @@ def evaluate(folder: Path, model_args: dict[str, Any], **more: Any) -> dict[str,
     return done
 
 
-def logged(done: dict[str, Any]) -> list[dict[str, Any]]:
+def logged(done: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [sample["arguments"][0][1]["ospruner"] for sample in done["samples"]["ospruner_sums"]]
 
 
@@ -55,6 +55,7 @@ def test_task_is_graded_on_the_answers(
     policy: Policy, tasks: Path, rows: list[dict[str, str]]
 ) -> None:
     model, folder = policy
+    tokenizer: Any = model.tokenizer
     done = evaluate(
         tasks,
         {"policy": str(folder), "dtype": "float32", "threshold": 0.1},
@@ -65,7 +66,7 @@ def test_task_is_graded_on_the_answers(
     assert [sample["target"] for sample in samples] == [row["answer"] for row in rows]
     right = 0
     for sample, row in zip(samples, rows, strict=True):
-        inputs = model.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+        inputs = tokenizer.apply_chat_template(
             [{"role": "user", "content": row["problem"]}],
             add_generation_prompt=True,
             return_dict=True,

@@ -88,7 +88,8 @@ def test_stop_strings_end_the_answer_and_not_the_thinking(policy: Policy, rows: 
 def test_harmony_header_is_no_answer(
     real_harmony: tuple[PreTrainedTokenizerBase, TokenFormat],
 ) -> None:
-    tokenizer, fmt = real_harmony
+    tokenizer: Any = real_harmony[0]
+    fmt = real_harmony[1]
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, return_dict=False
     )
