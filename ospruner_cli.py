@@ -897,6 +897,19 @@ def eval_report(
         console.print(f"Wrote {path}", soft_wrap=True)
 
 
+@app.command("lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def lm_eval_command(
+    arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own.")] = None,
+) -> None:
+    """lm-evaluation-harness's own command line, with the model `ospruner` in it."""
+    from modeling_ospruner.common.optional import needed
+
+    needed("lm_eval", "`ospruner lm-eval`", "pip install 'ospruner[eval]'")
+    from ospruner.eval.harness.lm_harness import run
+
+    run(arguments or [])
+
+
 @eval_app.command("compare")
 def eval_compare(
     folder: Annotated[
@@ -952,6 +965,12 @@ def publish_policy(
     labels: Annotated[
         list[str] | None, typer.Option(help="Id of the labels on the Hub. Repeatable.")
     ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(
+            help="Data set whose leaderboard on the Hub shows the results: org/name[:task]."
+        ),
+    ] = None,
     private: Private = False,
     collection: Collection = None,
     dry_run: DryRun = False,
@@ -961,7 +980,7 @@ def publish_policy(
     from ospruner.hub_cards import commands
     from ospruner.hub_cards.policies import PolicyRelease
 
-    release = PolicyRelease(repo, base, base_revision, license, labels or ())
+    release = PolicyRelease(repo, base, base_revision, license, labels or (), benchmark)
     sending = commands.Sending(private, collection, dry_run, out)
     commands.publish_policy(folder, release, sending, console)
 

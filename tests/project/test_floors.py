@@ -30,6 +30,7 @@ FLOORS = {
     "ospruner.eval": 4,
     "ospruner.eval.rules": 5,
     "ospruner.eval.frontier": 6,
+    "ospruner.eval.harness": 6,
     "ospruner.eval.online": 6,
     "ospruner.eval.report": 7,
     "ospruner.train.labels": 8,
