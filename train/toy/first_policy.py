@@ -1,0 +1,68 @@
+"""A policy of the embedded reasoner in about a minute, for `ospruner app` without an argument."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.common.durable import replace_file
+from modeling_ospruner.common.progress import PhaseBars
+
+from ..loop import train
+from ..settings import TrainSettings
+from ..tail import no_denormals
+from ..trunk import LabelledTraces
+from .problems import Split
+from .shipped import Reasoner, draw_split
+
+FOLDER = Path("runs/app")
+LENGTH_PENALTY = 1e-3
+TRACES: dict[Split, int] = {"train": 256, "validation": 64}
+
+
+@no_denormals()
+def first_policy(
+    out_dir: Path, console: Console, traces: dict[Split, int] | None = None, seed: int = 0
+) -> tuple[Path, str]:
+    """Labels traces and trains a policy, unless the folder holds one already.
+
+    Args:
+        out_dir: Where labels and policy are kept; a stopped run continues.
+        console: Where to say what is done.
+        traces: How many of each split; None for `TRACES`.
+        seed: Of problems, sampling and training.
+
+    Returns:
+        The policy's folder, and what the base is called.
+    """
+    policy, finished = out_dir / "policy", out_dir / "finished"
+    if finished.is_file():
+        console.print(f"The embedded reasoner with the policy in {policy}.")
+        return policy, "the embedded reasoner"
+    counts = TRACES if traces is None else traces
+    console.print(
+        f"First start: a policy for the embedded reasoner is trained on {counts['train']} "
+        f"traces; that takes about a minute, and is kept in {out_dir}."
+    )
+    reasoner = Reasoner()
+    labelled = {}
+    for split, count in counts.items():
+        with PhaseBars(console, split) as bars:
+            rows = reasoner.label(
+                draw_split(split, count, seed), out_dir / "labels" / split, seed, bars
+            )
+        labelled[split] = LabelledTraces.from_dataset(rows)
+    settings = TrainSettings(
+        length_penalties=(LENGTH_PENALTY,), epochs_per_stage=8, batch_size=32, learning_rate=5e-4,
+        head_learning_rate=3e-3, final_learning_rate_share=0.1, seed=seed,
+    )  # fmt: skip
+    with PhaseBars(console, "train") as bars:
+        stages = train(
+            reasoner.model, reasoner.tokenizer, labelled["train"], labelled["validation"],
+            settings, reasoner.label_settings(seed), out_dir / "stages", progress=bars,
+        )  # fmt: skip
+    OSPrunerForCausalLM.from_base(reasoner.model, stages[-1].path).save_pretrained(policy)
+    replace_file(finished, b"")
+    return policy, "the embedded reasoner"
