@@ -79,6 +79,10 @@ ForceBase = Annotated[
     typer.Option(metavar="REASON", help="Take another base than the labels'; kept in the record."),
 ]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
+WindDown = Annotated[
+    str | None,
+    typer.Option(help="A sentence forced before the closing: 'I have what I need, so:'."),
+]
 EngineArgs = Annotated[
     list[str] | None,
     typer.Option(
@@ -326,6 +330,7 @@ def label_command(
     ] = None,
     step_stride: StepStride = 1,
     reasoning_format: Format = None,
+    wind_down: WindDown = None,
     revision: Revision = None,
     batch_size: EngineBatch = None,
     dtype: Dtype = "auto",
@@ -382,6 +387,7 @@ def label_command(
             settings,
             out,
             format_name=reasoning_format,
+            wind_down=wind_down,
             chunk_traces=chunk,
             ray=ray,
             retry_failed=retry_failed,
@@ -564,7 +570,8 @@ def serve(
     max_loss: Annotated[
         float | None, typer.Option(help="What `ospruner calibrate` promised, such as 0.02.")
     ] = None,
-    answer: Annotated[str | None, typer.Option(help="forced or free.")] = None,
+    answer: Annotated[str | None, typer.Option(help="forced, free, or tools.")] = None,
+    wind_down: WindDown = None,
     min_thinking_tokens: Annotated[
         int | None, typer.Option(help="No stop before so many tokens.")
     ] = None,
@@ -589,6 +596,7 @@ def serve(
         "stop_threshold": threshold,
         "stop_max_loss": max_loss,
         "stop_answer": answer,
+        "stop_wind_down": wind_down,
         "min_thinking_tokens": min_thinking_tokens,
         "max_thinking_tokens": max_thinking_tokens,
         "stop_control": control,
@@ -774,6 +782,7 @@ def eval_online(
         int | None, typer.Option(help="Cap on an answer's tokens.")
     ] = None,
     answer: Annotated[str, typer.Option(help="forced, or free (its ablation).")] = "forced",
+    wind_down: WindDown = None,
     batch_problems: Annotated[int, typer.Option(help="Problems in one batch of generate.")] = 1,
     prompt: Annotated[str, typer.Option(help="default, concise or chain-of-draft.")] = "default",
     task: Annotated[Path | None, typer.Option(help="A .py file with another domain.")] = None,
@@ -806,7 +815,7 @@ def eval_online(
             "urls": tuple(url or ()), "device": device, "dtype": dtype,
             "arguments": parse_engine_args(engine_arg or ()),
         },
-        task=task, prompt=prompt, model=model,
+        task=task, prompt=prompt, wind_down=wind_down, model=model,
         benchmark=name, files=files or (), limit=limit, settings=settings,
     )  # fmt: skip
     lambdas = parse_lambdas(penalties)

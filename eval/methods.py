@@ -167,7 +167,10 @@ def refuse_other_base(
     reasoning_format: Mapping[str, Any],
     step_stride: int,
 ) -> None:
-    """Raises ValueError where a policy was made for another base, way of thinking, or stride."""
+    """Raises ValueError where a policy was made for another base, way of thinking, or stride.
+
+    How answers are forced (`wind_down`) is no part of what a policy reads.
+    """
     config = use.config
     theirs = (_place(config.base_model_name_or_path), config.base_revision)
     if theirs != (_place(base), revision):
@@ -180,7 +183,7 @@ def refuse_other_base(
     if different := sorted(
         name
         for name in {*literals, *reasoning_format}
-        if literals.get(name) != reasoning_format.get(name)
+        if literals.get(name) != reasoning_format.get(name) and name != "wind_down"
     ):
         name = different[0]
         raise ValueError(

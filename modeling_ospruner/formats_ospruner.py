@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -79,18 +80,21 @@ class BoundaryState:
     "\n", with visible text since the last boundary (its own text up to the break included). The
     state starts where the thinking starts; added tokens such as `<think>` are no visible text.
 
-    The thinking ends with the end marker. With channels, the end marker of a thinking message
-    does it, or the header of the answer; other messages (a commentary, a call of a tool) have no
-    steps and end nothing, and headers are no visible text. Text under no header is thinking.
+    The thinking ends with the end marker, or where a call of a tool opens. With channels, the end
+    marker of a thinking message does it, or the header of the answer; other messages (a commentary,
+    a call) have no steps and end nothing, and headers are no visible text. Text under no header is
+    thinking.
 
     Attributes:
         kinds: one byte a token id, the bits of `kind_of`.
         end_id: the end marker; None to look for steps alone.
         channels: None where all that comes before the end marker is thinking.
+        call_ids: ids that open a call of a tool.
         ended: whether the thinking has ended; from there on nothing is a boundary.
         closing_written: how many ids of the closing stand there once the thinking has ended: 1
             after the end marker, all of them after the header of the answer.
-        thinking_tokens: the tokens taken before the end marker, or before that header.
+        calls: whether it has ended with the opening of a call.
+        thinking_tokens: the tokens taken before what ended it.
     """
 
     __slots__ = (
@@ -100,6 +104,8 @@ class BoundaryState:
         "_inside",
         "_role_tokens",
         "_visible",
+        "call_ids",
+        "calls",
         "channels",
         "closing_written",
         "end_id",
@@ -109,11 +115,17 @@ class BoundaryState:
     )
 
     def __init__(
-        self, kinds: bytes, end_id: int | None = None, channels: Channels | None = None
+        self,
+        kinds: bytes,
+        end_id: int | None = None,
+        channels: Channels | None = None,
+        call_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.kinds = kinds
         self.end_id = end_id
         self.channels = channels
+        self.call_ids = call_ids
+        self.calls = False
         self.ended = False
         self.closing_written = 0
         self.thinking_tokens = 0
@@ -131,8 +143,9 @@ class BoundaryState:
         self.thinking_tokens += 1
         if self.channels is not None and not self._in_thinking_message(token_id, self.channels):
             return False
-        if token_id == self.end_id:
-            self._end(1, 1)
+        if token_id == self.end_id or token_id in self.call_ids:
+            self.calls = token_id != self.end_id
+            self._end(1 - self.calls, 1)
             return False
         kind = self.kinds[token_id] if token_id < len(self.kinds) else 0
         broken = bool(kind & BREAK) or bool(kind & NEWLINE and self._after_newline)
@@ -391,6 +404,10 @@ def _rfind(ids: Sequence[int], wanted: Sequence[int], floor: int) -> int | None:
 
 
 AnswerMode = Literal["forced", "free"]
+_SOFT = "wind_down"
+
+# What opens calls of tools in a thinking that has not ended: Qwen3, DeepSeek.
+_CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")
 
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -407,6 +424,8 @@ class ReasoningFormat:
         box_prefix: put before a forced answer. It opens one brace, which the answer closes.
         think_start: what opens the thinking, written by the prompt or by the model; empty where
             nothing does. An answer must not write it again.
+        wind_down: a sentence put before the closing where the model did not end its thinking
+            itself, such as "I have what I need, so:"; empty for none.
     """
 
     name: str
@@ -415,6 +434,7 @@ class ReasoningFormat:
     closing: str
     box_prefix: str
     think_start: str = ""
+    wind_down: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -431,7 +451,7 @@ class ReasoningFormat:
 
     def to_dict(self) -> dict[str, str]:
         """The literals by field name, as stored in configurations and manifests."""
-        return dataclasses.asdict(self)
+        return {k: v for k, v in dataclasses.asdict(self).items() if v or k != _SOFT}
 
     @classmethod
     def from_dict(cls, literals: Mapping[str, Any]) -> ReasoningFormat:
@@ -442,7 +462,7 @@ class ReasoningFormat:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(literals) - set(names))
-        missing = [name for name in names if name not in literals and name != "think_start"]
+        missing = [n for n in names if n not in literals and n not in ("think_start", _SOFT)]
         if unknown or missing:
             raise ValueError(
                 f"reasoning_format has the fields {names}; unknown: {unknown or 'none'}, "
@@ -530,6 +550,8 @@ class TokenFormat:
         kinds: one byte a token id: the bits that `BoundaryState` reads.
         brace_texts: the texts of the tokens that contain a brace or a backslash.
         think_start_ids: what opens the thinking.
+        wind_down_ids: put before the closing.
+        call_ids: ids that open a call of a tool, which ends a thinking that has no end marker.
         turn: how the chat template opens the model's turn; None where that is not known.
     """
 
@@ -542,6 +564,8 @@ class TokenFormat:
     kinds: bytes = dataclasses.field(repr=False)
     brace_texts: Mapping[int, str] = dataclasses.field(repr=False)
     think_start_ids: tuple[int, ...] = ()
+    wind_down_ids: tuple[int, ...] = ()
+    call_ids: frozenset[int] = frozenset()
     turn: ModelTurn | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
@@ -551,7 +575,8 @@ class TokenFormat:
         """Compiles a format for a tokenizer.
 
         Raises:
-            ValueError: the end marker is not one token of the tokenizer.
+            ValueError: the end marker is not one token of the tokenizer, or `wind_down` holds a
+                marker.
         """
         end_ids = tokenizer.encode(reasoning_format.think_end, add_special_tokens=False)
         if len(end_ids) != 1 or end_ids[0] == tokenizer.unk_token_id:
@@ -583,7 +608,9 @@ class TokenFormat:
             think_start_ids=tuple(
                 tokenizer.encode(reasoning_format.think_start, add_special_tokens=False)
             ),
+            call_ids=frozenset(i for i in added if texts[i] in _CALL_OPENINGS),
         )
+        compiled = compiled.winding_down(reasoning_format.wind_down, tokenizer)
         channels = compiled.channels
         turn = model_turn(
             tokenizer,
@@ -594,12 +621,27 @@ class TokenFormat:
         )
         return dataclasses.replace(compiled, turn=turn)
 
+    def winding_down(self, sentence: str, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
+        """This format with a sentence before the closing; "" for none.
+
+        Raises:
+            ValueError: the sentence holds a marker or a special token.
+        """
+        ids = tuple(tokenizer.encode(sentence, add_special_tokens=False))
+        if markers := sorted(self.added_ids.intersection(ids)):
+            raise ValueError(
+                f"wind_down is {sentence!r}, with the markers {tokenizer.decode(markers)!r}: it "
+                "stands in the thinking, whose end marker follows it; write plain text"
+            )
+        changed = dataclasses.replace(self.format, wind_down=sentence)
+        return dataclasses.replace(self, format=changed, wind_down_ids=ids)
+
     @property
     def think_end_ids(self) -> tuple[int, ...]:
         """The end marker's ids: one."""
         return (self.think_end_id,)
 
-    @property
+    @cached_property
     def channels(self) -> Channels | None:
         """The headers of thinking and answer, where a turn has several messages; else None.
 
@@ -612,7 +654,7 @@ class TokenFormat:
         at = closing.index(start[0])
         return Channels(thinking=start, answer=closing[at:], role_tokens=at - 1)
 
-    @property
+    @cached_property
     def reentry_ids(self) -> tuple[int, ...]:
         """Ids that would open the thinking again in an answer, in ascending order.
 
@@ -638,7 +680,7 @@ class TokenFormat:
 
     def boundary_state(self, taken: Iterable[int] = ()) -> BoundaryState:
         """A state at the start of a thinking part, or after its tokens `taken`."""
-        state = BoundaryState(self.kinds, self.think_end_id, self.channels)
+        state = BoundaryState(self.kinds, self.think_end_id, self.channels, self.call_ids)
         for token_id in taken:
             state.push(token_id)
         return state
@@ -667,7 +709,7 @@ class TokenFormat:
         return ends
 
     def forced_suffix(self, answer: AnswerMode = "forced", closing_written: int = 0) -> list[int]:
-        """The ids forced after a stop: the closing, and for a forced answer the box prefix.
+        """The ids forced after a stop: sentence, closing, and for a forced answer the box prefix.
 
         Args:
             answer: the answer mode.
@@ -677,7 +719,8 @@ class TokenFormat:
         if answer not in ("forced", "free"):
             raise ValueError(f"answer is {answer!r}; it must be 'forced' or 'free'")
         prefix = self.box_prefix_ids if answer == "forced" else ()
-        return [*self.closing_ids[closing_written:], *prefix]
+        sentence = () if closing_written else self.wind_down_ids
+        return [*sentence, *self.closing_ids[closing_written:], *prefix]
 
     def thinking_span(self, ids: Sequence[int], start: int | None = None) -> ThinkingSpan:
         """Where the thinking of the model's last turn lies in a prompt; see `ThinkingSpan`.

@@ -460,7 +460,7 @@ class StopHook(LogitsProcessor):
         ]
         if closing:
             scores = scores.clone()  # the caller may keep the model's own
-            shape_scores(scores, closing, self.plan.token_format.reentry_ids)
+            shape_scores(scores, closing)
         return scores
 
     def _start(self, input_ids: torch.Tensor) -> None:
@@ -637,6 +637,10 @@ def generate_pruned(
     eos = config.eos_token_id
     eos_ids = frozenset([eos] if isinstance(eos, int) else torch.as_tensor(eos).tolist())
     refuse_closing(token_format, eos_ids)
+    if settings.wind_down is not None:
+        if tokenizer is None:
+            raise ValueError("wind_down needs the base's tokenizer: pass tokenizer=")
+        token_format = token_format.winding_down(settings.wind_down, tokenizer)
     rule = settings.chosen_rule(1 if policy is None else policy.step_stride)
     _refuse_asks(rule, policy, tokenizer)
     if "stop_probability" in rule.asks:

@@ -18,10 +18,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from .configuration_ospruner import MODES, check_choice, check_flag, check_integer, check_number
-from .formats_ospruner import AnswerMode, BoxState, TokenFormat
+from .formats_ospruner import BoxState, TokenFormat
 from .rules_ospruner import Budget, LearnedPolicy, StopRule, TrialAnswer
 
 _OWNER = "stop_policy"
+
+StopAnswer = Literal["forced", "free", "tools"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,11 @@ class StopPolicyConfig:
         min_thinking_tokens: no stop before so many.
         max_thinking_tokens: stop at the first step end with at least so many. None: no budget.
         answer: "forced" forces the closing and the box prefix, also after a natural end; "free"
-            forces the closing only.
+            forces the closing only; "tools" forces as little as ends the thinking, for a prompt
+            that offers tools: the reply may call one (in Harmony, the model chooses the channel).
+        wind_down: a sentence forced before the closing, such as "I have what I need, so:", where
+            something else than the model ends the thinking. None: the policy's own
+            (`ReasoningFormat.wind_down`); "": none.
         max_answer_tokens: cap on the tokens after what is forced. None: generate's own limits.
         answer_do_sample: whether forced answers are sampled as the trace is; else greedy. Free
             answers are always sampled as the trace is.
@@ -60,7 +66,8 @@ class StopPolicyConfig:
     first_sample_index: int = 0
     min_thinking_tokens: int = 0
     max_thinking_tokens: int | None = None
-    answer: AnswerMode = "forced"
+    answer: StopAnswer = "forced"
+    wind_down: str | None = None
     max_answer_tokens: int | None = None
     answer_do_sample: bool = False
     mask_reentry: bool = True
@@ -69,7 +76,9 @@ class StopPolicyConfig:
     def __post_init__(self) -> None:
         if self.mode is not None:
             check_choice(_OWNER, "mode", self.mode, MODES)
-        check_choice(_OWNER, "answer", self.answer, get_args(AnswerMode))
+        check_choice(_OWNER, "answer", self.answer, get_args(StopAnswer))
+        if not isinstance(self.wind_down, str | None):
+            raise TypeError(f"{_OWNER}: wind_down is {self.wind_down!r}; it must be a text or None")
         if self.threshold is not None:
             check_number(_OWNER, "threshold", self.threshold, 0, 1)
             if self.mode == "sample":
@@ -107,6 +116,7 @@ class StopPolicyConfig:
             "min_thinking_tokens": self.min_thinking_tokens > 0,
             "max_thinking_tokens": self.max_thinking_tokens is not None,
             "answer": self.answer != "forced",
+            "wind_down": self.wind_down is not None,
             "answer_do_sample": self.answer_do_sample,
         }
         if given := [name for name, is_given in unpromised.items() if is_given]:
@@ -302,7 +312,6 @@ class StopRow:
         record: what happened to it.
         at_boundary: whether its last token ends a step, on which nothing is decided yet.
         forced: what is forced next.
-        masked: whether its answer may not open the thinking again.
     """
 
     def __init__(self, plan: RowPlan, prompt_ids: Sequence[int], sample_index: int) -> None:
@@ -312,7 +321,7 @@ class StopRow:
         self.record = StopRecord(reason="natural" if span.closed else "length")
         self.at_boundary = False
         self.forced: deque[int] = deque()
-        self.masked = False
+        self._masked = False
         self._plan = plan
         self._sample_index = sample_index
         self._rule = plan.rule.for_row()
@@ -322,6 +331,7 @@ class StopRow:
         self._end_ids: frozenset[int] = frozenset()  # of its answer
         self._box: BoxState | None = None
         self._answer_tokens = 0
+        self._last: int | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -339,9 +349,22 @@ class StopRow:
         answers = self.phase is Phase.ANSWER and self.boxed
         return answers and not self._plan.settings.answer_do_sample
 
+    @property
+    def masked_ids(self) -> tuple[int, ...]:
+        """What its next token may not be, so that the thinking is not opened again."""
+        if not self._masked or self.phase is not Phase.ANSWER:
+            return ()
+        token_format = self._plan.token_format
+        channels = token_format.channels
+        if channels is None or self._plan.settings.answer != "tools":
+            return token_format.reentry_ids
+        # Any channel but the one of the thinking.
+        return channels.thinking[1:2] if self._last == channels.thinking[0] else ()
+
     def push(self, token: int) -> bool:
         """Takes in the token chosen next; whether it completes the answer."""
         self._length += 1
+        self._last = token
         if self.phase is Phase.THINKING:
             self._think(token)
         elif self.phase is Phase.FORCING:
@@ -417,25 +440,29 @@ class StopRow:
 
     def _close(self, natural: bool) -> None:
         """Turns to the answer; after a natural end, the model has written some closing."""
-        plan, settings = self._plan, self._plan.settings
-        forced = settings.answer == "forced"
-        written = self._boundary.closing_written if natural else 0
-        suffix = plan.token_format.forced_suffix(settings.answer, written)
-        if natural and not forced:
-            suffix = []
+        plan, settings, token_format = self._plan, self._plan.settings, self._plan.token_format
+        forced = settings.answer == "forced" and not self._boundary.calls
+        suffix: list[int] = []
+        if forced or not natural:
+            written = self._boundary.closing_written if natural else 0
+            suffix = token_format.forced_suffix("forced" if forced else "free", written)
+        channels = token_format.channels
+        chosen = channels is not None and settings.answer == "tools"  # the channel, by the model
+        if channels is not None and chosen and suffix:
+            del suffix[-len(channels.answer) :]
         self.forced.extend(suffix)
         self.phase = Phase.FORCING if suffix else Phase.ANSWER
         closed = forced or not natural  # by us, so that the answer's message is known to be open
-        self.masked = settings.mask_reentry and closed
-        self._end_ids = plan.eos_ids.union(plan.token_format.answer_end_ids if closed else ())
+        self._masked = settings.mask_reentry and closed
+        ends = () if chosen or not closed else token_format.answer_end_ids
+        self._end_ids = plan.eos_ids.union(ends)
         if forced:
-            self._box = plan.token_format.box_state()
+            self._box = token_format.box_state()
 
 
 def shape_scores(
     scores: torch.Tensor,
     rows: Iterable[tuple[int, StopRow]],
-    reentry_ids: Sequence[int],
     ended: Mapping[int, int] | None = None,
 ) -> None:
     """Masks markers in answers, then leaves one token where it is forced, or greedy; in place.
@@ -443,20 +470,22 @@ def shape_scores(
     Args:
         scores: of the next tokens, (B, V).
         rows: with their places in the batch; those that think are left alone.
-        reentry_ids: markers that an answer must not hold.
         ended: the token that ends a row which is complete already, by its place.
     """
     forced = dict(ended or {})
-    masked, greedy = [], []
+    masked: tuple[list[int], list[int]] = ([], [])
+    greedy = []
     for i, row in rows:
         if row.phase is Phase.FORCING:
             forced[i] = row.forced[0]
         elif row.phase is Phase.ANSWER:
-            masked += [i] * row.masked
+            for token in row.masked_ids:
+                masked[0].append(i)
+                masked[1].append(token)
             greedy += [i] * row.greedy
     device = scores.device
-    if reentry_ids and masked:
-        scores[torch.tensor(masked, device=device)[:, None], list(reentry_ids)] = -torch.inf
+    if masked[0]:
+        scores[torch.tensor(masked, device=device).unbind()] = -torch.inf
     if forced or greedy:
         places = torch.tensor([*forced, *greedy], device=device)
         ids = torch.tensor(list(forced.values()), dtype=torch.long, device=device)

@@ -313,6 +313,15 @@ def calibrate_policy(
         ours.settings.reasoning_format,
         ours.settings.step_stride,
     )
+    sentences = [
+        literals.get("wind_down", "")
+        for literals in (use.config.reasoning_format or {}, ours.settings.reasoning_format)
+    ]
+    if sentences[0] != sentences[1]:
+        raise ValueError(
+            f"{folder} stops with wind_down {sentences[0]!r}, the answers of {labels} were forced "
+            f"after {sentences[1]!r}: a promise holds for the policy's own; label with it"
+        )
     if read_provenance(folder).data_hash == ours.data_hash:
         raise ValueError(
             f"{labels} are the labels that {folder} was trained on: what it does there says "

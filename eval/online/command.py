@@ -50,6 +50,7 @@ class OnlineRequest:
         engine_options: of `EngineOptions`, such as `urls` or `arguments`.
         task: a file with a subclass of `Task`; None for mathematics.
         prompt: one of `task.PROMPT_PRESETS`.
+        wind_down: a sentence forced before the closing; None: as the policies have it.
         model: what tables call the base; None for the last part of its name.
         benchmark: what tables call the problems; None for the dataset's name.
         files: a benchmark's rows from files.
@@ -65,6 +66,7 @@ class OnlineRequest:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     task: str | Path | None = None
     prompt: str = "default"
+    wind_down: str | None = None
     model: str | None = None
     benchmark: str | None = None
     files: Sequence[str] = ()
@@ -102,6 +104,8 @@ def run_online(
     known_revision(base, revision)  # refuses a policy
     tokenizer = load_tokenizer(base, revision)
     chosen = guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals)
+    if request.wind_down is not None:
+        chosen = replace(chosen, wind_down=request.wind_down)
     fmt = TokenFormat.compile(chosen, tokenizer)
     config = AutoConfig.from_pretrained(base, revision=revision)
     _refuse_beyond_positions(config, task, tokenizer, fmt)

@@ -205,6 +205,8 @@ class HookRunner:
                 answers[i] = self._until_eos(ids[length + 1 :])[: settings.max_answer_tokens]
             elif closed and records is not None:
                 start = length + len(setup.fmt.forced_suffix(settings.answer))
+                if reason == "natural":  # nothing was put before the model's own end marker
+                    start -= len(setup.fmt.wind_down_ids)
                 answers[i] = self._answer(ids[start:])
         missing = [i for i in range(len(generated)) if i not in answers]
         requests = [

@@ -19,7 +19,8 @@ from prometheus_client import Counter
 from modeling_ospruner.configuration_ospruner import shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 
-from .requests import check_body
+from .plugin import HARMONY_PARSER
+from .requests import DEFAULTS, StopRequest, check_body
 
 __all__ = ["StopRoutes", "count"]
 
@@ -62,13 +63,19 @@ class StopRoutes:
                 )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keeps what the route asks."""
+        """Keeps what the routes ask."""
         state.ospruner_engine = engine_client
+        state.ospruner_defaults = StopRequest(
+            (args.additional_config or {}).get(DEFAULTS), server=True
+        )
+        state.ospruner_parses_calls = args.reasoning_parser != HARMONY_PARSER
 
 
 async def _checked_body(request: Request) -> None:
+    state = request.app.state
     try:
-        check_body(await request.json())  # which is parsed once: FastAPI asks the same object
+        body = await request.json()  # which is parsed once: FastAPI asks the same object
+        check_body(body, state.ospruner_defaults, state.ospruner_parses_calls)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
 

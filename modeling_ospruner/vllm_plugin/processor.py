@@ -137,6 +137,8 @@ class StopProcessor(LogitsProcessor):
         self._format = TokenFormat.compile(
             guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals), tokenizer
         )
+        if sentence := self._defaults.fields.get("wind_down"):
+            self._format = self._format.winding_down(sentence, tokenizer)
         self._eos_id: int = tokenizer.eos_token_id
         self._policy = (config.default_mode, config.default_threshold)
         self._step_stride = config.step_stride
@@ -284,7 +286,7 @@ class StopProcessor(LogitsProcessor):
             if request.complete:
                 ended[i] = request.end_id
         if rows:
-            shape_scores(logits, rows, self._format.reentry_ids, ended)
+            shape_scores(logits, rows, ended)
         return logits
 
 

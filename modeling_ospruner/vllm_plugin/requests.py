@@ -12,7 +12,17 @@ from typing import Any
 from modeling_ospruner.configuration_ospruner import check_number, shown
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
-__all__ = ["CONTROL", "DEFAULTS", "ID", "KEYS", "MAX_LOSS", "ON", "StopRequest", "check_body"]
+__all__ = [
+    "CONTROL",
+    "DEFAULTS",
+    "ID",
+    "KEYS",
+    "MAX_LOSS",
+    "OF_SERVERS",
+    "ON",
+    "StopRequest",
+    "check_body",
+]
 
 DEFAULTS = "ospruner"
 """The key of vLLM's `--additional-config` under which a server's defaults stand."""
@@ -21,6 +31,8 @@ ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
 MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
+WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
+OF_SERVERS = (MAX_LOSS, WIND_DOWN)
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
@@ -28,6 +40,7 @@ KEYS = {
     "stop_seed": "seed",
     "stop_sample_index": "first_sample_index",
     "stop_answer": "answer",
+    WIND_DOWN: "wind_down",
     "stop_answer_sample": "answer_do_sample",
     "min_thinking_tokens": "min_thinking_tokens",
     "max_thinking_tokens": "max_thinking_tokens",
@@ -70,7 +83,7 @@ class StopRequest:
     ) -> None:
         given = {} if extra is None else extra
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
-        keys = [k for k in KEYS if k not in (_DRAWS if server else (MAX_LOSS,))]
+        keys = [k for k in KEYS if k not in (_DRAWS if server else OF_SERVERS)]
         known = [ON, CONTROL if server else ID, *keys]
         if unknown := [k for k in given if k not in known and _LIKE_OURS.match(k)]:
             raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
@@ -136,14 +149,17 @@ class StopRequest:
         return StopPolicyConfig(**fields)
 
 
-def check_body(body: object) -> None:
-    """Refuses a request over HTTP in which the policy's keys would do nothing.
+def check_body(body: object, defaults: StopRequest, parses_calls: bool) -> None:
+    """Refuses a request over HTTP in which the policy's keys would do nothing, or break a call.
 
     Args:
         body: what was sent, as JSON. All else that is wrong in it is vLLM's to refuse.
+        defaults: the server's.
+        parses_calls: whether calls of tools are found in replies.
 
     Raises:
-        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it.
+        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it; or
+            tools are offered where none could be called.
     """
     if not isinstance(body, dict):
         return
@@ -156,6 +172,23 @@ def check_body(body: object) -> None:
         raise ValueError(
             f"use_beam_search is {shown(body['use_beam_search'])}, and vllm_xargs has {asked}: "
             "beam search does not stop with the policy; leave one of them out"
+        )
+    choice = body.get("tool_choice", "auto")
+    if not body.get("tools") or choice == "none":
+        return
+    if not parses_calls:
+        raise ValueError(
+            "tools are offered, but of a GPT-OSS policy's replies calls are not parsed here: "
+            "send tool_choice 'none', or the rendered prompt to /v1/completions with stop_answer "
+            "'tools', and parse the text"
+        )
+    settings = StopRequest(extra if isinstance(extra, dict) else None).settings(defaults)
+    # With another choice than "auto" a grammar holds, under which the policy does not stop.
+    if choice == "auto" and settings is not None and settings.answer == "forced":
+        raise ValueError(
+            "tools are offered, but stop_answer is 'forced', whose box no call fits in: send "
+            "stop_answer 'tools' in vllm_xargs (`ospruner serve --answer tools` makes it the "
+            "default), or stop_policy false, or tool_choice 'none'"
         )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modeling_ospruner import Budget, OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.engines.opening import ENGINES, EngineOptions, open_engine
 from modeling_ospruner.vllm_plugin import server
-from modeling_ospruner.vllm_plugin.requests import CONTROL, ID, KEYS, MAX_LOSS, ON, StopRequest
+from modeling_ospruner.vllm_plugin.requests import CONTROL, ID, KEYS, OF_SERVERS, ON, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 from ospruner_cli import app
 
@@ -65,6 +65,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "min_thinking_tokens": (ALWAYS, 0, 30),
     "max_thinking_tokens": (NEVER, None, 5),
     "answer": (ALWAYS, "forced", "free"),
+    "wind_down": (ALWAYS, None, "So:"),
     "max_answer_tokens": (ALWAYS, None, 1),
     "answer_do_sample": (ALWAYS, False, True),
     "mask_reentry": (ALWAYS, True, False),
@@ -110,7 +111,7 @@ REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
     "stop_threshold": ({}, 0.25),
     "stop_seed": ({}, 3),
     "stop_sample_index": ({"stop_seed": 3}, 2),
-    "stop_answer": ({}, "free"),
+    "stop_answer": ({}, "tools"),
     "stop_answer_sample": ({}, True),
     "min_thinking_tokens": ({}, 7),
     "max_thinking_tokens": ({}, 70),
@@ -120,7 +121,7 @@ REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
 
 def test_every_key_of_a_request_changes_something() -> None:
     off = StopRequest({})
-    assert list(REQUESTED) == [key for key in KEYS if key != MAX_LOSS]
+    assert list(REQUESTED) == [key for key in KEYS if key not in OF_SERVERS]
     for key, (others, value) in REQUESTED.items():
         with_it = StopRequest({ON: True, **others, key: value}).settings(off)
         assert with_it is not None
@@ -134,8 +135,10 @@ def test_every_key_of_a_request_changes_something() -> None:
 def test_keys_that_a_server_or_request_would_not_look_at_are_refused() -> None:
     with pytest.raises(ValueError, match="stop_sample_index is 2 without a stop_seed, and does no"):
         StopRequest({"stop_sample_index": 2})
-    with pytest.raises(ValueError, match=rf"no \['{MAX_LOSS}'\]; the policy's keys are"):
-        StopRequest({MAX_LOSS: 0.02})
+    for key, value in (("stop_max_loss", 0.02), ("stop_wind_down", "So:")):
+        assert key in OF_SERVERS
+        with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):
+            StopRequest({key: value})
     for key in ("stop_seed", "stop_sample_index", ID):
         with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):
             StopRequest({key: 2}, server=True)
@@ -186,6 +189,7 @@ SERVED = {
     "--threshold": "0.4",
     "--max-loss": "0.02",
     "--answer": "free",
+    "--wind-down": "So:",
     "--min-thinking-tokens": "3",
     "--max-thinking-tokens": "90",
     "--control": "0.1",

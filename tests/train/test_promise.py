@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from modeling_ospruner.vllm_plugin.requests import StopRequest
 from ospruner.eval.table import TraceTable
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
+from ospruner.train.labels.making import label
 from ospruner.train.replay_labels import calibrate_policy, replay_labels
 from ospruner.train.toy.shipped import Reasoner, draw_split
 from ospruner_cli import app
@@ -164,3 +166,27 @@ def test_what_is_no_promise_is_refused(trained: tuple[Path, Path, Path]) -> None
     assert found.value is None
     assert "No setting keeps the promise" in found.told(0.001, 0.95)
     assert OSPrunerForCausalLM.from_pretrained(path).config.calibrations is None
+
+
+def test_answers_after_a_sentence_are_replayed_and_not_promised(
+    trained: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """How answers are forced is no part of what a policy reads, but of what is promised."""
+    _, labels, path = trained
+    reasoner = Reasoner()
+    fmt = reasoner.token_format.winding_down("So I have it:", reasoner.tokenizer)
+    settings = replace(reasoner.label_settings(8), reasoning_format=fmt.format.to_dict())
+    problems = draw_split("test", 60, 8)
+    label(problems, reasoner.engine, reasoner.tokenizer, fmt, settings, tmp_path / "soft")
+    soft, plain = load_labels(tmp_path / "soft").traces, load_labels(labels).traces
+    assert soft["trace_ids"] == plain["trace_ids"]
+    assert soft["forced_answer_ids"] != plain["forced_answer_ids"]
+    replayed = [
+        replay_labels(str(folder), [str(path)]).rules for folder in (tmp_path / "soft", labels)
+    ]
+    tokens = [[rule.outcome.mean_tokens for rule in rules] for rules in replayed]
+    assert tokens[0] == tokens[1]
+    with pytest.raises(
+        ValueError, match="stops with wind_down '', the answers of .* 'So I have it"
+    ):
+        calibrate_policy(path, tmp_path / "soft", 0.3)

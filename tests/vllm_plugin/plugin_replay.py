@@ -113,8 +113,8 @@ def replay(
             assert token == row.forced[0], f"token {i} is {token}, not the forced {row.forced[0]}"
         elif row.phase is Phase.DONE and row.boxed:
             assert token in eos, f"token {i} follows a complete answer"
-        elif row.phase is Phase.ANSWER and row.masked:
-            assert token not in fmt.reentry_ids, f"token {i} opens the thinking again"
+        else:
+            assert token not in row.masked_ids, f"token {i} opens the thinking again"
         row.push(token)
     if (
         row.at_boundary

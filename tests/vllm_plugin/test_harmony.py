@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -25,10 +25,21 @@ THOUGHT = "First.\n\n Then!\n\n So"
 SCRIPT = f"assistant<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>"
 
 
+def recites(base: Any, *chains: list[int]) -> None:
+    """Lets random layers matter little: after a token of a chain its next one is likely."""
+    known = list(dict.fromkeys(itertools.chain(*chains)))
+    assert len(known) <= base.config.hidden_size
+    with torch.no_grad():
+        base.lm_head.weight.zero_()
+        for here, following in itertools.chain(*map(itertools.pairwise, chains)):
+            dimension = known.index(here)
+            base.model.embed_tokens.weight[here] = 0.0
+            base.model.embed_tokens.weight[here, dimension] = 8.0
+            base.lm_head.weight[following, dimension] = 8.0
+
+
 def reciter(tokenizer: Any) -> GptOssForCausalLM:
-    """Random layers that matter little: after a token of `SCRIPT` the next one is likely, in a
-    circle, and after the box prefix `5}`.
-    """
+    """Recites `SCRIPT` in a circle, and after the box prefix `5}`."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -38,15 +49,8 @@ def reciter(tokenizer: Any) -> GptOssForCausalLM:
     script = tokenizer.encode(SCRIPT, add_special_tokens=False)
     prefix = TokenFormat.compile(HARMONY, tokenizer).box_prefix_ids
     answer = [prefix[-1], *tokenizer.encode("5}", add_special_tokens=False)]
-    assert len({*script, *answer}) == len(script) + len(answer) <= sizes["hidden_size"]
-    with torch.no_grad():
-        base.lm_head.weight.zero_()
-        for chain in ([*script, script[0]], answer):
-            for here, following in itertools.pairwise(chain):
-                dimension = [*script, *answer].index(here)
-                base.model.embed_tokens.weight[here] = 0.0
-                base.model.embed_tokens.weight[here, dimension] = 8.0
-                base.lm_head.weight[following, dimension] = 8.0
+    assert len({*script, *answer}) == len(script) + len(answer)
+    recites(base, [*script, script[0]], answer)
     return base
 
 
@@ -111,3 +115,12 @@ def test_harmony_chat_is_stopped_and_split(
         assert told.json()["reason"] == reason
         # The record counts the header, usage what is written under it.
         assert told.json()["thinking_tokens"] == (details.reasoning_tokens or 0) + 3
+
+
+def test_tools_are_refused_by_name(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "2 + 3?"}]}
+    asked |= {"model": "toy", "max_tokens": 4}
+    asked |= {"tools": [{"type": "function", "function": {"name": "add", "description": "Adds."}}]}
+    with pytest.raises(BadRequestError, match="of a GPT-OSS policy's replies calls are not parsed"):
+        client.chat.completions.create(**asked)
+    assert client.chat.completions.create(**asked, tool_choice="none").choices

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import urllib.parse
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -30,7 +31,7 @@ from pydantic import BaseModel
 
 from modeling_ospruner.configuration_ospruner import shown
 from modeling_ospruner.stopping_ospruner import StopRecord
-from modeling_ospruner.vllm_plugin.requests import ID, KEYS, MAX_LOSS, ON, StopRequest
+from modeling_ospruner.vllm_plugin.requests import ID, KEYS, OF_SERVERS, ON, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 
 from ..conftest import Fuzzed
@@ -41,7 +42,8 @@ from .test_server import ARGUMENTS, CPU, needs_vllm
 MARK = "h0stile"  # what no metric may hold
 MEGABYTE = 2**20
 LONGEST_REFUSAL = 20_000  # characters, whatever was sent
-ALL_KEYS = (ON, ID, *(key for key in KEYS if key != MAX_LOSS))
+ALL_KEYS = (ON, ID, *(key for key in KEYS if key not in OF_SERVERS))
+NO_DEFAULTS = Namespace(additional_config={}, reasoning_parser="")
 GOOD = {"stop_policy": "true", "stop_seed": 5, "max_thinking_tokens": 4, "max_answer_tokens": 3}
 
 
@@ -95,7 +97,7 @@ def is_allowed(key: str, value: Any) -> bool:
         "stop_policy": value in ("true", "false") or (value in (0, 1) and whole),
         "stop_answer_sample": value in ("true", "false") or (value in (0, 1) and whole),
         "stop_mode": value in ("sample", "threshold"),
-        "stop_answer": value in ("forced", "free"),
+        "stop_answer": value in ("forced", "free", "tools"),
         "stop_threshold": isinstance(value, int | float) and 0 <= value <= 1,
         "stop_seed": whole,
         "stop_sample_index": whole and value >= 0,
@@ -265,7 +267,7 @@ class SmallApp:
         routes.attach_router(app)
         app.router.routes.reverse()  # vLLM lets a plug-in's routes take the place of its own
         self.asked: list[str] = []
-        asyncio.run(routes.init_state(self, app.state, None))
+        asyncio.run(routes.init_state(self, app.state, NO_DEFAULTS))
         self.client = TestClient(app, raise_server_exceptions=False)
 
     async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, Any] | None]:
@@ -357,7 +359,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
     def draw(server: bool) -> StopRequest:
         nonlocal accepted, refused, nameless
         while True:
-            keys = drawn.sample((*ALL_KEYS, MAX_LOSS), drawn.randrange(1, 5))
+            keys = drawn.sample((*ALL_KEYS, *OF_SERVERS), drawn.randrange(1, 5))
             extra = {key: drawn.choice(likely if drawn.random() < 0.9 else VALUES) for key in keys}
             try:
                 made = StopRequest(extra, server=server)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import StopPolicyConfig
-from modeling_ospruner.vllm_plugin.requests import StopRequest
+from modeling_ospruner.vllm_plugin.requests import StopRequest, check_body
 
 from ..own_process import run_checks
 
@@ -80,7 +80,11 @@ def test_a_request_goes_before_the_defaults() -> None:
         ({"stop_threshold": 10**400}, r"stop_threshold is 10+; it must lie in \[0, 1\]"),
         ({"stop_seed": "a"}, "stop_seed is 'a'"),
         ({"stop_sample_index": -1}, "stop_sample_index is -1"),
-        ({"stop_answer": "short"}, "stop_answer is 'short'; it must be 'forced' or 'free'"),
+        (
+            {"stop_answer": "short"},
+            "stop_answer is 'short'; it must be 'forced' or 'free' or 't",
+        ),
+        ({"stop_wind_down": "So:"}, r"no \['stop_wind_down'\]; the policy's keys are"),
         ({"stop_answer_sample": "no"}, "stop_answer_sample is 'no'; it must be true or false"),
         ({"min_thinking_tokens": -1}, "min_thinking_tokens is -1"),
         ({"max_thinking_tokens": 0}, "max_thinking_tokens is 0"),
@@ -96,3 +100,34 @@ def test_a_request_goes_before_the_defaults() -> None:
 def test_wrong_values_are_named(request_: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StopRequest(request_)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "defaults"),
+    [
+        ({"tools": []}, {"stop_policy": True}),
+        ({"tools": TOOLS, "tool_choice": "none"}, {"stop_policy": True}),
+        ({"tools": TOOLS}, {}),
+        ({"tools": TOOLS}, {"stop_policy": True, "stop_answer": "tools"}),
+        ({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, {"stop_policy": True}),
+        ({"tools": TOOLS, "vllm_xargs": {"stop_policy": False}}, {"stop_policy": True}),
+        # A grammar holds, under which vLLM's requests are not stopped.
+        ({"tools": TOOLS, "tool_choice": "required"}, {"stop_policy": True}),
+    ],
+)
+def test_tools_where_a_call_is_possible(body: dict[str, Any], defaults: dict[str, Any]) -> None:
+    check_body(body, StopRequest(defaults, server=True), True)
+
+
+def test_tools_that_could_not_be_called_are_refused() -> None:
+    on = StopRequest({"stop_policy": True}, server=True)
+    with pytest.raises(ValueError, match="stop_answer is 'forced', whose box no call fits in"):
+        check_body({"tools": TOOLS}, on, True)
+    with pytest.raises(ValueError, match="stop_answer 'tools' in vllm_xargs"):
+        check_body({"tools": TOOLS, "vllm_xargs": {"stop_policy": True}}, StopRequest(None), True)
+    with pytest.raises(ValueError, match="of a GPT-OSS policy's replies calls are not parsed"):
+        check_body({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, on, False)
+    check_body({"tools": TOOLS, "tool_choice": "none"}, on, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +94,23 @@ def load_run_problems(options: ProblemOptions) -> Loaded:
     return Loaded(problems[: options.limit], source)
 
 
-def read_format(name: str | None, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
+def read_format(
+    name: str | None, tokenizer: PreTrainedTokenizerBase, wind_down: str | None = None
+) -> TokenFormat:
     """The reasoning format of a base.
 
     Args:
         name: a preset's name, a JSON file with a format's literals, or None for the one that
             fits the tokenizer's markers.
         tokenizer: the base's.
+        wind_down: a sentence forced before the closing; None: the format's own.
 
     Raises:
         ValueError: no such preset, or a format that does not fit the tokenizer.
     """
     chosen = guess(tokenizer) if name is None else ReasoningFormat.named(name)
+    if wind_down is not None:
+        chosen = replace(chosen, wind_down=wind_down)
     return TokenFormat.compile(chosen, tokenizer)
 
 
@@ -117,6 +122,7 @@ def run_label(
     out_dir: str | Path,
     *,
     format_name: str | None = None,
+    wind_down: str | None = None,
     chunk_traces: int = 128,
     ray: RayOptions | None = None,
     retry_failed: bool = False,
@@ -131,6 +137,7 @@ def run_label(
         settings: fields of `LabelSettings`, but for the base and its format.
         out_dir: the label folder.
         format_name: see `read_format`.
+        wind_down: likewise.
         chunk_traces: traces begun and not committed, at most: what a kill may lose.
         ray: spreads the run over a Ray cluster; its `unit_traces` take the place of chunks.
         retry_failed: try those again that failed in an earlier run.
@@ -145,7 +152,7 @@ def run_label(
     _check_engine(engine_name)
     loaded = load_run_problems(problems)
     tokenizer = load_tokenizer(engine_options.base, engine_options.revision)
-    fmt = read_format(format_name, tokenizer)
+    fmt = read_format(format_name, tokenizer, wind_down)
     wanted = _settings(engine_options, fmt, settings)
     check_folder(out_dir, wanted)
     _refuse_beyond_positions(loaded.problems, engine_options, tokenizer, fmt, wanted)

@@ -248,6 +248,30 @@ def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, pol
                 assert one.natural_correct == pytest.approx(other.natural_correct, nan_ok=True)
 
 
+def test_a_sentence_before_the_closing_is_generated(reasoner: Reasoner, policy: Path) -> None:
+    """Forked and generated answers agree where the policy or a budget stops; so do lengths."""
+    settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
+    setup = setup_of(reasoner, settings, 8)
+    soft = setup.fmt.winding_down("So I have it:", setup.tokenizer)
+    batch = Batch(0, setup.task.problems, 1)
+    methods = methods_of(policy)
+    found = []
+    for fmt in (setup.fmt, soft):
+        changed = dataclasses.replace(setup, fmt=fmt)
+        ours = by_key(HookRunner(changed, reasoner.model).run(methods, batch))
+        engine = EngineRunner(changed, reasoner.engine, lambda: reasoner.model)
+        theirs = by_key(engine.run(methods, batch))
+        for key in ours:
+            for one, other in zip(ours[key], theirs[key], strict=True):
+                assert one.tokens == other.tokens
+                if one.reason != "natural":
+                    assert one.answer == other.answer
+                else:  # no sentence was put before the model's own end
+                    assert (one.answer or "").isdigit()
+        found.append([row.tokens for rows in ours.values() for row in rows])
+    assert found[0] == found[1]
+
+
 def test_an_engine_of_other_weights_than_the_policy_s_base_is_refused(
     reasoner: Reasoner, policy: Path
 ) -> None:
