@@ -16,7 +16,7 @@ from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM
 from .columns import Column, Question, Source, columns_html
 from .turns import LocalSource
 
-__all__ = ["EXAMPLES", "build_page", "open_app", "open_source"]
+__all__ = ["EXAMPLES", "PIP_LINE", "build_page", "open_app", "open_source"]
 
 # Problems that the embedded reasoner understands, too.
 EXAMPLES = (
@@ -27,7 +27,7 @@ EXAMPLES = (
     "Find x and y with x+y=17 and x*y=66. Give the larger number.",
     "Which is larger, 24*7 or 131+29? Give its value.",
 )
-_PIP_LINE = "pip install 'ospruner[app]'"
+PIP_LINE = "pip install 'ospruner[app]'"
 _MOST_CHARACTERS = 20_000
 _MOST_TOKENS = 4096
 # On a narrow window the columns lie below the fold.
@@ -52,6 +52,7 @@ def open_source(
     Raises:
         ValueError: Both are given, or neither.
         ConnectionError: Nobody answers at the address.
+        MissingPackageError: The package openai is needed for a server, and not installed.
         OSError: There is no such policy.
     """
     if (policy is None) is (url is None):
@@ -64,7 +65,9 @@ def open_source(
         return ServedSource(url)
     assert policy is not None
     hub = {"revision": revision} if revision else {}
-    model = OSPrunerForCausalLM.from_pretrained(policy, dtype="auto", device_map=_device_map(), **hub)
+    model = OSPrunerForCausalLM.from_pretrained(
+        policy, dtype="auto", device_map=_device_map(), **hub
+    )
     return LocalSource(model, Path(policy).name if Path(policy).is_dir() else policy, base)
 
 
@@ -85,10 +88,12 @@ def build_page(source: Source) -> Any:
         MissingPackageError: Gradio is not installed.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported
-    gr: Any = needed("gradio", "the page of `ospruner app`", _PIP_LINE)
+    gr: Any = needed("gradio", "the page of `ospruner app`", PIP_LINE)
     most = min(_MOST_TOKENS, source.positions or _MOST_TOKENS)
     with gr.Blocks(title="OS-Pruner", analytics_enabled=False) as page:
-        name = source.policy if source.policy == source.base else f"{source.policy} on {source.base}"
+        name = (
+            source.policy if source.policy == source.base else f"{source.policy} on {source.base}"
+        )
         gr.Markdown(f"# OS-Pruner\n\nThe same question twice: the base as it is, and stopped by a "
                     f"policy at the right paragraph. `{name}`")  # fmt: skip
         with gr.Row(equal_height=True):
@@ -105,7 +110,7 @@ def build_page(source: Source) -> Any:
             mode = gr.Radio(
                 [("draw (sample)", "sample"), ("threshold", "threshold")], value=source.mode,
                 label="How the policy stops",
-                info="Draw: with its probability, as it was trained. Threshold: where it is reached.",
+                info="Draw: with its probability. Threshold: where that is reached.",
             )  # fmt: skip
             threshold = gr.Slider(
                 0, 1, source.threshold, step=0.01, label="Threshold", elem_id="threshold",
@@ -221,7 +226,7 @@ def open_app(
         OSError: The port is taken.
     """
     page = build_page(source)
-    gr: Any = needed("gradio", "the page of `ospruner app`", _PIP_LINE)
+    gr: Any = needed("gradio", "the page of `ospruner app`", PIP_LINE)
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     page.queue(max_size=64).launch(
         server_name=host, server_port=port, inbrowser=in_browser, share=False, ssr_mode=False,

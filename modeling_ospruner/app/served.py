@@ -129,9 +129,7 @@ class ServedSource:
 class _Stream:
     """One streamed chat request, in a thread."""
 
-    def __init__(
-        self, client: Any, model: str, question: Question, extra: dict[str, Any]
-    ) -> None:
+    def __init__(self, client: Any, model: str, question: Question, extra: dict[str, Any]) -> None:
         self.error: Exception | None = None
         self.ended = False
         self.thread = threading.Thread(target=self._run, daemon=True)

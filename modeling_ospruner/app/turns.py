@@ -47,7 +47,8 @@ class LocalSource:
         self.mode = config.default_mode
         self.threshold = config.default_threshold
         self.positions = max_positions(model.base.config)
-        self.prices: tuple[float, float] | None = None
+        known = vars(config).get("price_range")  # of a policy of every price
+        self.prices: tuple[float, float] | None = None if known is None else (0.0, known[1])
 
     def ask(self, question: Question) -> Iterator[tuple[Column, Column]]:
         """See `Source.ask`.

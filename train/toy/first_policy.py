@@ -1,4 +1,4 @@
-"""A policy of the embedded reasoner in about a minute, for `ospruner app` without an argument."""
+"""`ospruner app`; without an argument it trains a policy of the embedded reasoner first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.app.page import PIP_LINE, open_app, open_source
 from modeling_ospruner.common.durable import replace_file
+from modeling_ospruner.common.optional import needed
 from modeling_ospruner.common.progress import PhaseBars
 
 from ..loop import train
@@ -22,10 +24,43 @@ LENGTH_PENALTY = 1e-3
 TRACES: dict[Split, int] = {"train": 256, "validation": 64}
 
 
+def run_app(
+    policy: str | None,
+    url: str | None,
+    revision: str | None,
+    console: Console,
+    host: str | None = None,
+    port: int | None = None,
+    in_browser: bool = False,
+) -> None:
+    """Opens the page for a policy, a server, or the embedded reasoner where neither is given.
+
+    Args:
+        policy: Folder or Hub id.
+        url: Address of a server of `ospruner serve`.
+        revision: Of the policy on the Hub.
+        console: Where to say what is done.
+        host: See `open_app`.
+        port: See `open_app`.
+        in_browser: See `open_app`.
+
+    Raises:
+        MissingPackageError: Gradio is not installed; nothing was trained.
+        ValueError, OSError: As `open_source` and `open_app`.
+    """
+    needed("gradio", "the page of `ospruner app`", PIP_LINE)
+    base = None
+    if policy is None and url is None:
+        if revision is not None:
+            raise ValueError(f"--revision is {revision!r} without a policy: name the policy, too")
+        policy, base = str(first_policy(FOLDER, console)), "the embedded reasoner"
+    open_app(open_source(policy, url, revision, base), host, port, in_browser)
+
+
 @no_denormals()
 def first_policy(
     out_dir: Path, console: Console, traces: dict[Split, int] | None = None, seed: int = 0
-) -> tuple[Path, str]:
+) -> Path:
     """Labels traces and trains a policy, unless the folder holds one already.
 
     Args:
@@ -35,16 +70,17 @@ def first_policy(
         seed: Of problems, sampling and training.
 
     Returns:
-        The policy's folder, and what the base is called.
+        The policy's folder.
     """
     policy, finished = out_dir / "policy", out_dir / "finished"
     if finished.is_file():
         console.print(f"The embedded reasoner with the policy in {policy}.")
-        return policy, "the embedded reasoner"
+        return policy
     counts = TRACES if traces is None else traces
     console.print(
         f"First start: a policy for the embedded reasoner is trained on {counts['train']} "
-        f"traces; that takes about a minute, and is kept in {out_dir}."
+        f"traces; that takes about two minutes on one core, and is kept in {out_dir}. "
+        "`ospruner demo` makes a better one: ospruner app runs/demo/policy"
     )
     reasoner = Reasoner()
     labelled = {}
@@ -65,4 +101,4 @@ def first_policy(
         )  # fmt: skip
     OSPrunerForCausalLM.from_base(reasoner.model, stages[-1].path).save_pretrained(policy)
     replace_file(finished, b"")
-    return policy, "the embedded reasoner"
+    return policy
