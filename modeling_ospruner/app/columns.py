@@ -117,6 +117,8 @@ def columns_html(plain: Column, pruned: Column, note: str = "") -> str:
         pruned: With the policy.
         note: What the seconds are.
     """
+    if plain == pruned == Column():
+        note = "Ask a question: its thinking appears here."
     over = pruned.reason is not None or pruned.done
     after = pruned.tokens if over else None
     return (
@@ -129,9 +131,11 @@ def columns_html(plain: Column, pruned: Column, note: str = "") -> str:
 
 def _summary_html(plain: Column, pruned: Column, note: str) -> str:
     """Tokens and seconds of both, and the share that was saved once both are complete."""
-    rows = []
+    rows: list[str] = []
     for name, of, digits in (("thinking tokens", "tokens", 0), ("seconds", "seconds", 1)):
         before, after = getattr(plain, of), getattr(pruned, of)
+        if plain == pruned == Column():
+            break
         saved = "…"
         if plain.done and pruned.done:
             share = 1 - after / before if before else 0.0
@@ -145,15 +149,19 @@ def _summary_html(plain: Column, pruned: Column, note: str) -> str:
 
 
 def _column_html(title: str, kind: str, column: Column, parts: str) -> str:
-    state = REASONS.get(column.reason or "", "complete" if column.done else "thinking…")
+    said = f"{column.tokens:,} thinking tokens, {_state(column)}" if column != Column() else ""
     answer = ""
     if column.answer:
         answer = f'<div class="osp-answer"><b>Answer</b> {escape(column.answer)}</div>'
     return (
         f'<section class="osp-column osp-{kind}" aria-label="{title}">'
-        f"<h3>{title} <small>{column.tokens:,} thinking tokens, {state}</small></h3>"
+        f"<h3>{title} <small>{said}</small></h3>"
         f'<div class="osp-scroll"><div>{parts}</div></div>{answer}</section>'
     )
+
+
+def _state(column: Column) -> str:
+    return REASONS.get(column.reason or "", "complete" if column.done else "thinking…")
 
 
 def _plain_parts(column: Column, after: int | None) -> str:

@@ -6,9 +6,11 @@ It asks nobody but its own server: no analytics, no fonts and no scripts from el
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from modeling_ospruner.common.optional import needed
 from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM
@@ -16,7 +18,15 @@ from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM
 from .columns import Column, Question, Source, columns_html
 from .turns import LocalSource
 
-__all__ = ["EXAMPLES", "PIP_LINE", "build_page", "open_app", "open_source"]
+__all__ = [
+    "EXAMPLES",
+    "PIP_LINE",
+    "build_page",
+    "open_app",
+    "open_source",
+    "question_of",
+    "running_app",
+]
 
 # Problems that the embedded reasoner understands, too.
 EXAMPLES = (
@@ -28,6 +38,7 @@ EXAMPLES = (
     "Which is larger, 24*7 or 131+29? Give its value.",
 )
 PIP_LINE = "pip install 'ospruner[app]'"
+_Number = TypeVar("_Number", int, float)
 _MOST_CHARACTERS = 20_000
 _MOST_TOKENS = 4096
 # On a narrow window the columns lie below the fold.
@@ -64,7 +75,7 @@ def open_source(
 
         return ServedSource(url)
     assert policy is not None
-    hub = {"revision": revision} if revision else {}
+    hub: dict[str, Any] = {"revision": revision} if revision else {}
     model = OSPrunerForCausalLM.from_pretrained(
         policy, dtype="auto", device_map=_device_map(), **hub
     )
@@ -106,46 +117,48 @@ def build_page(source: Source) -> Any:
                 ask = gr.Button("Ask both", variant="primary", elem_id="ask")
                 stop = gr.Button("Stop", elem_id="stop")
         gr.Examples([[one] for one in EXAMPLES], question, label="Examples", cache_examples=False)
-        with gr.Accordion("Knobs", open=False, elem_id="knobs"), gr.Row():
-            mode = gr.Radio(
-                [("draw (sample)", "sample"), ("threshold", "threshold")], value=source.mode,
-                label="How the policy stops",
-                info="Draw: with its probability. Threshold: where that is reached.",
-            )  # fmt: skip
-            threshold = gr.Slider(
-                0, 1, source.threshold, step=0.01, label="Threshold", elem_id="threshold",
-                visible=source.mode == "threshold",
-            )  # fmt: skip
-            low, high = source.prices or (0.0, 1.0)
-            price = gr.Number(
-                None, label="Length penalty λ", visible=source.prices is not None, elem_id="price",
-                info=f"Price of a thinking token, {low:g} to {high:g}; empty: the policy's own.",
-            )  # fmt: skip
-            budget = gr.Number(
-                0, label="Budget", precision=0, minimum=0, elem_id="budget",
-                info="Stop at the first paragraph's end with so many thinking tokens; 0: none.",
-            )  # fmt: skip
-            temperature = gr.Slider(0, 1.5, 0.6, step=0.1, label="Temperature", info="0: greedy")
-            seed = gr.Number(
-                0 if source.seeded else None, label="Seed", precision=0, elem_id="seed",
-                info="The same seed gives the same text up to the stop."
-                + "" if source.seeded else " Empty: the server's own, two samples.",
-            )  # fmt: skip
-            tokens = gr.Slider(
-                64, most, min(2000, most * 3 // 4), step=1, label="Most tokens",
-                info="Of thinking and answer together",
-            )  # fmt: skip
+        with gr.Accordion("Knobs", open=False, elem_id="knobs"):
+            with gr.Row():
+                mode = gr.Radio(
+                    [("draw", "sample"), ("threshold", "threshold")], value=source.mode,
+                    label="The policy stops", min_width=220,
+                    info="by a draw with its probability, or from a threshold on",
+                )  # fmt: skip
+                threshold = gr.Slider(
+                    0, 1, source.threshold, step=0.01, label="Threshold", elem_id="threshold",
+                    visible=source.mode == "threshold", min_width=220,
+                )  # fmt: skip
+                low, high = source.prices or (0.0, 1.0)
+                price = gr.Textbox(
+                    "", label="Length penalty λ", visible=source.prices is not None, elem_id="price",
+                    info=f"price of a thinking token, {low:g} to {high:g}", min_width=220,
+                    placeholder="the policy's own", max_lines=1,
+                )  # fmt: skip
+                budget = gr.Textbox(
+                    "", label="Budget", elem_id="budget", placeholder="none", max_lines=1,
+                    info="thinking tokens; the next paragraph's end stops", min_width=220,
+                )  # fmt: skip
+            with gr.Row():
+                temperature = gr.Slider(
+                    0, 1.5, 0.6, step=0.1, label="Temperature", info="0: greedy", min_width=220
+                )
+                seed = gr.Textbox(
+                    "0" if source.seeded else "", label="Seed", elem_id="seed", min_width=220,
+                    info="one seed, one text up to the stop", max_lines=1,
+                    placeholder="0" if source.seeded else "none: two samples",
+                )  # fmt: skip
+                tokens = gr.Slider(
+                    64, most, min(2000, most * 3 // 4), step=1, label="Most tokens",
+                    info="of thinking and answer together", min_width=220,
+                )  # fmt: skip
         columns = gr.HTML(_empty(), elem_id="columns")
 
         def answer(
-            text: str, mode: str, threshold: float, price: float | None, budget: float | None,
-            temperature: float, seed: float | None, tokens: float,
+            text: str, mode: str, threshold: float, price: str, budget: str, temperature: float,
+            seed: str, tokens: float,
         ) -> Iterator[Any]:  # fmt: skip
             try:
-                asked = question_of(
-                    text, mode, threshold, price if source.prices else None, budget, temperature,
-                    seed, tokens,
-                )  # fmt: skip
+                asked = question_of(text, mode, threshold, price, budget, temperature, seed, tokens)
                 yield from _shown(source, asked)
             except (ValueError, TypeError, OSError) as error:
                 raise gr.Error(str(error), duration=None, title="This cannot be asked") from None
@@ -164,13 +177,13 @@ def build_page(source: Source) -> Any:
 
 
 def question_of(
-    text: str, mode: str, threshold: float, price: float | None, budget: float | None,
-    temperature: float, seed: float | None, tokens: float,
+    text: str, mode: str, threshold: float, price: str, budget: str, temperature: float, seed: str,
+    tokens: float,
 ) -> Question:  # fmt: skip
-    """A question from the values of the page's fields.
+    """A question from the values of the page's fields; price, budget and seed may be empty.
 
     Raises:
-        ValueError: It is empty or far too long, or a field is; says what to do.
+        ValueError: It is empty or far too long, or a field holds no number; says what to do.
     """
     if not text.strip():
         raise ValueError("The question is empty: write one, or take an example.")
@@ -182,12 +195,22 @@ def question_of(
     settings: dict[str, Any] = {"mode": mode}
     if mode == "threshold":
         settings["threshold"] = threshold
-    if price is not None:
-        settings["length_penalty"] = price
-    if budget:
-        settings["max_thinking_tokens"] = int(budget)
-    whole = None if seed is None else int(seed)
-    return Question(text.strip(), settings, temperature, whole, int(tokens))
+    if price.strip():
+        settings["length_penalty"] = _number("Length penalty λ", price, float, "1e-4")
+    if budget.strip():
+        settings["max_thinking_tokens"] = _number("Budget", budget, int, "200")
+    drawn = _number("Seed", seed, int, "0") if seed.strip() else None
+    return Question(text.strip(), settings, temperature, drawn, int(tokens))
+
+
+def _number(field: str, text: str, kind: type[_Number], example: str) -> _Number:
+    try:
+        return kind(text)
+    except ValueError:
+        what = "whole number" if kind is int else "number"
+        raise ValueError(
+            f"{field} is “{text}”, and no {what}: write one, such as {example}, or nothing."
+        ) from None
 
 
 def _shown(source: Source, question: Question) -> Iterator[str]:
@@ -210,16 +233,19 @@ def _empty() -> str:
     return columns_html(Column(), Column())
 
 
-def open_app(
-    source: Source, host: str | None = None, port: int | None = None, in_browser: bool = False
-) -> None:
-    """Opens the page and serves it until it is interrupted.
+@contextmanager
+def running_app(source: Source, host: str | None = None, port: int | None = None,
+                in_browser: bool = False) -> Iterator[str]:  # fmt: skip
+    """Serves the page from a thread of this process, until the context ends.
 
     Args:
         source: What it asks.
         host: Address to listen at; None: Gradio's GRADIO_SERVER_NAME, else 127.0.0.1.
         port: None: Gradio's GRADIO_SERVER_PORT, else the first free one from 7860.
         in_browser: Open a browser, too.
+
+    Yields:
+        The page's address.
 
     Raises:
         MissingPackageError: Gradio is not installed.
@@ -228,7 +254,22 @@ def open_app(
     page = build_page(source)
     gr: Any = needed("gradio", "the page of `ospruner app`", PIP_LINE)
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    page.queue(max_size=64).launch(
+    _, address, _ = page.queue(max_size=64).launch(
         server_name=host, server_port=port, inbrowser=in_browser, share=False, ssr_mode=False,
         footer_links=[], css_paths=_CSS, theme=gr.themes.Default(**fonts), show_error=True,
+        prevent_thread_lock=True, quiet=True,
     )  # fmt: skip
+    try:
+        yield str(address)
+    finally:
+        page.close()
+
+
+def open_app(
+    source: Source, host: str | None = None, port: int | None = None, in_browser: bool = False
+) -> None:
+    """Serves the page until it is interrupted; see `running_app`."""
+    with running_app(source, host, port, in_browser) as address:
+        print(f"OS-Pruner's page: {address} (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()

@@ -146,7 +146,7 @@ class _Row(StoppingCriteria):
         self,
         who: int,
         model: OSPrunerForCausalLM,
-        inputs: dict[str, torch.Tensor],
+        inputs: dict[str, Any],
         baton: _Baton,
         arguments: dict[str, Any],
     ) -> None:
