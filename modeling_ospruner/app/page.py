@@ -130,7 +130,8 @@ def build_page(source: Source) -> Any:
                 )  # fmt: skip
                 low, high = source.prices or (0.0, 1.0)
                 price = gr.Textbox(
-                    "", label="Length penalty λ", visible=source.prices is not None, elem_id="price",
+                    "", label="Length penalty λ", elem_id="price",
+                    visible=source.prices is not None,
                     info=f"price of a thinking token, {low:g} to {high:g}", min_width=220,
                     placeholder="the policy's own", max_lines=1,
                 )  # fmt: skip
