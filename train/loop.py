@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.common.text import penalty_name
+from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import StoppingPolicy, add_adapters
 from ospruner.eval.report.pictures import save_dynamics
 from ospruner.eval.schema import LabelSettings
@@ -248,8 +249,8 @@ def train_together(
         For each target what `train` returns.
 
     Raises:
-        ValueError: as for `train`, targets that cannot share batches, or several of adapters in
-            processes that split the base.
+        ValueError: as for `train`, targets that cannot share batches, several of adapters in
+            processes that split the base, or adapters on packed weights that pass no gradient.
         TrainingDivergedError: as for `train`, of one of them.
         MemoryError: memory ran out.
     """
@@ -260,6 +261,8 @@ def train_together(
     refuse_shared_problems(traces, validation)
     for labelled in (traces, validation):
         refuse_beyond_positions(base, labelled)
+    if "lora" in {settings.tuning for settings in targets}:
+        _refuse_weights_without_gradient(base)
     shared = {
         "label_settings": label_settings.to_dict(),
         "train_labels": labels_hash(traces.table),
@@ -299,6 +302,18 @@ def train_together(
                 raise
             raise MemoryError(_what_to_lower(targets, traces)) from error
     return [run.results for run in runs]
+
+
+def _refuse_weights_without_gradient(base: PreTrainedModel) -> None:
+    """Adapters get their gradient through the base's own layers, copies through layers unpacked."""
+    quantizer = vars(base).get("hf_quantizer")
+    if quantizer is not None and not quantizer.is_trainable:
+        raise ValueError(
+            f"tuning is 'lora', but the packed weights of this {type(base).__name__} "
+            f"({type(quantizer.quantization_config).__name__}) pass no gradient on to the adapters "
+            "below them: train copies (tuning layers, attention or head), or give `train` the base "
+            "loaded unpacked; its adapters may then be used on the packed one"
+        )
 
 
 def _what_to_lower(targets: Sequence[TrainSettings], traces: LabelledTraces) -> str:
@@ -400,7 +415,11 @@ def memory_need(
         validation_set: traces to validate on.
     """
     settings = targets[0]
-    policy = StoppingPolicy.empty(base, settings.num_policy_layers)
+    policy = StoppingPolicy.empty(
+        base,
+        settings.num_policy_layers,
+        PriceRange(*settings.price_range) if settings.price_range else None,
+    )
     if settings.tuning == "lora" and policy.tail is not None:
         add_adapters(policy.tail, settings.lora_rank)
     own = policy.own_names()

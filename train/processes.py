@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
+from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers, is_quantised
 from ospruner.eval.table import FloatArray, IntArray
 
 __all__ = ["Processes", "load_whole", "open_processes", "whole"]
 
+_HOST = "cpu"
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 Item = TypeVar("Item")
@@ -119,13 +120,25 @@ class Processes:
         used = (base.get_input_embeddings(), *policies)
         for unused in (*layers[trunk:], base.get_output_embeddings()):
             if unused is not None:
-                _forget(unused, used)
+                _move(unused, "meta", used)
         decoder = base.get_decoder()
         for layer in layers[:trunk]:
             fully_shard(layer, mesh=self._mesh())
         # What tails share with the decoder (those of adapters, the norm too) is split with them.
         others = {p for module in (*layers[trunk:], *policies) for p in module.parameters()}
         fully_shard(decoder, mesh=self._mesh(), ignored_params=others)
+
+    def release(self, base: PreTrainedModel, policies: Sequence[StoppingPolicy]) -> None:
+        """Moves a frozen base that is not needed any more from the device to the machine's memory.
+
+        What these processes did not put there, what they have split, and packed weights stay.
+
+        Args:
+            base: the causal LM.
+            policies: the tails that are trained on it; what they share with it stays.
+        """
+        if self.device is not None and not self.sharded and not is_quantised(base):
+            _move(base, _HOST, policies)
 
     def place_tail(self, trained: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
         """What computes a tail's logits on all processes: as given, in DDP, or split (FSDP2).
@@ -183,14 +196,17 @@ def open_processes(
     return Processes(accelerator, shard)
 
 
-def _forget(module: nn.Module, used: Sequence[nn.Module]) -> None:
-    """Frees a module's parameters, but for those that it shares with others."""
-    shared = {id(parameter) for other in used for parameter in other.parameters()}
+def _move(module: nn.Module, device: str, used: Sequence[nn.Module]) -> None:
+    """Moves a module's parameters, but for those that it shares with others; to "meta": frees them.
+
+    Parameters that parts of the module share with each other stay shared.
+    """
+    now = {parameter: parameter for other in used for parameter in other.parameters()}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            if id(parameter) not in shared:
-                meta = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
-                part.register_parameter(name, meta)
+            if parameter not in now:
+                now[parameter] = nn.Parameter(parameter.data.to(device), requires_grad=False)
+            part.register_parameter(name, now[parameter])
 
 
 def whole(values: Any) -> Any:

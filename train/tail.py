@@ -1,4 +1,4 @@
-"""How the policy is computed while it trains: its logits at step ends, as one module.
+"""How the policy is computed while it trains: what its head says at step ends, as one module.
 
 Of the last layer's output only the rows at step ends are read. Its keys and values are needed
 everywhere, but queries, output projection and MLP only there: about one token in fifteen. Written
@@ -21,35 +21,42 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaModel, rotate_half
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
+from modeling_ospruner.common.sinks import sinks_as_keys
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .processes import Processes
 from .settings import TrainSettings
 
 __all__ = [
-    "FusedAttention",
+    "FusedKernels",
     "TrainedPolicy",
     "computes_in_bfloat16",
-    "fused_attention",
+    "fused_kernels",
     "no_denormals",
-    "step_logits",
+    "no_scores",
+    "step_outputs",
     "takes_fast_tail",
 ]
 
 
-class FusedAttention(TorchFunctionMode):
-    """Keeps attention on CUDA from the one kernel that holds its scores, heads x S x S numbers.
+class FusedKernels(TorchFunctionMode):
+    """Keeps attention and experts on CUDA from kernels that are slow and hold much.
 
-    That kernel ("math") is the only one for grouped heads that are not both half precision and
-    without a mask: with S = 15,000 and 28 heads it holds 25 GB a trace. Keys and values that are
-    repeated for each head may go to the memory-efficient kernel.
+    The attention kernel that holds its scores, heads x S x S numbers ("math"), is the only one for
+    grouped heads that are not both half precision and without a mask: with S = 15,000 and 28 heads
+    it holds 25 GB a trace. Keys and values that are repeated for each head may go to the
+    memory-efficient kernel. And the product of tokens with their experts is none of those that
+    autocast knows: it would be computed in float32, as the weights are stored.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Calls `func`, with keys and values repeated where that is needed."""
+        """Calls `func`, with keys and values repeated, or experts cast, where that is needed."""
         kwargs = kwargs or {}
+        if func is torch._grouped_mm and torch.is_autocast_enabled(args[0].device.type):
+            dtype = torch.get_autocast_dtype(args[0].device.type)
+            args = tuple(one.to(dtype) for one in args)
         if func is F.scaled_dot_product_attention and kwargs.get("enable_gqa"):
             query, key, value = args  # (B, heads, T, D), (B, KV, S, D) twice
             if kwargs.get("attn_mask") is not None or not _in_half_precision(query):
@@ -67,9 +74,22 @@ def _in_half_precision(tensor: Tensor) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def fused_attention(device: torch.device) -> AbstractContextManager[Any]:
-    """`FusedAttention` on CUDA; other devices need nothing."""
-    return FusedAttention() if device.type == "cuda" else nullcontext()
+def fused_kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """`FusedKernels` on CUDA; other devices need nothing."""
+    return FusedKernels() if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def no_scores(decoder: Any, device: torch.device) -> Iterator[None]:
+    """In this block a decoder's attention holds no scores, heads x S x S numbers.
+
+    Args:
+        decoder: of whole texts, without padding before them; None for none.
+        device: where it computes.
+    """
+    sinks = nullcontext() if decoder is None else sinks_as_keys(decoder.config)
+    with fused_kernels(device), sinks:
+        yield
 
 
 def computes_in_bfloat16(precision: str, device: torch.device) -> bool:
@@ -89,8 +109,8 @@ def takes_fast_tail(tail: nn.Module | None) -> bool:
     return sdpa and not sliding
 
 
-def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = True) -> Tensor:
-    """The policy's logits at step ends.
+def step_outputs(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = True) -> Tensor:
+    """What the policy's head says at step ends.
 
     Args:
         policy: a `StoppingPolicy`.
@@ -100,18 +120,18 @@ def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = Tru
         fast: compute the last layer at step ends only, where `takes_fast_tail`.
 
     Returns:
-        (B, T) float32 logits.
+        (B, T, K) float32: a logit, or with the head "price" what `price_logits` takes.
     """
-    with fused_attention(hidden.device):
+    with no_scores(policy.tail, hidden.device):
         if policy.tail is not None:
             hidden = hidden.to(policy.tail_dtype)
         if fast and takes_fast_tail(policy.tail):
-            return _fast_logits(policy, hidden, positions)
-        logits: Tensor = policy(hidden)  # (B, S)
-        return logits.gather(1, positions)
+            return _fast_outputs(policy, hidden, positions)
+        outputs: Tensor = policy.outputs(hidden)  # (B, S, K)
+        return outputs.gather(1, positions[..., None].expand(*positions.shape, outputs.shape[2]))
 
 
-def _fast_logits(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
+def _fast_outputs(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     tail = policy.tail
     everywhere = torch.arange(hidden.shape[1], device=hidden.device)[None]  # (1, S)
     rotary = tail.rotary_emb(hidden, everywhere)  # cos, sin (1, S, D)
@@ -122,8 +142,8 @@ def _fast_logits(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
         )
     at_steps = _last_layer(tail.layers[-1], hidden, positions, rotary)  # (B, T, H)
     with torch.autocast(hidden.device.type, enabled=False):
-        head_logits: Tensor = policy.head(tail.norm(at_steps).float())[..., 0]
-    return head_logits
+        outputs: Tensor = policy.head(tail.norm(at_steps).float())
+    return outputs
 
 
 def _last_layer(
@@ -157,7 +177,7 @@ def _last_layer(
 
 
 class TrainedPolicy(nn.Module):
-    """A policy that is called with the trunk's states and gives its logits at step ends.
+    """A policy that is called with the trunk's states and gives its head's outputs at step ends.
 
     Args:
         policy: the policy.
@@ -182,7 +202,7 @@ class TrainedPolicy(nn.Module):
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around a layer's forward pass, and around the same again in the backward pass."""
-        return nullcontext(), fused_attention(self.policy.head.weight.device)
+        return nullcontext(), no_scores(self.policy.tail, self.policy.head.weight.device)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -190,10 +210,10 @@ class TrainedPolicy(nn.Module):
         return list(self.policy.layers)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The logits (B, T), float32; see `step_logits`."""
+        """(B, T, K) float32; see `step_outputs`."""
         reduced = computes_in_bfloat16(self._precision, hidden.device)
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=reduced):
-            return step_logits(self.policy, hidden, positions, self._fast)
+            return step_outputs(self.policy, hidden, positions, self._fast)
 
 
 @contextmanager

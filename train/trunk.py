@@ -25,12 +25,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.policy_ospruner import max_positions
+from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
 from .processes import Processes
-from .tail import fused_attention
+from .tail import no_scores
 
 __all__ = [
     "Batch",
@@ -106,6 +106,7 @@ class LabelledTraces:
         self._starts = np.concatenate([[0], np.cumsum(token_lengths)])
         self._states: Tensor | None = None
         self._states_of: tuple[Any, int] | None = None
+        self._states_for = torch.device("cpu")  # where the base computed them
 
     def __len__(self) -> int:
         return len(self.table)
@@ -163,7 +164,7 @@ class LabelledTraces:
 
         The trunk runs on packed traces where its layers and the device allow that.
         """
-        if self._states is None or self._states_of != _trunk_of(model):
+        if self._states is None or not self.holds_states_of(model):
             return self._run_trunk(model, rows)
         out = self._states.new_zeros(
             len(rows), int(self.token_lengths[rows].max()), self._states.shape[1]
@@ -171,14 +172,18 @@ class LabelledTraces:
         for b, row in enumerate(rows):
             start, end = self._starts[row], self._starts[row + 1]
             out[b, : end - start] = self._states[start:end]
-        return out.to(model.base.device)
+        return out.to(self._states_for)
+
+    def holds_states_of(self, model: HasTrunk) -> bool:
+        """Whether the states of a model's trunk are kept, in memory or in a file."""
+        return self._states_of == _trunk_of(model)
 
     @torch.no_grad()
     def _run_trunk(self, model: HasTrunk, rows: IntArray) -> Tensor:
         device = model.base.device
         # The masks that confine packed traces keep flash attention away, which CUDA has.
         if device.type == "cuda" or not takes_packing(model.base):
-            with fused_attention(device):
+            with no_scores(model.base.get_decoder(), device):
                 return model.trunk(self.input_ids(rows).to(device))
         packed = pack([self._tokens[self._starts[row] : self._starts[row + 1]] for row in rows])
         hidden = model.trunk(
@@ -215,7 +220,7 @@ class LabelledTraces:
             The bytes now held in memory for this model: 0 where they do not fit.
         """
         size = self.states_bytes(model.base)
-        if self._states_of == _trunk_of(model):
+        if self.holds_states_of(model):
             return self.cached_bytes
         self._states, self._states_of, self.cached_bytes = None, None, 0
         fits = size <= limit_bytes
@@ -245,6 +250,7 @@ class LabelledTraces:
                 together.wait()
             states = torch.from_file(str(file), True, shape[0] * shape[1], dtype=dtype).view(shape)
         self._states, self._states_of = states, _trunk_of(model)
+        self._states_for = model.base.device
         self.cached_bytes = size if fits else 0
         return self.cached_bytes
 
@@ -354,7 +360,7 @@ def _trunk_of(model: HasTrunk) -> tuple[Any, int]:
 
 
 _MASKED_ATTENTION = ("sdpa",)
-"""Implementations with which packed traces were seen to be as alone (eager gpt_oss was not)."""
+"""Implementations with which packed traces are as alone (eager gpt_oss makes no masks for them)."""
 
 
 @dataclass(frozen=True)

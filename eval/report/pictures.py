@@ -421,7 +421,7 @@ def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str =
         axes.margins(y=0.2)
     for stage, start, end in zip(stages, [0, *ends[:-1]], ends, strict=True):
         upper.annotate(
-            f"λ={penalty_name(stage['length_penalty'])}",
+            _stage_label(stage, points),
             ((start + end) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
             textcoords="offset points", ha="center", fontsize=7, color=MUTED,
             rotation=0 if len(stages) < 10 else 45,
@@ -509,6 +509,15 @@ def _renumbered(evaluation: Evaluation, rows: Any) -> Any:
     return np.unique(evaluation.problem_index[rows], return_inverse=True)[1]
 
 
+def _stage_label(
+    stage: Mapping[str, Any], points: Sequence[tuple[float, Mapping[str, Any]]]
+) -> str:
+    """The lambda of a stage; of one for every lambda, the one at which it is drawn."""
+    if stage["name"] == "price":
+        return f"every λ, drawn at λ={penalty_name(points[-1][1]['length_penalty'])}"
+    return f"λ={penalty_name(stage['length_penalty'])}"
+
+
 def _read_log(
     folder: Path,
 ) -> tuple[list[dict[str, Any]], list[float], list[tuple[float, dict[str, Any]]], str]:
@@ -530,7 +539,8 @@ def _read_log(
     else:
         lengths = [epochs[name]["epoch"] + 1 if name in epochs else 1 for name in stages]
         ends, points = [float(end) for end in np.cumsum(lengths)], []
-    points += zip(ends, stages.values(), strict=True)
+    if not (between and "price" in stages):  # whose end is told at another lambda
+        points += zip(ends, stages.values(), strict=True)
     points = sorted((p for p in points if p[0] <= max(ends)), key=lambda p: p[0]) if ends else []
     return list(stages.values()), ends, points, "optimiser steps" if between else "epochs"
 

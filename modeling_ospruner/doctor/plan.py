@@ -1,7 +1,7 @@
 """`ospruner doctor plan`: what labelling, training and serving will need.
 
 Arithmetic on a base's configuration; no weights are read. tests/train/test_on_cuda.py compares the
-peak of training with a step on tensors without storage.
+peaks of training with steps on tensors without storage.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.table import Table
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from modeling_ospruner.common.sinks import takes_sinks_as_keys
 from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
 
@@ -28,9 +29,11 @@ _LABEL_BYTES = 8  # on disk, for each token
 _VLLM_SHARE = 0.9  # of the GPU's memory, which vLLM takes
 _VLLM_GRAPHS = 2 * GIB
 # Per token and layer, in bfloat16 with residuals and norms in float32: bytes kept for the backward
-# pass, and those that it needs on top in one layer.
-_KEPT_BY_WEIGHT, _KEPT_BY_WIDTH = 8 / 3, 14
-_PASSING_BY_WEIGHT = 2.0
+# pass, and those that it needs on top in one layer. "Routed" is the width, in and within, of all
+# experts that a token is sent to: their inputs and outputs are copied in another order.
+_KEPT_BY_WEIGHT, _KEPT_BY_WIDTH, _KEPT_BY_ROUTED = 8 / 3, 14, 7
+_PASSING_BY_WEIGHT, _PASSING_BY_ROUTED = 2.0, 4
+_TRUNK_TOKENS = 16_384  # of one pass, without gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,8 @@ class Plan:
         labelling_hours: all traces with their forced answers, over all GPUs.
         labelling_disk_gib: the labels.
         training_peak_gib: one optimiser step on the longest traces, on one GPU.
+        training_cached_peak_gib: the same with the trunk's states kept on disk: the base leaves the
+            GPU once they are there, unless its weights are packed.
         training_hours: all epochs with the trunk run anew, over all GPUs.
         training_disk_gib: the trunk's states, with --cache-on-disk.
         serving_kv_tokens: tokens of all rows that vLLM can hold on one GPU, base and policy.
@@ -105,6 +110,7 @@ class Plan:
     labelling_hours: float
     labelling_disk_gib: float
     training_peak_gib: float
+    training_cached_peak_gib: float
     training_hours: float
     training_disk_gib: float
     serving_kv_tokens: int
@@ -114,7 +120,7 @@ class Plan:
 def run_plan(
     where: str, revision: str | None, work: Workload, console: Console, json_file: Path | None
 ) -> bool:
-    """Plans and prints; whether labelling, training and serving each fit on a GPU.
+    """Plans and prints; whether labelling, training and serving each fit on a GPU in some way.
 
     Args:
         where: a base, as a folder or Hub id; only its config.json is read.
@@ -132,7 +138,8 @@ def run_plan(
     if json_file is not None:
         content = {**asdict(plan), "workload": asdict(work)}
         json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    peak = max(plan.labelling_peak_gib, plan.training_peak_gib)
+    training = min(plan.training_peak_gib, plan.training_cached_peak_gib)
+    peak = max(plan.labelling_peak_gib, training)
     return peak <= work.gpu_gib and plan.serving_kv_tokens >= work.max_tokens
 
 
@@ -156,10 +163,20 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
     tokens = work.traces * work.mean_tokens
     answered = tokens * (1 + _FORCED_TOKENS / work.step_tokens)
     free = _VLLM_SHARE * work.gpu_gib * GIB - weights - _HALF * tail - _VLLM_GRAPHS
-    peak = training_peak_bytes(base, policy, work)
+    peak = training_peak_bytes(base, policy, work, weights)
+    quantised = bool(vars(config).get("quantization_config"))
+    cached = cached_peak_bytes(base, policy, work, weights, quantised)
     fitting = max(1, int((_VLLM_SHARE * work.gpu_gib * GIB - weights) / (kv * work.max_tokens)))
     streams = min(work.streams, fitting)
-    notes = _notes(base, config, peak, work)
+    notes = _notes(base, config, peak, cached, work)
+    if _is_packed(config):
+        unpacked = _HALF * size
+        there = cached_peak_bytes(base, policy, work, unpacked) / GIB
+        notes.append(
+            "transformers keeps experts of MXFP4 packed where the packages kernels and triton are "
+            f"installed; elsewhere it unpacks the base, and training takes "
+            f"{(peak - weights + unpacked) / GIB:.1f} GiB, or {there:.1f} with --cache-on-disk"
+        )
     if streams < work.streams:
         notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
     hidden_size = config.get_text_config().hidden_size
@@ -173,6 +190,7 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         labelling_hours=answered / work.label_tokens_per_second / work.gpus / 3600,
         labelling_disk_gib=_LABEL_BYTES * answered / GIB,
         training_peak_gib=peak / GIB,
+        training_cached_peak_gib=cached / GIB,
         training_hours=tokens
         * work.epochs
         * _training_operations(base, policy, work)
@@ -185,39 +203,78 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
     )
 
 
-def training_peak_bytes(base: PreTrainedModel, policy: StoppingPolicy, work: Workload) -> int:
+def training_peak_bytes(
+    base: PreTrainedModel, policy: StoppingPolicy, work: Workload, weights: int
+) -> int:
     """What one optimiser step holds at its peak, on one GPU, in bfloat16 under autocast.
 
-    The base unquantised in bfloat16; of the tail weights, gradients and AdamW's two moments in
-    float32, and the weights' copies in bfloat16; activations of one micro-batch. The last layer's
-    queries and MLP run at step ends only where the tail is a Llama's or Qwen2's. The weights that
-    a token meets, over the width H, stand for the widths of all projections of a layer. What
-    torch's allocator leaves unused comes on top.
+    Of the tail weights, gradients and AdamW's two moments in float32, and the weights' copies in
+    bfloat16; activations of one micro-batch. The last layer's queries and MLP run at step ends only
+    where the tail is a Llama's or Qwen2's. The weights that a token meets, over the width H, stand
+    for the widths of all projections of a layer. What torch's allocator leaves unused comes on top.
 
     Args:
         base: without weights.
         policy: without weights.
         work: the workload.
+        weights: bytes of the base's.
     """
-    size = sum(p.numel() for p in base.parameters())
     tail = sum(p.numel() for p in policy.parameters())
-    fixed = _HALF * size + (4 * _FLOAT32 + _HALF) * tail
+    fixed = weights + (4 * _FLOAT32 + _HALF) * tail
     width = base.config.get_text_config().hidden_size
-    projections = _active_weights(decoder_layers(base)[-1], base) / width
+    layer = decoder_layers(base)[-1]
+    projections, routed = _active_weights(layer, base) / width, _routed_width(layer, base)
     whole = work.num_policy_layers
     if base.config.model_type in ("llama", "qwen2"):
         whole -= 1
     tokens = max(work.max_tokens, work.micro_batch_tokens // work.max_tokens * work.max_tokens)
-    kept = whole * (_KEPT_BY_WEIGHT * projections + _KEPT_BY_WIDTH * width)
-    passing = _PASSING_BY_WEIGHT * projections
-    return int(fixed + tokens * (kept + passing) + _scores_bytes(base, work))
+    kept = _KEPT_BY_WEIGHT * projections + _KEPT_BY_WIDTH * width + _KEPT_BY_ROUTED * routed
+    passing = _PASSING_BY_WEIGHT * projections + _PASSING_BY_ROUTED * routed
+    return int(fixed + tokens * (whole * kept + passing) + _scores_bytes(base, work))
+
+
+def cached_peak_bytes(
+    base: PreTrainedModel,
+    policy: StoppingPolicy,
+    work: Workload,
+    weights: int,
+    stays: bool = False,
+) -> int:
+    """`training_peak_bytes` where the trunk's states are kept on disk: the larger of two peaks.
+
+    First the trunk runs over all traces, beside the tail in float32. Then the base leaves the GPU,
+    and the tail is trained.
+
+    Args:
+        base: as there.
+        policy: as there.
+        work: as there.
+        weights: as there.
+        stays: the base does not leave, as one whose weights are packed.
+    """
+    width = base.config.get_text_config().hidden_size
+    layer = decoder_layers(base)[-1]
+    tail = sum(p.numel() for p in policy.parameters())
+    passing = _HALF * (_active_weights(layer, base) / width + 2 * _routed_width(layer, base))
+    first = weights + _FLOAT32 * tail + int(max(_TRUNK_TOKENS, work.max_tokens) * passing)
+    first += _scores_bytes(base, work)
+    return max(first, training_peak_bytes(base, policy, work, weights if stays else 0))
 
 
 def _scores_bytes(base: PreTrainedModel, work: Workload) -> int:
     """Attention scores of one trace where no kernel avoids them: two copies in half precision."""
-    if base.config._attn_implementation != "eager":
+    config = base.config.get_text_config()
+    if config._attn_implementation != "eager" or takes_sinks_as_keys(config):
         return 0
-    return 2 * _HALF * int(base.config.get_text_config().num_attention_heads) * work.max_tokens**2
+    return 2 * _HALF * int(config.num_attention_heads) * work.max_tokens**2
+
+
+def _routed_width(layer: torch.nn.Module, base: PreTrainedModel) -> int:
+    """Width in and within a layer's experts, times those that a token is sent to; 0 without."""
+    # Their down projections are the smaller of two stacks: (experts, within, out) or transposed.
+    widths = [sum(p.shape[1:]) for p in layer.parameters() if p.ndim == 3]
+    text = vars(base.config.get_text_config())
+    return int(text["num_experts_per_tok"] * min(widths)) if widths else 0
 
 
 def _active_weights(layer: torch.nn.Module, base: PreTrainedModel) -> int:
@@ -249,10 +306,14 @@ def _training_operations(base: PreTrainedModel, policy: StoppingPolicy, work: Wo
 
 def _weight_bytes(base: PreTrainedModel, config: PreTrainedConfig) -> int:
     """The checkpoint's weights: in bfloat16, experts of MXFP4 in four bits."""
-    quantised = vars(config).get("quantization_config") or {}
-    packed = dict(quantised).get("quant_method") == "mxfp4"
+    packed = _is_packed(config)
     sizes = (p.numel() * (_MXFP4 if packed and p.ndim == 3 else _HALF) for p in base.parameters())
     return int(sum(sizes))
+
+
+def _is_packed(config: PreTrainedConfig) -> bool:
+    quantised = vars(config).get("quantization_config") or {}
+    return dict(quantised).get("quant_method") == "mxfp4"
 
 
 def _kv_bytes(base: PreTrainedModel) -> int:
@@ -264,19 +325,28 @@ def _kv_bytes(base: PreTrainedModel) -> int:
     return int(2 * _HALF * text.num_key_value_heads * head_dim * growing)
 
 
-def _notes(base: PreTrainedModel, config: PreTrainedConfig, peak: int, work: Workload) -> list[str]:
+def _notes(
+    base: PreTrainedModel, config: PreTrainedConfig, peak: int, cached: int, work: Workload
+) -> list[str]:
     notes = []
-    if vars(config).get("quantization_config"):
+    if vars(config).get("quantization_config") and not _is_packed(config):
         notes.append("training is planned with unpacked (bfloat16) weights of the base")
     if scores := _scores_bytes(base, work):
         notes.append(
             f"{type(base).__name__} has no sdpa attention: eager holds {scores / GIB:.0f} GiB of "
             f"scores at least for a trace of {work.max_tokens:,} tokens; lower --max-tokens"
         )
-    if peak > work.gpu_gib * GIB:
+    limit = work.gpu_gib * GIB
+    if cached <= limit < peak:
         notes.append(
-            "training does not fit: --shard over several GPUs, --tuning lora or attention, or "
-            "lower --max-tokens"
+            f"training fits with --cache-on-disk ({cached / GIB:.1f} GiB): the base leaves the GPU "
+            "once the trunk's states are on disk"
+        )
+    elif peak > limit:
+        tunings = "attention" if vars(config).get("quantization_config") else "lora or attention"
+        notes.append(
+            f"training does not fit: --shard over several GPUs, --tuning {tunings}, or lower "
+            "--max-tokens"
         )
     return notes
 
@@ -296,7 +366,13 @@ def print_plan(plan: Plan, work: Workload, console: Console) -> None:
         "training",
         f"{plan.training_peak_gib:.1f} GiB",
         f"{plan.training_hours:.0f}",
-        f"{plan.training_disk_gib:.0f} GiB (--cache-on-disk)",
+        "",
+    )
+    table.add_row(
+        "training, --cache-on-disk",
+        f"{plan.training_cached_peak_gib:.1f} GiB",
+        "",
+        f"{plan.training_disk_gib:.0f} GiB",
     )
     table.add_row("serving", f"{plan.serving_kv_tokens:,} tokens of keys and values", "", "")
     console.print(table)

@@ -67,13 +67,36 @@ def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path
     found = json.loads(file.read_text())
     assert {"training_peak_gib", "labelling_peak_gib", "serving_kv_tokens"} <= found.keys()
     assert f"{found['training_peak_gib']:.1f} GiB" in said
+    assert f"{found['training_cached_peak_gib']:.1f} GiB" in said
     assert found["workload"]["gpu_gib"] == 80
-    code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 24)
+    code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 16)
     assert (code, "training does not fit" in said) == (1, True)
-    code, said = run("plan", "--base", BASES / GPT_OSS)
-    assert code == 1
-    assert "unpacked" in said
-    assert "no sdpa attention" in said
+
+
+def test_a_base_that_fits_in_one_way_only_says_which() -> None:
+    code, said = run("plan", "--base", BASES / QWEN3)
+    assert (code, "training fits with --cache-on-disk (63.7 GiB)" in said) == (0, True)
+    code, said = run("plan", "--base", BASES / QWEN3, "--gpu-gib", 63)
+    assert (code, "fits with" in said, "does not fit" in said) == (1, False, True)
+
+
+def test_sinks_cost_no_scores_and_packed_experts_stay() -> None:
+    plan = plan_of(GPT_OSS)
+    assert plan.training_peak_gib == plan.training_cached_peak_gib < 60
+    assert "unpacks the base, and training takes 78.0 GiB, or 47.8" in " ".join(plan.notes)
+    # Linear in the longest trace: nothing holds its square.
+    work = Workload()
+    peaks = [
+        plan_of(GPT_OSS, dataclasses.replace(work, max_tokens=n)).training_peak_gib
+        for n in (10_000, 20_000, 30_000)
+    ]
+    assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=1e-6)
+    # A base that has eager attention alone, without sinks that could be a key's, holds its scores.
+    config = AutoConfig.from_pretrained(BASES / R1, attn_implementation="eager")
+    held = plan_for(config, work)
+    scores = 2 * 2 * 28 * 15_000**2 / GIB
+    assert held.training_peak_gib == pytest.approx(plan_of(R1).training_peak_gib + scores)
+    assert "has no sdpa attention: eager holds 23 GiB" in " ".join(held.notes)
 
 
 def test_a_plan_is_no_subject_and_other_words_are(tmp_path: Path) -> None:

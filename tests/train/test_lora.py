@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
@@ -186,6 +188,20 @@ def test_a_base_in_fp8_carries_adapters(
     with torch.no_grad():
         adapters[0].fill_(torch.nan)
         assert model.stop_logits(prompt).isnan().all()  # its own weights are looked at still
+
+
+def test_adapters_are_not_trained_through_weights_that_pass_no_gradient(
+    tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    base = tiny_gpt_oss(tiny_tokenizer)
+    base.hf_quantizer = Mxfp4HfQuantizer(Mxfp4Config())
+    labels = LabelSettings(base_model="b", reasoning_format=DEEPSEEK_R1.to_dict())
+    sets = make_labels(12), make_labels(8, seed=1, prefix="v")
+    with pytest.raises(
+        ValueError, match=r"packed weights of this GptOssForCausalLM \(Mxfp4Config\) p"
+    ):
+        train(base, tiny_tokenizer, *sets, SETTINGS, labels, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_peft_the_package_is_named(

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.loop import StageResult, memory_need
+from ospruner.train.processes import Processes
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
 from ospruner.train.trunk import LabelledTraces
@@ -84,3 +86,42 @@ def test_averaged_weights_are_part_of_the_statement(
     plain = dataclasses.replace(settings, swa_share=0.0)
     with_means, without = (memory_need(tiny_base, [s], traces, traces) for s in (settings, plain))
     assert set(found) == {with_means.optimizer_bytes - without.optimizer_bytes}
+
+
+@pytest.mark.parametrize("tuning", ["layers", "lora"])
+@pytest.mark.parametrize("kept", ["memory", "disk", "nowhere"])
+def test_the_base_leaves_the_device_once_its_states_are_kept(
+    kept: str,
+    tuning: str,
+    fit: Callable[..., list[StageResult]],
+    tiny_base: Qwen2ForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = dataclasses.replace(
+        SHORT,
+        tuning=tuning,  # type: ignore[arg-type]
+        lora_rank=2,
+        cache_limit_bytes=2**30 if kept == "memory" else 0,
+        cache_on_disk=kept == "disk",
+    )
+    (alone,) = fit(settings, out=tmp_path / "alone")
+    assert not any(p.is_meta for p in tiny_base.parameters())  # the caller put it where it is
+    monkeypatch.setattr("ospruner.train.processes._HOST", "meta")  # where nothing can be computed
+    processes = Processes()
+    processes.device = torch.device("cpu")
+    (result,) = fit(settings, out=tmp_path / "placed", processes=processes)
+    left = {name for name, p in tiny_base.named_parameters() if p.is_meta}
+    last = {
+        name for name, _ in tiny_base.named_parameters() if "layers.2" in name or "layers.3" in name
+    }
+    if kept == "nowhere":
+        assert left == set()
+    else:
+        shared = {*last, "model.norm.weight"} if tuning == "lora" else set()
+        assert left == {name for name, _ in tiny_base.named_parameters()} - shared
+        assert tiny_base.lm_head.weight is tiny_base.model.embed_tokens.weight  # still one
+    ours, theirs = (load_file(one.path / "model.safetensors") for one in (result, alone))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (result.accuracy, result.tokens) == (alone.accuracy, alone.tokens)

@@ -1,4 +1,4 @@
-"""What training does on CUDA, shown on any machine: its attention, and its memory at 7B.
+"""What training does on CUDA, shown on any machine: its attention, and its memory at full size.
 
 The CPU then goes CUDA's ways. At full size the base is its configuration alone, and tensors have
 shapes but no storage.
@@ -32,16 +32,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.common.progress import silent
-from modeling_ospruner.doctor.plan import Workload, training_peak_bytes
+from modeling_ospruner.configuration_ospruner import plain_text_config
+from modeling_ospruner.doctor.plan import GIB, Workload, plan_for
 from modeling_ospruner.loading_ospruner import empty_base
-from modeling_ospruner.policy_ospruner import StoppingPolicy, plain_text_config
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.eval.schema import FEATURES
 from ospruner.train.flashthink import Verifier
 from ospruner.train.processes import Processes
 from ospruner.train.run import Run
 from ospruner.train.run_folder import RunFolder
 from ospruner.train.settings import Stage, TrainSettings
-from ospruner.train.tail import FusedAttention, TrainedPolicy
+from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.trunk import LabelledTraces, micro_batches
 
 from .conftest import MakeLabels
@@ -89,11 +90,14 @@ class Held(TorchDispatchMode):
 
 
 class OnlyFused(TorchFunctionMode):
-    """Counts attention calls, and fails at one that CUDA serves by its math kernel alone."""
+    """Counts attention calls, and fails at one that CUDA serves by its math kernel alone.
+
+    It also fails where experts are computed in another dtype than autocast's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls = self.experts = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -102,6 +106,11 @@ class OnlyFused(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.calls += 1
             refuse_math(*args, **kwargs)
+        if func is torch._grouped_mm:
+            self.experts += 1
+            dtypes = {one.dtype for one in args}
+            kind = args[0].device.type
+            assert not torch.is_autocast_enabled(kind) or dtypes == {torch.bfloat16}
         return func(*args, **kwargs)
 
 
@@ -155,6 +164,12 @@ BASE_CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "gpt_oss": {
+        "sliding_window": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.1,  # with more, roundings grow from expert to expert
+    },
 }
 
 
@@ -180,10 +195,10 @@ def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
     request: pytest.FixtureRequest,
 ) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind, **TINY, **BASE_CONFIGS[kind], vocab_size=len(tiny_tokenizer)
-    )
-    base = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device).eval()
+    fields = {**TINY, **BASE_CONFIGS[kind], "vocab_size": len(tiny_tokenizer)}
+    config = AutoConfig.for_model(kind, **fields)
+    base = AutoModelForCausalLM.from_config(config).to(device).eval()
+    assert base.config._attn_implementation == ("eager" if kind == "gpt_oss" else "sdpa")
     model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
     torch.nn.init.normal_(model.policy.head.weight)
     traces = LabelledTraces.from_dataset(make_labels(6))
@@ -212,6 +227,7 @@ def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
         again = gradients()
     # Two layers of trunk and two of tail, of which those that are checkpointed run twice.
     assert attention.calls >= 4
+    assert bool(attention.experts) == (kind == "gpt_oss")
     tolerance = 2e-5 if precision == "float32" else 0.05
     for ours, theirs in zip(again, found, strict=True):
         close = tolerance * float(theirs.abs().max())
@@ -259,18 +275,15 @@ def base_and_policy(name: str, fake: FakeTensorMode, num_layers: int = 2) -> Ver
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any device, what is done on CUDA."""
-    for module in ("tail", "trunk"):
-        monkeypatch.setattr(
-            f"ospruner.train.{module}.fused_attention", lambda device: FusedAttention()
-        )
+    monkeypatch.setattr("ospruner.train.tail.fused_kernels", lambda device: FusedKernels())
     monkeypatch.setattr("ospruner.train.trunk.takes_packing", lambda base: False)
 
 
-def step_peak(settings: TrainSettings, out: Path, attention: OnlyFused) -> int:
+def step_peak(name: str, settings: TrainSettings, out: Path, attention: OnlyFused) -> int:
     """Bytes held at the peak of one optimiser step; base, weights and AdamW's state included."""
     traces, rows = long_traces(BATCH), np.arange(BATCH)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = base_and_policy("r1-distill-qwen-7b", fake)
+    model = base_and_policy(name, fake)
     with fake, RunFolder(out, {}) as folder:
         run = Run(model, traces, rows, traces, settings, folder, silent, Processes())
         for parameter in model.policy.parameters():
@@ -292,16 +305,47 @@ def step_peak(settings: TrainSettings, out: Path, attention: OnlyFused) -> int:
     return held.peak
 
 
-def test_a_step_on_32_traces_of_15_000_tokens_fits_one_gpu(
-    as_on_cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def trunk_peak(name: str) -> int:
+    """Bytes held at the peak of a pass of the trunk over one trace, base and tail included."""
+    traces = long_traces(1)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = base_and_policy(name, fake)
+    with fake, Held([*model.base.parameters(), *model.policy.parameters()]) as held:
+        traces._run_trunk(model, np.arange(1))
+    return held.peak
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "limit", "cached_limit"),
+    [
+        ("r1-distill-qwen-7b", 28, 30e9, 20e9),
+        ("gpt-oss-20b", 24, 60e9, 60e9),
+        ("qwen3-30b-a3b", 48, 100e9, 70e9),
+    ],
+)
+def test_a_step_on_32_traces_of_15_000_tokens_takes_what_is_planned(
+    name: str,
+    layers: int,
+    limit: float,
+    cached_limit: float,
+    as_on_cuda: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     # The loss looks at its mask's values, which these tensors do not have.
     monkeypatch.setattr("ospruner.train.run.batch_loss", lambda method, logits, *_: logits.mean())
     attention = OnlyFused()
-    peak = step_peak(SETTINGS, tmp_path / "run", attention)
-    print(f"{peak / 1e9:.1f} GB, {attention.calls} attention calls")
-    assert attention.calls == 3 * 28
-    base = empty_base(AutoConfig.from_pretrained(BASES / "r1-distill-qwen-7b"))
-    planned = training_peak_bytes(base, StoppingPolicy.empty(base, 2), Workload())
-    assert planned == pytest.approx(peak, rel=0.05)
-    assert peak < 60e9
+    step_bytes = step_peak(name, SETTINGS, tmp_path / "run", attention)
+    assert attention.calls == 3 * layers
+    # These bases are in bfloat16. Packed experts, for which there are no kernels here, are counted.
+    config = AutoConfig.from_pretrained(BASES / name)
+    plan = plan_for(config, Workload())
+    unpacked, stored = 2 * plan.parameters, plan.weights_gib * GIB
+    packed = stored < 0.9 * unpacked
+    step, trunk = (one - unpacked + stored for one in (step_bytes, trunk_peak(name)))
+    cached = max(trunk, step if packed else step - stored)
+    print(f"{name}: step {step / GIB:.1f} GiB, states on disk {cached / GIB:.1f} GiB")
+    assert plan.training_peak_gib == pytest.approx(step / GIB, rel=0.03)
+    assert plan.training_cached_peak_gib == pytest.approx(cached / GIB, rel=0.03)
+    assert step < limit
+    assert cached < cached_limit

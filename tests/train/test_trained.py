@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def gradients(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = trained(hidden, batch.positions)
+        logits = trained(hidden, batch.positions)[..., 0]
     batch_loss("os-pruner", logits, batch, 1e-2).backward()
     found = {name: p.grad for name, p in model.policy.named_parameters() if p.grad is not None}
     return logits.detach(), found, sum(kept.values())
@@ -60,16 +61,34 @@ def traces(make_labels: MakeLabels) -> LabelledTraces:
     return LabelledTraces.from_dataset(make_labels(12))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "granite"])
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SINKS: dict[str, Any] = {
+    "pad_token_id": None,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    # Scales what enters its first layer, which the policy puts back.
+    "granite": {"embedding_multiplier": 12.0, "pad_token_id": None},
+    "gpt_oss": SINKS,
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_checkpointing_changes_the_memory_and_nothing_else(
     kind: str, tiny_tokenizer: PreTrainedTokenizerFast, traces: LabelledTraces
 ) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tiny_tokenizer)}
-    # Granite scales what enters its first layer, which the policy puts back.
-    more = {"embedding_multiplier": 12.0, "pad_token_id": None} if kind == "granite" else {}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **sizes, **heads, **more)
+    config = AutoConfig.for_model(kind, **SIZES, **FAMILIES[kind], vocab_size=len(tiny_tokenizer))
     base = AutoModelForCausalLM.from_config(config).eval()
     plain = gradients(base, tiny_tokenizer, traces)
     saving = gradients(base, tiny_tokenizer, traces, gradient_checkpointing=True)
@@ -78,6 +97,27 @@ def test_checkpointing_changes_the_memory_and_nothing_else(
     for name, gradient in plain[1].items():
         assert torch.equal(gradient, saving[1][name]), name
     assert saving[2] < plain[2]
+
+
+def test_bases_with_sinks_train_as_with_their_eager_attention(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    traces: LabelledTraces,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt_oss", **SIZES, **SINKS, vocab_size=len(tiny_tokenizer))
+    base = AutoModelForCausalLM.from_config(config).eval()
+    assert base.config._attn_implementation == "eager"
+    logits, found, kept = gradients(base, tiny_tokenizer, traces)
+    monkeypatch.setattr("ospruner.train.tail.sinks_as_keys", lambda config: nullcontext())
+    theirs, wanted, kept_by_eager = gradients(base, tiny_tokenizer, traces)
+    torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=1e-5)
+    assert found.keys() == wanted.keys()
+    assert "tail.layers.1.self_attn.sinks" in found
+    for name, gradient in found.items():
+        close = 1e-5 * float(wanted[name].abs().max())
+        torch.testing.assert_close(gradient, wanted[name], atol=close, rtol=1e-5)
+    assert kept != kept_by_eager  # another way was taken
 
 
 def test_bfloat16_tail_keeps_weights_head_and_loss_in_float32(

@@ -1,0 +1,162 @@
+"""Attention with sinks, computed as one more key, against transformers' own eager attention."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling_ospruner.common.sinks import sinks_as_keys, takes_sinks_as_keys
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def decoder_of(kind: str, dtype: torch.dtype) -> Any:
+    """A random decoder whose sinks take a good share."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES, **({} if kind == "granite_swa" else EXPERTS))
+    config._experts_implementation = "eager"  # takes float64
+    decoder = AutoModelForCausalLM.from_config(config).eval().to(dtype).get_decoder()
+    sinks = [p for name, p in decoder.named_parameters() if name.endswith("sinks")]
+    assert len(sinks) == 2
+    for one in sinks:
+        torch.nn.init.normal_(one, 1.0)
+    return decoder
+
+
+def states_and_gradients(
+    decoder: Any, ids: Tensor, mask: Tensor | None, ours: bool
+) -> list[Tensor]:
+    decoder.zero_grad(set_to_none=True)
+    with sinks_as_keys(decoder.config) if ours else nullcontext():
+        states = decoder(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        if mask is not None:
+            states = states[mask.bool()]
+        states.tanh().pow(3).sum().backward()
+    gradients = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
+    assert sum(float(one.abs().max()) > 0 for n, one in gradients.items() if "sinks" in n) == 2
+    return [states.detach(), *gradients.values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("gpt_oss", torch.float64, 1e-11),
+        ("gpt_oss", torch.float32, 1e-5),
+        # Their eager attention computes its softmax in float32 always.
+        ("granite_swa", torch.float32, 1e-5),
+        ("granitemoe_swa", torch.float32, 1e-5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 37, 48])  # the window is 8
+def test_states_and_gradients_are_those_of_eager_attention(
+    kind: str, tokens: int, padded: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    decoder = decoder_of(kind, dtype)
+    ids = torch.randint(0, 64, (3, tokens))
+    mask = torch.ones_like(ids)
+    mask[1, : tokens // 3] = 0
+    pairs = [states_and_gradients(decoder, ids, mask if padded else None, o) for o in (True, False)]
+    for ours, theirs in zip(*pairs, strict=True):
+        close = tolerance * float(theirs.abs().max().clamp(min=1))
+        torch.testing.assert_close(ours, theirs, atol=close, rtol=tolerance)
+    assert decoder.config._attn_implementation == "eager"
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._take, out)
+        return out
+
+    def _take(self, tensor: Tensor) -> None:
+        self.numbers = max(self.numbers, tensor.numel())
+
+
+def test_no_tensor_grows_with_the_square_of_the_text() -> None:
+    decoder = decoder_of("gpt_oss", torch.float32)
+    sizes = {}
+    for ours in (True, False):
+        for tokens in (256, 512):
+            ids = torch.zeros(1, tokens, dtype=torch.int64)
+            with Largest() as largest:
+                states_and_gradients(decoder, ids, None, ours)
+            sizes[ours, tokens] = largest.numbers
+    assert sizes[True, 512] <= 2 * sizes[True, 256]
+    assert sizes[False, 512] >= 512 * 512 > sizes[True, 512]
+
+
+def test_other_threads_go_the_ordinary_way_meanwhile() -> None:
+    decoder = decoder_of("gpt_oss", torch.float64)
+    ids = torch.randint(0, 64, (2, 20))
+    with torch.no_grad():
+        wanted = decoder(ids, use_cache=False).last_hidden_state
+        made = {}
+
+        def wait(*_: object) -> None:
+            inside.set()
+            left.wait(10)
+
+        def run() -> None:
+            # Begun in the block, and so with its masks, but ended after it.
+            hook = decoder.layers[1].register_forward_pre_hook(wait)
+            with torch.no_grad():
+                made["states"] = decoder(ids, use_cache=False).last_hidden_state
+            hook.remove()
+
+        inside, left = threading.Event(), threading.Event()
+        other = threading.Thread(target=run)
+        with sinks_as_keys(decoder.config):
+            other.start()
+            assert inside.wait(10)
+            with sinks_as_keys(decoder.config):  # a block within
+                pass
+            assert decoder.config._attn_implementation != "eager"
+        left.set()
+        other.join()
+    assert decoder.config._attn_implementation == "eager"
+    torch.testing.assert_close(made["states"], wanted, atol=1e-11, rtol=0)
+
+
+def test_bases_without_sinks_and_chosen_kernels_are_left_alone() -> None:
+    for config in (
+        AutoConfig.for_model("qwen2", attn_implementation="eager"),
+        AutoConfig.for_model("gpt_oss", attn_implementation="flash_attention_3"),
+    ):
+        before = config._attn_implementation
+        assert not takes_sinks_as_keys(config)
+        with sinks_as_keys(config):
+            assert config._attn_implementation == before
+        assert config._attn_implementation == before
