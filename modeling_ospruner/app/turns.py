@@ -16,7 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.policy_ospruner import max_positions
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.stopping_ospruner import StopRecord
 
 from .columns import Column, Paragraph, Question
@@ -47,8 +47,8 @@ class LocalSource:
         self.mode = config.default_mode
         self.threshold = config.default_threshold
         self.positions = max_positions(model.base.config)
-        known = vars(config).get("price_range")  # of a policy of every price
-        self.prices: tuple[float, float] | None = None if known is None else (0.0, known[1])
+        known = config.prices  # of a policy of every price
+        self.prices: tuple[float, float] | None = None if known is None else (0.0, known.high)
 
     def ask(self, question: Question) -> Iterator[tuple[Column, Column]]:
         """See `Source.ask`.

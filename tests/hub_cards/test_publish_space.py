@@ -53,11 +53,11 @@ def test_a_space_is_published_in_one_commit(
     assert "/spaces/org/policy" in done.url
     assert policy_repo.head.oid in space.head.files["app.py"].content.decode()
     card = SpaceCard(space.head.files["README.md"].content.decode())
-    assert card.data.sdk == "gradio"
-    assert card.data.app_file == "app.py"
-    assert card.data.models == ["org/policy", "org/base"]
-    assert card.data.suggested_hardware == "a10g-small"
-    assert len(card.data.short_description) <= 60  # the Hub's limit
+    data = card.data.to_dict()
+    assert (data["sdk"], data["app_file"]) == ("gradio", "app.py")
+    assert data["models"] == ["org/policy", "org/base"]
+    assert data["suggested_hardware"] == "a10g-small"
+    assert len(data["short_description"]) <= 60  # the Hub's limit
     requirements = space.head.files["requirements.txt"].content.decode()
     assert all("==" in line and "+" not in line for line in requirements.split())
     assert "gradio" not in requirements  # the card's sdk_version says which

@@ -20,7 +20,7 @@ from .problems import Split
 from .shipped import Reasoner, draw_split
 
 FOLDER = Path("runs/app")
-LENGTH_PENALTY = 1e-3
+PENALTIES = (2e-3, 1e-3, 5e-4)
 TRACES: dict[Split, int] = {"train": 256, "validation": 64}
 
 
@@ -91,7 +91,7 @@ def first_policy(
             )
         labelled[split] = LabelledTraces.from_dataset(rows)
     settings = TrainSettings(
-        length_penalties=(LENGTH_PENALTY,), epochs_per_stage=8, batch_size=32, learning_rate=5e-4,
+        length_penalties=PENALTIES, epochs_per_stage=4, batch_size=16, learning_rate=5e-4,
         head_learning_rate=3e-3, final_learning_rate_share=0.1, seed=seed,
     )  # fmt: skip
     with PhaseBars(console, "train") as bars:
