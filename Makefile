@@ -48,7 +48,8 @@ test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environmen
 		$(BIN)/pytest -rs tests/engines/test_sglang.py $(ARGS)
 
 docs: $(READY) ## these pages as a site, in site/, with search and the API; no network
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python docs/site.py  # llms.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 gpu: $(READY) ## what one GPU shows in ten minutes (install vLLM first: pip install -e ".[vllm]")
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

@@ -79,8 +79,9 @@ def llms_text() -> str:
     for name in dict.fromkeys(re.findall(r"\]\((docs/[\w-]+\.md)", readme)):
         text = (REPO / name).read_text(encoding="utf-8")
         title = text.partition("\n")[0].removeprefix("# ")
-        first = " ".join(text.split("\n\n")[1].split())
-        sentence = re.split(r"(?<=[.:]) ", LINK.sub(r"\2", first))[0]
+        prose = next(one for one in text.split("\n\n") if re.match(r"[A-Z`]", one))
+        first = " ".join(LINK.sub(r"\2", prose).split())
+        sentence = re.split(r"(?<=\.) (?=[A-Z])", first)[0].rstrip(":")
         lines.append(f"- [{title}]({name}): {sentence}")
     return "\n".join([*lines, ""])
 
@@ -91,7 +92,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     front = (REPO / "README.md").read_text(encoding="utf-8")
     made = {"index.md": outside(front, "README.md", config.repo_url or ""), "api.md": api_page()}
-    made["llms.txt"] = llms_text()
+    made["llms.txt"] = llms_text().replace("](docs/", "](").replace(".md)", "/)")
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files
@@ -102,3 +103,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri in ("index.md", "api.md"):
         return markdown
     return outside(markdown, f"docs/{page.file.src_uri}", config.repo_url or "")
+
+
+if __name__ == "__main__":
+    (REPO / "llms.txt").write_text(llms_text(), encoding="utf-8")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.stopping_ospruner import StopRecord
 
 from .columns import Column, Paragraph, Question
