@@ -103,13 +103,23 @@ def test_columns_grow_side_by_side(source: LocalSource, monkeypatch: pytest.Monk
     assert max(abs(a.tokens - b.tokens) for a, b in between) <= 2
 
 
-def test_closing_ends_both(source: LocalSource) -> None:
+def test_closing_ends_both(
+    source: LocalSource, model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modeling_ospruner.app.turns._FRAME_SECONDS", 0.0)
+    forwards: list[None] = []
+    handle = model.base.register_forward_hook(lambda *_: forwards.append(None))
     before = threading.active_count()
-    frames = source.ask(asked({"mode": "threshold", "threshold": 1.0}, max_tokens=900))
+    never = asked({"mode": "threshold", "threshold": 1.0}, max_tokens=900)
+    frames = source.ask(never)
     next(frames)
     assert threading.active_count() == before + 2
     frames.close()  # type: ignore[attr-defined]  # a generator's
     assert threading.active_count() == before
+    closed = len(forwards)
+    list(source.ask(never))
+    handle.remove()
+    assert closed < (len(forwards) - closed) / 2, "they did not run to their ends"
 
 
 def test_a_question_that_does_not_fit_says_what_to_do(source: LocalSource) -> None:
