@@ -24,6 +24,7 @@ FLOORS = {
     "modeling_ospruner.engines": 2,
     "modeling_ospruner.vllm_plugin": 2,
     "ospruner.hub_cards": 2,
+    "modeling_ospruner.app": 3,
     "modeling_ospruner.doctor": 3,
     "ospruner.eval.grading": 3,
     "ospruner.eval.problems": 4,

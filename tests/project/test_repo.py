@@ -70,9 +70,24 @@ def test_every_pin_is_exact_and_of_no_one_build(pins: dict[str, str]) -> None:
 
 def test_every_dependency_is_pinned(project: dict[str, Any], pins: dict[str, str]) -> None:
     extras = project["project"]["optional-dependencies"]
-    wanted = project["project"]["dependencies"] + extras["test"] + extras["dev"]
+    wanted = project["project"]["dependencies"] + extras["test"] + extras["docs"] + extras["dev"]
     names = {normalised(re.match(r"[\w.-]+", spec)[0]) for spec in wanted}  # type: ignore[index]
     assert names - set(pins) - {"ospruner"} == set()
+
+
+def test_the_page_is_pinned_in_an_environment_of_its_own(
+    repo_dir: Path, project: dict[str, Any], pins: dict[str, str]
+) -> None:
+    """Of what constraints.txt pins, `make test-app` exchanges pillow alone."""
+    lines = (repo_dir / "constraints-app.txt").read_text(encoding="utf-8").splitlines()
+    own = {normalised(one.split("==")[0]): one for one in lines if not one.startswith("#")}
+    assert set(own) & set(pins) == {"pillow"}
+    makefile = (repo_dir / "Makefile").read_text(encoding="utf-8")
+    assert "grep -v '^pillow==' constraints.txt" in makefile
+    (spec,) = [one for one in project["project"]["optional-dependencies"]["app"] if "gradio" in one]
+    version = own["gradio"].removeprefix("gradio==")
+    assert spec == f"gradio>={version.rpartition('.')[0]},<7"
+    assert f'_GRADIO = "{version}"' in (repo_dir / "hub_cards/spaces.py").read_text()
 
 
 def test_readme_names_only_real_make_targets(repo_dir: Path) -> None:
@@ -91,7 +106,7 @@ def bare_copy(repo_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "lint", "format"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "lint", "format", "docs"])
 def test_targets_make_their_environment(bare_copy: Path, target: str) -> None:
     plan = make("-n", target, cwd=bare_copy)
     created, installed = plan.index("-m venv .venv"), plan.index("-c constraints.txt -e")
