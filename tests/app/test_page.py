@@ -1,4 +1,4 @@
-"""The page in a real browser; needs Gradio (`make test-app`) and chromium."""
+"""The page in a real browser; needs chromium."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Gone:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    pytest.importorskip("gradio", reason="Gradio is not installed: make test-app")
+    pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'ospruner[app]'")
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("no chromium here: apt-get install chromium chromium-driver")
     with Browser(CHROMIUM, DRIVER) as opened:
