@@ -140,7 +140,9 @@ def contradictions() -> Iterator[Case]:
     for key in ALL_KEYS:
         beside = request({}, **{key: 1})
         yield Case("keys beside vllm_xargs", beside, (f"['{key}']", "within 'vllm_xargs'"))
-        extra = {key: next(value for value in ("x", "free", "sample", 1, 0) if is_allowed(key, value))}
+        extra = {
+            key: next(value for value in ("x", "free", "sample", 1, 0) if is_allowed(key, value))
+        }
         extra = {"stop_seed": 1} | extra
         says = ("use_beam_search is True", f"'{key}'", "leave one of them out")
         yield Case("keys in a beam search", request(extra, use_beam_search=True), says)
