@@ -92,7 +92,9 @@ EngineArgs = Annotated[
 StepStride = Annotated[
     int, typer.Option(help="Label every k-th step; policies trained on them decide there alone.")
 ]
-Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
+Chunk = Annotated[
+    int, typer.Option(help="Traces begun and not yet written; a kill loses at most these.")
+]
 RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="Try the traces again that an error ended.")
 ]

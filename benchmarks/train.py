@@ -35,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.policy_ospruner import price_logits
+from modeling_ospruner.configuration_ospruner import price_logits
 from ospruner.eval.table import IntArray
 from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.run import new_optimizer

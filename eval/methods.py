@@ -131,14 +131,20 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
             `ospruner train --multi`. Alone, OS-Pruner decides as its configuration says, and a
             baseline at each of the paper's thresholds. Several policies of one method and
             parameter are its training seeds.
-        prices: at which policies of every price stop, () for 31 of their range; None for their
-            default. A policy of one lambda may be given its own alone.
+        prices: at which policies of every price stop; None for their default. A policy of one
+            lambda may be given its own alone. () is for 31 prices of their range, beside which
+            policies of one lambda stand at their own.
 
     Raises:
         ValueError: no policy there, a bad threshold, a price that a policy does not know, the same
             use twice, or two of one method and parameter that were not built alike.
     """
     uses = [use for spec in specs for use in _parse(spec, prices)]
+    if prices == () and all(use.config.prices is None for use in uses):
+        raise ValueError(
+            f"none of {list(specs)} is a policy of every price (ospruner train --head price), and "
+            "no other has a frontier of its own: leave --length-penalty out"
+        )
     seen = set()
     kinds: dict[tuple[str, float | None], PolicyUse] = {}
     for use in uses:
@@ -192,13 +198,8 @@ def _prices(
     """The prices that a policy is told; [None] for its own."""
     if prices is None or config.method != "os-pruner":
         return [None]
-    if not prices and config.prices is None:
-        raise ValueError(
-            f"{folder} was trained for the length penalty {config.length_penalty:g} alone, and has "
-            "no frontier of its own: leave --length-penalty out"
-        )
-    if not prices and config.prices is not None:
-        return config.prices.grid()
+    if not prices:
+        return [None] if config.prices is None else config.prices.grid()
     return [asked_price(folder, config, price) for price in prices]
 
 

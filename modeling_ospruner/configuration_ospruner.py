@@ -1,7 +1,8 @@
 """The configuration of a stopping policy: which base it stops, how it was made, how it is used.
 
-Beside it the checks of settings that all files share: their errors name the field, what was given,
-and what is allowed.
+Beside it the prices of a token that one policy may know, what a base's configuration says of its
+positions, and the checks of settings that all files share: their errors name the field, what was
+given, and what is allowed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 
@@ -123,6 +126,37 @@ class PriceRange:
 
 PRICE_RAMPS = 5
 """Rises of a price head's logit along the prices; with its first value it has one output more."""
+
+
+def price_logits(outputs: Tensor, places: Tensor) -> Tensor:
+    """A price head's stop logits: b + sum_j softplus(d_j) clamp(p - j, 0, 1); they rise with p.
+
+    Args:
+        outputs: (..., 6), b and d_0 to d_4 of the head.
+        places: p of prices (`PriceRange.place`), of a shape that broadcasts with (...).
+
+    Returns:
+        (...) as broadcast.
+    """
+    starts = torch.arange(PRICE_RAMPS, device=outputs.device)
+    ramps = (places[..., None] - starts).clamp(0, 1)
+    return outputs[..., 0] + (F.softplus(outputs[..., 1:]) * ramps).sum(-1)
+
+
+def price_places(outputs: Tensor) -> Tensor:
+    """Where a price head's logit is 0, the place p of the price of indifference.
+
+    Args:
+        outputs: (..., 6) of the head.
+
+    Returns:
+        (...) in [0, 5]; 0 where the policy stops even for nothing, inf where it stops at no price.
+    """
+    wanted, rises = -outputs[..., :1], F.softplus(outputs[..., 1:])
+    below = rises.cumsum(-1) - rises  # of the ramps before
+    parts = ((wanted - below) / rises.clamp(min=1e-30)).clamp(0, 1)
+    beyond = wanted[..., 0] > rises.sum(-1)
+    return parts.sum(-1).masked_fill(beyond, torch.inf)
 
 
 class OSPrunerConfig(PreTrainedConfig):

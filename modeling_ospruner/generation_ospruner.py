@@ -35,9 +35,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from .configuration_ospruner import check_length, max_positions
+from .configuration_ospruner import check_length, max_positions, price_places
 from .formats_ospruner import TokenFormat, guess
-from .policy_ospruner import StoppingPolicy, decoder_layers, hidden_entering, price_places
+from .policy_ospruner import StoppingPolicy, decoder_layers, hidden_entering
 from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers
 from .stopping_ospruner import (
     Phase,

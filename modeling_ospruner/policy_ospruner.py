@@ -20,12 +20,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from .configuration_ospruner import PRICE_RAMPS, PriceRange, position_switch, rotary_settings
+from .configuration_ospruner import (
+    PRICE_RAMPS,
+    PriceRange,
+    position_switch,
+    price_logits,
+    rotary_settings,
+)
 
 _INSTEAD = (
     "A base is a decoder-only language model of transformers whose layers can be run on their own, "
@@ -288,37 +293,6 @@ def is_adapter(name: str) -> bool:
 INIT_BIAS = {"fixed": -2.0, "price": -2.5}
 """The heads' first bias; that of "price" is the logit at the price 0."""
 _INIT_RISE = 0.6  # of a price head's logit from one place to the next
-
-
-def price_logits(outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """A price head's stop logits: b + sum_j softplus(d_j) clamp(p - j, 0, 1); they rise with p.
-
-    Args:
-        outputs: (..., 6), b and d_0 to d_4 of the head.
-        places: p of prices (`PriceRange.place`), of a shape that broadcasts with (...).
-
-    Returns:
-        (...) as broadcast.
-    """
-    starts = torch.arange(PRICE_RAMPS, device=outputs.device)
-    ramps = (places[..., None] - starts).clamp(0, 1)
-    return outputs[..., 0] + (F.softplus(outputs[..., 1:]) * ramps).sum(-1)
-
-
-def price_places(outputs: torch.Tensor) -> torch.Tensor:
-    """Where a price head's logit is 0, the place p of the price of indifference.
-
-    Args:
-        outputs: (..., 6) of the head.
-
-    Returns:
-        (...) in [0, 5]; 0 where the policy stops even for nothing, inf where it stops at no price.
-    """
-    wanted, rises = -outputs[..., :1], F.softplus(outputs[..., 1:])
-    below = rises.cumsum(-1) - rises  # of the ramps before
-    parts = ((wanted - below) / rises.clamp(min=1e-30)).clamp(0, 1)
-    beyond = wanted[..., 0] > rises.sum(-1)
-    return parts.sum(-1).masked_fill(beyond, torch.inf)
 
 
 class StoppingPolicy(nn.Module):

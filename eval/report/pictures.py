@@ -17,7 +17,7 @@ from modeling_ospruner.common.durable import read_checked_line
 from modeling_ospruner.common.results_file import Estimate, Result
 from modeling_ospruner.common.text import penalty_name
 
-from ..methods import FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
+from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
 from ..metrics import bootstrap_interval
 from ..online.evaluation import Evaluation
 from ..table import FloatArray
@@ -127,7 +127,7 @@ def draw_pareto(
 
     Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
     ORACLE (a star) have looks of their own, and those of LIMIT are hollow; any other method gets
-    a colour and a marker.
+    a colour and a marker, and EVERY_PRICE is joined, too.
     A legend and `label_points` are the caller's, as several panels may share them.
 
     Args:
@@ -163,8 +163,10 @@ def draw_pareto(
         else:
             colour, marker = styles[method]
             fill, edge = ("white", colour) if method.startswith(LIMIT) else (colour, "white")
+            joined = method == EVERY_PRICE  # a frontier, too
             axes.plot(
-                x, y, ls="none", marker=marker, color=colour, ms=5.5, label=method, zorder=3,
+                x, y, ls="-" if joined else "none", lw=1.4, marker=marker, color=colour,
+                ms=4.0 if joined else 5.5, label=method, zorder=3,
                 mfc=fill, mec=edge, mew=0.7,
             )  # fmt: skip
     if chosen is not None:

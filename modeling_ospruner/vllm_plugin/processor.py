@@ -23,9 +23,8 @@ from vllm.logger import init_logger
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, price_logits, price_places
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from modeling_ospruner.policy_ospruner import price_logits, price_places
 from modeling_ospruner.rules_ospruner import TrialAnswer, mix64, uniform
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow, shape_scores
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
-from modeling_ospruner.configuration_ospruner import PriceRange
-from modeling_ospruner.policy_ospruner import StoppingPolicy, price_logits, price_places
+from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.train.toy.shipped import Reasoner, draw_split

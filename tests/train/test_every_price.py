@@ -308,8 +308,11 @@ def test_prices_that_a_policy_does_not_know_are_refused(trained: Path) -> None:
         parse_policies([price], [1e-4, 5.0])
     with pytest.raises(ValueError, match=r"trained for 0.001 alone \(head 'fixed'\): leave it out"):
         parse_policies([price, str(fixed)], [1e-4])
-    with pytest.raises(ValueError, match="0.001 alone, and has no frontier of its own"):
-        parse_policies([str(fixed)], [])
+    with pytest.raises(ValueError, match="is a policy of every price .* no other has a frontier"):
+        parse_policies([str(fixed)], ())
+    both = parse_policies([price, str(fixed)], ())
+    assert [use.parameter for use in both if use.path == str(fixed)] == [1e-3]
+    assert len(both) == 32
     assert [use.parameter for use in parse_policies([price, str(fixed)], [1e-3])] == [1e-3, 1e-3]
     assert len(parse_policies([f"{price}@.5,.9"], [1e-4, 1e-3])) == 4
     with pytest.raises(ValueError, match="two policies are OS-Pruner, one policy with parameter"):

@@ -20,8 +20,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import price_logits, price_places
 from modeling_ospruner.formats_ospruner import BREAK, HARMONY, VISIBLE
-from modeling_ospruner.policy_ospruner import price_logits, price_places
 from modeling_ospruner.vllm_plugin.model import (
     STOP_HEAD,
     StopHead,
