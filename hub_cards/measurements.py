@@ -1,17 +1,37 @@
-"""Results (`results.json`) as a card shows them: a table for people, an index for the Hub."""
+"""Results (`results.json`) as a table for people, a card's index, and the Hub's own results."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import EvalResult
+import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
+from huggingface_hub import (
+    EvalResult,
+    EvalResultEntry,
+    HfApi,
+    eval_result_entries_to_yaml,
+    hf_hub_download,
+)
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from modeling_ospruner.common.results_file import Results
+from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.common.text import markdown_table
 
-__all__ = ["eval_results", "model_index_yaml", "results_caption", "results_markdown"]
+EVAL_RESULTS_FOLDER = ".eval_results"
+"""Where the Hub looks for results that it shows and ranks by itself."""
+
+__all__ = [
+    "EVAL_RESULTS_FOLDER",
+    "eval_results",
+    "model_index_yaml",
+    "results_caption",
+    "results_markdown",
+    "write_eval_results",
+]
 
 
 def results_caption(results: Results) -> str:
@@ -81,8 +101,6 @@ def model_index_yaml(results: Results, rows: Iterable[int]) -> str:
         results: where the numbers are.
         rows: the places of the rules.
     """
-    import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
-
     index = [
         entry
         for row in rows
@@ -92,3 +110,94 @@ def model_index_yaml(results: Results, rows: Iterable[int]) -> str:
     ]
     text: str = yaml.safe_dump({"model-index": index}, sort_keys=False, allow_unicode=True)
     return text
+
+
+def write_eval_results(folder: Path, benchmark: str, repo_id: str, api: HfApi) -> Path:
+    """Writes the chosen policy's accuracy as the Hub reads it: `.eval_results/NAME.yaml`.
+
+    The Hub shows it on the model's page and on the leaderboard of the benchmark's data set
+    (https://huggingface.co/docs/hub/eval-results). Only the publisher knows which data set that
+    is; its own `eval.yaml` says which tasks it ranks.
+
+    Args:
+        folder: Holds `results.json`.
+        benchmark: The data set on the Hub, `org/name`, or `org/name:task` where it has several.
+        repo_id: The policy's repository, whose `results.json` is named as the source.
+        api: The Hub.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: There are no results of a chosen policy, or the data set is not on the Hub, is
+            no benchmark, or has no such task.
+    """
+    path = folder / RESULTS_FILE
+    results = Results.read(path) if path.is_file() else None
+    if results is None or results.chosen is None:
+        raise ValueError(
+            f"benchmark={benchmark!r}, but the policy's folder has no {RESULTS_FILE} that names "
+            "the policy: evaluate it and put the file there, or leave --benchmark out"
+        )
+    dataset, _, task = benchmark.partition(":")
+    tasks, revision = _benchmark_tasks(dataset, api)
+    if not task and len(tasks) == 1:
+        task = tasks[0]
+    if task not in tasks:
+        raise ValueError(
+            f"benchmark={benchmark!r}: the tasks of {dataset} are {tasks}; name one of them, as "
+            f"in {dataset}:{tasks[0]}"
+        )
+    one = results.results[results.chosen]
+    entry = EvalResultEntry(
+        dataset_id=dataset,
+        task_id=task,
+        value=round(100 * one.accuracy.value, 4),
+        dataset_revision=revision,
+        source_url=f"{api.endpoint}/{repo_id}/blob/main/{RESULTS_FILE}",
+        source_name=RESULTS_FILE,
+        notes=(
+            f"Pass@1 in %, 95 % interval by problem {one.accuracy.text(100, 1)}; stopped by "
+            f"{one.name} after {one.tokens.value:.0f} thinking tokens in the mean "
+            f"({100 * one.reduction.value:.1f} % saved); {results.setting}; measured on "
+            f"{results.dataset}"
+        ),
+    )
+    name = re.sub(r"[^\w.-]+", "-", f"{dataset} {task}".strip())
+    written = folder / EVAL_RESULTS_FOLDER / f"{name}.yaml"
+    written.parent.mkdir(exist_ok=True)
+    content = eval_result_entries_to_yaml([entry])
+    written.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), "utf-8")
+    return written
+
+
+def _benchmark_tasks(dataset: str, api: HfApi) -> tuple[list[str], str]:
+    """The tasks that a benchmark's `eval.yaml` defines, and the data set's commit.
+
+    Raises:
+        ValueError: the data set is not there, or is no benchmark.
+    """
+    try:
+        revision = str(api.dataset_info(dataset).sha)
+        path = hf_hub_download(
+            dataset,
+            "eval.yaml",
+            repo_type="dataset",
+            revision=revision,
+            endpoint=api.endpoint,
+            token=api.token,
+        )
+        content: Any = yaml.safe_load(Path(path).read_text("utf-8"))
+        tasks = [str(task["id"]) for task in content["tasks"]]
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"benchmark={dataset!r} is no data set on the Hub, or not visible with your token"
+        ) from error
+    except (EntryNotFoundError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{dataset} is no benchmark: it has no eval.yaml with tasks, and the Hub would show "
+            "no result for it; leave --benchmark out (the card holds the numbers all the same)"
+        ) from error
+    if not tasks:
+        raise ValueError(f"{dataset} is no benchmark: its eval.yaml has no tasks")
+    return tasks, revision

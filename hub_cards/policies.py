@@ -13,6 +13,7 @@ from huggingface_hub import HfApi
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.text import penalty_name
 
+from .measurements import write_eval_results
 from .names import check_repo_id, collection_title, policy_name
 from .probes import PROBES_FILE, largest_difference, load_policy, probe
 from .publish import (
@@ -50,6 +51,8 @@ class PolicyRelease:
         base_revision: Its commit, branch or tag; resolved to a commit.
         license: In the Hub's spelling; None inherits the base's.
         datasets: Ids of the labels on the Hub.
+        benchmark: The data set on the Hub whose leaderboard shall show the results, `org/name` or
+            `org/name:task`; None for none.
     """
 
     repo: str
@@ -57,6 +60,7 @@ class PolicyRelease:
     base_revision: str | None = None
     license: str | None = None
     datasets: Sequence[str] = ()
+    benchmark: str | None = None
 
 
 def stage_policy(
@@ -80,7 +84,7 @@ def stage_policy(
 
     Raises:
         ValueError: If the folder holds no policy, its base is not pinned or not on the Hub, a file
-            is a link or holds an access token, or `out` is not empty.
+            is a link or holds an access token, `out` is not empty, or as `write_eval_results`.
     """
     config = read_policy_config(folder)
     base, remarks = find_base(config, release.base, release.base_revision, api)
@@ -97,6 +101,8 @@ def stage_policy(
     write_code(out)
     pin_base(out, base)
     scrub_results(out)
+    if release.benchmark is not None:
+        write_eval_results(out, release.benchmark, repo_id, api)
     _write_probes(out, repo_id, api, load)
     write_record(folder, out, base, code=True)
     write_policy_card(out, name=repo_id, license=license, datasets=release.datasets)

@@ -27,7 +27,7 @@ from .facts import PROVENANCE_FILE, file_hash, read_provenance
 from .render import License, is_hub_id
 from .staging import Base, Staged
 
-Kind = Literal["model", "dataset"]
+Kind = Literal["model", "dataset", "space"]
 
 __all__ = [
     "Kind",
@@ -81,7 +81,12 @@ def publish_folder(
     """
     head: str | None = None
     try:
-        url = str(api.create_repo(repo_id, repo_type=kind, private=private or None, exist_ok=True))
+        sdk = "gradio" if kind == "space" else None
+        url = str(
+            api.create_repo(
+                repo_id, repo_type=kind, private=private or None, exist_ok=True, space_sdk=sdk
+            )
+        )
         info = api.repo_info(repo_id, repo_type=kind)
         head = info.sha
         if private and not info.private:

@@ -25,6 +25,7 @@ from .measurements import eval_results, results_caption, results_markdown
 CARD_FILE = "README.md"
 PICTURE_FILE = "pareto.png"
 TEMPLATE = Path(__file__).with_name("policy_card.md")
+EXAMPLE = "What is 17 * 23?"  # of the snippet, and of the Hub's widget
 TAGS = ("ospruner", "reasoning", "chain-of-thought", "early-exit")
 NEEDED_CONFIG = (
     "base_model_name_or_path",
@@ -113,7 +114,7 @@ def policy_card(
     layers = config["num_policy_layers"]
     # As in labelling: the instruction is a paragraph of its own after the problem.
     instruction = config["reasoning_format"]["user_instruction"]
-    appended = json.dumps(f"\n\n{instruction}", ensure_ascii=False)
+    appended = f"\n\n{instruction}" if instruction else ""
     data = ModelCardData(
         license=license.id if license else None,
         license_name=license.name if license else None,
@@ -126,6 +127,7 @@ def policy_card(
         datasets=list(datasets) or None,
         model_name=name.rpartition("/")[2] if index else None,
         eval_results=index,
+        widget=[{"messages": [{"role": "user", "content": f"{EXAMPLE}{appended}"}]}],
     )
     return ModelCard.from_template(
         data,
@@ -135,7 +137,8 @@ def policy_card(
         base_on_hub=on_hub,
         policy_parts=f"a tail of {layers} layers and a linear head" if layers else "a linear head",
         method=METHODS[config["method"]],
-        content=f"problem + {appended}" if instruction else "problem",
+        example=EXAMPLE,
+        content=f"problem + {json.dumps(appended, ensure_ascii=False)}" if appended else "problem",
         config=config,
         command=without_paths(record.command),
         provenance=record,

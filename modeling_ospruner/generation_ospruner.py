@@ -48,6 +48,8 @@ from .stopping_ospruner import (
     shape_scores,
 )
 
+OnStep = Callable[[int, StopRecord], None]
+
 _HINT = "or pass stop_policy=False"
 
 # Arguments of generate, and why they cannot be combined with a stop policy.
@@ -439,6 +441,7 @@ class StopHook(LogitsProcessor):
         capture: gives the learned policy's probabilities; for a rule that asks for them.
         trials: gives trial answers; for a rule that asks for them.
         decode: from token ids to text; for a rule that asks for texts.
+        on_step: told of each decision, see `generate_pruned`.
     """
 
     def __init__(
@@ -450,12 +453,14 @@ class StopHook(LogitsProcessor):
         capture: Capture | None = None,
         trials: TrialAnswers | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self.plan = RowPlan(settings, rule, token_format, eos_ids)
         self.rows: list[StopRow] = []
         self._capture = capture
         self._trials = trials
         self._decode = decode
+        self._on_step = on_step
         self._warned = False
         self._released = False
 
@@ -501,6 +506,8 @@ class StopHook(LogitsProcessor):
         )
         if row.record.nan_steps:
             self._warn_of_nan()
+        if self._on_step is not None:
+            self._on_step(i, row.record)
 
     def _probability(self, i: int) -> float:
         """The learned policy's for one row."""
@@ -614,6 +621,7 @@ def generate_pruned(
     settings: StopPolicyConfig,
     inputs: torch.Tensor | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    on_step: OnStep | None = None,
     **kwargs: Any,
 ) -> tuple[Any, list[StopRecord]]:
     """`base.generate` with the hook in it.
@@ -629,6 +637,8 @@ def generate_pruned(
         settings: with a rule, or with mode, threshold and price filled in.
         inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
         tokenizer: the base's, for rules that read texts, and for `stop_strings`.
+        on_step: called with a row and its record after each decision, in generate's thread. The
+            record is the live one: copy what shall not change.
         kwargs: generate's own arguments.
 
     Returns:
@@ -681,7 +691,7 @@ def generate_pruned(
             ends = eos_ids.union(token_format.answer_end_ids)
             trials = TrialAnswers(base, token_format, ends, masked, decode)
             stack.enter_context(trials)
-        hook = StopHook(settings, rule, token_format, eos_ids, capture, trials, decode)
+        hook = StopHook(settings, rule, token_format, eos_ids, capture, trials, decode, on_step)
         # The class's own generate: an instance's may be a policy's `custom_generate`.
         output = type(base).generate(
             base,

@@ -641,7 +641,8 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             stop_policy: True for the learned policy, `StopPolicyConfig` (also as a dict), or
                 another `StopRule`; False for plain generate. None takes what the generation
                 config (the one given, else the model's) holds as `stop_policy`; False without.
-            kwargs: generate's own arguments.
+            kwargs: generate's own arguments; and, with a stop policy, `on_step`, a function that is
+                called with a row and its live `StopRecord` after each decision.
 
         Returns:
             What generate returns. `last_stop` holds one `StopRecord` a row; an output object

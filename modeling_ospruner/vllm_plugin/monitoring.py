@@ -65,6 +65,7 @@ class StopRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keeps what the routes ask."""
         state.ospruner_engine = engine_client
+        state.ospruner_config = engine_client.model_config.hf_config
         state.ospruner_defaults = StopRequest(
             (args.additional_config or {}).get(DEFAULTS), server=True
         )
@@ -75,7 +76,9 @@ async def _checked_body(request: Request) -> None:
     state = request.app.state
     try:
         body = await request.json()  # which is parsed once: FastAPI asks the same object
-        check_body(body, state.ospruner_defaults, state.ospruner_parses_calls)
+        check_body(
+            body, state.ospruner_defaults, state.ospruner_config, state.ospruner_parses_calls
+        )
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
 

@@ -26,7 +26,14 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, price_logits, price_places
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.rules_ospruner import TrialAnswer, mix64, uniform
-from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow, shape_scores
+from modeling_ospruner.stopping_ospruner import (
+    Phase,
+    RowPlan,
+    StopRecord,
+    StopRow,
+    asked_price,
+    shape_scores,
+)
 
 from .model import STOP_HEAD, StopHead
 from .monitoring import count
@@ -222,6 +229,11 @@ class StopProcessor(LogitsProcessor):
         budget = params.thinking_token_budget is not None
         if settings is None or prompt_ids is None or structured or budget:
             return None
+        try:
+            price = asked_price("extra_args", self._config, settings.length_penalty)
+        except ValueError as error:  # over HTTP it was a 400; here an error would end the engine
+            logger.error("a request goes on without the policy: %s", error)
+            return None
         self._seen += 1
         control = uniform(self._seed, self._seen, -1) < self._defaults.control
         if control:
@@ -239,9 +251,6 @@ class StopProcessor(LogitsProcessor):
         end_id = self._eos_id
         if params.ignore_eos and params.stop_token_ids:  # what still ends it
             end_id = params.stop_token_ids[0]
-        price = self._config.length_penalty
-        if settings.length_penalty is not None:
-            price = settings.length_penalty
         request = _Request(row, params, len(prompt_ids), output, end_id, control, price)
         if asked.name is not None:
             self._records[asked.name] = request.row.record

@@ -32,9 +32,9 @@ ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
 MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
-PRICE = "stop_length_penalty"  # likewise: which prices of a token the policy knows
+PRICE = "stop_length_penalty"
 WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
-OF_SERVERS = (MAX_LOSS, PRICE, WIND_DOWN)
+OF_SERVERS = (MAX_LOSS, WIND_DOWN)
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
@@ -156,17 +156,20 @@ class StopRequest:
         return StopPolicyConfig(**fields)
 
 
-def check_body(body: object, defaults: StopRequest, parses_calls: bool) -> None:
+def check_body(
+    body: object, defaults: StopRequest, config: OSPrunerConfig, parses_calls: bool
+) -> None:
     """Refuses a request over HTTP in which the policy's keys would do nothing, or break a call.
 
     Args:
         body: what was sent, as JSON. All else that is wrong in it is vLLM's to refuse.
         defaults: the server's.
+        config: the policy's.
         parses_calls: whether calls of tools are found in replies.
 
     Raises:
-        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it; or
-            tools are offered where none could be called.
+        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it; the
+            policy does not know the price; or tools are offered where none could be called.
     """
     if not isinstance(body, dict):
         return
@@ -180,6 +183,11 @@ def check_body(body: object, defaults: StopRequest, parses_calls: bool) -> None:
             f"use_beam_search is {shown(body['use_beam_search'])}, and vllm_xargs has {asked}: "
             "beam search does not stop with the policy; leave one of them out"
         )
+    request = StopRequest(extra if isinstance(extra, dict) else None)
+    try:
+        asked_price("stop_policy", config, request.fields.get("length_penalty"))
+    except ValueError as error:
+        raise ValueError(f"vllm_xargs: {_in_keys(str(error))}") from None
     choice = body.get("tool_choice", "auto")
     if not body.get("tools") or choice == "none":
         return
@@ -189,7 +197,7 @@ def check_body(body: object, defaults: StopRequest, parses_calls: bool) -> None:
             "send tool_choice 'none', or the rendered prompt to /v1/completions with stop_answer "
             "'tools', and parse the text"
         )
-    settings = StopRequest(extra if isinstance(extra, dict) else None).settings(defaults)
+    settings = request.settings(defaults)
     # With another choice than "auto" a grammar holds, under which the policy does not stop.
     if choice == "auto" and settings is not None and settings.answer == "forced":
         raise ValueError(

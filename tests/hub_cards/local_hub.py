@@ -27,7 +27,8 @@ from .repositories import LFS_SUFFIXES, Collection, Commit, File, Repo
 
 TOKEN = "hf_" + "LocalHubTestToken" * 2
 CHUNK = 1 << 14
-KINDS = {"models": "model", "datasets": "dataset"}
+KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
+FOLDERS = {"model": "", "dataset": "datasets/", "space": "spaces/"}
 
 
 class HubError(Exception):
@@ -149,8 +150,8 @@ def _application(hub: LocalHub) -> Any:
     _add_accounts(app, hub)
     _add_uploads(app, hub)
     _add_reads(app, hub)
-    for prefix, kind in (("", "model"), ("/datasets", "dataset")):
-        _add_files(app, hub, prefix, kind)
+    for kind, folder in FOLDERS.items():
+        _add_files(app, hub, f"/{folder}".rstrip("/"), kind)
 
     @app.exception_handler(HubError)
     async def refuse(request: Request, error: HubError) -> Response:
@@ -212,7 +213,9 @@ def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
         asked = await request.json()
         kind = asked.get("type") or "model"
         repo_id = f"{asked.get('organization') or 'tester'}/{asked['name']}"
-        url = f"{hub.url}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
+        if kind == "space" and asked.get("sdk") not in ("gradio", "docker", "static"):
+            return JSONResponse({"error": "a Space needs its sdk"}, 400)
+        url = f"{hub.url}/{FOLDERS[kind]}{repo_id}"
         if (kind, repo_id) in hub.repos:
             return JSONResponse({"error": "You already created this repo", "url": url}, 409)
         private = asked.get("visibility") == "private"

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from modeling_ospruner.common.results_file import Results
 from ospruner.hub_cards.facts import provenance
-from ospruner.hub_cards.render import policy_card, write_policy_card
+from ospruner.hub_cards.render import EXAMPLE, policy_card, write_policy_card
 
 from ..made_results import make_result
 
@@ -50,6 +50,9 @@ def save_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
 
 
+ASKED = "\n\nPut it within \\boxed{}."  # the configuration's instruction
+
+
 def test_metadata_is_what_the_hub_reads(policy_dir: Path) -> None:
     path = write_policy_card(policy_dir, name="org/policy", license="mit", results=RESULTS)
     assert path == policy_dir / "README.md"
@@ -60,6 +63,7 @@ def test_metadata_is_what_the_hub_reads(policy_dir: Path) -> None:
         "pipeline_tag": "text-generation",
         "base_model": "org/base-7b",
         "base_model_relation": "adapter",
+        "widget": [{"messages": [{"role": "user", "content": EXAMPLE + ASKED}]}],
     }
     assert "ospruner" in data["tags"]
 

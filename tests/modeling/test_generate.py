@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_ospruner import OSPrunerForCausalLM, uniform
+from ospruner.train.toy.shipped import Reasoner
 
 NEW_TOKENS = 90
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
@@ -341,3 +342,17 @@ def test_draws_are_pinned() -> None:
 
 
 PINNED = 0.13870941014555427
+
+
+def test_on_step_is_told_of_each_decision(reasoner: Reasoner) -> None:
+    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, init_bias=-1.0)
+    inputs = reasoner.tokenizer("Solve 3x+54=102 for x.", return_tensors="pt")
+    told: list[tuple[int, int, float]] = []
+    model.generate(
+        **inputs, stop_policy=True, max_new_tokens=200, num_return_sequences=2, do_sample=True,
+        on_step=lambda i, record: told.append((i, record.step_ends[-1], record.probabilities[-1])),
+    )  # fmt: skip
+    for i, record in enumerate(model.last_stop):
+        steps = list(zip(record.step_ends, record.probabilities, strict=True))
+        assert [(end, p) for row, end, p in told if row == i] == steps
+        assert steps

@@ -115,6 +115,7 @@ def test_a_policys_defaults_change_what_true_means(
 REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
     "stop_mode": ({}, "sample"),
     "stop_threshold": ({}, 0.25),
+    "stop_length_penalty": ({}, 1e-4),
     "stop_seed": ({}, 3),
     "stop_sample_index": ({"stop_seed": 3}, 2),
     "stop_answer": ({}, "tools"),
@@ -141,7 +142,7 @@ def test_every_key_of_a_request_changes_something() -> None:
 def test_keys_that_a_server_or_request_would_not_look_at_are_refused() -> None:
     with pytest.raises(ValueError, match="stop_sample_index is 2 without a stop_seed, and does no"):
         StopRequest({"stop_sample_index": 2})
-    of_servers = {"stop_max_loss": 0.02, "stop_length_penalty": 1e-4, "stop_wind_down": "So:"}
+    of_servers = {"stop_max_loss": 0.02, "stop_wind_down": "So:"}
     for key, value in of_servers.items():
         assert key in OF_SERVERS
         with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 import modeling_ospruner
 
@@ -68,9 +70,24 @@ def test_every_pin_is_exact_and_of_no_one_build(pins: dict[str, str]) -> None:
 
 def test_every_dependency_is_pinned(project: dict[str, Any], pins: dict[str, str]) -> None:
     extras = project["project"]["optional-dependencies"]
-    wanted = project["project"]["dependencies"] + extras["test"] + extras["dev"]
+    wanted = project["project"]["dependencies"] + extras["test"] + extras["docs"] + extras["dev"]
     names = {normalised(re.match(r"[\w.-]+", spec)[0]) for spec in wanted}  # type: ignore[index]
     assert names - set(pins) - {"ospruner"} == set()
+
+
+def test_the_page_is_pinned_in_an_environment_of_its_own(
+    repo_dir: Path, project: dict[str, Any], pins: dict[str, str]
+) -> None:
+    """Of what constraints.txt pins, `make test-app` exchanges pillow alone."""
+    lines = (repo_dir / "constraints-app.txt").read_text(encoding="utf-8").splitlines()
+    own = {normalised(one.split("==")[0]): one for one in lines if not one.startswith("#")}
+    assert set(own) & set(pins) == {"pillow"}
+    makefile = (repo_dir / "Makefile").read_text(encoding="utf-8")
+    assert "grep -v '^pillow==' constraints.txt" in makefile
+    (spec,) = [one for one in project["project"]["optional-dependencies"]["app"] if "gradio" in one]
+    version = own["gradio"].removeprefix("gradio==")
+    assert spec == f"gradio>={version.rpartition('.')[0]},<7"
+    assert f'_GRADIO = "{version}"' in (repo_dir / "hub_cards/spaces.py").read_text()
 
 
 def test_readme_names_only_real_make_targets(repo_dir: Path) -> None:
@@ -89,7 +106,7 @@ def bare_copy(repo_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "lint", "format"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-slow", "lint", "format", "docs"])
 def test_targets_make_their_environment(bare_copy: Path, target: str) -> None:
     plan = make("-n", target, cwd=bare_copy)
     created, installed = plan.index("-m venv .venv"), plan.index("-c constraints.txt -e")
@@ -128,6 +145,21 @@ def test_ci_entry_fails_where_lint_or_tests_fail(
     assert done.stdout.splitlines()[-1] == "closing line"
 
 
+def test_workflow_calls_real_make_targets_on_the_tested_python(repo_dir: Path) -> None:
+    workflow = yaml.safe_load((repo_dir / ".github/workflows/ci.yml").read_text("utf-8"))
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    called = [line for step in steps for line in step.get("run", "").splitlines()]
+    targets = [re.fullmatch(r"make ([a-z-]+)", line) for line in called]
+    assert all(targets), f"only make targets, which one can run at home: {called}"
+    names = {target[1] for target in targets if target}
+    makefile = (repo_dir / "Makefile").read_text("utf-8")
+    assert names <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    entry = (repo_dir / ".ci" / "run").read_text("utf-8")
+    assert names == set(re.findall(r"^make ([a-z-]+)", entry, re.MULTILINE)), ".ci/run and ci.yml"
+    (python,) = {s["with"]["python-version"] for s in steps if "setup-python" in s.get("uses", "")}
+    assert f"PYTHON ?= python{python}" in makefile
+
+
 def test_typings_point_at_the_mapped_packages(repo_dir: Path, project: dict[str, Any]) -> None:
     mapped = project["tool"]["setuptools"]["package-dir"]
     for name, folder in mapped.items():
@@ -138,8 +170,9 @@ def test_typings_point_at_the_mapped_packages(repo_dir: Path, project: dict[str,
 
 
 def test_version_is_the_same_everywhere(repo_dir: Path, project: dict[str, Any]) -> None:
-    version = project["project"]["version"]
-    assert modeling_ospruner.__version__ == version
+    version = modeling_ospruner.__version__
+    assert importlib.metadata.version("ospruner") == version, "install again: pip install -e ."
+    assert "version" not in project["project"], "it stands in configuration_ospruner.py alone"
     changelog = (repo_dir / "CHANGELOG.md").read_text(encoding="utf-8")
     first = re.search(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)
     assert first is not None

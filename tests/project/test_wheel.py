@@ -1,10 +1,13 @@
-"""The wheel holds the tree, no less and nothing under a bare name, and installs that way."""
+"""Wheel and sdist hold the tree, no less and nothing under a bare name, and install that way."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path, PurePosixPath
 
@@ -40,9 +43,12 @@ def run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the tree: building writes into the tree, which other tests read."""
-    out = tmp_path_factory.mktemp("wheel")
+def built(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python -m build` makes of a copy of the tree: the sdist, and the wheel from it.
+
+    Of a copy: building writes into the tree, which other tests read.
+    """
+    out = tmp_path_factory.mktemp("built")
     copy = out / "tree"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", *MODULES):
@@ -50,13 +56,21 @@ def wheel(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # `tests` is copied to see that it stays out.
     for name in (*INSTALLED_AS, "tests"):
         shutil.copytree(repo_dir / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    run(
-        *(sys.executable, "-m", "pip", "wheel", "."),
-        *("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out),
-        cwd=copy,
-    )
-    (built,) = out.glob("*.whl")
-    return built
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, cwd=copy)
+    shutil.rmtree(copy)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def sdist(built: Path) -> Path:
+    (found,) = built.glob("*.tar.gz")
+    return found
 
 
 def files_of(folder: Path) -> set[PurePosixPath]:
@@ -76,6 +90,44 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path, repo_dir: Path) -> 
     shipped = {name for name in names if ".dist-info/" not in name}
     assert expected - shipped == set(), "in the tree, not in the wheel: see pyproject.toml"
     assert shipped - expected == set(), "in the wheel, not in the tree"
+
+
+def test_sdist_holds_every_file_of_the_packages(sdist: Path, repo_dir: Path) -> None:
+    expected = {"pyproject.toml", "README.md", "LICENSE", *MODULES}
+    for folder in INSTALLED_AS:
+        expected |= {f"{folder}/{file}" for file in files_of(repo_dir / folder)}
+    with tarfile.open(sdist) as archive:
+        files = [member.name for member in archive.getmembers() if member.isfile()]
+    held = {name.partition("/")[2] for name in files}
+    own = {name for name in held if name.startswith("ospruner.egg-info/")}
+    assert expected - held == set(), "in the tree, not in the sdist"
+    assert held - own - expected == {"PKG-INFO", "setup.cfg"}, "in the sdist, not in the tree"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_package_does_the_whole_job_in_an_empty_environment(
+    kind: str, repo_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Installs all that it depends on, by pip as it is configured, and runs the demo."""
+    package: Path = request.getfixturevalue(kind)
+    venv.create(tmp_path / "venv", with_pip=True)
+    binaries = tmp_path / "venv" / "bin"
+    cwd = tmp_path / "empty"
+    cwd.mkdir()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pins = repo_dir / "constraints.txt"
+    commands: tuple[list[str | Path], ...] = (
+        [binaries / "pip", "install", "--quiet", "-c", pins, package],
+        [binaries / "ospruner", "demo", "--quick", "--out", cwd / "run"],
+        [binaries / "ospruner", "doctor"],
+    )
+    for command in commands:
+        done = subprocess.run(
+            command, cwd=cwd, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert list((cwd / "run").rglob("results.json"))
 
 
 def test_wheel_names_its_command_license_and_version(wheel: Path) -> None:

@@ -301,13 +301,12 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     extra = {"stop_mode": "threshold", "stop_threshold": 0.5}
     batch = Batch(model, stop_length_penalty=2e-4)
     texts: list[list[int]] = [[], [], []]
+    asked = (2e-4, 1e-3, 1e-2)  # the server's default, and what requests say
     params = [SamplingParams(extra_args=extra | {"stop_id": name}) for name in "abc"]
+    for one, price in zip(params[1:], asked[1:], strict=True):
+        one.extra_args = {**(one.extra_args or {}), "stop_length_penalty": price}
     batch.update([], {i: (params[i], ids, texts[i]) for i in range(3)})
-    asked = (2e-4, 1e-3, 1e-2)  # the server's default, and what requests may be given
-    requests = batch.processor._requests
-    assert requests[0].length_penalty == 2e-4
-    for request, price in zip(requests.values(), asked, strict=True):
-        request.length_penalty = price
+    assert [one.length_penalty for one in batch.processor._requests.values()] == list(asked)
     batch.step()
     for text in texts:
         text.append(end)
@@ -326,6 +325,10 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     for wrong in ({"stop_length_penalty": 0.5}, {"stop_length_penalty": -1}):
         with pytest.raises(ValueError, match="length_penalty"):
             Batch(model, **wrong)
+    # Over HTTP it is refused; an error in the engine would end all requests.
+    beyond = SamplingParams(extra_args=extra | {"stop_length_penalty": 0.5})
+    batch.update([], {3: (beyond, ids, [])})
+    assert 3 not in batch.processor._requests
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
-from modeling_ospruner.vllm_plugin.requests import ID, KEYS, OF_SERVERS, ON, StopRequest
+from modeling_ospruner.vllm_plugin.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 
 from ..conftest import Fuzzed
@@ -99,6 +99,7 @@ def is_allowed(key: str, value: Any) -> bool:
         "stop_mode": value in ("sample", "threshold"),
         "stop_answer": value in ("forced", "free", "tools"),
         "stop_threshold": isinstance(value, int | float) and 0 <= value <= 1,
+        "stop_length_penalty": value == 0 and isinstance(value, int | float),
         "stop_seed": whole,
         "stop_sample_index": whole and value >= 0,
         "min_thinking_tokens": whole and value >= 0,
@@ -116,6 +117,8 @@ def wrong_types() -> Iterator[Case]:
                 number = isinstance(value, float) or type(value) is int
                 given = str(value) if number else shown(value)
                 says = (f"{key} is {given}", "it must ")
+                if key == PRICE and number and 0 <= value < math.inf:
+                    says = (f"{key} is ", "but the policy was trained for 0 alone")
                 yield Case("wrong types", request({"stop_seed": 1} | {key: value}), says)
         for value in OF_OTHER_TYPES:
             if not (isinstance(value, int) and is_allowed(key, value)):
@@ -137,7 +140,7 @@ def contradictions() -> Iterator[Case]:
     for key in ALL_KEYS:
         beside = request({}, **{key: 1})
         yield Case("keys beside vllm_xargs", beside, (f"['{key}']", "within 'vllm_xargs'"))
-        extra = {key: next(value for value in ("x", "free", "sample", 1) if is_allowed(key, value))}
+        extra = {key: next(value for value in ("x", "free", "sample", 1, 0) if is_allowed(key, value))}
         extra = {"stop_seed": 1} | extra
         says = ("use_beam_search is True", f"'{key}'", "leave one of them out")
         yield Case("keys in a beam search", request(extra, use_beam_search=True), says)
@@ -267,6 +270,7 @@ class SmallApp:
         routes.attach_router(app)
         app.router.routes.reverse()  # vLLM lets a plug-in's routes take the place of its own
         self.asked: list[str] = []
+        self.model_config = Namespace(hf_config=OSPrunerConfig())  # of lambda 0 alone
         asyncio.run(routes.init_state(self, app.state, NO_DEFAULTS))
         self.client = TestClient(app, raise_server_exceptions=False)
 
@@ -386,8 +390,8 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
         assert (settings is not None) == bool(on)
         for name, value in asked.fields.items():
             assert settings is None or vars(settings)[name] == value
-        if settings is not None:
-            settings.with_defaults(config)
+        if settings is not None and "length_penalty" not in asked.fields:
+            settings.with_defaults(config)  # of a price that it does not know, an engine is told
     assert 0 < unknown < 100
     fuzzed("random keys", accepted=accepted, refused=refused)
     assert not nameless

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import StopPolicyConfig
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.vllm_plugin.requests import StopRequest, check_body
 
 from ..own_process import run_checks
@@ -125,15 +126,31 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
     ],
 )
 def test_tools_where_a_call_is_possible(body: dict[str, Any], defaults: dict[str, Any]) -> None:
-    check_body(body, StopRequest(defaults, server=True), True)
+    check_body(body, StopRequest(defaults, server=True), OSPrunerConfig(), True)
 
 
 def test_tools_that_could_not_be_called_are_refused() -> None:
-    on = StopRequest({"stop_policy": True}, server=True)
+    on, fixed = StopRequest({"stop_policy": True}, server=True), OSPrunerConfig()
     with pytest.raises(ValueError, match="stop_answer is 'forced', whose box no call fits in"):
-        check_body({"tools": TOOLS}, on, True)
+        check_body({"tools": TOOLS}, on, fixed, True)
     with pytest.raises(ValueError, match="stop_answer 'tools' in vllm_xargs"):
-        check_body({"tools": TOOLS, "vllm_xargs": {"stop_policy": True}}, StopRequest(None), True)
+        check_body(
+            {"tools": TOOLS, "vllm_xargs": {"stop_policy": True}}, StopRequest(None), fixed, True
+        )
     with pytest.raises(ValueError, match="of a GPT-OSS policy's replies calls are not parsed"):
-        check_body({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, on, False)
-    check_body({"tools": TOOLS, "tool_choice": "none"}, on, False)
+        check_body({"tools": TOOLS, "vllm_xargs": {"stop_answer": "tools"}}, on, fixed, False)
+    check_body({"tools": TOOLS, "tool_choice": "none"}, on, fixed, False)
+
+
+def test_a_price_that_the_policy_does_not_know_is_refused() -> None:
+    none = StopRequest(None)
+    every = OSPrunerConfig(head="price", price_range=[5e-5, 1e-2], length_penalty=1e-3)
+    check_body({"vllm_xargs": {"stop_length_penalty": 5e-4}}, none, every, True)
+    with pytest.raises(ValueError, match=r"stop_length_penalty is 0.5, but .* from 0 to 0.01"):
+        check_body({"vllm_xargs": {"stop_length_penalty": 0.5}}, none, every, True)
+    fixed = OSPrunerConfig(length_penalty=1e-3)
+    check_body({"vllm_xargs": {"stop_length_penalty": 1e-3}}, none, fixed, True)
+    with pytest.raises(ValueError, match="stop_length_penalty is 0.0005, but .* for 0.001 alone"):
+        check_body({"vllm_xargs": {"stop_length_penalty": 5e-4}}, none, fixed, True)
+    with pytest.raises(ValueError, match="stop_length_penalty is 'cheap'"):
+        check_body({"vllm_xargs": {"stop_length_penalty": "cheap"}}, none, every, True)

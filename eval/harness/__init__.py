@@ -1,0 +1,1 @@
+"""Policies as models of other people's evaluation harnesses."""

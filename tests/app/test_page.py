@@ -1,0 +1,167 @@
+"""The page in a real browser; needs Gradio (`make test-app`) and chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.app.columns import Column, Question
+from modeling_ospruner.app.page import question_of, running_app
+from modeling_ospruner.app.turns import LocalSource
+from ospruner.train.toy.shipped import SHIPPED, Reasoner
+
+from ..eval.report.browser import Browser
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+QUESTION = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
+
+
+def test_a_question_says_what_is_wrong_with_it() -> None:
+    fields = ("sample", 0.5, "", "", 0.6, "0", 100.0)
+    with pytest.raises(ValueError, match="empty: write one"):
+        question_of("  \n", *fields)
+    with pytest.raises(ValueError, match=r"30,000 characters; 20,000 are allowed: shorten it"):
+        question_of("x" * 30_000, *fields)
+    with pytest.raises(ValueError, match=r"Budget is “1.5”, and no whole number: write one"):
+        question_of("1+4?", "sample", 0.5, "", "1.5", 0.6, "", 100.0)
+    with pytest.raises(ValueError, match=r"λ is “cheap”, and no number.*such as 1e-4"):
+        question_of("1+4?", "sample", 0.5, "cheap", "", 0.6, "", 100.0)
+
+
+def test_knobs_become_settings() -> None:
+    made = question_of(" 1+4? ", "threshold", 0.7, "2e-4", "50", 0.6, "", 100.0)
+    settings = {"mode": "threshold", "threshold": 0.7, "length_penalty": 2e-4}
+    settings["max_thinking_tokens"] = 50
+    assert made == Question("1+4?", settings, 0.6, None, 100)
+    assert question_of("1+4?", "sample", 0.7, "", " ", 0.6, "3", 100.0).stop_policy == {
+        "mode": "sample"
+    }
+
+
+class Gone:
+    """A source whose server went away, of a policy of every price."""
+
+    base = policy = "org/policy"
+    mode = "threshold"
+    threshold = 0.7
+    positions: int | None = 512
+    prices: tuple[float, float] | None = (0.0, 1e-3)
+    seconds_note = ""
+    seeded = False
+
+    def ask(self, question: Question) -> Iterator[tuple[Column, Column]]:
+        raise ConnectionError(f"the server is gone: start it again; {question.stop_policy}")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    pytest.importorskip("gradio", reason="Gradio is not installed: make test-app")
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no chromium here: apt-get install chromium chromium-driver")
+    with Browser(CHROMIUM, DRIVER) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, init_bias=-0.5, base_model_name_or_path=str(SHIPPED)
+    )
+    with running_app(LocalSource(model, "policy", "the embedded reasoner")) as url:
+        yield url
+
+
+def until(what: Callable[[], bool], seconds: float = 20) -> None:
+    """Waits for the page."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "the page did not come to it"
+        time.sleep(0.05)
+
+
+def ready(browser: Browser, url: str) -> None:
+    browser.open(url)
+    until(lambda: browser.run("document.querySelectorAll('#ask, .osp-column').length") == 3)
+
+
+def write(browser: Browser, text: str) -> None:
+    browser.click("#question textarea")
+    browser.press(*text)
+
+
+def keep(browser: Browser, name: str) -> None:
+    """Keeps a screenshot where OSPRUNER_SCREENSHOTS names a folder."""
+    if folder := os.environ.get("OSPRUNER_SCREENSHOTS"):
+        browser.screenshot(Path(folder) / f"{name}.png")
+
+
+@pytest.mark.slow
+def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None:
+    browser.resize(1280, 1000)
+    ready(browser, address)
+    assert not browser.run("document.querySelector('#price')?.offsetParent"), "λ is fixed"
+    write(browser, QUESTION)
+    browser.click("#ask")
+    until(lambda: browser.run("document.querySelectorAll('.osp-chip').length") >= 1)
+    assert "thinking…" in browser.text(".osp-plain")
+    until(lambda: "saved" in browser.text(".osp-summary"))
+    keep(browser, "app")
+    assert "stopped by the policy" in browser.text(".osp-pruned")
+    assert "\\boxed{" in browser.text(".osp-plain .osp-answer")
+    assert "\\boxed{" in browser.text(".osp-pruned .osp-answer")
+    assert browser.run("document.querySelectorAll('.osp-plain .osp-spared').length") > 0
+    tops = "[...document.querySelectorAll('.osp-column')].map(e => e.getBoundingClientRect().top)"
+    left, right = browser.run(tops)
+    assert left == right, "side by side"
+    assert browser.errors() == []
+
+
+@pytest.mark.slow
+def test_a_narrow_window_needs_no_scrolling_sideways(browser: Browser, address: str) -> None:
+    browser.resize(390, 844)
+    ready(browser, address)
+    browser.run("document.querySelectorAll('.gallery-item')[0].click()")
+    until(lambda: "3x+54" in browser.run("document.querySelector('#question textarea').value"))
+    browser.click("#ask")
+    until(lambda: "saved" in browser.text(".osp-summary"))
+    time.sleep(0.5)  # it scrolls smoothly
+    keep(browser, "app-narrow")
+    assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
+    shown = "document.querySelector('.osp-summary').getBoundingClientRect().top"
+    assert 0 <= browser.run(f"{shown}") < 400, "what was asked for is in sight"
+
+
+@pytest.mark.slow
+def test_nothing_is_asked_of_others(browser: Browser, address: str) -> None:
+    browser.resize(1280, 1000)
+    ready(browser, address)
+    asked = browser.run("performance.getEntriesByType('resource').map(one => one.name)")
+    named = "[...document.querySelectorAll('link, script, img')].map(e => e.href || e.src || '')"
+    others = [a for a in (*asked, *browser.run(named)) if a and not a.startswith(address)]
+    assert [one for one in others if not one.startswith(("data:", "blob:"))] == []
+
+
+@pytest.mark.slow
+def test_errors_say_what_to_do_and_a_price_has_its_knob(browser: Browser) -> None:
+    browser.resize(1280, 1000)
+    with running_app(Gone()) as url:
+        ready(browser, url)
+        browser.click("#ask")
+        until(lambda: "The question is empty: write one" in browser.text("body"))
+        ready(browser, url)
+        browser.click("#knobs button")
+        until(lambda: bool(browser.run("document.querySelector('#price input')?.offsetParent")))
+        browser.click("#price input")
+        browser.press(*"0.0005")
+        write(browser, "1+4?")
+        browser.click("#ask")
+        until(lambda: "the server is gone: start it again" in browser.text("body"))
+        assert "'length_penalty': 0.0005" in browser.text("body")
+        assert "'threshold': 0.7" in browser.text("body")
+        keep(browser, "app-error")

