@@ -13,7 +13,7 @@ from modeling_ospruner.rules_ospruner import StopRule
 
 __all__ = ["GROUP", "installed_rules", "make_own", "rule_class"]
 
-GROUP = "ospruner.rules"
+GROUP = "ospruner_rules"
 """The entry-point group: a name for `--rules`, and the class that it stands for."""
 
 

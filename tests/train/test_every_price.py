@@ -315,7 +315,7 @@ def test_prices_that_a_policy_does_not_know_are_refused(trained: Path) -> None:
     assert len(both) == 32
     assert [use.parameter for use in parse_policies([price, str(fixed)], [1e-3])] == [1e-3, 1e-3]
     assert len(parse_policies([f"{price}@.5,.9"], [1e-4, 1e-3])) == 4
-    with pytest.raises(ValueError, match="two policies are OS-Pruner, one policy with parameter"):
+    with pytest.raises(ValueError, match="price is given twice for OS-Pruner, one policy with"):
         parse_policies([price], [1e-4, 1e-4])
 
 

@@ -67,7 +67,7 @@ def test_a_rule_of_a_package_goes_by_its_name(file: Path, monkeypatch: pytest.Mo
             return kind
 
     def points(*, group: str) -> list[Point]:
-        assert group == "ospruner.rules"
+        assert group == "ospruner_rules"
         return [Point("short", "somewhere:Short", group)]
 
     monkeypatch.setattr(own, "entry_points", points)
