@@ -54,7 +54,7 @@ JsonFile = Annotated[
     ),
 ]
 Format = Annotated[
-    str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony or a .json file.")
+    str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony, plain or a .json file.")
 ]
 Revision = Annotated[
     str | None, typer.Option(help="Commit, branch or tag of the base or policy on the Hub.")
@@ -92,7 +92,9 @@ EngineArgs = Annotated[
 StepStride = Annotated[
     int, typer.Option(help="Label every k-th step; policies trained on them decide there alone.")
 ]
-Chunk = Annotated[int, typer.Option(help="Traces committed together; a kill loses at most these.")]
+Chunk = Annotated[
+    int, typer.Option(help="Traces begun and not yet written; a kill loses at most these.")
+]
 RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="Try the traces again that an error ended.")
 ]
@@ -102,6 +104,13 @@ ProblemsName = Annotated[str | None, typer.Option(help="Name of the problems in 
 Penalties = Annotated[str, typer.Option("--lambdas", help="Also print rewards at these λ.")]
 Differences = Annotated[
     bool, typer.Option("--differences", help="Also show paired differences between methods.")
+]
+LengthPenalty = Annotated[
+    str,
+    typer.Option(
+        "--length-penalty",
+        help="Prices of a token for policies of every price: 5e-5,1e-4, or frontier for 31.",
+    ),
 ]
 # of those that publish
 HubBase = Annotated[
@@ -158,8 +167,14 @@ def train_command(
     verifier: Annotated[
         str, typer.Option(help="FlashThink's model, any causal LM; default: Qwen2.5-7B-Instruct.")
     ] = "",
+    head: Annotated[
+        str, typer.Option(help="fixed: a policy for each lambda; price: one for every lambda.")
+    ] = "fixed",
     lambdas: Annotated[
-        str, typer.Option(help="auto, r1, gpt-oss, drpo, or falling numbers: 1e-4,5e-5,0.")
+        str,
+        typer.Option(
+            help="auto, r1, gpt-oss, drpo, or falling numbers: 1e-4,5e-5,0. Head price: LOW,HIGH."
+        ),
     ] = "auto",
     validation: Annotated[
         str | None, typer.Option(help="Labels of other problems; default: hold problems out.")
@@ -185,9 +200,11 @@ def train_command(
         float, typer.Option(help="Average the weights over this last share of each lambda's steps.")
     ] = 0.0,
     entropy_bonus: Annotated[
-        float,
-        typer.Option(help="Reward per nat of the stopping time's entropy; 0 in the paper."),
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="Reward per nat of the stopping time's entropy; default: 0, head price: 0.01."
+        ),
+    ] = None,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
     tuning: Annotated[str, typer.Option(help="layers, attention, lora or head.")] = "layers",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters, with --tuning lora.")] = 16,
@@ -244,6 +261,7 @@ def train_command(
     settings = settings_for(
         lambdas,
         method=method,
+        head=head,
         epochs_per_stage=epochs,
         first_stage_epochs=first_epochs,
         batch_size=batch_size,
@@ -360,7 +378,7 @@ def label_command(
 
     if scale not in (None, "ray"):
         raise typer.BadParameter(f"--scale is {scale!r}; it can only be ray.")
-    ray = RayOptions(actors, gpus_per_actor, unit_traces=chunk) if scale else None
+    ray = RayOptions(actors, gpus_per_actor, chunk_traces=chunk) if scale else None
     problems = ProblemOptions(
         dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
     )
@@ -523,7 +541,9 @@ def calibrate_command(
     confidence: Annotated[float, typer.Option(help="How surely not more is lost.")] = 0.95,
     values: Annotated[
         str | None,
-        typer.Option(help="Thresholds, or a rule's parameters, from careful to bold: .9,.8,.7"),
+        typer.Option(
+            help="Thresholds, prices, or a rule's parameters, from careful to bold: .9,.8,.7"
+        ),
     ] = None,
     validation: Annotated[
         str | None, typer.Option(help="Other labels, from which the losses' variance is guessed.")
@@ -542,7 +562,7 @@ def calibrate_command(
     from modeling_ospruner.common.durable import replace_file
     from modeling_ospruner.common.progress import PhaseBars
     from ospruner.eval.rules import FAMILIES
-    from ospruner.train.replay_labels import THRESHOLDS, calibrate_policy, calibrate_rule
+    from ospruner.train.replay_labels import calibrate_policy, calibrate_rule
 
     tried = tuple(_number(text) for text in values.split(",")) if values else None
     if policy in FAMILIES and not Path(policy).is_dir():
@@ -552,7 +572,7 @@ def calibrate_command(
     else:
         with PhaseBars(console, "calibrate") as bars:
             found = calibrate_policy(
-                policy, labels, max_loss, confidence, thresholds=tried or THRESHOLDS,
+                policy, labels, max_loss, confidence, values=tried,
                 validation=validation, base=base, device=device, seed=seed, progress=bars,
             )  # fmt: skip
     console.print(found.told(max_loss, confidence), highlight=False)
@@ -571,6 +591,9 @@ def serve(
     threshold: Annotated[float | None, typer.Option(help="For mode threshold, in [0, 1].")] = None,
     max_loss: Annotated[
         float | None, typer.Option(help="What `ospruner calibrate` promised, such as 0.02.")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Price of a token; default: the policy's own.")
     ] = None,
     answer: Annotated[str | None, typer.Option(help="forced, free, or tools.")] = None,
     wind_down: WindDown = None,
@@ -597,6 +620,7 @@ def serve(
         "stop_mode": mode,
         "stop_threshold": threshold,
         "stop_max_loss": max_loss,
+        "stop_length_penalty": length_penalty,
         "stop_answer": answer,
         "stop_wind_down": wind_down,
         "min_thinking_tokens": min_thinking_tokens,
@@ -718,6 +742,7 @@ def eval_replay(
         list[str] | None,
         typer.Option(help="Policy, or folder of policies; @.7,.8 for thresholds. Repeatable."),
     ] = None,
+    length_penalty: LengthPenalty = "",
     rules: Annotated[
         list[str] | None, typer.Option(help="budget:200, step:5, entropy:0.4, ... Repeatable.")
     ] = None,
@@ -738,13 +763,15 @@ def eval_replay(
 ) -> None:
     """Compute the exact expected accuracy and length of policies and rules on labelled traces."""
     from modeling_ospruner.common.progress import PhaseBars
+    from ospruner.eval.methods import parse_prices
     from ospruner.eval.report.summary import parse_lambdas
     from ospruner.train.replay_labels import replay_labels
 
     lambdas = parse_lambdas(penalties)
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
-            labels, policies or (), rules or (), base=base, force_base=force_base,
+            labels, policies or (), rules or (),
+            length_penalties=parse_prices(length_penalty), base=base, force_base=force_base,
             validation=validation, model=model, benchmark=name, limit=limit, device=device,
             progress=bars,
         )  # fmt: skip
@@ -760,6 +787,7 @@ def eval_online(
     policies: Annotated[
         list[str] | None, typer.Option(help="As for replay. The base is what they pin. Repeatable.")
     ] = None,
+    length_penalty: LengthPenalty = "",
     rules: Annotated[list[str] | None, typer.Option(help="As for replay. Repeatable.")] = None,
     base: Annotated[
         str | None, typer.Option(help="The base, if there is no policy or the base was moved.")
@@ -802,6 +830,7 @@ def eval_online(
     """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
     from modeling_ospruner.common.progress import PhaseBars
     from modeling_ospruner.engines.opening import parse_engine_args
+    from ospruner.eval.methods import parse_prices
     from ospruner.eval.online.command import OnlineRequest, run_online
     from ospruner.eval.online.settings import preset as preset_settings
     from ospruner.eval.report.summary import parse_lambdas
@@ -812,7 +841,8 @@ def eval_online(
         batch_problems=batch_problems,
     )  # fmt: skip
     request = OnlineRequest(
-        dataset=dataset, policies=policies or (), rules=rules or (), base=base, engine=engine,
+        dataset=dataset, policies=policies or (),
+        length_penalties=parse_prices(length_penalty), rules=rules or (), base=base, engine=engine,
         engine_options={
             "urls": tuple(url or ()), "device": device, "dtype": dtype,
             "arguments": parse_engine_args(engine_arg or ()),

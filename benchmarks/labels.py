@@ -10,9 +10,14 @@ prefixes, left-padded, each encoded anew. Both arms use the same stop rule, and 
 compared. `unique` are the nodes of the trie over all requests. Where vLLM is installed it forks the
 same traces, from blocks of 32 tokens on a CPU.
 
+Near ties are choices that the roundings of a batch could turn, for which a row runs once more by
+itself; runs that look for them take turns with runs that do not.
+
 Occupancy is the mean share of a simulated server's streams that are busy until the end of a label
 run, a token a tick, on real lengths and steps: once with a barrier after sampling and after forking
-each chunk, computed, and once as the package runs it.
+each chunk, computed, and once as the package runs it. That of the transformers engine is the mean
+share of its batch that a forward pass computes tokens of: both ways are run, on a base of one layer
+whose tokens are laid down, with an eighth of the lengths and steps.
 """
 
 from __future__ import annotations
@@ -25,14 +30,15 @@ import itertools
 import json
 import random
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from timing import Timed, environment, print_last_line, timed
-from transformers import DynamicCache, PreTrainedModel
+from timing import Timed, environment, median_ratio, print_last_line, timed
+from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import TokenFormat
 from modeling_ospruner.engines import (
@@ -42,8 +48,11 @@ from modeling_ospruner.engines import (
     Sampled,
     SamplingSettings,
     TokenCount,
+    TransformersEngine,
 )
 from modeling_ospruner.engines.asking import Ask, AskingEngine, Reply, Server
+from modeling_ospruner.engines.transformers import rows
+from modeling_ospruner.engines.transformers.rows import Branch, SamplingRow
 from modeling_ospruner.rules_ospruner import ENTROPY_TOKENS, last_logits
 from ospruner.eval.grading.boxed import read_box
 from ospruner.eval.problems.problem import Problem, user_message
@@ -55,7 +64,30 @@ from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, R
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
 
+STREAMS, CHUNK = 24, 32
+
 Keys = list[TraceKey]
+Shapes = Sequence[dict[str, Any]]
+
+
+class Script:
+    """Tokens of traces and answers that are laid down.
+
+    Args:
+        reasoner: whose tokens they are made of.
+    """
+
+    def __init__(self, reasoner: Reasoner) -> None:
+        encode = reasoner.tokenizer.encode
+        self.word, self.step = encode("1", add_special_tokens=False)[0], encode("\n\n")[-1]
+        self.answer = list(encode("7}", add_special_tokens=False))
+
+    def trace(self, shape: dict[str, Any]) -> list[int]:
+        """A trace of a shape's length, with its steps."""
+        ids = [self.word] * shape["tokens"]
+        for end in shape["step_ends"][:-1]:
+            ids[end - 1] = self.step
+        return ids
 
 
 class Streams(AskingEngine):
@@ -67,11 +99,9 @@ class Streams(AskingEngine):
         streams: requests decoded together.
     """
 
-    def __init__(self, reasoner: Reasoner, shapes: Sequence[dict[str, Any]], streams: int) -> None:
+    def __init__(self, reasoner: Reasoner, shapes: Shapes, streams: int) -> None:
         super().__init__(reasoner.engine.eos_ids, streams)
-        encode = reasoner.tokenizer.encode
-        self.word, self.step = encode("1", add_special_tokens=False)[0], encode("\n\n")[-1]
-        self.answer = list(encode("7}", add_special_tokens=False))
+        self.script = Script(reasoner)
         self.shapes = iter(shapes)
         self.live: list[tuple[int, int, asyncio.Future[None]]] = []  # (ends at, number, reply)
         self.ticks = self.busy = self.asked = 0
@@ -98,12 +128,8 @@ class Streams(AskingEngine):
 
     async def ask(self, ask: Ask) -> Reply:
         """Answers after as many ticks as the answer has tokens."""
-        ids = list(self.answer)
-        if not ask.scored:
-            shape = next(self.shapes)
-            ids = [self.word] * shape["tokens"]
-            for end in shape["step_ends"][:-1]:
-                ids[end - 1] = self.step
+        script = self.script
+        ids = list(script.answer) if ask.scored else script.trace(next(self.shapes))
         self.asked += 1
         reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self.live, (self.ticks + len(ids), self.asked, reply))
@@ -113,35 +139,137 @@ class Streams(AskingEngine):
         return Reply(ids, ends, 0, scores, [-1.0] * ENTROPY_TOKENS if ask.scored else [])
 
 
-def occupancies(reasoner: Reasoner, args: argparse.Namespace) -> dict[str, float]:
-    """The share of a server's streams that are busy, with barriers and without."""
-    real = json.loads(SHAPES.read_text("utf-8"))["traces"]
-    drawn = random.Random(args.seed)
-    shapes = [shape for _ in range(args.rounds) for shape in drawn.sample(real, len(real))]
-    streams, chunk = 24, 32
-    problems = [Problem(f"p{n}", f"What is {n} + 4?", "7") for n in range(len(shapes))]
-    engine = Streams(reasoner, shapes, streams)
+class InWindows(TransformersEngine):
+    """With barriers: all traces that may be begun are sampled, then all are forked."""
+
+    sample_and_fork = Engine.sample_and_fork
+
+
+class Passes:
+    """Counts the tokens that each forward pass of an engine computes.
+
+    Args:
+        engine: whose.
+    """
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+        self.before = 0
+        self.tokens: list[int] = []
+
+    def __call__(self, *_: object) -> None:
+        """Takes note of the pass before."""
+        computed = self.engine.counts.computed + self.engine.sample_counts.computed
+        self.tokens.append(computed - self.before)
+        self.before = computed
+
+    def occupancy(self) -> float:
+        """The mean share of the batch, over all passes."""
+        self()
+        busy = [min(1.0, tokens / self.engine.batch_size) for tokens in self.tokens[1:]]
+        return sum(busy) / len(busy)
+
+
+@contextmanager
+def scripted(traces: dict[tuple[int, ...], list[int]], answer: list[int]) -> Iterator[None]:
+    """Lets rows and forks of the transformers engine take these tokens, whatever was chosen.
+
+    Args:
+        traces: by prompt, with what ends the thinking and the text.
+        answer: of every fork.
+    """
+    row, branch = SamplingRow.push, Branch.push
+
+    def push_row(self: SamplingRow, token: int, *rest: Any) -> bool:
+        return row(self, traces[tuple(self.prompt)][len(self.tokens)], *rest)
+
+    def push_branch(self: Branch, token: int, *rest: Any) -> None:
+        branch(self, answer[len(self.ids)], *rest)
+
+    with (
+        mock.patch.object(SamplingRow, "push", push_row),
+        mock.patch.object(Branch, "push", push_branch),
+        mock.patch.object(rows, "_ROUNDINGS", 0),
+    ):
+        yield
+
+
+def simulated(engine: Engine, reasoner: Reasoner, problems: Sequence[Problem]) -> None:
+    """A label run whose traces are laid down."""
     settings = LabelSettings(
         base_model="simulated", max_new_tokens=15_000, max_answer_tokens=MAX_ANSWER_TOKENS
     )
     with tempfile.TemporaryDirectory() as folder:
         label(
             problems, engine, reasoner.tokenizer, reasoner.token_format, settings,
-            Path(folder), chunk_traces=chunk,
+            Path(folder), chunk_traces=CHUNK,
         )  # fmt: skip
+
+
+def shortened(shape: dict[str, Any]) -> dict[str, Any]:
+    """A trace of an eighth of the tokens, with an eighth of the steps."""
+    ends = [max(1, end // 8) for end in shape["step_ends"][::-8][::-1]]
+    return {"tokens": ends[-1], "step_ends": ends}
+
+
+def engine_occupancy(
+    kind: type[TransformersEngine], reasoner: Reasoner, shapes: Shapes, problems: list[Problem]
+) -> tuple[float, int]:
+    """The share of a transformers engine's batch that is busy, and its forward passes."""
+    fmt, script = reasoner.token_format, Script(reasoner)
+    config = Qwen2Config(
+        vocab_size=len(reasoner.tokenizer),
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=32_768,
+    )
+    engine = kind(Qwen2ForCausalLM(config), reasoner.tokenizer, batch_size=STREAMS)
+    ends = [fmt.think_end_id, min(engine.eos_ids)]
+    traces = {
+        tuple(
+            prompt_token_ids(problem.id, user_message(problem, fmt.format), reasoner.tokenizer, fmt)
+        ): [*script.trace(shape), *ends]
+        for problem, shape in zip(problems, shapes, strict=True)
+    }
+    passes = Passes(engine)
+    hook = engine.model.register_forward_pre_hook(passes)
+    with scripted(traces, script.answer):
+        simulated(engine, reasoner, problems)
+    hook.remove()
+    return passes.occupancy(), len(passes.tokens) - 1
+
+
+def occupancies(reasoner: Reasoner, args: argparse.Namespace) -> dict[str, float]:
+    """The share of a server's streams that are busy, with barriers and without."""
+    real = json.loads(SHAPES.read_text("utf-8"))["traces"]
+    drawn = random.Random(args.seed)
+    shapes = [shape for _ in range(args.rounds) for shape in drawn.sample(real, len(real))]
+    problems = [Problem(f"p{n}", f"What is {n} + 4?", "7") for n in range(len(shapes))]
+    server = Streams(reasoner, shapes, STREAMS)
+    simulated(server, reasoner, problems)
     ticks = work = 0
-    for start in range(0, len(shapes), chunk):
-        together = shapes[start : start + chunk]
+    for start in range(0, len(shapes), CHUNK):
+        together = shapes[start : start + CHUNK]
         forks = sum(len(shape["step_ends"]) for shape in together)
-        for lengths in ([s["tokens"] for s in together], [len(engine.answer)] * forks):
-            free = [0] * streams  # when each stream is free
+        for lengths in ([s["tokens"] for s in together], [len(server.script.answer)] * forks):
+            free = [0] * STREAMS  # when each stream is free
             for length in lengths:
                 heapq.heapreplace(free, free[0] + length)
             ticks += max(free)
             work += sum(lengths)
+    shapes = [shortened(shape) for shape in shapes]  # for each token is run
+    before = engine_occupancy(InWindows, reasoner, shapes, problems)
+    after = engine_occupancy(TransformersEngine, reasoner, shapes, problems)
     return {
-        "occupancy_before": work / (streams * ticks),
-        "occupancy_after": engine.busy / (streams * engine.ticks),
+        "occupancy_before": work / (STREAMS * ticks),
+        "occupancy_after": server.busy / (STREAMS * server.ticks),
+        "transformers_occupancy_before": before[0],
+        "transformers_occupancy_after": after[0],
+        "transformers_passes_before": before[1],
+        "transformers_passes_after": after[1],
     }
 
 
@@ -240,6 +368,35 @@ def sampled_traces(
     return keys, prompts, kept[0], time
 
 
+def near_ties(reasoner: Reasoner, args: argparse.Namespace) -> dict[str, float]:
+    """What deciding near ties by the row alone costs a label run: time and tokens, as shares."""
+    engine, fmt = reasoner.engine, reasoner.token_format
+
+    def measured(roundings: int) -> tuple[float, int]:
+        engine.counts, engine.sample_counts = TokenCount(), TokenCount()
+        with mock.patch.object(rows, "_ROUNDINGS", roundings):
+            _, prompts, traces, sampling = sampled_traces(reasoner, args)
+            requests = [
+                ForkRequest(prompt, trace.trace_ids, fmt.step_ends(trace.trace_ids))
+                for prompt, trace in zip(prompts, traces, strict=True)
+            ]
+            _, forking = forked(engine, fmt, requests)
+        tokens = engine.counts.computed + engine.sample_counts.computed
+        return sampling.cpu_seconds + forking.cpu_seconds, tokens
+
+    default = rows._ROUNDINGS
+    measured(default)
+    pairs = []
+    for number in range(args.pairs):
+        ways = (0, default) if number % 2 else (default, 0)
+        pairs.append({way: measured(way) for way in ways})
+    tokens = pairs[0]
+    return {
+        "near_ties_time": median_ratio([p[default][0] / p[0][0] for p in pairs]).median - 1,
+        "near_ties_tokens": tokens[default][1] / tokens[0][1] - 1,
+    }
+
+
 def as_long_as_real_ones(
     prompts: Sequence[list[int]], traces: Sequence[Sampled], limit: int
 ) -> list[ForkRequest]:
@@ -324,6 +481,7 @@ def main() -> None:
     args = _arguments()
     reasoner = Reasoner()
     fmt, engine = reasoner.token_format, reasoner.engine
+    reasoner.model.config.max_position_embeddings = 32_768  # real traces are longer than its own
     requests, shares = phases(reasoner, args)
     engine.counts = shared = TokenCount()
     answers, forking = forked(engine, fmt, requests)
@@ -349,6 +507,7 @@ def main() -> None:
         "speedup_over_reencode_cpu": encoding.cpu_seconds / forking.cpu_seconds,
         "same_answers": sum(ids == other for ids, other in pairs) / len(pairs),
         "share_of_time": shares,
+        **near_ties(reasoner, args),
         **occupancies(reasoner, args),
         "seed": args.seed,
     }
@@ -363,6 +522,7 @@ def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
         f"{result['traces']} traces of {result['trace_tokens']:,} tokens in all, "
         f"{result['forks']} forced answers\n{environment()}\n"
     )
+    passes = result["transformers_passes_after"] / result["transformers_passes_before"]
     for name, value in (
         ("computed / unique tokens, transformers", result["computed_over_unique_transformers"]),
         ("  of sampling", result["sampling_computed_over_unique"]),
@@ -373,11 +533,16 @@ def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
         ("speed-up", result["speedup_over_reencode"]),
         ("  by CPU time", result["speedup_over_reencode_cpu"]),
         ("answers that are the same", result["same_answers"]),
+        ("near ties: CPU time that they add", result["near_ties_time"]),
+        ("  tokens that they add", result["near_ties_tokens"]),
         ("streams that are busy, with barriers", result["occupancy_before"]),
         ("  as a stream", result["occupancy_after"]),
+        ("batch that is busy, transformers, barriers", result["transformers_occupancy_before"]),
+        ("  as a stream", result["transformers_occupancy_after"]),
+        ("passes as a stream / with barriers", passes),
     ):
-        print(f"{name:42}{value if isinstance(value, str) else f'{value:.3f}'}")
-    print(f"{'time of a label run':42}{shares}")
+        print(f"{name:44}{value if isinstance(value, str) else f'{value:.3f}'}")
+    print(f"{'time of a label run':44}{shares}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -386,6 +551,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
     parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
     parser.add_argument("--rounds", type=int, default=12, help="simulated traces, in tens")
+    parser.add_argument("--pairs", type=int, default=7, help="of runs with near ties and without")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="encoded anew together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")

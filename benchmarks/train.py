@@ -4,13 +4,15 @@
 
 The base is a random Qwen2 of 28 layers with R1-Distill-7B's proportions at a smaller width, its
 policy two layers as in the paper; traces have 20 steps and the spread of lengths that reasoning
-has. Every arm takes whole optimiser steps on the same batches and must find the same loss:
+has. Every arm takes whole optimiser steps on the same batches; all but `every_price` must find the
+same loss:
 
-naive    one pass for each prefix, unpadded, its last token's logit
-padded   one pass a trace, in padded rows
-packed   what `ospruner train` does: the trunk on packed traces, the last layer at step ends only
-kept     the same from the trunk's states in memory, as in all epochs but the first
-multi    packed, with several targets on one pass of the trunk, as `ospruner train --multi`
+naive        one pass for each prefix, unpadded, its last token's logit
+padded       one pass a trace, in padded rows
+packed       as `ospruner train`: the trunk on packed traces, the last layer at step ends only
+kept         the same from the trunk's states in memory, as in all epochs but the first
+every_price  kept, for a policy of every price on six of them (another loss)
+multi        packed, with several targets on one pass of the trunk, as `ospruner train --multi`
 
 Arms are timed in turn. `graph` is the memory that is kept for the backward pass, weights left out;
 `of limit` is counted floating-point operations a second over what one large matrix product reaches
@@ -33,11 +35,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import price_logits
 from ospruner.eval.table import IntArray
 from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
-from ospruner.train.tail import step_logits
+from ospruner.train.tail import step_outputs
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.trunk import Batch, LabelledTraces
 
@@ -47,19 +50,27 @@ PENALTY = 1e-4
 class Target:
     """A policy with its optimiser."""
 
-    def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int) -> None:
-        settings = TrainSettings(length_penalties=(PENALTY,), seed=seed, learning_rate=1e-12)
+    def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int, **priced: Any) -> None:
+        lambdas = {} if priced else {"length_penalties": (PENALTY,)}
+        settings = TrainSettings(**lambdas, **priced, seed=seed, learning_rate=1e-12)
         labels = reasoner.label_settings(seed)
         self.model: OSPrunerForCausalLM = new_policy(base, reasoner.tokenizer, settings, labels)
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
         self.optimizer = new_optimizer(self.model, settings)
+        self.prices = settings.prices_of_batch(0) if priced else ()
 
-    def step(self, logits: torch.Tensor, batch: Batch) -> float:
-        """One optimiser step; returns the loss before it.
+    def step(self, outputs: torch.Tensor, batch: Batch) -> float:
+        """One optimiser step on the head's outputs (N, T, 1 or 6); returns the loss before it.
 
         Its learning rate is next to nothing, so that all arms see the same weights.
         """
-        loss = batch_loss("os-pruner", logits, batch, PENALTY)
+        known = self.model.config.prices
+        if known is None:
+            loss = batch_loss("os-pruner", outputs[..., 0], batch, PENALTY)
+        else:
+            places = torch.tensor([known.place(price) for price in self.prices])
+            logits = price_logits(outputs, places.to(outputs.device)[:, None, None])
+            loss = batch_loss("os-pruner", logits, batch, self.prices, 0.01)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -70,12 +81,20 @@ class Arms:
     """Each arm takes one optimiser step on the traces of `rows` and returns the loss.
 
     Args:
-        targets: policies on one base; all arms but `multi` train the first.
+        targets: policies on one base; all arms but `multi` and `every_price` train the first.
+        priced: a policy of every price on the same base.
         traces: the labelled traces; `kept` are the same, with the trunk's states in memory.
     """
 
-    def __init__(self, targets: list[Target], traces: LabelledTraces, kept: LabelledTraces) -> None:
+    def __init__(
+        self,
+        targets: list[Target],
+        priced: Target,
+        traces: LabelledTraces,
+        kept: LabelledTraces,
+    ) -> None:
         self.targets = targets
+        self.priced = priced
         self.traces = traces
         self.in_memory = kept
 
@@ -91,7 +110,8 @@ class Arms:
                 values.append(target.model.policy(hidden)[0, -1])
         stacked = torch.stack(values)
         return target.step(
-            logits.to(stacked).masked_scatter(batch.mask.to(stacked.device), stacked), batch
+            logits.to(stacked).masked_scatter(batch.mask.to(stacked.device), stacked)[..., None],
+            batch,
         )
 
     def padded(self, rows: IntArray) -> float:
@@ -99,7 +119,8 @@ class Arms:
         target, batch = self.targets[0], self.traces.batch(rows)
         hidden = target.model.trunk(self.traces.input_ids(rows).to(target.model.base.device))
         positions = batch.positions.to(hidden.device)
-        return target.step(step_logits(target.model.policy, hidden, positions, fast=False), batch)
+        outputs = step_outputs(target.model.policy, hidden, positions, fast=False)
+        return target.step(outputs, batch)
 
     def packed(self, rows: IntArray) -> float:
         """The trunk on packed traces."""
@@ -109,6 +130,10 @@ class Arms:
         """The trunk's states from memory."""
         return self._step(self.targets[:1], self.in_memory, rows)
 
+    def every_price(self, rows: IntArray) -> float:
+        """A policy of every price, on six of them; states from memory."""
+        return self._step([self.priced], self.in_memory, rows)
+
     def multi(self, rows: IntArray) -> float:
         """All targets on one pass of the trunk."""
         return self._step(self.targets, self.traces, rows)
@@ -117,7 +142,7 @@ class Arms:
         batch = traces.batch(rows)
         hidden = traces.states(targets[0].model, rows)
         positions = batch.positions.to(hidden.device)
-        losses = [t.step(step_logits(t.model.policy, hidden, positions), batch) for t in targets]
+        losses = [t.step(step_outputs(t.model.policy, hidden, positions), batch) for t in targets]
         return losses[0]
 
 
@@ -146,12 +171,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
     traces, kept = (LabelledTraces.from_dataset(dataset) for _ in range(2))
     targets = [Target(base, reasoner, args.seed + n) for n in range(args.targets)]
+    priced = Target(base, reasoner, args.seed, head="price", price_range=(1e-6, 1e-3))
     kept.cache_states(targets[0].model, 2**40)
-    arms = Arms(targets, traces, kept)
+    arms = Arms(targets, priced, traces, kept)
     rows = np.arange(args.limit)
     calls: dict[str, Callable[[], float]] = {
         name: partial(getattr(arms, name), rows)
-        for name in ("naive", "padded", "packed", "kept", "multi")
+        for name in ("naive", "padded", "packed", "kept", "every_price", "multi")
     }
     losses, kept_bytes = {}, {}
     operations: dict[str, int | None] = {}  # counting is too slow for the many passes of "naive"
@@ -159,7 +185,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
         operations[name] = counter.get_total_flops() if counter is not None else None
-        kept_bytes[name] = bytes_for_backward(call, targets)
+        kept_bytes[name] = bytes_for_backward(call, [*targets, priced])
     times: dict[str, list[Timed]] = {name: [] for name in calls}
     for number in range(args.rounds):
         order = list(calls) if number % 2 == 0 else list(calls)[::-1]
@@ -180,6 +206,7 @@ def _numbers(
     device: str,
 ) -> dict[str, Any]:
     limit = matrix_limit(device)
+    same = [loss for name, loss in losses.items() if name != "every_price"]
 
     def ratio(over: str, under: str) -> list[float]:
         pairs = zip(times[over], times[under], strict=True)
@@ -200,6 +227,7 @@ def _numbers(
         "packed_over_naive": ratio("naive", "packed"),
         "packed_over_padded": ratio("padded", "packed"),
         "kept_over_naive": ratio("naive", "kept"),
+        "six_prices_cost_ratio": ratio("every_price", "kept"),
         f"multi{args.targets}_cost_ratio": ratio("multi", "packed"),
     }
     intervals = {name: median_ratio(values) for name, values in ratios.items()}
@@ -207,7 +235,7 @@ def _numbers(
         **{name: interval.median for name, interval in intervals.items()},
         "intervals": {name: [i.low, i.high] for name, i in intervals.items()},
         "arms": arms,
-        "loss_difference": max(losses.values()) - min(losses.values()),
+        "loss_difference": max(same) - min(same),
         "matrix_limit": limit,
         "base": f"{args.layers} layers of width {args.width}, {args.limit} traces of "
         f"{args.steps} steps, {tokens} tokens",
@@ -248,11 +276,11 @@ def main() -> None:
     args = _arguments()
     result = measure(args)
     print(f"{result['base']}; {result['device']}, {result['threads']} thread(s)")
-    print(f"{'arm':8}{'s a step':>10}{'tokens/s':>10}{'of limit':>10}{'graph MiB':>11}")
+    print(f"{'arm':12}{'s a step':>10}{'tokens/s':>10}{'of limit':>10}{'graph MiB':>11}")
     for name, arm in result["arms"].items():
         share = "-" if arm["share_of_limit"] is None else f"{arm['share_of_limit']:.2f}"
         print(
-            f"{name:8}{arm['seconds']:10.3f}{arm['tokens_per_second']:10.0f}"
+            f"{name:12}{arm['seconds']:10.3f}{arm['tokens_per_second']:10.0f}"
             f"{share:>10}{arm['bytes_for_backward'] / 2**20:11.0f}"
         )
     for name, (low, high) in result["intervals"].items():

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.stopping_ospruner import asked_price
 from ospruner.hub_cards.render import is_hub_id
 
 __all__ = [
+    "EVERY_PRICE",
     "FRONTIER",
     "FRONTIER_COLOUR",
     "FULL",
@@ -21,6 +23,7 @@ __all__ = [
     "STYLES",
     "PolicyUse",
     "parse_policies",
+    "parse_prices",
     "refuse_other_base",
 ]
 
@@ -28,6 +31,7 @@ FULL = "full trace"
 ORACLE = "hindsight oracle"
 LIMIT = "best fixed"  # budget or step
 FRONTIER = "OS-Pruner"
+EVERY_PRICE = "OS-Pruner, one policy"  # of every price, with the head "price"
 
 PAPER_THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9)
 """The inference thresholds of the paper's baselines (section 5)."""
@@ -62,17 +66,26 @@ class PolicyUse:
         config: its configuration.
         mode: "sample" stops with the probability given (the paper), "threshold" from a threshold.
         threshold: with mode "threshold".
+        length_penalty: the price of a token that it is told; None for its own lambda.
     """
 
     path: str
     config: OSPrunerConfig
     mode: Literal["sample", "threshold"]
     threshold: float | None = None
+    length_penalty: float | None = None
+
+    @property
+    def price(self) -> float:
+        """The lambda at which it stops."""
+        own = self.config.length_penalty
+        return own if self.length_penalty is None else self.length_penalty
 
     @property
     def method(self) -> str:
         """What tables call its method; thresholded OS-Pruner is a method of its own."""
         name = METHOD_NAMES.get(self.config.method, self.config.method)
+        name = EVERY_PRICE if self.config.head == "price" else name
         if self.config.method == "os-pruner" and self.mode == "threshold":
             return f"{name} (≥{self.threshold:g})"
         if self.config.method != "os-pruner" and self.mode == "sample":
@@ -82,7 +95,7 @@ class PolicyUse:
     @property
     def parameter(self) -> float | None:
         """Lambda, or a baseline's threshold."""
-        return self.config.length_penalty if self.config.method == "os-pruner" else self.threshold
+        return self.price if self.config.method == "os-pruner" else self.threshold
 
     @property
     def parameter_name(self) -> str:
@@ -92,7 +105,24 @@ class PolicyUse:
         return "threshold" if self.mode == "threshold" else ""
 
 
-def parse_policies(specs: Sequence[str]) -> list[PolicyUse]:
+def parse_prices(text: str) -> tuple[float, ...] | None:
+    """What `--length-penalty` means: numbers, () for "frontier", None for nothing.
+
+    Raises:
+        ValueError: it is no list of numbers.
+    """
+    if not text or text == "frontier":
+        return () if text else None
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"length penalty {text!r}: give one price of a token or several, such as 5e-5,1e-4, or "
+            "'frontier' for 31 of the policy's range"
+        ) from None
+
+
+def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) -> list[PolicyUse]:
     """The policies that a user named.
 
     Args:
@@ -100,11 +130,20 @@ def parse_policies(specs: Sequence[str]) -> list[PolicyUse]:
             "@sample". A folder of policies stands for all of them, and so does the folder of
             `ospruner train --multi`. Alone, OS-Pruner decides as its configuration says, and a
             baseline at each of the paper's thresholds.
+        prices: at which policies of every price stop; None for their default. A policy of one
+            lambda may be given its own alone. () is for 31 prices of their range, beside which
+            policies of one lambda stand at their own.
 
     Raises:
-        ValueError: no policy there, a bad threshold, or the same use twice.
+        ValueError: no policy there, a bad threshold, a price that a policy does not know, or the
+            same use twice.
     """
-    uses = [use for spec in specs for use in _parse(spec)]
+    uses = [use for spec in specs for use in _parse(spec, prices)]
+    if prices == () and all(use.config.prices is None for use in uses):
+        raise ValueError(
+            f"none of {list(specs)} is a policy of every price (ospruner train --head price), and "
+            "no other has a frontier of its own: leave --length-penalty out"
+        )
     seen = set()
     for use in uses:
         key = (use.method, use.parameter)
@@ -117,7 +156,7 @@ def parse_policies(specs: Sequence[str]) -> list[PolicyUse]:
     return uses
 
 
-def _parse(spec: str) -> list[PolicyUse]:
+def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
     path, at, how = spec.partition("@")
     if Path(path).is_file() or not (Path(path).is_dir() or is_hub_id(path)):
         what = "is a file" if Path(path).exists() else "does not exist"
@@ -134,8 +173,23 @@ def _parse(spec: str) -> list[PolicyUse]:
     uses = []
     found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
     for folder, config in sorted(found, key=lambda one: -one[1].length_penalty):
-        uses += [PolicyUse(folder, config, *mode) for mode in _modes(config, at and how, spec)]
+        uses += [
+            PolicyUse(folder, config, *mode, price)
+            for price in _prices(folder, config, prices)
+            for mode in _modes(config, at and how, spec)
+        ]
     return uses
+
+
+def _prices(
+    folder: str, config: OSPrunerConfig, prices: Sequence[float] | None
+) -> Sequence[float | None]:
+    """The prices that a policy is told; [None] for its own."""
+    if prices is None or config.method != "os-pruner":
+        return [None]
+    if not prices:
+        return [None] if config.prices is None else config.prices.grid()
+    return [asked_price(folder, config, price) for price in prices]
 
 
 def _modes(

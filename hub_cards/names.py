@@ -1,7 +1,8 @@
 """What published things are called: one repository a policy, one collection a family.
 
-vLLM knows no subfolders, so that each lambda is a repository of its own; a collection holds
-those of one base together.
+A policy of every price is one repository for its whole frontier. vLLM knows no subfolders, so that
+of policies of one lambda each is a repository of its own; a collection holds those of one base
+together.
 """
 
 from __future__ import annotations
@@ -31,8 +32,16 @@ def base_name(base: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name).strip("-.")
 
 
-def policy_name(base: str, method: str, length_penalty: float) -> str:
-    """The name of a policy's repository: ospruner-r1-7b-lam5e-5, ospruner-r1-7b-probe."""
+def policy_name(base: str, method: str, length_penalty: float | None) -> str:
+    """The name of a policy's repository: ospruner-r1-7b-lam5e-5, ospruner-r1-7b-probe.
+
+    Args:
+        base: its Hub id, or its folder.
+        method: of the policy.
+        length_penalty: lambda; None for a policy of every price, which is ospruner-r1-7b.
+    """
+    if length_penalty is None:
+        return f"ospruner-{base_name(base)}"
     kind = f"lam{penalty_name(length_penalty)}" if method == "os-pruner" else method
     return f"ospruner-{base_name(base)}-{kind}"
 

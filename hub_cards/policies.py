@@ -88,7 +88,8 @@ def stage_policy(
     """
     config = read_policy_config(folder)
     base, remarks = find_base(config, release.base, release.base_revision, api)
-    name = policy_name(base.id, config["method"], config["length_penalty"])
+    fixed = config["length_penalty"] if config["head"] == "fixed" else None
+    name = policy_name(base.id, config["method"], fixed)
     repo_id = check_repo_id(release.repo, name)
     license: License | None
     if release.license is None:
@@ -130,7 +131,11 @@ def send_policy(
     """
     config = read_policy_config(staged.path)
     base, method = config["base_model_name_or_path"], config["method"]
-    note = f"λ = {penalty_name(config['length_penalty'])}" if method == "os-pruner" else method
+    note = method
+    if config["head"] == "price":
+        note = f"λ from 0 to {penalty_name(config['price_range'][1])}"
+    elif method == "os-pruner":
+        note = f"λ = {penalty_name(config['length_penalty'])}"
     message = commit_message("policy", [base, note])
     done = publish_folder(staged, repo_id, "model", private=private, message=message, api=api)
     if collection is None:

@@ -33,6 +33,7 @@ NEEDED_CONFIG = (
     "num_policy_layers",
     "tuning",
     "method",
+    "head",
     "length_penalty",
     "default_mode",
     "default_threshold",

@@ -1,7 +1,8 @@
 """The configuration of a stopping policy: which base it stops, how it was made, how it is used.
 
-Beside it the checks of settings that all files share: their errors name the field, what was given,
-and what is allowed.
+Beside it the prices of a token that one policy may know, what a base's configuration says of its
+positions, and the checks of settings that all files share: their errors name the field, what was
+given, and what is allowed.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 
@@ -23,11 +28,13 @@ VERSION = "0.1.0"
 TUNINGS = ("layers", "attention", "lora", "head")
 METHODS = ("os-pruner", "probe", "convergence", "flashthink")
 MODES = ("sample", "threshold")
+HEADS = ("fixed", "price")
 
 CALIBRATION_FIELDS = {
     "max_loss": "of accuracy against the full trace, as a share, that the promise allows",
     "confidence": "how surely it is kept, on problems like those of the calibration",
     "threshold": "the stop probability at which mode 'threshold' keeps it",
+    "length_penalty": "the price of a token at which a policy of every price keeps it, else None",
     "loss": "mean loss over the calibration's problems",
     "tokens_saved": "share of their full traces' thinking tokens",
     "problems": "how many there were",
@@ -64,6 +71,94 @@ def _parts(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
+@dataclass(frozen=True)
+class PriceRange:
+    """The prices of a token (lambda) that a policy with the head "price" knows: 0 to `high`.
+
+    A price's place is p = 5 log(1 + lambda / e) / log(1 + high / e) in [0, 5] with e = low / 5:
+    logarithmic above `low`, linear near 0, so that 0 has a place, too.
+
+    Attributes:
+        low: the least price above 0 that it was trained on, in reward per thinking token.
+        high: the greatest.
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        check_number("price_range", "low", self.low, 0, math.inf, open_low=True)
+        check_number("price_range", "high", self.high, self.low, math.inf, open_low=True)
+
+    def check(self, owner: str, price: object) -> None:
+        """Checks that a price is one that the policy knows.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: it lies outside; the range is named.
+        """
+        check_number(owner, "length_penalty", price, 0, math.inf)
+        if price > self.high:  # type: ignore[operator]  # a number
+            raise ValueError(
+                f"{owner}: length_penalty is {price}, but the policy was trained for prices of a "
+                f"token from 0 to {self.high:g}: ask for one of these, or train for a wider range "
+                "(ospruner train --head price --lambdas LOW,HIGH)"
+            )
+
+    def place(self, price: float) -> float:
+        """P of a price."""
+        unit = self.low / 5
+        return PRICE_RAMPS * math.log1p(price / unit) / math.log1p(self.high / unit)
+
+    def price_at(self, place: float) -> float:
+        """The price at a place; inf and NaN stay what they are."""
+        unit = self.low / 5
+        if not place < math.inf:
+            return place
+        return unit * math.expm1(place / PRICE_RAMPS * math.log1p(self.high / unit))
+
+    def grid(self, count: int = 31) -> tuple[float, ...]:
+        """Prices from careful to bold: 0, and `count` - 1 from low to high in even ratios."""
+        ratio = self.high / self.low
+        between = (self.low * ratio ** (i / (count - 2)) for i in range(1, count - 2))
+        return (0.0, self.low, *(float(f"{price:.2e}") for price in between), self.high)
+
+
+PRICE_RAMPS = 5
+"""Rises of a price head's logit along the prices; with its first value it has one output more."""
+
+
+def price_logits(outputs: Tensor, places: Tensor) -> Tensor:
+    """A price head's stop logits: b + sum_j softplus(d_j) clamp(p - j, 0, 1); they rise with p.
+
+    Args:
+        outputs: (..., 6), b and d_0 to d_4 of the head.
+        places: p of prices (`PriceRange.place`), of a shape that broadcasts with (...).
+
+    Returns:
+        (...) as broadcast.
+    """
+    starts = torch.arange(PRICE_RAMPS, device=outputs.device)
+    ramps = (places[..., None] - starts).clamp(0, 1)
+    return outputs[..., 0] + (F.softplus(outputs[..., 1:]) * ramps).sum(-1)
+
+
+def price_places(outputs: Tensor) -> Tensor:
+    """Where a price head's logit is 0, the place p of the price of indifference.
+
+    Args:
+        outputs: (..., 6) of the head.
+
+    Returns:
+        (...) in [0, 5]; 0 where the policy stops even for nothing, inf where it stops at no price.
+    """
+    wanted, rises = -outputs[..., :1], F.softplus(outputs[..., 1:])
+    below = rises.cumsum(-1) - rises  # of the ramps before
+    parts = ((wanted - below) / rises.clamp(min=1e-30)).clamp(0, 1)
+    beyond = wanted[..., 0] > rises.sum(-1)
+    return parts.sum(-1).masked_fill(beyond, torch.inf)
+
+
 class OSPrunerConfig(PreTrainedConfig):
     """Configuration of `OSPrunerForCausalLM`.
 
@@ -78,7 +173,11 @@ class OSPrunerConfig(PreTrainedConfig):
         tuning: what of the copies trains: whole "layers", their "attention", or the "head" alone;
             with "lora" nothing is copied, and adapters beside the base's own layers train.
         lora_rank: of these adapters.
-        length_penalty: lambda, in reward per thinking token, that the policy was trained for.
+        head: "fixed" (the paper's, for one lambda), or "price": the price of a token is said when
+            generating.
+        length_penalty: lambda, in reward per thinking token, that the policy was trained for; with
+            the head "price" the one that it takes where none is said.
+        price_range: [low, high] of `PriceRange`, for the head "price"; None for the other.
         step_stride: the policy decides at every k-th step end, as its labels did.
         method: "os-pruner", or a baseline: "probe", "convergence", "flashthink" (whose base is a
             verifier that reads another model's thinking; it does not generate).
@@ -100,7 +199,9 @@ class OSPrunerConfig(PreTrainedConfig):
     num_policy_layers: int = 2
     tuning: str = "layers"
     lora_rank: int = 16
+    head: str = "fixed"
     length_penalty: float = 0.0
+    price_range: list[float] | None = None
     step_stride: int = 1
     method: str = "os-pruner"
     default_mode: str = "sample"
@@ -174,6 +275,7 @@ class OSPrunerConfig(PreTrainedConfig):
         check_choice(owner, "tuning", self.tuning, TUNINGS)
         check_choice(owner, "method", self.method, METHODS)
         check_choice(owner, "default_mode", self.default_mode, MODES)
+        check_choice(owner, "head", self.head, HEADS)
         check_number(owner, "length_penalty (lambda)", self.length_penalty, 0, math.inf)
         check_number(owner, "default_threshold", self.default_threshold, 0, 1)
         check_integer(owner, "lora_rank", self.lora_rank, 1)
@@ -190,7 +292,32 @@ class OSPrunerConfig(PreTrainedConfig):
             if not (value is None or isinstance(value, kind)):
                 words = f"it must be a {kind.__name__}, or None"
                 raise TypeError(f"{owner}: {name} is {shown(value)}; {words}")
+        self._check_prices(owner)
         check_calibrations(owner, self.calibrations)
+
+    def _check_prices(self, owner: str) -> None:
+        if (self.price_range is None) is (self.head == "price"):
+            raise ValueError(
+                f"{owner}: head is {self.head!r} and price_range {shown(self.price_range)}; the "
+                "head 'price' has one, [low, high], and no other has"
+            )
+        if self.price_range is None:
+            return
+        if not isinstance(self.price_range, list | tuple) or len(self.price_range) != 2:
+            raise ValueError(
+                f"{owner}: price_range is {shown(self.price_range)}; it must be [low, high]"
+            )
+        if self.method != "os-pruner":
+            raise ValueError(
+                f"{owner}: head is 'price', but method {self.method!r} is a classifier, which has "
+                "no length penalty"
+            )
+        PriceRange(*self.price_range).check(owner, self.length_penalty)
+
+    @property
+    def prices(self) -> PriceRange | None:
+        """The prices that the policy knows; None with the head "fixed"."""
+        return None if self.price_range is None else PriceRange(*self.price_range)
 
 
 def check_calibrations(owner: str, calibrations: object) -> None:
@@ -215,6 +342,8 @@ def check_calibrations(owner: str, calibrations: object) -> None:
         for name in ("max_loss", "confidence", "threshold", "tokens_saved"):
             check_number(f"{owner}: calibrations", name, one[name], 0, 1)
         check_number(f"{owner}: calibrations", "loss", abs(one["loss"]), 0, 1)
+        if (price := one["length_penalty"]) is not None:
+            check_number(f"{owner}: calibrations", "length_penalty", price, 0, math.inf)
         check_integer(f"{owner}: calibrations", "problems", one["problems"], 1)
 
 
@@ -235,6 +364,88 @@ def _base_config(base_type: str, literals: dict[str, Any]) -> PreTrainedConfig:
             f"text_config is no configuration of a {base_type!r} base: {why}. It was edited or "
             "damaged: give it the base's own values, or copy the policy again"
         ) from error
+
+
+def plain_text_config(base_config: PreTrainedConfig) -> dict[str, Any]:
+    """The text part of a base's configuration, without how this copy of it was loaded."""
+    literals: dict[str, Any] = base_config.get_text_config().to_dict()
+    for name in ("auto_map", "quantization_config"):
+        literals.pop(name, None)
+    return literals
+
+
+def rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """A base's rotary settings: one for all layers, or one for each type of layer."""
+    text = config.get_text_config()
+    rope: dict[str, Any] = vars(text).get("rope_parameters") or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def position_switch(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """Where rotary frequencies begin to change with a text's length; None where they never do.
+
+    Returns:
+        The `rope_type`, and the longest text (in tokens) before the change.
+    """
+    for one in rotary_settings(config):
+        kind = str(one.get("rope_type"))
+        if kind == "longrope":
+            return kind, int(one["original_max_position_embeddings"])
+        if "dynamic" in kind:
+            return kind, int(config.get_text_config().max_position_embeddings)
+    return None
+
+
+def check_length(config: PreTrainedConfig, tokens: int | Tensor, what: str) -> None:
+    """Refuses a text in which the base's positions change while it is written.
+
+    Step by step each token sees the frequencies of the length so far; in one pass, as in training
+    and scoring, all see those of the whole. Up to the change the two are equal.
+
+    Args:
+        config: the base's.
+        tokens: the text's length.
+        what: has this length, for the message.
+
+    Raises:
+        ValueError: naming the length, and the one from which on positions change.
+    """
+    switch = position_switch(config)
+    if switch is not None and tokens >= switch[1]:
+        raise ValueError(
+            f"{what} may reach {int(tokens)} tokens, but this base's positions (rope_type "
+            f"{switch[0]!r}) change from {switch[1]} tokens on, and the policy would read other "
+            "hidden states than it was trained on: keep texts shorter (max_new_tokens, "
+            "--max-tokens), or use the base without a policy"
+        )
+
+
+_POSITIONS = "max_position_embeddings"
+# Kinds of scaled rotary positions whose longest text the configuration names already.
+_NAMED_LENGTH = ("default", "llama3", "longrope", "su")
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest text, in tokens, that a base was made for; None where nothing limits it.
+
+    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
+
+    Args:
+        config: a base's.
+    """
+    fields = config.get_text_config().to_dict()
+    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS, _POSITIONS)}
+    trained = next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
+    if trained is None:
+        return None
+    scaled = fields.get("rope_parameters") or {}
+    kinds = [scaled, *(kind for kind in scaled.values() if isinstance(kind, dict))]
+    lengths = [
+        kind["factor"] * (kind.get(f"original_{_POSITIONS}") or trained)
+        for kind in kinds
+        if kind.get("factor") and kind.get("rope_type") not in _NAMED_LENGTH
+    ]
+    return max([trained, *map(int, lengths)])
 
 
 def shown(value: object) -> str:

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 __all__ = [
     "DEEPSEEK_R1",
     "HARMONY",
+    "PLAIN",
     "PRESETS",
     "QWEN3",
     "AnswerMode",
@@ -40,6 +41,12 @@ NEWLINE = 2  # it is "\n" alone
 ENDS_NEWLINE = 4  # it ends with "\n"
 VISIBLE = 8  # visible text (before its last blank line, where it has one)
 VISIBLE_AFTER = 16  # visible text after its last blank line
+COLON = 32  # its visible text (before its last blank line) ends with a colon
+
+# What a displayed formula or a block of code opens or closes with; tokens may cut it.
+_DISPLAYED = re.compile(r"\\\[|\\\]|\$\$|```")
+_OF_DISPLAYED = re.compile(r"[\\\[\]$`]")
+_MOST_BRIDGED = 8  # blank lines, so that a formula that never closes does not hide all steps
 
 
 def kind_of(text: str) -> int:
@@ -53,6 +60,7 @@ def kind_of(text: str) -> int:
         | (ENDS_NEWLINE if text.endswith("\n") else 0)
         | (VISIBLE if before.strip() else 0)
         | (VISIBLE_AFTER if after.strip() else 0)
+        | (COLON if before.rstrip().endswith(":") else 0)
     )
 
 
@@ -85,11 +93,16 @@ class BoundaryState:
     a call) have no steps and end nothing, and headers are no visible text. Text under no header is
     thinking.
 
+    In prose, a blank line ends no step after a colon, or within a displayed formula or a block of
+    code (`\\[`, `$$`, three backticks), of up to 8 blank lines.
+
     Attributes:
         kinds: one byte a token id, the bits of `kind_of`.
-        end_id: the end marker; None to look for steps alone.
+        end_id: the end marker; None where there is none, or to look for steps alone.
         channels: None where all that comes before the end marker is thinking.
         call_ids: ids that open a call of a tool.
+        displays: in prose, the texts of the tokens that open or close formulas and code, or may be
+            a part of what does; None elsewhere.
         ended: whether the thinking has ended; from there on nothing is a boundary.
         closing_written: how many ids of the closing stand there once the thinking has ended: 1
             after the end marker, all of them after the header of the answer.
@@ -99,15 +112,20 @@ class BoundaryState:
 
     __slots__ = (
         "_after_newline",
+        "_bridged",
+        "_colon",
         "_headed",
         "_header",
         "_inside",
+        "_open",
+        "_rest",
         "_role_tokens",
         "_visible",
         "call_ids",
         "calls",
         "channels",
         "closing_written",
+        "displays",
         "end_id",
         "ended",
         "kinds",
@@ -120,8 +138,10 @@ class BoundaryState:
         end_id: int | None = None,
         channels: Channels | None = None,
         call_ids: frozenset[int] = frozenset(),
+        displays: Mapping[int, str] | None = None,
     ) -> None:
         self.kinds = kinds
+        self.displays = displays
         self.end_id = end_id
         self.channels = channels
         self.call_ids = call_ids
@@ -131,6 +151,10 @@ class BoundaryState:
         self.thinking_tokens = 0
         self._visible = False
         self._after_newline = False
+        self._open = False
+        self._colon = False
+        self._bridged = 0
+        self._rest = ""
         self._inside = True
         self._header: list[int] = []
         self._headed = False
@@ -152,8 +176,39 @@ class BoundaryState:
         self._after_newline = bool(kind & ENDS_NEWLINE)
         visible = self._visible or bool(kind & VISIBLE)
         boundary = broken and visible
+        if self.displays is not None:
+            boundary = self._ends_prose(kind, self.displays.get(token_id), boundary)
         self._visible = bool(kind & VISIBLE_AFTER) or (visible and not boundary)
         return boundary
+
+    def _ends_prose(self, kind: int, text: str | None, boundary: bool) -> bool:
+        """The same in prose, where a formula, code, or what follows a colon goes on."""
+        before, blank_line, after = (text or "").rpartition("\n\n")
+        if not blank_line:
+            before, after = after, ""
+        if text is None:
+            self._rest = ""
+        self._follow(before)
+        if kind & VISIBLE:
+            self._colon = bool(kind & COLON)
+        if boundary and self._open and self._bridged < _MOST_BRIDGED:
+            self._bridged += 1
+            boundary = False
+        elif self._colon:
+            boundary = False
+        self._follow(after)
+        if kind & VISIBLE_AFTER:
+            self._colon = False
+        return boundary
+
+    def _follow(self, text: str) -> None:
+        """Looks for what opens or closes a formula or code, also across tokens."""
+        end = 0
+        text = self._rest + text
+        for found in _DISPLAYED.finditer(text):
+            self._open = found[0] == r"\[" or (found[0] != r"\]" and not self._open)
+            self._bridged, end = 0, found.end()
+        self._rest = text[end:][-2:]
 
     def _end(self, closing_written: int, tokens: int) -> None:
         self.ended = True
@@ -331,7 +386,7 @@ class ModelTurn:
 def model_turn(
     tokenizer: PreTrainedTokenizerBase,
     think_start_ids: tuple[int, ...],
-    think_end_id: int,
+    think_end_ids: tuple[int, ...],
     answer_ids: tuple[int, ...],
     is_blank: Callable[[int], bool],
 ) -> ModelTurn:
@@ -340,13 +395,13 @@ def model_turn(
     Args:
         tokenizer: its chat template is rendered for one user message.
         think_start_ids: what opens the thinking.
-        think_end_id: the end marker.
+        think_end_ids: the end marker; empty where there is none.
         answer_ids: with several messages in a turn, what opens the message that ends it.
         is_blank: whether an id is neither a marker nor visible text.
     """
     prompt = tokenizer.encode(_generation_prompt(tokenizer), add_special_tokens=False)
-    cut = len(prompt) if think_end_id not in prompt else prompt.index(think_end_id)
-    prompt = prompt[:cut]
+    closed = _find(prompt, think_end_ids)
+    prompt = prompt[:closed]
     start = _find(prompt, think_start_ids)
     header = prompt if start is None else prompt[:start]
     while header and is_blank(header[-1]):
@@ -356,9 +411,9 @@ def model_turn(
         header_ids=tuple(header),
         opening_ids=tuple(prompt[len(header) :]),
         think_start_ids=think_start_ids,
-        closed_ids=answer_ids or (think_end_id,),
+        closed_ids=answer_ids or think_end_ids,
         answer_ids=answer_ids,
-        eos_ids=() if eos is None or eos == think_end_id else (eos,),
+        eos_ids=() if eos is None or eos in think_end_ids else (eos,),
     )
 
 
@@ -404,7 +459,7 @@ def _rfind(ids: Sequence[int], wanted: Sequence[int], floor: int) -> int | None:
 
 
 AnswerMode = Literal["forced", "free"]
-_SOFT = "wind_down"
+_OPTIONAL = ("steps", "wind_down")  # stored where they say something
 
 # What opens calls of tools in a thinking that has not ended: Qwen3, DeepSeek.
 _CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")
@@ -419,11 +474,14 @@ class ReasoningFormat:
     Attributes:
         name: what the format is called.
         user_instruction: appended to the user's problem; it asks for a boxed answer.
-        think_end: the marker with which the model ends its thinking; one token.
+        think_end: the marker with which the model ends its thinking; one token. Empty where a model
+            thinks in its reply, which the end of the turn ends.
         closing: what leads from the thinking to the answer; begins with `think_end`.
         box_prefix: put before a forced answer. It opens one brace, which the answer closes.
         think_start: what opens the thinking, written by the prompt or by the model; empty where
             nothing does. An answer must not write it again.
+        steps: what ends a step: "" for each blank line, "prose" for those outside of formulas and
+            code that follow no colon (`BoundaryState`).
         wind_down: a sentence put before the closing where the model did not end its thinking
             itself, such as "I have what I need, so:"; empty for none.
     """
@@ -434,6 +492,7 @@ class ReasoningFormat:
     closing: str
     box_prefix: str
     think_start: str = ""
+    steps: str = ""
     wind_down: str = ""
 
     def __post_init__(self) -> None:
@@ -441,8 +500,17 @@ class ReasoningFormat:
             value = vars(self)[field.name]
             if not isinstance(value, str):
                 raise TypeError(f"reasoning format: {field.name} is {value!r}; it must be a text")
-        if not self.name or not self.think_end:
-            raise ValueError("reasoning format: name and think_end must not be empty")
+        if not self.name or not self.closing:
+            raise ValueError("reasoning format: name and closing must not be empty")
+        if self.think_start and not self.think_end:
+            raise ValueError(
+                f"reasoning format {self.name!r}: think_start is {self.think_start!r}, but "
+                "think_end is empty: what a marker opens, another must close"
+            )
+        if self.steps not in ("", "prose"):
+            raise ValueError(
+                f"reasoning format {self.name!r}: steps is {self.steps!r}; it must be '' or 'prose'"
+            )
         if not self.closing.startswith(self.think_end):
             raise ValueError(
                 f"reasoning format {self.name!r}: closing {self.closing!r} must begin with "
@@ -451,7 +519,7 @@ class ReasoningFormat:
 
     def to_dict(self) -> dict[str, str]:
         """The literals by field name, as stored in configurations and manifests."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v or k != _SOFT}
+        return {k: v for k, v in dataclasses.asdict(self).items() if v or k not in _OPTIONAL}
 
     @classmethod
     def from_dict(cls, literals: Mapping[str, Any]) -> ReasoningFormat:
@@ -462,7 +530,7 @@ class ReasoningFormat:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(literals) - set(names))
-        missing = [n for n in names if n not in literals and n not in ("think_start", _SOFT)]
+        missing = [n for n in names if n not in literals and n not in ("think_start", *_OPTIONAL)]
         if unknown or missing:
             raise ValueError(
                 f"reasoning_format has the fields {names}; unknown: {unknown or 'none'}, "
@@ -510,7 +578,15 @@ HARMONY = ReasoningFormat(
     "\\boxed{",
     "<|channel|>analysis<|message|>",
 )
-PRESETS = {preset.name: preset for preset in (DEEPSEEK_R1, QWEN3, HARMONY)}
+PLAIN = ReasoningFormat(
+    "plain",
+    "Please reason step by step, check your result, and put your final answer within \\boxed{}.",
+    "",
+    "\n\nThe final answer is ",
+    "\\boxed{",
+    steps="prose",
+)
+PRESETS = {preset.name: preset for preset in (DEEPSEEK_R1, QWEN3, HARMONY, PLAIN)}
 
 
 def guess(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat:
@@ -531,8 +607,8 @@ def guess(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat:
         return QWEN3 if has("<|im_start|>") and switchable else DEEPSEEK_R1
     raise ValueError(
         "the tokenizer has no thinking end marker: neither '</think>' nor '<|channel|>' with "
-        "'<|end|>' is a token of it. Use a reasoning model, or pass a ReasoningFormat whose "
-        "think_end is one token"
+        "'<|end|>' is a token of it. If the model reasons in its reply, say so: `--format plain` "
+        "(ReasoningFormat.named('plain')); else pass a ReasoningFormat whose think_end is one token"
     )
 
 
@@ -542,8 +618,8 @@ class TokenFormat:
 
     Attributes:
         format: the literals.
-        think_end_id: the id of the end marker.
-        closing_ids: the closing; its first id is `think_end_id`.
+        think_end_id: the id of the end marker; -1, which no token has, where there is none.
+        closing_ids: the closing; its first id is `think_end_id`, if there is one.
         box_prefix_ids: the prefix of a forced answer.
         eos_ids: ids that end a text, as far as the tokenizer knows.
         added_ids: ids of markers and special tokens, which are never visible text.
@@ -552,6 +628,7 @@ class TokenFormat:
         think_start_ids: what opens the thinking.
         wind_down_ids: put before the closing.
         call_ids: ids that open a call of a tool, which ends a thinking that has no end marker.
+        displays: in prose, the texts of tokens that open or close formulas and code; else None.
         turn: how the chat template opens the model's turn; None where that is not known.
     """
 
@@ -566,6 +643,7 @@ class TokenFormat:
     think_start_ids: tuple[int, ...] = ()
     wind_down_ids: tuple[int, ...] = ()
     call_ids: frozenset[int] = frozenset()
+    displays: Mapping[int, str] | None = dataclasses.field(default=None, repr=False)
     turn: ModelTurn | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
@@ -579,7 +657,8 @@ class TokenFormat:
                 marker.
         """
         end_ids = tokenizer.encode(reasoning_format.think_end, add_special_tokens=False)
-        if len(end_ids) != 1 or end_ids[0] == tokenizer.unk_token_id:
+        marked = bool(reasoning_format.think_end)
+        if marked and (len(end_ids) != 1 or end_ids[0] == tokenizer.unk_token_id):
             raise ValueError(
                 f"the tokenizer has no thinking end marker {reasoning_format.think_end!r} "
                 f"(format {reasoning_format.name!r}): it encodes as {end_ids}, but must be one "
@@ -598,7 +677,7 @@ class TokenFormat:
         added = frozenset(tokenizer.added_tokens_decoder)
         compiled = cls(
             format=reasoning_format,
-            think_end_id=end_ids[0],
+            think_end_id=end_ids[0] if marked else -1,
             closing_ids=tuple(closing),
             box_prefix_ids=tuple(forced[len(closing) :]),
             eos_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
@@ -608,6 +687,9 @@ class TokenFormat:
             think_start_ids=tuple(
                 tokenizer.encode(reasoning_format.think_start, add_special_tokens=False)
             ),
+            displays={i: text for i, text in enumerate(texts) if _OF_DISPLAYED.search(text)}
+            if reasoning_format.steps == "prose"
+            else None,
             call_ids=frozenset(i for i in added if texts[i] in _CALL_OPENINGS),
         )
         compiled = compiled.winding_down(reasoning_format.wind_down, tokenizer)
@@ -615,7 +697,7 @@ class TokenFormat:
         turn = model_turn(
             tokenizer,
             compiled.think_start_ids,
-            compiled.think_end_id,
+            compiled.think_end_ids,
             () if channels is None else channels.answer,
             compiled.is_blank,
         )
@@ -638,8 +720,8 @@ class TokenFormat:
 
     @property
     def think_end_ids(self) -> tuple[int, ...]:
-        """The end marker's ids: one."""
-        return (self.think_end_id,)
+        """The end marker's ids: one, or none."""
+        return () if self.think_end_id < 0 else (self.think_end_id,)
 
     @cached_property
     def channels(self) -> Channels | None:
@@ -668,7 +750,7 @@ class TokenFormat:
         found = set(start) if len(start) == 1 else self.added_ids.intersection(start)
         if found.intersection(self.closing_ids):
             found = found | self.added_ids.intersection(self.closing_ids)
-        return tuple(sorted(found - {self.think_end_id}))
+        return tuple(sorted(found.difference(self.think_end_ids)))
 
     @property
     def answer_end_ids(self) -> tuple[int, ...]:
@@ -676,11 +758,13 @@ class TokenFormat:
 
         Harmony ends each message with the marker that ends a thinking message.
         """
-        return () if self.channels is None else (self.think_end_id,)
+        return () if self.channels is None else self.think_end_ids
 
     def boundary_state(self, taken: Iterable[int] = ()) -> BoundaryState:
         """A state at the start of a thinking part, or after its tokens `taken`."""
-        state = BoundaryState(self.kinds, self.think_end_id, self.channels, self.call_ids)
+        state = BoundaryState(
+            self.kinds, self.think_end_id, self.channels, self.call_ids, self.displays
+        )
         for token_id in taken:
             state.push(token_id)
         return state

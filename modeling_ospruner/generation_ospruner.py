@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,14 +35,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
+from .configuration_ospruner import check_length, max_positions, price_places
 from .formats_ospruner import TokenFormat, guess
-from .policy_ospruner import (
-    StoppingPolicy,
-    check_length,
-    decoder_layers,
-    hidden_entering,
-    max_positions,
-)
+from .policy_ospruner import StoppingPolicy, decoder_layers, hidden_entering
 from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers
 from .stopping_ospruner import (
     Phase,
@@ -260,6 +256,7 @@ class _CapturedRow:
         seen: the columns, padding included, that are in `cache`.
         cache: the policy's.
         probability: after the last column seen.
+        price: of indifference there; NaN with a policy of a fixed lambda.
     """
 
     def __init__(self, start: int, cache: Cache | None) -> None:
@@ -267,6 +264,7 @@ class _CapturedRow:
         self.seen = start
         self.cache = cache
         self.probability = float("nan")
+        self.price = float("nan")
 
 
 class Capture:
@@ -281,10 +279,14 @@ class Capture:
     Args:
         base: the causal LM.
         policy: its policy.
+        length_penalty: the price of a token, for a policy of every price.
     """
 
-    def __init__(self, base: PreTrainedModel, policy: StoppingPolicy) -> None:
+    def __init__(
+        self, base: PreTrainedModel, policy: StoppingPolicy, length_penalty: float | None = None
+    ) -> None:
         self.policy = policy
+        self._length_penalty = length_penalty
         self._base = base
         self._decoder = base.get_decoder()
         self._thread = threading.get_ident()
@@ -339,9 +341,19 @@ class Capture:
     @torch.no_grad()
     def probability(self, row: int) -> float:
         """The stop probability after a row's last token."""
+        return self._asked(row).probability
+
+    @torch.no_grad()
+    def price(self, row: int) -> float:
+        """The price of indifference there, of a policy of every price."""
+        return self._asked(row).price
+
+    def _asked(self, row: int) -> _CapturedRow:
+        """A row whose last token has been taken in."""
         if self.policy.tail is None:
-            logits = self.policy(self._chunks[-1][1][row : row + 1])  # (1, 1)
-            return float(torch.sigmoid(logits[0, -1]))
+            state = _CapturedRow(0, None)
+            self._keep_said(state, self.policy.outputs(self._chunks[-1][1][row : row + 1]))
+            return state
         if not self._rows:
             starts = (self._columns - 1 - self._last_positions[:, 0]).tolist()
             wanted = range(len(starts)) if self._wanted is None else self._wanted
@@ -353,7 +365,14 @@ class Capture:
         needed = min(state.seen for state in self._rows.values())
         while self._chunks and self._chunks[0][0] + self._chunks[0][1].shape[1] <= needed:
             del self._chunks[0]
-        return self._rows[row].probability
+        return self._rows[row]
+
+    def _keep_said(self, state: _CapturedRow, outputs: torch.Tensor) -> None:
+        """Keeps what the head's outputs (1, S, 1 or 6) say of a row's last token."""
+        last, prices = outputs[0, -1], self.policy.prices
+        state.probability = float(torch.sigmoid(self.policy.logits(last, self._length_penalty)))
+        if prices is not None:
+            state.price = prices.price_at(float(price_places(last)))
 
     def _take_in(self, row: int, state: _CapturedRow) -> None:
         """Runs the tail on the columns of a row that it has not seen."""
@@ -367,11 +386,11 @@ class Capture:
         positions = torch.arange(begin, end, device=hidden.device)[None]
         self._running = True
         try:
-            logits = self.policy(hidden, positions, None, state.cache)  # (1, S)
+            outputs = self.policy.outputs(hidden, positions, None, state.cache)
         finally:
             self._running = False
         state.seen = self._columns
-        state.probability = float(torch.sigmoid(logits[0, -1]))
+        self._keep_said(state, outputs)
 
     def _keep_positions(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -472,10 +491,13 @@ class StopHook(LogitsProcessor):
             row.record.probe_tokens += tokens
             return answer
 
+        capture = self._capture
+        priced = None if capture is None or capture.policy.prices is None else capture.price
         row.decide(
             stop_probability=lambda: self._probability(i),
             trial_answer=trial_answer,
             next_text=lambda: self._text([int(scores[i].argmax())]),
+            indifference=None if priced is None else partial(priced, i),
         )
         if row.record.nan_steps:
             self._warn_of_nan()
@@ -604,7 +626,7 @@ def generate_pruned(
         base: the causal LM that generates (a `PreTrainedModel` with `generate`).
         policy: its policy; None with a rule that does without.
         token_format: the base's way of thinking.
-        settings: with a rule, or with mode and threshold filled in.
+        settings: with a rule, or with mode, threshold and price filled in.
         inputs: prompt ids (B, S), left-padded; or pass `input_ids`.
         tokenizer: the base's, for rules that read texts, and for `stop_strings`.
         kwargs: generate's own arguments.
@@ -653,7 +675,7 @@ def generate_pruned(
         decode = None if tokenizer is None else _decoder(tokenizer)
         capture = trials = None
         if "stop_probability" in rule.asks and policy is not None:
-            capture = stack.enter_context(Capture(base, policy))
+            capture = stack.enter_context(Capture(base, policy, settings.length_penalty))
         if "trial_answer" in rule.asks:
             masked = token_format.reentry_ids if settings.mask_reentry else ()
             ends = eos_ids.union(token_format.answer_end_ids)

@@ -382,7 +382,7 @@ def empty_policy(config: OSPrunerConfig, base: PreTrainedModel) -> StoppingPolic
         ImportError: tuning "lora" without peft.
         ValueError: the base cannot carry it.
     """
-    policy = StoppingPolicy.empty(base, config.num_policy_layers)
+    policy = StoppingPolicy.empty(base, config.num_policy_layers, config.prices)
     if config.tuning == "lora":
         policy.adapt(base, config.lora_rank)
     return policy
@@ -551,9 +551,7 @@ def generate_on(
     asked = StopPolicyConfig.of(stop_policy)
     loaded = _loaded(base, repository, hub)
     config = loaded.config
-    settings = asked.with_defaults(
-        config.default_mode, config.default_threshold, config.calibrations
-    )
+    settings = asked.with_defaults(config)
     inputs = arguments.pop("inputs", None)
     arguments.setdefault("tokenizer", loaded.tokenizer)
     output, records = generate_pruned(

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils.generic import ModelOutput
 
-from .configuration_ospruner import VERSION, OSPrunerConfig
+from .configuration_ospruner import VERSION, OSPrunerConfig, check_length, plain_text_config
 from .custom_generate_ospruner import CUSTOM_GENERATE
 from .formats_ospruner import ReasoningFormat, ThinkingSpan, TokenFormat, guess
 from .generation_ospruner import LastStop, TrunkDone, generate_pruned, refuse_prompts
@@ -39,16 +39,13 @@ from .loading_ospruner import (
 )
 from .loading_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
 from .policy_ospruner import (
-    DEFAULT_INIT_BIAS,
     StoppingPolicy,
-    check_length,
     decoder_layers,
     execution_device,
     hidden_entering,
-    plain_text_config,
 )
 from .rules_ospruner import StopRule
-from .stopping_ospruner import StopPolicyConfig, StopRecord
+from .stopping_ospruner import StopPolicyConfig, StopRecord, asked_price
 
 
 @dataclass
@@ -135,7 +132,9 @@ class PolicyScores:
                 output = self.base(**inputs)
             hidden = caught[0]
             check_length(self.base.config, hidden.shape[1], "the text")
-            probabilities = torch.sigmoid(self.policy(hidden, position_ids, attention_mask))
+            price = self.config.length_penalty
+            logits = self.policy(hidden, position_ids, attention_mask, None, price)
+            probabilities = torch.sigmoid(logits)
         else:
             output = self.base(**inputs)
         names = {field.name for field in fields(OSPrunerOutput)}
@@ -178,13 +177,19 @@ class PolicyScores:
         return caught[0]
 
     def stop_logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        length_penalty: float | None = None,
     ) -> torch.Tensor:
-        """The policy's logits (B, S) at every position, with gradient to the policy alone."""
+        """The policy's logits (B, S) at every position, with gradient to the policy alone.
+
+        A policy of every price takes the default price, or the given one.
+        """
         hidden = self.trunk(input_ids, attention_mask)
-        logits: torch.Tensor = self.policy(
-            hidden, positions_of(input_ids, attention_mask), attention_mask
-        )
+        positions = positions_of(input_ids, attention_mask)
+        price = asked_price("stop_logits", self.config, length_penalty)
+        logits: torch.Tensor = self.policy(hidden, positions, attention_mask, None, price)
         return logits
 
     @torch.no_grad()
@@ -194,6 +199,7 @@ class PolicyScores:
         *,
         attention_mask: torch.Tensor | None = None,
         prompt_length: int | Sequence[int] | None = None,
+        length_penalty: float | None = None,
     ) -> torch.Tensor:
         """The stop probability pi_i at each step end of given traces, in one pass.
 
@@ -203,6 +209,7 @@ class PolicyScores:
             attention_mask: of the same shape, 1 for tokens; padding may stand on either side.
             prompt_length: the tokens before the thinking, padding not counted: one number, or
                 one a row. None finds the last `ReasoningFormat.think_start` of each row.
+            length_penalty: the price of a token; None for the configuration's.
 
         Returns:
             (T,) or (B, T) float32, in the order of `token_format.step_ends(trace)`; rows with
@@ -211,7 +218,8 @@ class PolicyScores:
 
         Raises:
             TypeError: the ids are no integers.
-            ValueError: a text is empty, or its thinking is not found; or see `refuse_prompts`.
+            ValueError: a text is empty, or its thinking is not found, a price that the policy does
+                not know; or see `refuse_prompts`.
         """
         device = execution_device(self.base, self.base.get_input_embeddings())
         ids = torch.as_tensor(input_ids, device=device)
@@ -225,7 +233,7 @@ class PolicyScores:
         mask = None if attention_mask is None else attention_mask.view_as(rows).to(device)
         refuse_prompts(self.base, rows, mask)
         places = _step_columns(rows, mask, self.token_format, prompt_length)
-        logits = self.stop_logits(rows, mask)  # (B, S)
+        logits = self.stop_logits(rows, mask, length_penalty)  # (B, S)
         steps = max(len(row) for row in places)
         result = torch.full((len(rows), steps), torch.nan, device=logits.device)
         for b, row in enumerate(places):
@@ -400,11 +408,12 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
         tokenizer: PreTrainedTokenizerBase,
         num_policy_layers: int = 2,
         tuning: str = "layers",
-        init_bias: float = DEFAULT_INIT_BIAS,
+        init_bias: float | None = None,
         reasoning_format: ReasoningFormat | None = None,
         base_model_name_or_path: str | None = None,
         base_revision: str | None = None,
         lora_rank: int = 16,
+        price_range: Sequence[float] | None = None,
     ) -> OSPrunerForCausalLM:
         """A fresh, untrained policy on a loaded base, which is shared and frozen.
 
@@ -413,11 +422,12 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             tokenizer: the base's; saved with the policy.
             num_policy_layers: n of the paper; 0 trains a head alone.
             tuning: what trains: "layers", "attention", "lora" or "head".
-            init_bias: the head's initial bias.
+            init_bias: the head's initial bias; None for the head's usual one.
             reasoning_format: None guesses it from the tokenizer.
             base_model_name_or_path: what the policy pins; None takes where base came from.
             base_revision: the commit that the policy pins; None for a base in a folder.
             lora_rank: of the adapters, with tuning "lora".
+            price_range: low and high of `PriceRange`, for the head "price"; None for the other.
 
         Raises:
             ImportError: tuning "lora" without peft.
@@ -434,11 +444,19 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             num_policy_layers=num_policy_layers,
             tuning=tuning,
             lora_rank=lora_rank,
+            head="fixed" if price_range is None else "price",
+            price_range=None if price_range is None else list(price_range),
             reasoning_format=chosen.to_dict(),
             ospruner_version=VERSION,
         )
         policy = StoppingPolicy.from_base(
-            base.eval(), num_policy_layers, tuning, init_bias, base_revision, lora_rank
+            base.eval(),
+            num_policy_layers,
+            tuning,
+            init_bias,
+            base_revision,
+            lora_rank,
+            config.prices,
         )
         config._attn_implementation = base.config._attn_implementation
         return cls(config, base, policy, token_format, tokenizer)
@@ -640,9 +658,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
         if stop_policy is None or stop_policy is False:
             base: Any = self.base
             return base.generate(inputs, **kwargs)
-        settings = StopPolicyConfig.of(stop_policy).with_defaults(
-            self.config.default_mode, self.config.default_threshold, self.config.calibrations
-        )
+        settings = StopPolicyConfig.of(stop_policy).with_defaults(self.config)
         kwargs.setdefault("tokenizer", self.tokenizer)
         self.policy.step_stride = self.config.step_stride
         output, records = generate_pruned(

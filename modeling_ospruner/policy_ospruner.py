@@ -13,6 +13,7 @@ projection in the tail only, so the base computes what it always did, also in ot
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 import threading
 from typing import Any
@@ -23,7 +24,14 @@ from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, PreT
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-_POSITIONS = "max_position_embeddings"
+from .configuration_ospruner import (
+    PRICE_RAMPS,
+    PriceRange,
+    position_switch,
+    price_logits,
+    rotary_settings,
+)
+
 _INSTEAD = (
     "A base is a decoder-only language model of transformers whose layers can be run on their own, "
     "such as Qwen2, Llama, Qwen3, GPT-OSS, Phi-3, Gemma 3, OLMo, GLM-4, Mistral"
@@ -133,52 +141,6 @@ def check_decoder(base: PreTrainedModel) -> None:
         )
 
 
-def _rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """A base's rotary settings: one for all layers, or one for each type of layer."""
-    text = config.get_text_config()
-    rope: dict[str, Any] = vars(text).get("rope_parameters") or {}
-    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
-
-
-def position_switch(config: PreTrainedConfig) -> tuple[str, int] | None:
-    """Where rotary frequencies begin to change with a text's length; None where they never do.
-
-    Returns:
-        The `rope_type`, and the longest text (in tokens) before the change.
-    """
-    for one in _rotary_settings(config):
-        kind = str(one.get("rope_type"))
-        if kind == "longrope":
-            return kind, int(one["original_max_position_embeddings"])
-        if "dynamic" in kind:
-            return kind, int(config.get_text_config().max_position_embeddings)
-    return None
-
-
-def check_length(config: PreTrainedConfig, tokens: int | torch.Tensor, what: str) -> None:
-    """Refuses a text in which the base's positions change while it is written.
-
-    Step by step each token sees the frequencies of the length so far; in one pass, as in training
-    and scoring, all see those of the whole. Up to the change the two are equal.
-
-    Args:
-        config: the base's.
-        tokens: the text's length.
-        what: has this length, for the message.
-
-    Raises:
-        ValueError: naming the length, and the one from which on positions change.
-    """
-    switch = position_switch(config)
-    if switch is not None and tokens >= switch[1]:
-        raise ValueError(
-            f"{what} may reach {int(tokens)} tokens, but this base's positions (rope_type "
-            f"{switch[0]!r}) change from {switch[1]} tokens on, and the policy would read other "
-            "hidden states than it was trained on: keep texts shorter (max_new_tokens, "
-            "--max-tokens), or use the base without a policy"
-        )
-
-
 def is_quantised(base: PreTrainedModel) -> bool:
     """Whether the base's layers hold packed weights."""
     return vars(base).get("hf_quantizer") is not None
@@ -248,41 +210,6 @@ def _undoing(stored: Any, name: str) -> Any:
             "it may then be used on this one"
         )
     return ways[method](dequantize=True)
-
-
-def plain_text_config(base_config: PreTrainedConfig) -> dict[str, Any]:
-    """The text part of a base's configuration, without how this copy of it was loaded."""
-    literals: dict[str, Any] = base_config.get_text_config().to_dict()
-    for name in ("auto_map", "quantization_config"):
-        literals.pop(name, None)
-    return literals
-
-
-# Kinds of scaled rotary positions whose longest text the configuration names already.
-_NAMED_LENGTH = ("default", "llama3", "longrope", "su")
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest text, in tokens, that a base was made for; None where nothing limits it.
-
-    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
-
-    Args:
-        config: a base's.
-    """
-    fields = config.get_text_config().to_dict()
-    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS, _POSITIONS)}
-    trained = next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
-    if trained is None:
-        return None
-    scaled = fields.get("rope_parameters") or {}
-    kinds = [scaled, *(kind for kind in scaled.values() if isinstance(kind, dict))]
-    lengths = [
-        kind["factor"] * (kind.get(f"original_{_POSITIONS}") or trained)
-        for kind in kinds
-        if kind.get("factor") and kind.get("rope_type") not in _NAMED_LENGTH
-    ]
-    return max([trained, *map(int, lengths)])
 
 
 _PEFT_NEEDED = (
@@ -363,25 +290,35 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-DEFAULT_INIT_BIAS = -2.0
+INIT_BIAS = {"fixed": -2.0, "price": -2.5}
+"""The heads' first bias; that of "price" is the logit at the price 0."""
+_INIT_RISE = 0.6  # of a price head's logit from one place to the next
 
 
 class StoppingPolicy(nn.Module):
     """pi_i = sigmoid(w . h_i + b), with h_i the tail's output after its final norm.
+
+    With the head "price" six numbers of h_i and the price of a token give pi_i (`price_logits`);
+    the tail never sees the price.
 
     The tail's layers enter at layer L-n of the base with the hidden states that enter there. With
     n = 0 there is no tail: the head reads the base's last hidden state, after the final norm.
 
     Attributes:
         tail: a decoder of the base's own class that holds its last n layers and its final norm.
-        head: H to 1, in float32.
+        head: H to 1, or to 6 with the head "price", in float32.
+        prices: that it knows; None for the head "fixed".
     """
 
-    def __init__(self, tail: PreTrainedModel | None, hidden_size: int) -> None:
+    def __init__(
+        self, tail: PreTrainedModel | None, hidden_size: int, prices: PriceRange | None = None
+    ) -> None:
         super().__init__()
         self.tail = tail
         self.step_stride = 1  # it decides at every k-th step end
-        self.head = nn.Linear(hidden_size, 1, dtype=torch.float32)
+        self.prices = prices
+        outputs = 1 if prices is None else 1 + PRICE_RAMPS
+        self.head = nn.Linear(hidden_size, outputs, dtype=torch.float32)
         # Some decoders scale the embeddings they are given: what enters the first layer is put
         # back to what entered the base's. By thread, so that concurrent calls don't mix.
         self._entering: dict[int, torch.Tensor] = {}
@@ -400,9 +337,10 @@ class StoppingPolicy(nn.Module):
         base: PreTrainedModel,
         num_layers: int,
         tuning: str = "layers",
-        init_bias: float = DEFAULT_INIT_BIAS,
+        init_bias: float | None = None,
         revision: str | None = None,
         lora_rank: int = 16,
+        prices: PriceRange | None = None,
     ) -> StoppingPolicy:
         """A fresh policy: copies of the base's last layers, and a head that says sigmoid(bias).
 
@@ -413,16 +351,18 @@ class StoppingPolicy(nn.Module):
             base: a causal LM in eval mode.
             num_layers: n.
             tuning: see `OSPrunerConfig`.
-            init_bias: the head's bias; mild, for saturated logits have no gradient.
+            init_bias: the head's bias; mild, for saturated logits have no gradient. None: that of
+                `INIT_BIAS`.
             revision: the commit of the base's checkpoint.
             lora_rank: of the adapters, with tuning "lora".
+            prices: to be known, for the head "price"; None for the other.
 
         Raises:
             ImportError: tuning "lora" without peft.
             ValueError: the base has fewer layers, its layers cannot be run on their own, or the
                 tuning finds nothing to train.
         """
-        policy = cls.empty(base, num_layers)
+        policy = cls.empty(base, num_layers, prices)
         if tuning == "lora":
             policy.adapt(base, lora_rank)
         elif policy.tail is not None:
@@ -433,7 +373,9 @@ class StoppingPolicy(nn.Module):
             policy.load_tail(base, {name: source[names[name]] for name in names})
         policy.head.to_empty(device=tail_device(base))
         nn.init.zeros_(policy.head.weight)
-        nn.init.constant_(policy.head.bias, init_bias)
+        nn.init.constant_(policy.head.bias, math.log(math.expm1(_INIT_RISE)))
+        first = INIT_BIAS["fixed" if prices is None else "price"]
+        nn.init.constant_(policy.head.bias[:1], first if init_bias is None else init_bias)
         policy.set_trainable(tuning)
         policy.eval()
         if policy.tail is not None and not is_quantised(base):
@@ -441,7 +383,9 @@ class StoppingPolicy(nn.Module):
         return policy
 
     @classmethod
-    def empty(cls, base: PreTrainedModel, num_layers: int) -> StoppingPolicy:
+    def empty(
+        cls, base: PreTrainedModel, num_layers: int, prices: PriceRange | None = None
+    ) -> StoppingPolicy:
         """A policy without weights (on the meta device) for a base.
 
         Raises:
@@ -456,7 +400,7 @@ class StoppingPolicy(nn.Module):
             )
         with torch.device("meta"):
             tail = _empty_tail(decoder.config, type(decoder), num_layers) if num_layers else None
-            return cls(tail, decoder.config.hidden_size)
+            return cls(tail, decoder.config.hidden_size, prices)
 
     def adapt(self, base: PreTrainedModel, lora_rank: int) -> None:
         """Makes the tail one of adapters beside the base's own modules; see `adapters_ospruner`."""
@@ -547,6 +491,7 @@ class StoppingPolicy(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        length_penalty: float | None = None,
     ) -> torch.Tensor:
         """Stop logits at every position.
 
@@ -556,10 +501,36 @@ class StoppingPolicy(nn.Module):
             position_ids: (B, S).
             attention_mask: (B, cached + S), 1 for tokens and 0 for padding.
             past_key_values: a cache of `new_cache`, extended by this call.
+            length_penalty: the price of a token, with the head "price"; the other ignores it.
 
         Returns:
             (B, S), float32.
         """
+        outputs = self.outputs(hidden, position_ids, attention_mask, past_key_values)
+        return self.logits(outputs, length_penalty)
+
+    def logits(self, outputs: torch.Tensor, length_penalty: float | None) -> torch.Tensor:
+        """Stop logits (...) of the head's outputs (..., 1 or 6).
+
+        Raises:
+            ValueError: the head "price" without a price, or one that it does not know.
+            TypeError: a price that is no number.
+        """
+        if self.prices is None:
+            return outputs[..., 0]
+        self.prices.check("StoppingPolicy", length_penalty)
+        assert length_penalty is not None
+        place = torch.tensor(self.prices.place(length_penalty), device=outputs.device)
+        return price_logits(outputs, place)
+
+    def outputs(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """What the head says at every position, (B, S, 1 or 6) float32; arguments as `forward`."""
         device = self.head.weight.device
         hidden = hidden.to(device)
         if self.tail is not None:
@@ -582,11 +553,10 @@ class StoppingPolicy(nn.Module):
                 past_key_values.tokens += hidden.shape[1]
         kind = "cpu" if hidden.is_meta else hidden.device.type  # there is no autocast on meta
         with torch.autocast(kind, enabled=False):  # the head stays in its own dtype
-            logits: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
-        logits = logits[..., 0].float()
+            said: torch.Tensor = self.head(hidden.to(self.head.weight.dtype)).float()
         if not torch.is_grad_enabled() and not self._has_sound_weights():
-            logits = torch.full_like(logits, torch.nan)
-        return logits
+            said = torch.full_like(said, torch.nan)
+        return said
 
     @property
     def tail_dtype(self) -> torch.dtype:
@@ -652,7 +622,7 @@ def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
         ValueError: the two differ, or the copies cannot be run at once, in pieces and padded.
     """
     most = vars(base.config.get_text_config()).get("max_position_embeddings") or _PROBE
-    named = [one.get("original_max_position_embeddings") for one in _rotary_settings(base.config)]
+    named = [one.get("original_max_position_embeddings") for one in rotary_settings(base.config)]
     starts = {0, most - _PROBE, *(length - _PROBE // 2 for length in named if length)}
     for start in sorted(starts):
         if 0 <= start <= most - _PROBE:
@@ -682,10 +652,10 @@ def _check_tail_from(start: int, base: PreTrainedModel, policy: StoppingPolicy) 
         wanted = decoder(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
-        policy(entering[0], positions, mask)
+        policy.outputs(entering[0], positions, mask)
         cache = policy.new_cache()
         for i, j in ((0, 5), (5, 6), (6, _PROBE)):
-            policy(entering[0][:, i:j], positions[:, i:j], mask[:, :j], cache)
+            policy.outputs(entering[0][:, i:j], positions[:, i:j], mask[:, :j], cache)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{type(base).__name__} cannot be a base: its last {n} layers do not run on their own "

@@ -17,13 +17,46 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .configuration_ospruner import MODES, check_choice, check_flag, check_integer, check_number
+from .configuration_ospruner import (
+    MODES,
+    OSPrunerConfig,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    shown,
+)
 from .formats_ospruner import BoxState, TokenFormat
 from .rules_ospruner import Budget, LearnedPolicy, StopRule, TrialAnswer
 
 _OWNER = "stop_policy"
 
 StopAnswer = Literal["forced", "free", "tools"]
+
+
+def asked_price(owner: str, config: OSPrunerConfig, asked: float | None) -> float:
+    """The price of a token (lambda) at which a policy stops: the asked one, else its default.
+
+    Args:
+        owner: whose setting `asked` is, for the message.
+        config: the policy's.
+        asked: None for the policy's own.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: a policy of every price does not know it, or one of a fixed lambda has another.
+    """
+    if asked is None:
+        return config.length_penalty
+    if config.prices is not None:
+        config.prices.check(owner, asked)
+    elif asked != config.length_penalty:
+        raise ValueError(
+            f"{owner}: length_penalty is {shown(asked)}, but the policy was trained for "
+            f"{config.length_penalty:g} alone (head 'fixed'): leave it out, take the policy of "
+            "that lambda, or train one for every price with `ospruner train --head price`"
+        )
+    return asked
 
 
 @dataclass(frozen=True)
@@ -34,9 +67,12 @@ class StopPolicyConfig:
         mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
             threshold. None: "threshold" where one is given, else the policy's default.
         threshold: in [0, 1], of mode "threshold". None: the policy's default.
+        length_penalty: the price of a token, lambda, in reward per thinking token: a policy with
+            the head "price" stops where going on is not worth it. One for all rows of the call.
+            None: the policy's default; a policy with the head "fixed" knows its own alone.
         max_loss: stop as boldly as a calibration of the policy (`ospruner calibrate`) promised to
-            lose no more accuracy than this against the full trace, as a share; it gives mode and
-            threshold. None: no promise.
+            lose no more accuracy than this against the full trace, as a share; it gives mode,
+            threshold and length_penalty. None: no promise.
         seed: of the draws in mode "sample"; without a meaning elsewhere.
         first_sample_index: the index of the call's first row, for runs over several calls, of
             which the draws of mode "sample" depend. Rows
@@ -61,6 +97,7 @@ class StopPolicyConfig:
 
     mode: Literal["sample", "threshold"] | None = None
     threshold: float | None = None
+    length_penalty: float | None = None
     max_loss: float | None = None
     seed: int = 0
     first_sample_index: int = 0
@@ -88,6 +125,13 @@ class StopPolicyConfig:
                 )
             if self.rule is None:
                 object.__setattr__(self, "mode", "threshold")  # what a threshold alone means
+        if isinstance(self.length_penalty, list | tuple):
+            raise TypeError(
+                f"{_OWNER}: length_penalty is {shown(self.length_penalty)}; it must be one number, "
+                "for all rows of the call: generate for rows of other prices in calls of their own"
+            )
+        if self.length_penalty is not None:
+            check_number(_OWNER, "length_penalty", self.length_penalty, 0, math.inf)
         self._check_max_loss()
         check_integer(_OWNER, "seed", self.seed)
         check_integer(_OWNER, "first_sample_index", self.first_sample_index, 0)
@@ -112,6 +156,7 @@ class StopPolicyConfig:
         unpromised = {
             "mode": self.mode is not None,
             "threshold": self.threshold is not None,
+            "length_penalty": self.length_penalty is not None,
             "rule": self.rule is not None,
             "min_thinking_tokens": self.min_thinking_tokens > 0,
             "max_thinking_tokens": self.max_thinking_tokens is not None,
@@ -133,50 +178,50 @@ class StopPolicyConfig:
             raise TypeError(
                 f"{_OWNER}: rule is {self.rule!r}; it must be a StopRule, such as AnswerEntropy()"
             )
-        if self.mode is not None or self.threshold is not None:
+        learned = (self.mode, self.threshold, self.length_penalty)
+        if learned != (None, None, None):
             raise ValueError(
-                f"{_OWNER}: mode and threshold are the learned policy's, and rule "
+                f"{_OWNER}: mode, threshold and length_penalty are the learned policy's, and rule "
                 f"{type(self.rule).__name__} takes its place; leave them out, or the rule"
             )
 
-    def with_defaults(
-        self,
-        mode: str,
-        threshold: float,
-        calibrations: Sequence[Mapping[str, Any]] | None = None,
-    ) -> StopPolicyConfig:
-        """These settings, with a policy's own mode and threshold where none is given.
+    def with_defaults(self, config: OSPrunerConfig) -> StopPolicyConfig:
+        """These settings, with a policy's own mode, threshold and price where none is given.
 
-        With another rule they are as they are.
+        With another rule they are as they are. `max_loss` takes the boldest calibration that fits.
 
         Args:
-            mode: the policy's default.
-            threshold: the policy's default.
-            calibrations: of the policy's configuration; `max_loss` takes the boldest that fits.
+            config: the policy's.
 
         Raises:
-            ValueError: `max_loss` is given, and no calibration promises as little.
+            TypeError: the price is no number.
+            ValueError: `max_loss` is given, and no calibration promises as little; or see
+                `asked_price`.
         """
         if self.rule is not None:
             return self
         if self.max_loss is not None:
-            kept = [one for one in calibrations or () if one["max_loss"] <= self.max_loss]
+            promises = config.calibrations or []
+            kept = [one for one in promises if one["max_loss"] <= self.max_loss]
             if not kept:
-                known = sorted(one["max_loss"] for one in calibrations or ())
+                known = sorted(one["max_loss"] for one in promises)
                 raise ValueError(
                     f"{_OWNER}: max_loss is {self.max_loss}, but the policy promises "
                     f"{f'{known} only' if known else 'nothing'}: make the promise with `ospruner "
                     f"calibrate POLICY --labels DIR --max-loss {self.max_loss:g}`"
                 )
             boldest = max(kept, key=lambda one: (one["max_loss"], one["confidence"]))
-            return replace(self, max_loss=None, mode="threshold", threshold=boldest["threshold"])
-        chosen = self.mode or mode
+            promised = {name: boldest[name] for name in ("threshold", "length_penalty")}
+            return replace(self, max_loss=None, mode="threshold", **promised)
+        price = asked_price(_OWNER, config, self.length_penalty)
+        chosen, threshold = self.mode or config.default_mode, config.default_threshold
         if chosen == "threshold" and self.threshold is not None:
             threshold = self.threshold
         return replace(
             self,
             mode=chosen,  # type: ignore[arg-type]  # checked
             threshold=threshold if chosen == "threshold" else None,
+            length_penalty=price,
         )
 
     def chosen_rule(self, step_stride: int = 1) -> StopRule:
@@ -241,6 +286,10 @@ class StopRecord:
         reason: "policy" (the learned one, or another rule), "budget" (`max_thinking_tokens`, or
             the rule `Budget`), "natural", or "length" (a limit of generate's own came first: its
             length, time, stop strings or stopping criteria).
+        prices: with a policy of every price, the price of indifference at each step end: the
+            lambda at which pi_i is one half, so that going on pays up to so much a token; 0 where
+            the policy stops even for nothing, inf where it goes on at every price that it knows,
+            NaN where it was not asked. Else empty.
         nan_steps: steps at which the policy or rule gave NaN, which means "continue".
         signals: what another rule measured at each step end; NaN where it did not measure.
         probe_tokens: tokens spent on trial answers: the forced ones and the answers' own.
@@ -248,6 +297,7 @@ class StopRecord:
 
     step_ends: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
+    prices: list[float] = field(default_factory=list)
     thinking_tokens: int = 0
     reason: Literal["policy", "budget", "natural", "length"] = "length"
     nan_steps: int = 0
@@ -390,6 +440,7 @@ class StopRow:
         stop_probability: Callable[[], float],
         trial_answer: Callable[[int], TrialAnswer],
         next_text: Callable[[], str],
+        indifference: Callable[[], float] | None = None,
     ) -> None:
         """Decides on the step that has ended with the last token.
 
@@ -397,6 +448,7 @@ class StopRow:
             stop_probability: gives the learned policy's.
             trial_answer: gives an answer forced here, of at most so many tokens.
             next_text: gives the text of the most likely next token.
+            indifference: gives the price of indifference; None for a policy of a fixed lambda.
         """
         plan, record = self._plan, self.record
         self.at_boundary = False
@@ -415,6 +467,8 @@ class StopRow:
         (record.probabilities if learned else record.signals).append(
             math.nan if signal is None else signal
         )
+        if learned and indifference is not None:
+            record.prices.append(math.nan if signal is None else indifference())
         if signal is not None and math.isnan(signal):
             record.nan_steps += 1
             stop = False

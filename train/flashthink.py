@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.configuration_ospruner import VERSION, plain_text_config
 from modeling_ospruner.loading_ospruner import load_base, load_policy
 from modeling_ospruner.modeling_ospruner import PolicyScores
-from modeling_ospruner.policy_ospruner import StoppingPolicy, plain_text_config
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
 

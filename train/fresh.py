@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import DamagedError
 from modeling_ospruner.common.results_file import Results
+from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.loading_ospruner import WEIGHTS
-from ospruner.eval.methods import FULL, METHOD_NAMES
+from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay_full
 from ospruner.eval.results import Rule, summarise
 from ospruner.eval.schema import LabelSettings
@@ -32,13 +33,14 @@ from ospruner.hub_cards.facts import file_hash, provenance
 from ospruner.hub_cards.render import write_policy_card
 
 from .flashthink import Verifier, tokens_read
-from .objective import classification_loss, objective_loss
+from .objective import classification_loss, every_price_loss, objective_loss
 from .processes import Processes
 from .settings import Stage, TrainSettings
-from .tail import step_logits
+from .tail import step_outputs
 from .trunk import Batch, LabelledTraces, length_batches, refuse_beyond_positions
 
 __all__ = [
+    "Predicted",
     "StageResult",
     "Trainable",
     "batch_loss",
@@ -46,6 +48,7 @@ __all__ = [
     "loss_weight",
     "new_policy",
     "predict",
+    "predict_outputs",
     "predict_with",
     "save_policy_folder",
     "warning_about",
@@ -66,7 +69,7 @@ class StageResult:
     Attributes:
         name: of the stage.
         method: "os-pruner", "probe", "convergence" or "flashthink".
-        length_penalty: lambda; 0 for the baselines.
+        length_penalty: lambda; 0 for the baselines; of a policy of every price its default.
         path: the policy's folder.
         probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
         probabilities_sha256: of that file; "" in processes that do not write it.
@@ -152,6 +155,7 @@ def new_policy(
             tuning=settings.tuning,
             init_bias=settings.init_bias,
             lora_rank=settings.lora_rank,
+            price_range=settings.price_range or None,
             reasoning_format=ReasoningFormat.from_dict(label_settings.reasoning_format),
             base_model_name_or_path=label_settings.base_model,
             base_revision=label_settings.base_revision,
@@ -175,22 +179,25 @@ def batch_loss(
     method: str,
     logits: Tensor,
     batch: Batch,
-    length_penalty: float,
+    length_penalty: float | Sequence[float] | None,
     entropy_bonus: float = 0.0,
 ) -> Tensor:
     """The loss of one batch.
 
     Args:
         method: "os-pruner", "probe", "convergence" or "flashthink".
-        logits: (B, T) stop logits at step ends.
+        logits: (B, T) stop logits at step ends, or (J, B, T) at each of J lambdas.
         batch: the labels.
-        length_penalty: lambda; only "os-pruner" has one.
+        length_penalty: lambda, or J lambdas; only "os-pruner" has one.
         entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
     """
     mask = batch.mask.to(logits.device)
     correct = batch.correct.to(logits.device)
     if method == "os-pruner":
         lengths = batch.lengths.to(logits.device)
+        if isinstance(length_penalty, Sequence):
+            return every_price_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
+        assert length_penalty is not None
         return objective_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
     targets = batch.matches_final.to(logits.device) if method == "convergence" else correct
     return classification_loss(logits, targets, mask)
@@ -232,22 +239,86 @@ def warning_about(table: TraceTable, outcome: Outcome) -> str:
     return ""
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Predicted:
+    """What a policy says at the step ends of N labelled traces of up to T steps.
+
+    Attributes:
+        outputs: (N, T, K) float32 of its head; 0 on padding.
+        mask: (N, T) true on real steps.
+        prices: that the policy knows; None with the head "fixed".
+        length_penalty: its own lambda.
+    """
+
+    outputs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.bool_]
+    prices: PriceRange | None
+    length_penalty: float
+
+    def probabilities(self, length_penalty: float | None = None) -> npt.NDArray[np.float32]:
+        """(N, T) stop probabilities, 0 on padding. Replay does not read the last step's.
+
+        Args:
+            length_penalty: the price of a token; None for the policy's own.
+
+        Raises:
+            ValueError: the policy does not know this price.
+        """
+        price = self.length_penalty if length_penalty is None else length_penalty
+        outputs = torch.from_numpy(self.outputs)
+        logits = outputs[..., 0]
+        if self.prices is not None:
+            self.prices.check("length_penalty", price)
+            logits = price_logits(outputs, torch.tensor(self.prices.place(price)))
+        found: npt.NDArray[np.float32] = torch.sigmoid(logits).numpy()
+        return np.where(self.mask, found, np.float32(0.0))
+
+    @cached_property
+    def indifference(self) -> npt.NDArray[np.float64] | None:
+        """(N, T) prices of indifference, `StopRecord.prices`; None with the head "fixed"."""
+        if self.prices is None:
+            return None
+        places = price_places(torch.from_numpy(self.outputs)).numpy()
+        return np.vectorize(self.prices.price_at, otypes=[np.float64])(places)
+
+
 def predict(
     model: Trainable,
     dataset: Dataset | LabelledTraces,
     cache_limit_bytes: int = 2**31,
+    length_penalty: float | None = None,
 ) -> npt.NDArray[np.float32]:
     """Stop probabilities at the step ends of labelled traces: one causal pass a trace.
+
+    Args:
+        model: as for `predict_outputs`.
+        dataset: as there.
+        cache_limit_bytes: as there.
+        length_penalty: the price of a token; None for the policy's own. `predict_outputs` gives
+            those of all prices at once.
+
+    Returns:
+        (N, T) probabilities, 0 on padding. Replay does not read the last step's.
+
+    Raises:
+        ValueError: a trace is longer than the base's positions, or see `Predicted`.
+    """
+    return predict_outputs(model, dataset, cache_limit_bytes).probabilities(length_penalty)
+
+
+@torch.no_grad()
+def predict_outputs(
+    model: Trainable,
+    dataset: Dataset | LabelledTraces,
+    cache_limit_bytes: int = 2**31,
+) -> Predicted:
+    """What a policy says at the step ends of labelled traces: one causal pass a trace.
 
     Args:
         model: base and policy.
         dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
             trunk's states for the next policy on the same base.
         cache_limit_bytes: largest size of the states kept.
-
-    Returns:
-        (N, T) probabilities, 0 on padding. Replay does not read the last step's.
 
     Raises:
         ValueError: a trace is longer than the base's positions.
@@ -256,33 +327,35 @@ def predict(
     refuse_beyond_positions(model.base, traces)
     if isinstance(dataset, LabelledTraces):
         traces.cache_states(model, cache_limit_bytes)
-    return predict_with(partial(step_logits, model.policy), model, traces, Processes())
+    return predict_with(partial(step_outputs, model.policy), model, traces, Processes())
 
 
 @torch.no_grad()
 def predict_with(
-    logits_of: Callable[[Tensor, Tensor], Tensor],
+    outputs_of: Callable[[Tensor, Tensor], Tensor],
     model: Trainable,
     traces: LabelledTraces,
     processes: Processes,
-) -> npt.NDArray[np.float32]:
-    """`predict`, by several processes, each of which takes some of the traces.
+) -> Predicted:
+    """`predict_outputs`, by several processes, each of which takes some of the traces.
 
     Args:
-        logits_of: logits (B, T) from the trunk's states (B, S, H) and positions (B, T).
+        outputs_of: (B, T, K) from the trunk's states (B, S, H) and positions (B, T).
         model: whose trunk.
         traces: N labelled traces.
         processes: those that share the work; all get the result.
     """
-    out = np.zeros(traces.table.mask.shape, dtype=np.float32)
+    width = model.policy.head.out_features
+    out = np.zeros((*traces.table.mask.shape, width), dtype=np.float32)
     for rows, new in processes.turns(list(length_batches(traces.token_lengths))):
         batch = traces.batch(rows)
         hidden = traces.states(model, rows)  # (B, S, H)
-        logits = logits_of(hidden, batch.positions.to(hidden.device))  # (B, T)
-        probabilities = torch.sigmoid(logits.float()).cpu().masked_fill(~batch.mask, 0.0)
+        said = outputs_of(hidden, batch.positions.to(hidden.device)).float().cpu()  # (B, T, K)
         if new:
-            out[rows, : probabilities.shape[1]] = probabilities.numpy()
-    return processes.sum(out.astype(np.float64)).astype(np.float32)
+            out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
+    outputs = processes.sum(out.astype(np.float64)).astype(np.float32)
+    prices, price = model.config.prices, model.config.length_penalty
+    return Predicted(outputs, traces.table.mask, prices, price)
 
 
 def save_policy_folder(
@@ -293,7 +366,7 @@ def save_policy_folder(
     stage: Stage,
     facts: Mapping[str, Any],
     validation: LabelledTraces,
-    outcome: Outcome,
+    outcomes: Mapping[float, Outcome],
 ) -> None:
     """Saves a policy with its record, its results on the validation traces, and a card.
 
@@ -307,7 +380,7 @@ def save_policy_folder(
         stage: that ends here.
         facts: what else the record shall hold, JSON values; `data_hash` is that of the labels.
         validation: the validation traces.
-        outcome: of the policy on them.
+        outcomes: of the policy on them, by lambda; one without the head "price".
     """
     named = {f"policy.{name}": tensor for name, tensor in tensors.items()}
     if isinstance(model, Verifier):
@@ -330,14 +403,19 @@ def save_policy_folder(
         return
     table, config = validation.table, model.config
     full, method = replay_full(table), METHOD_NAMES[config.method]
-    use = Rule(method, outcome, config.default_threshold, "threshold")
-    if config.default_mode == "sample":
-        use = Rule(method, outcome, config.length_penalty, "λ")
+    if config.head == "price":
+        method = EVERY_PRICE
+    uses = [
+        Rule(method, outcome, config.default_threshold, "threshold")
+        if config.default_mode == "threshold"
+        else Rule(method, outcome, price, "λ")
+        for price, outcome in outcomes.items()
+    ]
     results = Results(
         dataset="validation traces",
         setting="replay by `ospruner train`, problems of the kind it was trained on, one training "
         "seed",
-        results=summarise([Rule(FULL, full), use], full, table.problem_index),
-        chosen=1,
+        results=summarise([Rule(FULL, full), *uses], full, table.problem_index),
+        chosen=1 + list(outcomes).index(config.length_penalty),
     )
     write_policy_card(folder, name=stage.name, license=None, results=results)

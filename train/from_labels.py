@@ -44,7 +44,7 @@ from .labels.folder import (
 )
 from .loop import StageResult, memory_need, train_together
 from .processes import Processes
-from .settings import SCHEDULES, TrainSettings, automatic_penalties
+from .settings import SCHEDULES, TrainSettings, automatic_penalties, automatic_range
 from .trunk import LabelledTraces
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "load_labelled_base",
     "load_labels",
     "parse_penalties",
+    "parse_range",
     "settings_for",
     "train_from_labels",
 ]
@@ -154,13 +155,48 @@ def parse_penalties(text: str, table: TraceTable) -> tuple[float, ...]:
         ) from None
 
 
-def settings_for(lambdas: str, **settings: Any) -> Callable[[TraceTable], TrainSettings]:
+def parse_range(text: str, table: TraceTable) -> tuple[float, ...]:
+    """The range of lambdas for one policy of every price.
+
+    Args:
+        text: "auto", or the lowest above 0 and the highest, separated by a comma.
+        table: the training traces, for "auto".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text == "auto":
+        return automatic_range(table)
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"lambdas is {text!r}; with head 'price' it must be 'auto', or the lowest and the "
+            "highest lambda of the range, such as 5e-5,1e-2 (0 is always trained on)"
+        ) from None
+    return low, high
+
+
+PRICE_ENTROPY_BONUS = 0.01
+
+
+def settings_for(
+    lambdas: str, *, entropy_bonus: float | None = None, **settings: Any
+) -> Callable[[TraceTable], TrainSettings]:
     """A run's settings but for the lambdas, which may depend on the traces.
 
     Args:
-        lambdas: as `parse_penalties` takes them; baselines have none.
+        lambdas: as `parse_penalties` takes them, or with head "price" as `parse_range` does;
+            baselines have none.
+        entropy_bonus: None for 0, the paper's, and with head "price" 0.01.
         settings: fields of `TrainSettings`.
     """
+    priced = settings.get("head") == "price"
+    settings["entropy_bonus"] = (
+        PRICE_ENTROPY_BONUS * priced if entropy_bonus is None else entropy_bonus
+    )
+    if priced:
+        return lambda table: TrainSettings(**settings, price_range=parse_range(lambdas, table))
     if settings.get("method", "os-pruner") != "os-pruner":
         return lambda table: TrainSettings(**settings)
     return lambda table: TrainSettings(**settings, length_penalties=parse_penalties(lambdas, table))

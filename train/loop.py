@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.common.text import penalty_name
+from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import StoppingPolicy, add_adapters
 from ospruner.eval.report.pictures import save_dynamics
 from ospruner.eval.schema import LabelSettings
@@ -414,7 +415,11 @@ def memory_need(
         validation_set: traces to validate on.
     """
     settings = targets[0]
-    policy = StoppingPolicy.empty(base, settings.num_policy_layers)
+    policy = StoppingPolicy.empty(
+        base,
+        settings.num_policy_layers,
+        PriceRange(*settings.price_range) if settings.price_range else None,
+    )
     if settings.tuning == "lora" and policy.tail is not None:
         add_adapters(policy.tail, settings.lora_rank)
     own = policy.own_names()

@@ -14,12 +14,15 @@ forced here is the trace's final answer" (the paper's section on baselines).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ospruner.eval.stopping import expected_reward, stop_entropy
 
-__all__ = ["classification_loss", "objective_loss"]
+__all__ = ["classification_loss", "every_price_loss", "objective_loss"]
 
 
 def objective_loss(
@@ -50,6 +53,41 @@ def objective_loss(
     if entropy_bonus:
         gain = gain + entropy_bonus * stop_entropy(logits, mask)
     return -gain.mean()
+
+
+def every_price_loss(
+    logits: Tensor,
+    correct: Tensor,
+    lengths: Tensor,
+    length_penalties: Sequence[float],
+    mask: Tensor,
+    entropy_bonus: float = 0.0,
+) -> Tensor:
+    """The plain mean of `objective_loss` over J prices of a token.
+
+    At the price 0 there is no bonus: it would pay for stops, and nothing there pays for going on
+    where the answer stands already. The objective there is the accuracy alone.
+
+    Args:
+        logits: (J, N, T) stop logits at step ends, at each price.
+        correct: (N, T) A_i.
+        lengths: (N, T) L_i in tokens.
+        length_penalties: the J prices, each >= 0.
+        mask: (N, T) bool, true on real steps.
+        entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        TypeError, ValueError: see `expected_reward`; or there are not J prices.
+    """
+    pairs = zip(logits, length_penalties, strict=True)
+    found = [
+        objective_loss(of_price, correct, lengths, price, mask, entropy_bonus if price else 0.0)
+        for of_price, price in pairs
+    ]
+    return torch.stack(found).mean()
 
 
 def classification_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:

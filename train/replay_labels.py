@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import replace_file
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.eval.calibration import Calibration, Candidate, calibrate, losses
@@ -30,7 +31,7 @@ from ospruner.eval.limits import (
 from ospruner.eval.methods import FULL, ORACLE, PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step
-from ospruner.eval.report.viewer import trace_views
+from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.results import Rule
 from ospruner.eval.rules import parse_rule, replay_rule
 from ospruner.eval.schema import LabelSettings
@@ -39,7 +40,7 @@ from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance
 from ospruner.hub_cards.render import read_policy_config, write_policy_card
 
 from .flashthink import Verifier, tokens_read, verifier_traces
-from .fresh import predict
+from .fresh import Predicted, predict, predict_outputs
 from .from_labels import Labels, forced_base, load_labelled_base, load_labels
 from .trunk import LabelledTraces
 
@@ -47,9 +48,9 @@ __all__ = [
     "THRESHOLDS",
     "calibrate_policy",
     "calibrate_rule",
+    "predictions",
     "replay_labels",
     "replay_verifiers",
-    "stop_probabilities",
 ]
 
 
@@ -57,6 +58,10 @@ THRESHOLDS = tuple(
     round(float(1 / (1 + np.exp(-logit))), 6) for logit in np.linspace(7.0, -4.0, 45)
 )
 """Stop probabilities from careful (.999) to bold (.018), in even steps of the logit."""
+
+
+PRICE_THRESHOLD = 0.5
+"""The stop probability at which a policy of every price is indifferent."""
 
 
 def replay_verifiers(
@@ -120,6 +125,7 @@ def replay_labels(
     policies: Sequence[str] = (),
     rules: Sequence[str] = (),
     *,
+    length_penalties: Sequence[float] | None = None,
     base: str | None = None,
     force_base: str | None = None,
     validation: str | Path | None = None,
@@ -136,6 +142,8 @@ def replay_labels(
         labels: folder or Hub id of the labelled traces.
         policies: see `eval.policies.parse_policies`.
         rules: see `eval.rules.parse_rule`.
+        length_penalties: prices of a token for policies of every price, () for 31 of their range:
+            the tail runs once for all; None for their default.
         base: the model, where it now lies elsewhere than when it was labelled.
         force_base: why policies of another base, or another base, may be taken; kept with the
             results.
@@ -160,7 +168,7 @@ def replay_labels(
         traces = traces.take(min(limit, len(traces)))
     table = TraceTable.from_dataset(traces)
     named = [parse_rule(text) for text in rules]
-    uses = parse_policies(policies)
+    uses = parse_policies(policies, length_penalties)
     judges = [use for use in uses if use.config.method == "flashthink"]
     uses = [use for use in uses if use.config.method != "flashthink"]
     for use in uses:
@@ -175,9 +183,16 @@ def replay_labels(
             ours.settings.step_stride,
         )
     place = device_named(device)
-    probabilities = stop_probabilities(uses, traces, ours, base, force_base, place, progress)
+    said = predictions(uses, traces, ours, base, force_base, place, progress)
+    probabilities = []
+    shown: dict[int, PricesShown] = {}
     found = [Rule(FULL, replay_full(table))]
-    for use, pi in zip(uses, probabilities, strict=True):
+    for use in uses:
+        pi = said[use.path].probabilities(use.price)
+        prices = said[use.path].indifference
+        if prices is not None and use.config.prices is not None:
+            shown[len(found)] = PricesShown(prices, use.price, use.config.prices)
+        probabilities.append(pi)
         outcome = replay(table, pi, use.mode, use.threshold)
         found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
     tokenizer = load_tokenizer(
@@ -210,7 +225,9 @@ def replay_labels(
         settings,
         found,
         _limits(table, ours, validation),
-        trace_views(traces, table, found, dict(enumerate(probabilities, 1)), tokenizer, viewed),
+        trace_views(
+            traces, table, found, dict(enumerate(probabilities, 1)), tokenizer, viewed, shown
+        ),
     )
 
 
@@ -243,7 +260,7 @@ def _limits(table: TraceTable, ours: Labels, validation: str | Path | None) -> l
     ]
 
 
-def stop_probabilities(
+def predictions(
     uses: Sequence[PolicyUse],
     traces: Dataset,
     ours: Labels,
@@ -251,19 +268,19 @@ def stop_probabilities(
     force_base: str | None,
     device: torch.device,
     progress: Progress,
-) -> list[npt.NDArray[np.float32]]:
-    """Stop probabilities (N, T) for each use; a policy used at several thresholds runs once."""
+) -> dict[str, Predicted]:
+    """What each policy says, by its path: it runs once for all thresholds and prices."""
     if not uses:
-        return []
+        return {}
     model, _ = load_labelled_base(base, ours, force_base, device)
     labelled = LabelledTraces.from_dataset(traces)
-    by_path: dict[str, npt.NDArray[np.float32]] = {}
+    by_path: dict[str, Predicted] = {}
     paths = list(dict.fromkeys(use.path for use in uses))
     for number, path in enumerate(paths):
         progress("policies", number, len(paths))
-        by_path[path] = predict(OSPrunerForCausalLM.from_base(model, path), labelled)
+        by_path[path] = predict_outputs(OSPrunerForCausalLM.from_base(model, path), labelled)
     progress("policies", len(paths), len(paths))
-    return [by_path[use.path] for use in uses]
+    return by_path
 
 
 def calibrate_policy(
@@ -272,21 +289,26 @@ def calibrate_policy(
     max_loss: float,
     confidence: float = 0.95,
     *,
-    thresholds: Sequence[float] = THRESHOLDS,
+    values: Sequence[float] | None = None,
     validation: str | Path | None = None,
     base: str | None = None,
     device: str | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
-    """Finds the boldest threshold that keeps a promise, and stores it in the policy's folder.
+    """Finds the boldest setting that keeps a promise, and stores it in the policy's folder.
+
+    The setting is the threshold of a policy of one lambda, or the price of a policy of every price,
+    which then stops where the stop probability is one half or more: where the price of
+    indifference is no higher.
 
     Args:
-        policy: its folder; `config.json` and the card are written anew where a threshold passes.
+        policy: its folder; `config.json` and the card are written anew where a setting passes.
         labels: folder or Hub id of labels; the policy was not trained on them.
         max_loss: the accuracy that may be lost against the full trace, as a share.
         confidence: how surely not more is lost.
-        thresholds: to try, from careful to bold.
+        values: to try, from careful to bold: thresholds falling, or prices rising. None:
+            `THRESHOLDS`, or 31 prices of the policy's range.
         validation: other labels, for a guess of the losses' variance; it affects what is saved,
             never whether the promise holds.
         base: the base, where it lies elsewhere than when it was labelled.
@@ -295,17 +317,20 @@ def calibrate_policy(
         progress: called with phases "trunk" and "policies".
 
     Returns:
-        What was found; `value` is None where no threshold keeps the promise, and nothing is stored.
+        What was found; `value` is None where no setting keeps the promise, and nothing is stored.
 
     Raises:
         ValueError: no policy there or another base's, the labels it was trained on, labels of free
-            answers or of the problems of `validation`, or thresholds that do not fall.
+            answers or of the problems of `validation`, or settings in another order.
     """
     folder = Path(policy)
     read_policy_config(folder)
-    _refuse_order(thresholds)
     ours = _calibration_labels(labels)
-    use = parse_policies([f"{folder}@{thresholds[0]}"])[0]
+    use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
+    known = use.config.prices
+    if values is None:
+        values = THRESHOLDS if known is None else known.grid()
+    _refuse_order(values, known)
     refuse_other_base(
         use,
         ours.settings.base_model,
@@ -328,7 +353,7 @@ def calibrate_policy(
             "nothing about new problems; calibrate on others"
         )
     table = TraceTable.from_dataset(ours.traces)
-    candidates = _candidates(use, ours, table, thresholds, base, device, progress)
+    candidates = _candidates(use, ours, table, values, base, device, progress)
     variance = 0.06
     if validation is not None:
         theirs = load_labels(validation)
@@ -338,12 +363,15 @@ def calibrate_policy(
                 f"{len(shared)} problems, such as {min(shared)!r}, are in the labels and in the "
                 "validation labels: the guess of the variance must come from other problems"
             )
-        between = [thresholds[len(thresholds) // 2]]
+        between = [values[len(values) // 2]]
         middle = _candidates(use, theirs, other, between, base, device, progress)
         variance = max(float(losses(other, middle[0].outcome).var()), 0.005)
     found = calibrate(table, candidates, max_loss, confidence, variance=variance, seed=seed)
     if found.value is not None:
-        _store(folder, found, max_loss, confidence, ours.data_hash)
+        setting: dict[str, float | None] = {"threshold": found.value, "length_penalty": None}
+        if known is not None:
+            setting = {"threshold": PRICE_THRESHOLD, "length_penalty": found.value}
+        _store(folder, found, setting, max_loss, confidence, ours.data_hash)
     return found
 
 
@@ -404,20 +432,34 @@ def _candidates(
     use: PolicyUse,
     labels: Labels,
     table: TraceTable,
-    thresholds: Sequence[float],
+    values: Sequence[float],
     base: str | None,
     device: str | None,
     progress: Progress,
 ) -> list[Candidate]:
     place = device_named(device)
-    probabilities = stop_probabilities([use], labels.traces, labels, base, None, place, progress)[0]
+    said = predictions([use], labels.traces, labels, base, None, place, progress)[use.path]
+    if use.config.prices is not None:
+        settings = [(value, said.probabilities(value), PRICE_THRESHOLD) for value in values]
+    else:
+        settings = [(value, said.probabilities(), value) for value in values]
     return [
-        Candidate(threshold, replay(table, probabilities, "threshold", threshold))
-        for threshold in thresholds
+        Candidate(value, replay(table, pi, "threshold", threshold))
+        for value, pi, threshold in settings
     ]
 
 
-def _refuse_order(thresholds: Sequence[float]) -> None:
+def _refuse_order(values: Sequence[float], known: PriceRange | None) -> None:
+    if known is not None:
+        for value in values:
+            known.check("calibrate", value)
+        if not values or any(one >= other for one, other in pairwise(values)):
+            raise ValueError(
+                f"values is {list(values)}; give prices of a token from careful (low) to bold "
+                "(high), each once"
+            )
+        return
+    thresholds = values
     falls = all(one > other for one, other in pairwise(thresholds))
     if not thresholds or not falls or not 0 <= thresholds[-1] <= thresholds[0] <= 1:
         raise ValueError(
@@ -427,14 +469,19 @@ def _refuse_order(thresholds: Sequence[float]) -> None:
 
 
 def _store(
-    folder: Path, found: Calibration, max_loss: float, confidence: float, data_hash: str
+    folder: Path,
+    found: Calibration,
+    setting: Mapping[str, float | None],
+    max_loss: float,
+    confidence: float,
+    data_hash: str,
 ) -> None:
     """Puts a promise into the policy's configuration, in the place of an earlier equal one."""
     path = folder / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     facts = dataclasses.asdict(found)
     stored = {name: facts[name] for name in ("loss", "tokens_saved", "problems", "test")}
-    stored |= {"max_loss": max_loss, "confidence": confidence, "threshold": found.value}
+    stored |= {"max_loss": max_loss, "confidence": confidence, **setting}
     stored["data_hash"] = data_hash
     others = [
         one

@@ -17,11 +17,14 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from modeling_ospruner.common.progress import Progress
-from ospruner.eval.replay import Outcome, replay
-from ospruner.eval.table import IntArray
+from modeling_ospruner.configuration_ospruner import price_logits
+from ospruner.eval.replay import Outcome, replay, replay_full
+from ospruner.eval.selection import choose
+from ospruner.eval.table import IntArray, TraceTable
 from ospruner.hub_cards.facts import file_hash
 
 from .fresh import (
+    Predicted,
     StageResult,
     Trainable,
     batch_loss,
@@ -90,7 +93,7 @@ class Part:
         number: of the part.
         rows: (B,) this process's traces.
         batch: their labels.
-        logits: (B, T) stop logits.
+        logits: (B, T) stop logits, or (J, B, T) at each of J lambdas.
         loss: what they count in the whole batch's loss, a scalar.
         counts: whether the share is no stand-in.
     """
@@ -113,7 +116,7 @@ def choices_of(logits: Tensor, mask: Tensor) -> tuple[int, float, int]:
 
     The last step of a trace is no choice.
     """
-    x = logits[:, :-1][mask[:, 1:]]
+    x = logits[..., :-1][mask[:, 1:].expand(*logits.shape[:-1], -1)]
     pi = torch.sigmoid(x)
     return x.numel(), float(x.sum()), int(((pi < SATURATED) | (pi > 1 - SATURATED)).sum())
 
@@ -212,8 +215,9 @@ class Run:
                 "train", number * len(batches) + self.batch, total, f"{stage.name} loss {loss:.3f}"
             )
             if self._due(self.settings.validate_every):
-                outcome = self._validate()[1]
-                place = {"steps": self.steps, "length_penalty": stage.length_penalty}
+                price = self._shown_price(stage)
+                outcome = self._replay(self._predict(), price)
+                place = {"steps": self.steps, "length_penalty": price}
                 found = {"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens}
                 self.folder.log({"dynamics": place | found})
                 self._track(found)
@@ -222,7 +226,8 @@ class Run:
         entry = {"stage": stage.name, "length_penalty": stage.length_penalty, "epoch": self.epoch}
         seconds = round(time.monotonic() - started, 3)
         self.folder.log(entry | self.tally.entry() | {"steps": self.steps, "seconds": seconds})
-        self._track({"length_penalty": stage.length_penalty, **self.tally.entry()})
+        priced = {} if stage.length_penalty is None else {"length_penalty": stage.length_penalty}
+        self._track({**priced, **self.tally.entry()})
         self.tally = Tally()
         self.epoch += 1
         self.batch = 0
@@ -286,17 +291,27 @@ class Run:
         mine, settings = self.processes.share(rows), self.settings
         batch = self.traces.batch(mine)
         counts = self.processes.rank < len(rows)  # else a stand-in
-        logits = self.trained(hidden, batch.positions.to(hidden.device))  # (B, T)
+        outputs = self.trained(hidden, batch.positions.to(hidden.device))  # (B, T, K)
+        logits, penalty = self._at_prices(stage, outputs)
         loss = (
             counts
             * loss_weight(settings.method, batch, whole_batch)
-            * batch_loss(
-                settings.method, logits, batch, stage.length_penalty, settings.entropy_bonus
-            )
+            * batch_loss(settings.method, logits, batch, penalty, settings.entropy_bonus)
         )
         # Gradients are averaged over the processes; their losses are parts of a sum.
         (loss * self.processes.size).backward()
         return Part(number, mine, batch, logits.detach(), loss.detach(), counts)
+
+    def _at_prices(
+        self, stage: Stage, outputs: Tensor
+    ) -> tuple[Tensor, float | tuple[float, ...] | None]:
+        """Logits (B, T) and the stage's lambda, or logits (J, B, T) and the J of this step."""
+        known = self.model.policy.prices
+        if known is None:
+            return outputs[..., 0], stage.length_penalty
+        drawn = self.settings.prices_of_batch(self.steps)
+        places = torch.tensor([known.place(price) for price in drawn], device=outputs.device)
+        return price_logits(outputs, places[:, None, None]), drawn
 
     def _average(self, done: int, total: int) -> None:
         """Takes the weights after `done` of a stage's `total` steps into their mean."""
@@ -369,15 +384,28 @@ class Run:
         self._checkpoint()
 
     def _save_policy(self, stage: Stage) -> None:
-        config = self.model.config
-        config.length_penalty = stage.length_penalty
+        table, config = self.validation.table, self.model.config
         started = time.monotonic()
-        probabilities, outcome = self._validate()
-        steps = int(self.validation.table.num_steps.sum())
-        costs = {"seconds_per_step": round((time.monotonic() - started) / steps, 6)}
-        table = self.validation.table
+        predicted = self._predict()
+        steps = int(table.num_steps.sum())
+        facts: dict[str, Any] = self.facts | {
+            "seconds_per_step": round((time.monotonic() - started) / steps, 6)
+        }
+        frontier: dict[float, Outcome] = {}
+        if config.prices is None:
+            assert stage.length_penalty is not None
+            config.length_penalty = stage.length_penalty
+            outcomes = {stage.length_penalty: self._replay(predicted, stage.length_penalty)}
+        else:
+            frontier = {one: self._replay(predicted, one) for one in config.prices.grid()}
+            config.length_penalty = default_price(frontier, table)
+            shown = [*list(frontier)[::_SHOWN_EVERY], config.length_penalty]
+            outcomes = {one: frontier[one] for one in sorted(set(shown))}
+            facts["length_penalty_chosen_by"] = CHOSEN_BY
+        outcome = outcomes[config.length_penalty]
+        probabilities = predicted.probabilities(config.length_penalty)
         warning = warning_about(table, outcome)
-        facts = self.facts | costs | ({"warning": warning} if warning else {})
+        facts |= {"warning": warning} if warning else {}
         tensors = self._tensors()
         path = self.folder.save_policy(
             stage.name,
@@ -389,14 +417,14 @@ class Run:
                 stage,
                 facts,
                 self.validation,
-                outcome,
+                outcomes,
             ),
         )
         saved = self.folder.save_array(f"{stage.name}.validation", probabilities)
         result = StageResult(
             name=stage.name,
             method=self.settings.method,
-            length_penalty=stage.length_penalty,
+            length_penalty=config.length_penalty,
             path=path,
             probabilities_path=saved,
             probabilities_sha256=file_hash(saved) if self.folder.writes else "",
@@ -407,20 +435,36 @@ class Run:
             warning=warning,
         )
         self.results.append(result)
+        if config.prices is not None:
+            found = [
+                {"length_penalty": price, "accuracy": one.accuracy, "tokens": one.mean_tokens}
+                for price, one in frontier.items()
+            ]
+            self.folder.log({"frontier": found})
         self.folder.log({"validation": result.to_dict()})
         self._track({"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens})
 
     def _track(self, values: dict[str, float]) -> None:
         self.processes.track(self.folder.path.name, values, self.steps)
 
-    def _validate(self) -> tuple[npt.NDArray[np.float32], Outcome]:
-        """Stop probabilities (N, T) on the validation traces, and what they come to."""
-        probabilities = predict_with(self.trained, self.model, self.validation, self.processes)
+    def _predict(self) -> Predicted:
+        """What the policy says on the validation traces."""
+        return predict_with(self.trained, self.model, self.validation, self.processes)
+
+    def _replay(self, predicted: Predicted, length_penalty: float) -> Outcome:
+        """What the policy comes to on the validation traces."""
         config, table = self.model.config, self.validation.table
+        probabilities = predicted.probabilities(length_penalty)
         if config.default_mode == "sample":
-            return probabilities, replay(table, probabilities)
-        threshold = config.default_threshold
-        return probabilities, replay(table, probabilities, "threshold", threshold)
+            return replay(table, probabilities)
+        return replay(table, probabilities, "threshold", config.default_threshold)
+
+    def _shown_price(self, stage: Stage) -> float:
+        """The lambda at which the course of the training is shown: of all, the middle one."""
+        if stage.length_penalty is not None:
+            return stage.length_penalty
+        low, high = self.settings.price_range
+        return math.sqrt(low * high)
 
     def _header(self, cached_bytes: int) -> dict[str, Any]:
         return {
@@ -464,6 +508,27 @@ class Run:
         self.stage, self.epoch = state["stage"], state["epoch"]
         self.batch, self.steps = state["batch"], state["steps"]
         self.tally = Tally(**state["tally"])
+
+
+_SHOWN_EVERY = 5  # of a frontier's prices, on the card
+CHOSEN_LOSS = 0.01
+CHOSEN_BY = (
+    f"fewest tokens among prices that lose at most {CHOSEN_LOSS} accuracy on the validation traces"
+)
+
+
+def default_price(outcomes: Mapping[float, Outcome], table: TraceTable) -> float:
+    """The price that a policy takes where none is said, chosen on validation (`CHOSEN_BY`).
+
+    Args:
+        outcomes: by price, from careful to bold.
+        table: the traces.
+
+    Returns:
+        One of the prices; 0 where all of them lose more.
+    """
+    number = choose(list(outcomes.values()), replay_full(table), max_loss=CHOSEN_LOSS)
+    return list(outcomes)[number or 0]
 
 
 def new_optimizer(model: Trainable, settings: TrainSettings) -> torch.optim.AdamW:

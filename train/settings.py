@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from modeling_ospruner.common.text import penalty_name
-from modeling_ospruner.configuration_ospruner import TUNINGS
+from modeling_ospruner.configuration_ospruner import HEADS, TUNINGS, PriceRange
 from ospruner.eval.table import TraceTable
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Stage",
     "TrainSettings",
     "automatic_penalties",
+    "automatic_range",
 ]
 
 
@@ -56,6 +57,43 @@ def automatic_penalties(table: TraceTable, stages: int = 7) -> tuple[float, ...]
     """
     if stages < 1:
         raise ValueError(f"stages is {stages}; it must be 1 or more")
+    highest = _worth_of_thinking(table) / 2
+    exponent = math.floor(math.log10(highest))
+    series = [m * 10.0**e for e in range(exponent, exponent - stages, -1) for m in _MANTISSAS[::-1]]
+    fitting = [float(f"{value:.0e}") for value in series if value <= highest]
+    return (*fitting[:stages], 0.0)
+
+
+def automatic_range(table: TraceTable) -> tuple[float, float]:
+    """Low and high of the prices of a token to train one policy for, on these labels.
+
+    The high end is the next of the series 1, 2, 5, 10... above twice the worth of thinking,
+    `(acc_k - acc_1) / (E[L_k] - E[L_1])` with the step k that maximises accuracy: from that worth
+    on, no fixed step but the first pays. The low end is a two-hundredth of it, where all thinking
+    together costs a few hundredths of what it gains, so that next to everything that helps pays.
+
+    Args:
+        table: labelled traces to train on.
+
+    Raises:
+        ValueError: thinking gains nothing on these traces.
+    """
+    worth = 2 * _worth_of_thinking(table)
+    exponent = math.floor(math.log10(worth))
+    series = [m * 10.0**e for e in (exponent, exponent + 1) for m in _MANTISSAS]
+    high = float(f"{next(value for value in series if value >= worth):.0e}")
+    return float(f"{high / RANGE_RATIO:.1e}"), high
+
+
+RANGE_RATIO = 200
+
+
+def _worth_of_thinking(table: TraceTable) -> float:
+    """What a token gains in accuracy, from the first step to the best fixed one.
+
+    Raises:
+        ValueError: nothing.
+    """
     steps = table.correct.shape[1]
     at = np.minimum(np.arange(steps), table.last[:, None])  # (N, T), a short trace's end
     accuracy = np.take_along_axis(table.correct, at, axis=1).mean(0)  # (T,)
@@ -68,11 +106,7 @@ def automatic_penalties(table: TraceTable, stages: int = 7) -> tuple[float, ...]
             "nothing here, so there is no lambda to start from. Check the labels "
             "(ospruner labels stats), or give length_penalties yourself"
         )
-    highest = gain / (2 * cost)
-    exponent = math.floor(math.log10(highest))
-    series = [m * 10.0**e for e in range(exponent, exponent - stages, -1) for m in _MANTISSAS[::-1]]
-    fitting = [float(f"{value:.0e}") for value in series if value <= highest]
-    return (*fitting[:stages], 0.0)
+    return gain / cost
 
 
 Method = Literal["os-pruner", "probe", "convergence", "flashthink"]
@@ -88,12 +122,12 @@ class Stage:
 
     Attributes:
         name: the policy's folder.
-        length_penalty: lambda; 0 for the baselines, which have none.
+        length_penalty: lambda; 0 for the baselines, which have none; None for every price.
         epochs: passes over the training traces.
     """
 
     name: str
-    length_penalty: float
+    length_penalty: float | None
     epochs: int
 
 
@@ -106,7 +140,13 @@ class TrainSettings:
             "convergence" (is it the trace's final answer?) or "flashthink" (the probe's question
             to a verifier model of its own).
         verifier: that model, a folder or Hub id; "" for the other methods.
-        length_penalties: lambdas in falling order, one stage each; () for the baselines.
+        head: "fixed" for a policy of each lambda (the paper's), or "price" for one policy of every
+            lambda, which is told it when generating: one stage, no annealing.
+        price_range: low and high of these lambdas, for the head "price"; () for the other.
+        prices_per_batch: how many of them a batch is trained on, 0 and one of each of so many
+            equal parts of the (logarithmic) range less one; they share the tail's pass.
+        length_penalties: lambdas in falling order, one stage each; () for the baselines and for the
+            head "price".
         epochs_per_stage: passes over the training traces in each stage.
         first_stage_epochs: passes in the first stage, which begins with an untrained head; None for
             as many as in the others.
@@ -133,8 +173,9 @@ class TrainSettings:
         tuning: what of the copies trains; "head" for the linear head alone, "lora" for adapters
             beside the base's own layers, of which nothing is copied.
         lora_rank: of these adapters.
-        init_bias: the head's first bias; sigmoid(-2) stops at one step in eight. Saturated logits
-            have no gradient, so keep it mild.
+        init_bias: the head's first bias; None for -2, which stops at one step in eight, and with
+            the head "price" -2.5, at the price 0. Saturated logits have no gradient, so keep it
+            mild.
         seed: of the head's first weights and the order of batches.
         checkpoint_every: optimiser steps between checkpoints; 0 for one an epoch.
         validate_every: optimiser steps between the validations that the log keeps for a picture
@@ -153,6 +194,9 @@ class TrainSettings:
 
     method: Method = "os-pruner"
     verifier: str = ""
+    head: Literal["fixed", "price"] = "fixed"
+    price_range: Sequence[float] = ()
+    prices_per_batch: int = 6
     length_penalties: Sequence[float] = ()
     epochs_per_stage: int = 1
     first_stage_epochs: int | None = None
@@ -171,7 +215,7 @@ class TrainSettings:
     num_policy_layers: int = 2
     tuning: Literal["layers", "attention", "lora", "head"] = "layers"
     lora_rank: int = 16
-    init_bias: float = -2.0
+    init_bias: float | None = None
     seed: int = 0
     checkpoint_every: int = 0
     validate_every: int = 0
@@ -192,7 +236,18 @@ class TrainSettings:
             raise ValueError(f"verifier is {self.verifier!r}, but only 'flashthink' has one")
         object.__setattr__(self, "length_penalties", tuple(map(float, self.length_penalties)))
         object.__setattr__(self, "betas", tuple(self.betas))
-        _check_penalties(self.method, self.length_penalties)
+        object.__setattr__(self, "price_range", tuple(map(float, self.price_range)))
+        if self.head not in HEADS:
+            raise ValueError(f"head is {self.head!r}; it must be one of {', '.join(HEADS)}")
+        if self.head == "price":
+            self._check_prices()
+        else:
+            if self.price_range:
+                raise ValueError(
+                    f"price_range is {list(self.price_range)}, but head is 'fixed', which is "
+                    "trained for length_penalties: leave it out, or use head='price'"
+                )
+            _check_penalties(self.method, self.length_penalties)
         for name, least in (
             ("epochs_per_stage", 1),
             ("first_stage_epochs", 1),
@@ -201,6 +256,7 @@ class TrainSettings:
             ("micro_batch_tokens", 1),
             ("num_policy_layers", 0),
             ("lora_rank", 1),
+            ("prices_per_batch", 2),
             ("seed", 0),
             ("checkpoint_every", 0),
             ("validate_every", 0),
@@ -233,10 +289,52 @@ class TrainSettings:
                 "classifier and has none: leave it out (TrainSettings.baseline does)"
             )
 
+    def _check_prices(self) -> None:
+        """Refuses what does not go with the head "price"."""
+        unfit = {
+            f"method is {self.method!r}, a classifier without a length penalty": (
+                self.method != "os-pruner"
+            ),
+            f"length_penalties is {list(self.length_penalties)}, a schedule to anneal": (
+                bool(self.length_penalties)
+            ),
+            f"first_stage_epochs is {self.first_stage_epochs}": self.first_stage_epochs is not None,
+            f"last_stage_epochs is {self.last_stage_epochs}": self.last_stage_epochs is not None,
+            "only_last_policy is True": self.only_last_policy,
+        }
+        if given := [what for what, is_given in unfit.items() if is_given]:
+            raise ValueError(
+                f"{' and '.join(given)}, but head 'price' is one policy of every lambda, trained "
+                "in one stage on price_range: leave it out, or use head='fixed'"
+            )
+        if len(self.price_range) != 2:
+            raise ValueError(
+                f"price_range is {list(self.price_range)}; head 'price' needs the lowest and the "
+                "highest lambda, such as (5e-5, 1e-2)"
+            )
+        PriceRange(*self.price_range)
+
+    def prices_of_batch(self, step: int) -> tuple[float, ...]:
+        """The lambdas that an optimiser step is taken on, a function of seed and step alone.
+
+        0, and one of each part of the range, drawn from it log-uniformly.
+
+        Args:
+            step: the number of the run's step, from 0.
+        """
+        low, high = self.price_range
+        parts = self.prices_per_batch - 1
+        shares = (np.arange(parts) + np.random.default_rng([self.seed, step]).random(parts)) / parts
+        return (0.0, *(float(low * (high / low) ** share) for share in shares))
+
     @property
     def stages(self) -> list[Stage]:
-        """What the run goes through; a baseline has one stage."""
-        names = [(f"lam{penalty_name(penalty)}", penalty) for penalty in self.length_penalties]
+        """What the run goes through; a baseline and the head "price" have one stage."""
+        if self.head == "price":
+            return [Stage("price", None, self.epochs_per_stage)]
+        names: list[tuple[str, float]] = [
+            (f"lam{penalty_name(penalty)}", penalty) for penalty in self.length_penalties
+        ]
         if self.method != "os-pruner":
             names = [(self.method, 0.0)]
         epochs = [self.epochs_per_stage] * len(names)
@@ -254,6 +352,8 @@ class TrainSettings:
         return dataclasses.replace(
             self,
             method=method,
+            head="fixed",
+            price_range=(),
             length_penalties=(),
             entropy_bonus=0.0,
             epochs_per_stage=self.total_epochs,
@@ -270,9 +370,11 @@ class TrainSettings:
         Raises:
             ValueError: the method is a baseline, which is one target already.
         """
-        if self.method != "os-pruner":
+        if self.method != "os-pruner" or self.head != "fixed":
+            what = f"method is {self.method!r}" if self.head == "fixed" else "head is 'price'"
             raise ValueError(
-                f"method is {self.method!r}, one target by itself: several are made of 'os-pruner'"
+                f"{what}, one target by itself: several (--multi) are made of 'os-pruner' with the "
+                "head 'fixed'"
             )
         found = {}
         for k, penalty in enumerate(self.length_penalties):
@@ -293,6 +395,7 @@ class TrainSettings:
         values = dataclasses.asdict(self)
         return values | {
             "length_penalties": list(self.length_penalties),
+            "price_range": list(self.price_range),
             "betas": list(self.betas),
         }
 

@@ -1,4 +1,4 @@
-"""How the policy is computed while it trains: its logits at step ends, as one module.
+"""How the policy is computed while it trains: what its head says at step ends, as one module.
 
 Of the last layer's output only the rows at step ends are read. Its keys and values are needed
 everywhere, but queries, output projection and MLP only there: about one token in fifteen. Written
@@ -34,7 +34,7 @@ __all__ = [
     "fused_kernels",
     "no_denormals",
     "no_scores",
-    "step_logits",
+    "step_outputs",
     "takes_fast_tail",
 ]
 
@@ -109,8 +109,8 @@ def takes_fast_tail(tail: nn.Module | None) -> bool:
     return sdpa and not sliding
 
 
-def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = True) -> Tensor:
-    """The policy's logits at step ends.
+def step_outputs(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = True) -> Tensor:
+    """What the policy's head says at step ends.
 
     Args:
         policy: a `StoppingPolicy`.
@@ -120,18 +120,18 @@ def step_logits(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = Tru
         fast: compute the last layer at step ends only, where `takes_fast_tail`.
 
     Returns:
-        (B, T) float32 logits.
+        (B, T, K) float32: a logit, or with the head "price" what `price_logits` takes.
     """
     with no_scores(policy.tail, hidden.device):
         if policy.tail is not None:
             hidden = hidden.to(policy.tail_dtype)
         if fast and takes_fast_tail(policy.tail):
-            return _fast_logits(policy, hidden, positions)
-        logits: Tensor = policy(hidden)  # (B, S)
-        return logits.gather(1, positions)
+            return _fast_outputs(policy, hidden, positions)
+        outputs: Tensor = policy.outputs(hidden)  # (B, S, K)
+        return outputs.gather(1, positions[..., None].expand(*positions.shape, outputs.shape[2]))
 
 
-def _fast_logits(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
+def _fast_outputs(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
     tail = policy.tail
     everywhere = torch.arange(hidden.shape[1], device=hidden.device)[None]  # (1, S)
     rotary = tail.rotary_emb(hidden, everywhere)  # cos, sin (1, S, D)
@@ -142,8 +142,8 @@ def _fast_logits(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:
         )
     at_steps = _last_layer(tail.layers[-1], hidden, positions, rotary)  # (B, T, H)
     with torch.autocast(hidden.device.type, enabled=False):
-        head_logits: Tensor = policy.head(tail.norm(at_steps).float())[..., 0]
-    return head_logits
+        outputs: Tensor = policy.head(tail.norm(at_steps).float())
+    return outputs
 
 
 def _last_layer(
@@ -177,7 +177,7 @@ def _last_layer(
 
 
 class TrainedPolicy(nn.Module):
-    """A policy that is called with the trunk's states and gives its logits at step ends.
+    """A policy that is called with the trunk's states and gives its head's outputs at step ends.
 
     Args:
         policy: the policy.
@@ -210,10 +210,10 @@ class TrainedPolicy(nn.Module):
         return list(self.policy.layers)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The logits (B, T), float32; see `step_logits`."""
+        """(B, T, K) float32; see `step_outputs`."""
         reduced = computes_in_bfloat16(self._precision, hidden.device)
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=reduced):
-            return step_logits(self.policy, hidden, positions, self._fast)
+            return step_outputs(self.policy, hidden, positions, self._fast)
 
 
 @contextmanager

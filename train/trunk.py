@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.policy_ospruner import max_positions
+from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 

@@ -160,10 +160,7 @@ class LocalPolicy:
         self.batch_size = batch_size
         self.model = OSPrunerForCausalLM.from_pretrained(policy, dtype=dtype or "auto", **hub)
         if settings is not None:  # what the policy does not promise is refused before any work
-            config = self.model.config
-            settings.with_defaults(
-                config.default_mode, config.default_threshold, config.calibrations
-            )
+            settings.with_defaults(self.model.config)
         found = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(found)  # type: ignore[arg-type]
         tokenizer: Any = self.model.tokenizer

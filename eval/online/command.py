@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.engines.opening import (
     EngineOptions,
     known_revision,
@@ -22,7 +23,6 @@ from modeling_ospruner.engines.opening import (
 )
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from modeling_ospruner.policy_ospruner import max_positions
 
 from ..grading.boxed import check_grader
 from ..methods import PolicyUse, parse_policies, refuse_other_base
@@ -44,6 +44,7 @@ class OnlineRequest:
     Attributes:
         dataset: problems: a benchmark's name, a file, or a dataset of the Hub (`load_source`).
         policies: see `methods.parse_policies`.
+        length_penalties: prices of a token, see `methods.parse_policies`.
         rules: see `rules.parse_rule`.
         base: the model; None for the one that the policies pin.
         engine: one of `opening.ENGINES`.
@@ -60,6 +61,7 @@ class OnlineRequest:
 
     dataset: str
     policies: Sequence[str] = ()
+    length_penalties: Sequence[float] | None = None
     rules: Sequence[str] = ()
     base: str | None = None
     engine: str = "transformers"
@@ -89,7 +91,7 @@ def run_online(
     Raises:
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    uses = parse_policies(request.policies)
+    uses = parse_policies(request.policies, request.length_penalties)
     named = [parse_rule(text) for text in request.rules]
     base, revision, literals = _base(request.base, uses)
     task_class = load_task_class(request.task)

@@ -160,7 +160,9 @@ class HookRunner:
             return lambda ids, more: (model.generate(ids, **more), None)
         if isinstance(method.how, PolicyUse):
             use = method.how
-            config = StopPolicyConfig(mode=use.mode, threshold=use.threshold, **common)
+            config = StopPolicyConfig(
+                mode=use.mode, threshold=use.threshold, length_penalty=use.price, **common
+            )
             policy = self._policy(use.path).policy
             return lambda ids, more: generate_pruned(
                 model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
@@ -185,6 +187,7 @@ class HookRunner:
         settings, setup = self.setup.settings, self.setup
         cap = settings.max_thinking_tokens
         answers: dict[int, list[int]] = {}
+        ends = self._eos.difference(setup.fmt.think_end_ids)  # of the text
         lengths, reasons, probes, natural = [], [], [], []
         for i, ids in enumerate(generated):
             if records is None:
@@ -197,9 +200,11 @@ class HookRunner:
             lengths.append(length)
             reasons.append(reason)
             probes.append(probe)
-            closed = reason != "cap" and ids[length] not in self._eos - {setup.fmt.think_end_id}
+            closed = reason != "cap" and ids[length] not in ends
             own_end = records is None and closed
             free = self._until_eos(ids[length + 1 :]) if own_end else []
+            if records is None and reason == "natural" and not setup.fmt.think_end_ids:
+                free = list(ids[:length])  # its answer is a part of the reply that it thought in
             natural.append(setup.natural_grade(batch, i, free))
             if closed and settings.answer == "free" and (own_end or reason == "natural"):
                 answers[i] = self._until_eos(ids[length + 1 :])[: settings.max_answer_tokens]
@@ -222,7 +227,7 @@ class HookRunner:
 
     def _natural_end(self, ids: Sequence[int]) -> tuple[int, str]:
         """Where plain generation ended its thinking."""
-        ends = self._eos | {self.setup.fmt.think_end_id}
+        ends = self._eos.union(self.setup.fmt.think_end_ids)
         length = next((n for n, token in enumerate(ids) if token in ends), None)
         return (len(ids), "length") if length is None else (length, "natural")
 
@@ -398,7 +403,9 @@ class EngineRunner:
                 stops.append(of_row[-1])
                 continue
             pi = model.stop_probabilities(
-                [*prompt, *trace.trace_ids], prompt_length=len(prompt)
+                [*prompt, *trace.trace_ids],
+                prompt_length=len(prompt),
+                length_penalty=use.price,
             ).tolist()
             sample_index = batch.first_sample_index + i
             chosen = of_row[-1]

@@ -17,7 +17,7 @@ from modeling_ospruner.common.durable import read_checked_line
 from modeling_ospruner.common.results_file import Estimate, Result
 from modeling_ospruner.common.text import penalty_name
 
-from ..methods import FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
+from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
 from ..metrics import bootstrap_interval
 from ..online.evaluation import Evaluation
 from ..table import FloatArray
@@ -127,7 +127,7 @@ def draw_pareto(
 
     Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
     ORACLE (a star) have looks of their own, and those of LIMIT are hollow; any other method gets
-    a colour and a marker.
+    a colour and a marker, and EVERY_PRICE is joined, too.
     A legend and `label_points` are the caller's, as several panels may share them.
 
     Args:
@@ -163,8 +163,10 @@ def draw_pareto(
         else:
             colour, marker = styles[method]
             fill, edge = ("white", colour) if method.startswith(LIMIT) else (colour, "white")
+            joined = method == EVERY_PRICE  # a frontier, too
             axes.plot(
-                x, y, ls="none", marker=marker, color=colour, ms=5.5, label=method, zorder=3,
+                x, y, ls="-" if joined else "none", lw=1.4, marker=marker, color=colour,
+                ms=4.0 if joined else 5.5, label=method, zorder=3,
                 mfc=fill, mec=edge, mew=0.7,
             )  # fmt: skip
     if chosen is not None:
@@ -421,7 +423,7 @@ def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str =
         axes.margins(y=0.2)
     for stage, start, end in zip(stages, [0, *ends[:-1]], ends, strict=True):
         upper.annotate(
-            f"λ={penalty_name(stage['length_penalty'])}",
+            _stage_label(stage, points),
             ((start + end) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
             textcoords="offset points", ha="center", fontsize=7, color=MUTED,
             rotation=0 if len(stages) < 10 else 45,
@@ -509,6 +511,15 @@ def _renumbered(evaluation: Evaluation, rows: Any) -> Any:
     return np.unique(evaluation.problem_index[rows], return_inverse=True)[1]
 
 
+def _stage_label(
+    stage: Mapping[str, Any], points: Sequence[tuple[float, Mapping[str, Any]]]
+) -> str:
+    """The lambda of a stage; of one for every lambda, the one at which it is drawn."""
+    if stage["name"] == "price":
+        return f"every λ, drawn at λ={penalty_name(points[-1][1]['length_penalty'])}"
+    return f"λ={penalty_name(stage['length_penalty'])}"
+
+
 def _read_log(
     folder: Path,
 ) -> tuple[list[dict[str, Any]], list[float], list[tuple[float, dict[str, Any]]], str]:
@@ -530,7 +541,8 @@ def _read_log(
     else:
         lengths = [epochs[name]["epoch"] + 1 if name in epochs else 1 for name in stages]
         ends, points = [float(end) for end in np.cumsum(lengths)], []
-    points += zip(ends, stages.values(), strict=True)
+    if not (between and "price" in stages):  # whose end is told at another lambda
+        points += zip(ends, stages.values(), strict=True)
     points = sorted((p for p in points if p[0] <= max(ends)), key=lambda p: p[0]) if ends else []
     return list(stages.values()), ends, points, "optimiser steps" if between else "epochs"
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, PriceRange
 
 from ..results import Rule
 from ..table import TraceTable
@@ -14,7 +18,36 @@ from ..table import TraceTable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["median_stop", "trace_view", "trace_views"]
+__all__ = ["PricesShown", "median_stop", "trace_view", "trace_views"]
+
+
+@dataclass(frozen=True)
+class PricesShown:
+    """What a policy of every price is willing to pay along the traces.
+
+    Attributes:
+        indifference: (N, T) prices of indifference; inf above all that it knows.
+        chosen: the price of a token at which it stopped.
+        known: the prices that it knows.
+    """
+
+    indifference: npt.NDArray[np.float64]
+    chosen: float
+    known: PriceRange
+
+    def view(self, n: int, steps: int) -> dict[str, Any]:
+        """Of one trace: prices (None for inf), and their places and the chosen one's, in [0, 1]."""
+        prices = self.indifference[n, :steps].tolist()
+        finite = [price if price < math.inf else None for price in prices]
+        return {
+            "price": self.chosen,
+            "place": round(self.known.place(self.chosen) / PRICE_RAMPS, 4),
+            "prices": [None if price is None else float(f"{price:.2e}") for price in finite],
+            "places": [
+                1.0 if price is None else round(self.known.place(price) / PRICE_RAMPS, 4)
+                for price in finite
+            ],
+        }
 
 
 def trace_views(
@@ -24,6 +57,7 @@ def trace_views(
     probabilities: Mapping[int, npt.NDArray[np.float32]],
     tokenizer: PreTrainedTokenizerBase,
     count: int,
+    prices: Mapping[int, PricesShown] | None = None,
 ) -> list[dict[str, Any]]:
     """JSON-ready views of some labelled traces, evenly spread over the table.
 
@@ -34,7 +68,9 @@ def trace_views(
         probabilities: number of a rule -> the stop probabilities (N, T) it decided by.
         tokenizer: the base's.
         count: how many traces, at most.
+        prices: number of a rule -> what it is willing to pay, of policies of every price.
     """
+    shown = prices or {}
     chosen = np.unique(np.linspace(0, len(table) - 1, min(count, len(table))).astype(int))
     views = []
     for n in chosen.tolist() if count else []:
@@ -49,6 +85,7 @@ def trace_views(
                     "tokens": float(rule.outcome.tokens[n]),
                     "correct": float(rule.outcome.correct[n]),
                     "pi": None if pi is None else [round(float(p), 4) for p in pi],
+                    **(shown[number].view(n, steps) if number in shown else {}),
                 }
             )
         views.append(trace_view(row, methods, tokenizer))
@@ -64,7 +101,8 @@ def trace_view(
 
     Args:
         row: the trace, columns as in `schema.FEATURES`.
-        methods: for each, "name", "stop" (step index), "tokens", "correct", "pi" (or None).
+        methods: for each, "name", "stop" (step index), "tokens", "correct", "pi" (or None); and
+            what `PricesShown.view` gives.
         tokenizer: the base's.
     """
     starts = [0, *row["step_ends"][:-1]]

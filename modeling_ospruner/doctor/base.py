@@ -17,10 +17,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from modeling_ospruner.configuration_ospruner import position_switch
 from modeling_ospruner.engines.transformers.rows import unsteady
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.loading_ospruner import empty_base
-from modeling_ospruner.policy_ospruner import StoppingPolicy, position_switch
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .description import boundary_ids, describe, faults
 from .findings import Finding, Report, unreachable
@@ -222,8 +223,8 @@ def thinking(
         fmt = TokenFormat.compile(chosen or guess(tokenizer), tokenizer)
     except ValueError as error:
         advice = (
-            "name its format (--format deepseek-r1, qwen3, harmony or a .json file), or put the "
-            "reasoning model's own tokenizer files there"
+            "name its format (--format deepseek-r1, qwen3, harmony, plain or a .json file), or put "
+            "the reasoning model's own tokenizer files there"
         )
         return [Finding("format", str(error), "wrong", advice)]
     report.description = describe(fmt, tokenizer)

@@ -102,7 +102,7 @@ def describe(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> str:
     trace = example_trace(fmt, tokenizer, prompt)
     rows = [
         ("thinking opens with", shown(fmt.think_start_ids)),
-        ("thinking ends with", shown([fmt.think_end_id])),
+        ("thinking ends with", shown(fmt.think_end_ids) if fmt.think_end_ids else "the turn"),
         ("model's turn", shown(() if turn is None else (*turn.header_ids, *turn.opening_ids))),
         ("forced at a stop", shown(fmt.forced_suffix("forced"))),
         ("... answer='free'", shown(fmt.forced_suffix("free"))),

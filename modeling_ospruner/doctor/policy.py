@@ -45,7 +45,7 @@ def examine_policy(where: str, revision: str | None, report: Report) -> Sections
     found += [
         Finding("saved by", f"ospruner {config.ospruner_version or '(unknown version)'}"),
         Finding("method", f"{config.method}, tuning {config.tuning}"),
-        Finding("lambda", f"{config.length_penalty:g} reward per thinking token"),
+        Finding("lambda", _lambda(config)),
         Finding("decides by", _mode(config)),
         _pin(config),
     ]
@@ -66,6 +66,13 @@ def examine_policy(where: str, revision: str | None, report: Report) -> Sections
         return sections
     sections["Thinking"] = thinking(where, revision, config, chosen, report)
     return sections
+
+
+def _lambda(config: OSPrunerConfig) -> str:
+    own = f"{config.length_penalty:g} reward per thinking token"
+    if config.prices is None:
+        return own
+    return f"one policy of every price from 0 to {config.prices.high:g}; where none is said, {own}"
 
 
 def _mode(config: OSPrunerConfig) -> str:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -27,6 +27,8 @@ from .interface import (
     Engine,
     ForkedAnswer,
     ForkRequest,
+    OpenPrompt,
+    OpenPrompts,
     Sampled,
     SamplingSettings,
     TokenCount,
@@ -34,6 +36,7 @@ from .interface import (
     TraceDesk,
     TraceRequest,
     add_forks,
+    check_forks,
     unique_fork_tokens,
 )
 
@@ -235,7 +238,7 @@ class AskingEngine(Engine, ABC):
                 request.
             EnginesDownError: no server is left.
         """
-        _check_forks(suffix_ids, max_new_tokens)
+        check_forks(suffix_ids, max_new_tokens)
         results: dict[int, list[ForkedAnswer]] = {}
         forks = [_Forks(request, self._order(request.cuts)) for request in requests]
 
@@ -271,12 +274,12 @@ class AskingEngine(Engine, ABC):
             ValueError: as `fork`.
             EnginesDownError: no server is left.
         """
-        _check_forks(suffix_ids, max_new_tokens)
+        check_forks(suffix_ids, max_new_tokens)
         if settings.temperature > 0:
             self._prepare_sampling(settings, [])
         rules = (suffix_ids, max_new_tokens, stop)
-        open_prompts: dict[tuple[int, ...], _OpenPrompt] = {}
-        asked: dict[int, tuple[TraceRequest, _OpenPrompt]] = {}  # by job
+        prompts = OpenPrompts(self)
+        asked: dict[int, tuple[TraceRequest, OpenPrompt]] = {}  # by job
         forks: dict[int, tuple[Sampled, _Forks]] = {}  # by job, where it is one of forks
 
         def more(dispatcher: Dispatcher[Sampled | ForkedAnswer | Exception]) -> bool:
@@ -285,9 +288,7 @@ class AskingEngine(Engine, ABC):
                 return False
             if settings.temperature > 0:
                 self._prepare_sampling(settings, [request.key])
-            known = open_prompts.setdefault(tuple(request.prompt_ids), _OpenPrompt())
-            known.traces += 1
-            asked[dispatcher.add(1)] = request, known
+            asked[dispatcher.add(1)] = request, prompts.begin(request)
             return True
 
         async def work(server: Server, index: int, part: int) -> Sampled | ForkedAnswer | Exception:
@@ -305,13 +306,6 @@ class AskingEngine(Engine, ABC):
                     forks[index][1].begun.set()
                 return error
 
-        def close(request: TraceRequest, known: _OpenPrompt) -> None:
-            known.traces -= 1
-            if not known.traces:
-                del open_prompts[tuple(request.prompt_ids)]
-                self.sample_counts.unique += len(known.sampled)
-                self.counts.unique += len(known.forked)
-
         def done(
             dispatcher: Dispatcher[Sampled | ForkedAnswer | Exception],
             index: int,
@@ -322,7 +316,7 @@ class AskingEngine(Engine, ABC):
             sampled, forked = forks.pop(index, (None, None))
             error = next((one for one in results if isinstance(one, Exception)), None)
             if error is not None:
-                close(request, known)
+                prompts.end(request)
                 desk.failed(request, error)
                 return
             if sampled is None or forked is None:
@@ -338,7 +332,7 @@ class AskingEngine(Engine, ABC):
             else:
                 answers = forked.placed([one for one in results if isinstance(one, ForkedAnswer)])
                 add_forks(known.forked, forked.request, suffix_ids, answers)
-            close(request, known)
+            prompts.end(request)
             desk.done(request, sampled, answers)
 
         _run(self._dispatch(work, done, more=more))
@@ -421,7 +415,7 @@ class AskingEngine(Engine, ABC):
             _count(self.sample_counts, ask, reply)
             return reply
 
-        ends = self.eos_ids | {fmt.think_end_id}
+        ends = self.eos_ids.union(fmt.think_end_ids)
         trace = await continued(prompt, settings.max_new_tokens, ends, 0)
         tokens = [*prompt, *trace.ids]
         if trace.end_id is None:
@@ -484,22 +478,6 @@ class _Forks:
         """The answers in the order of the cuts."""
         by_place = dict(zip(self.order, answers, strict=True))
         return [by_place[place] for place in range(len(by_place))]
-
-
-@dataclass
-class _OpenPrompt:
-    """A prompt some of whose traces are being worked on, and the tokens that these need."""
-
-    traces: int = 0
-    sampled: TokenTrie = field(default_factory=TokenTrie)
-    forked: TokenTrie = field(default_factory=TokenTrie)
-
-
-def _check_forks(suffix_ids: Sequence[int], max_new_tokens: int) -> None:
-    if not len(suffix_ids):
-        raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -301,6 +301,42 @@ class TokenTrie:
         return len(self._nodes)
 
 
+@dataclass
+class OpenPrompt:
+    """A prompt some of whose traces are being worked on, and the tokens that these need."""
+
+    traces: int = 0
+    sampled: TokenTrie = field(default_factory=TokenTrie)
+    forked: TokenTrie = field(default_factory=TokenTrie)
+
+
+class OpenPrompts:
+    """Counts the unique tokens of a stream, in which the traces of one prompt are neighbours.
+
+    Args:
+        engine: in whose counts they are entered, once no trace of a prompt is being worked on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: dict[tuple[int, ...], OpenPrompt] = {}
+
+    def begin(self, request: TraceRequest) -> OpenPrompt:
+        """Takes note of a trace that begins; its prompt."""
+        prompt = self._open.setdefault(tuple(request.prompt_ids), OpenPrompt())
+        prompt.traces += 1
+        return prompt
+
+    def end(self, request: TraceRequest) -> None:
+        """Takes note of a trace that is done, or has failed."""
+        prompt = self._open[tuple(request.prompt_ids)]
+        prompt.traces -= 1
+        if not prompt.traces:
+            del self._open[tuple(request.prompt_ids)]
+            self._engine.sample_counts.unique += len(prompt.sampled)
+            self._engine.counts.unique += len(prompt.forked)
+
+
 def unique_fork_tokens(
     requests: Sequence[ForkRequest],
     suffix_ids: Sequence[int],
@@ -333,6 +369,18 @@ def add_forks(
     for cut, answer in zip(request.cuts, answers, strict=True):
         fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
         trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
+
+
+def check_forks(suffix_ids: Sequence[int], max_new_tokens: int) -> None:
+    """Refuses forks without a suffix, or without an answer.
+
+    Raises:
+        ValueError: the suffix is empty, or `max_new_tokens` is below 1.
+    """
+    if not len(suffix_ids):
+        raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig, position_switch
 from modeling_ospruner.loading_ospruner import (
     base_fingerprint,
     check_base,
@@ -34,7 +34,7 @@ from modeling_ospruner.loading_ospruner import (
     empty_policy,
     read_tensors,
 )
-from modeling_ospruner.policy_ospruner import LORA_SCALE, position_switch
+from modeling_ospruner.policy_ospruner import LORA_SCALE
 
 from .gemma3 import TappedGemma3ForCausalLM
 from .plugin import HARMONY_PARSER, PROCESSOR
@@ -110,16 +110,16 @@ _BASES = {  # by model_type
 
 
 class StopHead(nn.Linear):
-    """H to 1 in float32; it holds what it said about the rows that are sampled next.
+    """H to 1, or to 6 for every price, in float32; it holds what it said of the sampled rows.
 
     Attributes:
-        logits: (B,) float32.
+        outputs: (B, 1 or 6) float32.
         positions: (B,) int32, each row's last position that has been computed.
     """
 
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1, dtype=torch.float32)
-        self.logits = torch.empty(0)
+    def __init__(self, hidden_size: int, outputs: int) -> None:
+        super().__init__(hidden_size, outputs, dtype=torch.float32)
+        self.outputs = torch.empty(0, outputs)
         self.positions = torch.empty(0, dtype=torch.int32)
 
 
@@ -190,7 +190,7 @@ class OSPrunerVLLM(nn.Module):
                 self.tail = _Tail(
                     vllm_config=_for_tail(own, self._adapters), base=base, num_layers=n
                 )
-        self.head = StopHead(text.hidden_size)
+        self.head = StopHead(text.hidden_size, 1 if config.prices is None else 1 + PRICE_RAMPS)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -207,9 +207,9 @@ class OSPrunerVLLM(nn.Module):
     ) -> torch.Tensor:
         """The base's last hidden states, (T, H), with what the sampler is told behind them.
 
-        Behind them stand each token's stop logit (float32) and position (int32), their bits in
-        columns of the hidden states' dtype: vLLM picks the rows that it samples, of both at once,
-        also where it replays a graph.
+        Behind them stand what the head says of each token (float32) and its position (int32), their
+        bits in columns of the hidden states' dtype: vLLM picks the rows that it samples, of both at
+        once, also where it replays a graph.
         """
         output = self.base(input_ids, positions, intermediate_tensors, inputs_embeds)
         if self.tail is None:
@@ -217,16 +217,16 @@ class OSPrunerVLLM(nn.Module):
         else:
             hidden, (entering,) = output
             last = self.tail(positions, entering)
-        logits = self.head(last.float())  # (T, 1)
-        told = torch.cat([logits.view(torch.int32), positions[:, None].to(torch.int32)], dim=1)
+        said = self.head(last.float())  # (T, 1 or 6)
+        told = torch.cat([said.view(torch.int32), positions[:, None].to(torch.int32)], dim=1)
         return torch.cat([hidden, told.view(hidden.dtype)], dim=1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The base's logits of rows of `forward`, whose stop logits are kept in the head."""
+        """The base's logits of rows of `forward`; what the head said of them is kept in it."""
         size = self.head.in_features
-        told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2)
-        self.head.logits = told[:, 0].view(torch.float32)
-        self.head.positions = told[:, 1]
+        told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2 or 7)
+        self.head.outputs = told[:, :-1].view(torch.float32)
+        self.head.positions = told[:, -1]
         # Contiguous, so that the base computes with the very same kernel as without a policy.
         logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
         return logits

@@ -95,6 +95,8 @@ async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
             "ago",
         )
     record: dict[str, Any] = records[0]
-    # JSON has no NaN: a step at which the policy gave none.
-    record["probabilities"] = [None if math.isnan(p) else p for p in record["probabilities"]]
+    # JSON has no NaN: a step at which the policy gave none. Nor has it inf: a price above all.
+    for name in ("probabilities", "prices"):
+        record[name] = [None if math.isnan(x) else x for x in record[name]]
+    record["prices"] = ["inf" if x == math.inf else x for x in record["prices"]]
     return record

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, price_logits, price_places
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.rules_ospruner import TrialAnswer, mix64, uniform
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow, shape_scores
@@ -54,6 +54,7 @@ class _Request:
             steps are scheduled ahead.
         end_id: the token that ends it, once its answer is complete.
         control: whether it belongs to those that never stop.
+        length_penalty: the price of a token, for a policy of every price.
         taken: tokens of `output` that `row` has taken in.
         complete: whether its answer is, by a token that does not end a text.
         counted: whether the end of its thinking has been counted.
@@ -67,8 +68,10 @@ class _Request:
         output: list[int],
         end_id: int,
         control: bool,
+        length_penalty: float,
     ) -> None:
         self.row = row
+        self.length_penalty = length_penalty
         self.params = params
         self.end_id = end_id
         self.control = control
@@ -93,14 +96,20 @@ class _Request:
             if token < 0:
                 break
             if self.row.at_boundary:  # decided long ago, by a row that was forgotten meanwhile
-                self.decide(math.nan)
+                self.decide(math.nan, math.nan)
             if self.row.push(token):
                 self.complete = token not in self.row.eos_ids
             self.taken += 1
 
-    def decide(self, probability: float) -> None:
-        """Decides on the step that has ended with the last token."""
-        self.row.decide(partial(float, probability), _no_trial, _no_text)
+    def decide(self, probability: float, price: float | None) -> None:
+        """Decides on the step that has ended with the last token.
+
+        Args:
+            probability: of a stop.
+            price: of indifference; None for a policy of one lambda.
+        """
+        indifference = None if price is None else partial(float, price)
+        self.row.decide(partial(float, probability), _no_trial, _no_text, indifference)
 
 
 class StopProcessor(LogitsProcessor):
@@ -129,7 +138,7 @@ class StopProcessor(LogitsProcessor):
             owner=f"additional_config[{DEFAULTS!r}]",
             server=True,
         )
-        self._defaults.keep_promise(config.calibrations)
+        self._defaults.settle(config)
         tokenizer = AutoTokenizer.from_pretrained(
             model.tokenizer, revision=model.tokenizer_revision, config=config
         )
@@ -140,7 +149,7 @@ class StopProcessor(LogitsProcessor):
         if sentence := self._defaults.fields.get("wind_down"):
             self._format = self._format.winding_down(sentence, tokenizer)
         self._eos_id: int = tokenizer.eos_token_id
-        self._policy = (config.default_mode, config.default_threshold)
+        self._config = config
         self._step_stride = config.step_stride
         self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._requests: dict[int, _Request] = {}
@@ -223,14 +232,17 @@ class StopProcessor(LogitsProcessor):
         elif params.seed is not None and params.extra_args and _FIRST_SEED in params.extra_args:
             text = params.seed - params.extra_args[_FIRST_SEED]
             settings = replace(settings, first_sample_index=settings.first_sample_index + text)
-        settings = settings.with_defaults(*self._policy)
+        settings = settings.with_defaults(self._config)
         eos = frozenset({self._eos_id, *params.all_stop_token_ids})
         plan = RowPlan(settings, settings.chosen_rule(self._step_stride), self._format, eos)
         row = StopRow(plan, prompt_ids, settings.first_sample_index)
         end_id = self._eos_id
         if params.ignore_eos and params.stop_token_ids:  # what still ends it
             end_id = params.stop_token_ids[0]
-        request = _Request(row, params, len(prompt_ids), output, end_id, control)
+        price = self._config.length_penalty
+        if settings.length_penalty is not None:
+            price = settings.length_penalty
+        request = _Request(row, params, len(prompt_ids), output, end_id, control, price)
         if asked.name is not None:
             self._records[asked.name] = request.row.record
             while len(self._records) > _MOST_RECORDS:
@@ -256,14 +268,21 @@ class StopProcessor(LogitsProcessor):
 
     def _decide(self, deciding: list[int]) -> None:
         head: StopHead = self._layers[STOP_HEAD]
-        rows = torch.tensor(deciding, device=head.logits.device)
-        probabilities = torch.sigmoid(head.logits[rows]).tolist()
-        positions = head.positions[rows].tolist()
-        for i, probability, position in zip(deciding, probabilities, positions, strict=True):
+        rows = torch.tensor(deciding, device=head.outputs.device)
+        outputs, positions = head.outputs[rows], head.positions[rows].tolist()
+        logits, known = outputs[:, 0], self._config.prices
+        prices: list[float | None] = [None] * len(deciding)
+        if known is not None:  # each row at its own price
+            asked = [known.place(self._requests[i].length_penalty) for i in deciding]
+            logits = price_logits(outputs, torch.tensor(asked, device=outputs.device))
+            prices = [known.price_at(place) for place in price_places(outputs).tolist()]
+        probabilities = torch.sigmoid(logits).tolist()
+        decided = zip(deciding, probabilities, prices, positions, strict=True)
+        for i, probability, price, position in decided:
             request = self._requests[i]
             if position != request.prompt_tokens + request.taken - 1:
                 continue  # a part of a prefill: its row is not sampled from
-            request.decide(probability)
+            request.decide(probability, price)
             if math.isnan(probability) and not self._warned:
                 self._warned = True
                 logger.warning(

@@ -6,11 +6,11 @@ Offline they stand in `SamplingParams(extra_args=...)`, over HTTP in `vllm_xargs
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from modeling_ospruner.configuration_ospruner import check_number, shown
-from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, check_number, shown
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig, asked_price
 
 __all__ = [
     "CONTROL",
@@ -20,6 +20,7 @@ __all__ = [
     "MAX_LOSS",
     "OF_SERVERS",
     "ON",
+    "PRICE",
     "StopRequest",
     "check_body",
 ]
@@ -31,11 +32,13 @@ ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
 MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
+PRICE = "stop_length_penalty"  # likewise: which prices of a token the policy knows
 WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
-OF_SERVERS = (MAX_LOSS, WIND_DOWN)
+OF_SERVERS = (MAX_LOSS, PRICE, WIND_DOWN)
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
+    PRICE: "length_penalty",
     MAX_LOSS: "max_loss",
     "stop_seed": "seed",
     "stop_sample_index": "first_sample_index",
@@ -50,7 +53,7 @@ KEYS = {
 
 _MOST_ID_CHARACTERS = 256  # the server keeps thousands of them
 _LIKE_OURS = re.compile(
-    r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id)"
+    r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id|length)"
     r"|(min|max)[\W_]?(thinking|answer))"
 )
 _DRAWS = ("stop_seed", "stop_sample_index")
@@ -120,16 +123,20 @@ class StopRequest:
                 "Send both, or none"
             )
 
-    def keep_promise(self, calibrations: Sequence[Mapping[str, Any]] | None) -> None:
-        """Puts the threshold of the policy's calibration in the place of `stop_max_loss`.
+    def settle(self, config: OSPrunerConfig) -> None:
+        """Puts what the policy's calibration found in the place of `stop_max_loss`.
+
+        Args:
+            config: the policy's, for a server's defaults.
 
         Raises:
-            ValueError: no calibration promises as little.
+            ValueError: no calibration promises as little, or the policy does not know the price.
         """
         if "max_loss" in self.fields:
-            promised = StopPolicyConfig(max_loss=self.fields.pop("max_loss"))
-            kept = promised.with_defaults("threshold", 1.0, calibrations)
-            self.fields |= {"mode": kept.mode, "threshold": kept.threshold}
+            kept = StopPolicyConfig(max_loss=self.fields.pop("max_loss")).with_defaults(config)
+            for name in ("mode", "threshold", "length_penalty"):
+                self.fields[name] = vars(kept)[name]
+        asked_price(f"the server's {PRICE}", config, self.fields.get("length_penalty"))
 
     def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
         """The request's settings over a server's defaults; None where the policy is off."""

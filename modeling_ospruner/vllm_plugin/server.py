@@ -44,11 +44,12 @@ def server_command(
         ValueError: no policy, wrong defaults, or an argument that is set here.
         OSError: the policy is not found.
     """
-    StopRequest(defaults, "the server's defaults", server=True)
+    asked = StopRequest(defaults, "the server's defaults", server=True)
     if ours := [one for one in arguments if one.partition("=")[0] in _OURS]:
         raise ValueError(f"{', '.join(ours)}: `ospruner serve` sets it by itself; leave it out")
     revision = _value_of("--revision", arguments)
     config = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
+    asked.settle(config)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy]
     command += ["--logits-processors", PROCESSOR, "--worker-extension-cls", WORKER_EXTENSION]
     command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)})]

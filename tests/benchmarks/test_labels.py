@@ -25,6 +25,7 @@ def test_it_prints_its_keys_on_the_last_line(
     script, file = repo_dir / "benchmarks" / "labels.py", tmp_path / "labels.json"
     monkeypatch.syspath_prepend(script.parent)
     arguments = ["--limit", "1", "--problems", "2", "--rounds", "5", "--json", str(file)]
+    arguments += ["--pairs", "1"]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -43,7 +44,16 @@ def test_it_prints_its_keys_on_the_last_line(
     assert math.isfinite(found["speedup_over_reencode"])
     assert sum(found["share_of_time"].values()) == pytest.approx(1)
     assert 0 < found["occupancy_before"] < found["occupancy_after"] <= 1
-    assert "computed / unique tokens, vLLM            not installed" in printed
+    assert (
+        0
+        < found["transformers_occupancy_before"]
+        < found["transformers_occupancy_after"] - 0.1
+        <= 1
+    )
+    assert found["transformers_passes_after"] < 0.8 * found["transformers_passes_before"]
+    assert math.isfinite(found["near_ties_time"])
+    assert 0 <= found["near_ties_tokens"] < 0.1
+    assert "computed / unique tokens, vLLM              not installed" in printed
 
 
 def test_the_lengths_and_steps_are_those_of_real_traces(repo_dir: Path, shared_dir: Path) -> None:

@@ -367,6 +367,6 @@ def test_the_command(tmp_path: Path, policy: Path) -> None:
     assert run(app, ["doctor"]).exit_code == 0
     refused = run(app, ["doctor", str(SHIPPED), "--format", "loud"])
     assert isinstance(refused.exception, ValueError)
-    assert "format is 'loud'; it must be one of deepseek-r1, qwen3, harmony" in str(
+    assert "format is 'loud'; it must be one of deepseek-r1, qwen3, harmony, plain" in str(
         refused.exception
     )

@@ -54,6 +54,9 @@ def views() -> list[dict[str, Any]]:
             "methods": [
                 method("full trace", 2, 40, None),
                 method("OS-Pruner λ=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
+                method("OS-Pruner, one policy λ=1e-4", 1, 20, [0.0, 0.5, 0.9])
+                | {"price": 1e-4, "place": 0.6, "prices": [None, 1e-4, 0.0]}
+                | {"places": [1.0, 0.6, 0.0]},
             ],
         },
         {

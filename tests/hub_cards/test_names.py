@@ -15,6 +15,7 @@ R1 = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
     [
         (R1, "os-pruner", 5e-5, "ospruner-r1-7b-lam5e-5"),
         (R1, "os-pruner", 0.0, "ospruner-r1-7b-lam0"),
+        (R1, "os-pruner", None, "ospruner-r1-7b"),
         (R1, "probe", 0.0, "ospruner-r1-7b-probe"),
         (
             "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
@@ -26,7 +27,7 @@ R1 = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
         ("Qwen/Qwen3-30B-A3B", "convergence", 0.0, "ospruner-qwen3-30b-a3b-convergence"),
     ],
 )
-def test_scheme(base: str, method: str, penalty: float, name: str) -> None:
+def test_scheme(base: str, method: str, penalty: float | None, name: str) -> None:
     assert policy_name(base, method, penalty) == name
     assert check_repo_id("org/", name) == f"org/{name}"
     assert check_repo_id("org/mine", name) == "org/mine"

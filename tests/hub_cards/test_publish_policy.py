@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.results_file import Results
-from ospruner.hub_cards.facts import read_provenance
+from ospruner.hub_cards.facts import provenance, read_provenance
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
 from ospruner.hub_cards.publish import Published
 from ospruner.hub_cards.staging import Staged, code_files
@@ -62,6 +62,26 @@ class Publisher:
 @pytest.fixture
 def publisher(api: HfApi, reasoner: Reasoner, base_repo: Repo, tmp_path: Path) -> Publisher:
     return Publisher(api, reasoner, base_repo, tmp_path)
+
+
+def test_one_repository_is_the_whole_frontier(
+    publisher: Publisher, hub: LocalHub, reasoner: Reasoner, tmp_path: Path
+) -> None:
+    """No lambda stands in its name; the card and the commit name the range."""
+    folder = tmp_path / "price"
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, price_range=(5e-5, 1e-2)
+    )
+    model.config.length_penalty = 2e-4
+    model.save_pretrained(folder)
+    provenance(folder, seed=0, base_model=str(SHIPPED))
+    staged = publisher.stage(folder, "org/")
+    send_policy(staged, publisher.repo_id, private=False, collection=None, api=publisher.api)
+    assert publisher.repo_id == "org/ospruner-base"
+    head = hub.repos["model", publisher.repo_id].head
+    card = head.files["README.md"].content.decode()
+    assert "| length penalties λ | 0, and 5e-05 to 0.01 per token; default 0.0002 |" in card
+    assert 'stop_policy={"length_penalty": 5e-05}' in card
 
 
 def test_one_commit_holds_exactly_the_policy(

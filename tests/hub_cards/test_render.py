@@ -25,6 +25,7 @@ CONFIG: dict[str, Any] = {
     "num_policy_layers": 2,
     "tuning": "layers",
     "method": "os-pruner",
+    "head": "fixed",
     "length_penalty": 5e-05,
     "default_mode": "sample",
     "default_threshold": 0.5,

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import BloomConfig, GPT2Config, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
-from modeling_ospruner.policy_ospruner import StoppingPolicy, max_positions
+from modeling_ospruner.configuration_ospruner import max_positions
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 
 def test_fresh_policy_says_its_initial_bias(tiny_base: Qwen2ForCausalLM) -> None:

@@ -107,7 +107,7 @@ def test_presets_are_pinned() -> None:
 def test_format_refuses_bad_literals() -> None:
     with pytest.raises(ValueError, match="closing .* must begin with think_end"):
         ReasoningFormat("x", "", "</t>", "oops", "")
-    with pytest.raises(ValueError, match="name and think_end must not be empty"):
+    with pytest.raises(ValueError, match="name and closing must not be empty"):
         ReasoningFormat("x", "", "", "", "")
     with pytest.raises(ValueError, match=r"unknown: \['colour'\].*missing: \['closing'\]"):
         ReasoningFormat.from_dict(

@@ -59,6 +59,7 @@ def test_a_threshold_alone_means_threshold_mode(
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "mode": ({}, "sample", "threshold"),
     "threshold": ({}, 0.0, 1.0),
+    "length_penalty": ({}, 0.0, 0.1),
     "max_loss": ({}, 0.01, 0.02),
     "seed": ({"mode": "sample"}, 0, 1),
     "first_sample_index": ({"mode": "sample"}, 0, 4),
@@ -77,9 +78,13 @@ def test_every_setting_of_generate_changes_something(
     model: OSPrunerForCausalLM, as_made: OSPrunerConfig
 ) -> None:
     as_made.calibrations = [
-        {"max_loss": loss, "confidence": 0.95, "threshold": threshold}
+        {"max_loss": loss, "confidence": 0.95, "threshold": threshold, "length_penalty": None}
         for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
     ]
+    assert model.tokenizer is not None
+    priced = OSPrunerForCausalLM.untrained(
+        model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1)
+    )
     fmt = model.token_format
     again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
     hot = {**SAMPLED, "temperature": 20.0}
@@ -89,8 +94,9 @@ def test_every_setting_of_generate_changes_something(
     }
     assert list(CHANGES) == [one.name for one in fields(StopPolicyConfig)]
     for name, (others, one, another) in CHANGES.items():
+        asked = priced if name == "length_penalty" else model
         first, second = (
-            outcome(model, {**others, name: value}, **how.get(name, {})) for value in (one, another)
+            outcome(asked, {**others, name: value}, **how.get(name, {})) for value in (one, another)
         )
         assert first != second, name
 
@@ -135,7 +141,8 @@ def test_every_key_of_a_request_changes_something() -> None:
 def test_keys_that_a_server_or_request_would_not_look_at_are_refused() -> None:
     with pytest.raises(ValueError, match="stop_sample_index is 2 without a stop_seed, and does no"):
         StopRequest({"stop_sample_index": 2})
-    for key, value in (("stop_max_loss", 0.02), ("stop_wind_down", "So:")):
+    of_servers = {"stop_max_loss": 0.02, "stop_length_penalty": 1e-4, "stop_wind_down": "So:"}
+    for key, value in of_servers.items():
         assert key in OF_SERVERS
         with pytest.raises(ValueError, match=rf"no \['{key}'\]; the policy's keys are"):
             StopRequest({key: value})
@@ -172,7 +179,7 @@ def test_what_a_request_says_of_stopping_is_what_happens(
         request.pop("stop_threshold", None)
     merged = StopRequest({ON: True, **request}).settings(StopRequest(defaults, server=True))
     assert merged is not None
-    settings = merged.with_defaults("sample", 0.5)
+    settings = merged.with_defaults(OSPrunerConfig())
     if "stop_threshold" in request:
         assert (settings.mode, settings.threshold) == ("threshold", request["stop_threshold"])
     elif "stop_mode" in request:
@@ -188,6 +195,7 @@ SERVED = {
     "--mode": "threshold",
     "--threshold": "0.4",
     "--max-loss": "0.02",
+    "--length-penalty": "2e-4",
     "--answer": "free",
     "--wind-down": "So:",
     "--min-thinking-tokens": "3",

@@ -14,6 +14,7 @@ from modeling_ospruner import (
     AnswerEntropy,
     Budget,
     LearnedPolicy,
+    OSPrunerConfig,
     StopPolicyConfig,
     StopRecord,
     StopRule,
@@ -299,7 +300,7 @@ def test_a_rule_is_needed_without_a_policy(reasoner: Reasoner) -> None:
 
 
 def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="mode and threshold are the learned policy's, and"):
+    with pytest.raises(ValueError, match="mode, threshold and length_penalty are the learned"):
         StopPolicyConfig(rule=Agreement(2), threshold=0.3)
     with pytest.raises(TypeError, match="rule is 'entropy'; it must be a StopRule"):
         StopPolicyConfig.of({"rule": "entropy"})
@@ -313,4 +314,4 @@ def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
         with pytest.raises(ValueError, match="a threshold belongs to mode 'threshold', and to no"):
             LearnedPolicy(**wrong)
     assert StopPolicyConfig.of(Agreement(2)) == StopPolicyConfig(rule=Agreement(2))
-    assert StopPolicyConfig(rule=Budget(5)).with_defaults("sample", 0.5).mode is None
+    assert StopPolicyConfig(rule=Budget(5)).with_defaults(OSPrunerConfig()).mode is None

@@ -12,6 +12,7 @@ import torch
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train.toy.shipped import SHIPPED, Reasoner
 
+EVERY_PRICE = "org/ospruner-r1-7b"
 POLICIES = ("org/ospruner-r1-7b-lam5e-5", "org/ospruner-r1-7b-lam2e-5")
 BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 
@@ -28,6 +29,14 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
         model.save_pretrained(folder)
         folders[name] = str(folder)
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        base_model_name_or_path=str(SHIPPED),
+        price_range=(5e-5, 1e-2),
+    )
+    folders[EVERY_PRICE] = str(tmp_path_factory.mktemp("policies") / "every-price")
+    model.save_pretrained(folders[EVERY_PRICE])
     return folders
 
 
@@ -67,6 +76,9 @@ def test_the_examples_of_generate_run_as_written(
         printed[heading] = printed.get(heading, "") + capsys.readouterr().out
     assert "</think>\n\n\\boxed{" in printed["Stop"]
     assert re.match(r"(policy|natural) \d+ \[\d+", printed["What happened"])
+    assert (
+        len(re.findall(r"^(0|5e-05|0.001) \d+ \[", printed["One policy, every price"], re.M)) == 3
+    )
     assert int(printed["Budgets"].split()[0]) >= 20
     assert "</think>" in printed["Streaming"]
     assert "tensor([[" in printed["Score a given text"]

@@ -1,6 +1,6 @@
 """Trains in the processes that accelerate launched: a program for test_several_processes.
 
-accelerate launch ... several_processes.py LABELS OUT shard|copies BREAK_AFTER
+accelerate launch ... several_processes.py LABELS OUT shard|copies|price BREAK_AFTER
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ SETTINGS = TrainSettings(
     swa_share=0.5,
     cache_limit_bytes=0,
     checkpoint_every=1,
+)
+
+
+PRICED = dataclasses.replace(
+    SETTINGS, head="price", price_range=(5e-5, 1e-2), length_penalties=(), entropy_bonus=0.01
 )
 
 
@@ -43,7 +48,7 @@ def main() -> None:
         # One process takes a batch whole and runs the trunk anew, these take it in parts; copies
         # share a file of the trunk's states.
         return dataclasses.replace(
-            SETTINGS,
+            PRICED if how == "price" else SETTINGS,
             gradient_checkpointing=how == "shard",
             cache_on_disk=how == "copies",
             micro_batch_tokens=400,

@@ -93,7 +93,7 @@ def step(
 
 
 @pytest.mark.parametrize("cache_limit_bytes", [0, 2**31])
-@pytest.mark.parametrize("method", ["os-pruner", "probe"])
+@pytest.mark.parametrize("method", ["os-pruner", "probe", "every price"])
 def test_gradients_and_loss_are_those_of_the_whole_batch(
     step: Step, method: str, cache_limit_bytes: int
 ) -> None:
@@ -101,6 +101,9 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(
     settings = dataclasses.replace(settings, entropy_bonus=0.01)
     if method == "probe":
         settings = settings.baseline("probe")
+    if method == "every price":
+        priced: dict[str, Any] = {"head": "price", "price_range": (1e-3, 5e-2)}
+        settings = dataclasses.replace(settings, length_penalties=(), **priced)
     one, whole_loss, whole = step(settings, "whole")
     many, loss, parts = step(dataclasses.replace(settings, micro_batch_tokens=100), "parts")
     each, alone_loss, alone = step(dataclasses.replace(settings, micro_batch_tokens=1), "alone")

@@ -21,7 +21,7 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train.fresh import predict
-from ospruner.train.tail import step_logits, takes_fast_tail
+from ospruner.train.tail import step_outputs, takes_fast_tail
 from ospruner.train.trunk import LabelledTraces, epoch_batches, length_batches
 
 MakeLabels = Callable[..., Dataset]
@@ -145,7 +145,7 @@ def test_fast_tail_gives_the_logits_and_gradients_of_the_whole_pass(
     found = []
     for way in (True, False):
         model.policy.zero_grad(set_to_none=True)
-        logits = step_logits(model.policy, hidden, batch.positions, fast=way)
+        logits = step_outputs(model.policy, hidden, batch.positions, fast=way)[..., 0]
         (logits[batch.mask].sigmoid() * batch.correct[batch.mask]).sum().backward()
         trained = [p for p in model.policy.parameters() if p.requires_grad]
         found.append(

@@ -42,6 +42,12 @@ def promises_of(policy: Path) -> list[dict[str, Any]]:
     return promises
 
 
+def promising(promises: list[dict[str, Any]]) -> OSPrunerConfig:
+    config = OSPrunerConfig()
+    config.calibrations = promises
+    return config
+
+
 def test_the_promise_is_stored_and_kept(trained: tuple[Path, Path, Path], tmp_path: Path) -> None:
     _, labels, path = trained
     policy = shutil.copytree(path, tmp_path / "policy")
@@ -86,8 +92,7 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
     promises = promises_of(policy)
     assert [one["max_loss"] for one in promises] == [0.3, 0.4]
     bold, careful = (
-        StopPolicyConfig(max_loss=loss).with_defaults("sample", 0.5, promises)
-        for loss in (0.45, 0.35)
+        StopPolicyConfig(max_loss=loss).with_defaults(promising(promises)) for loss in (0.45, 0.35)
     )
     assert (bold.threshold, careful.threshold) == (
         promises[1]["threshold"],
@@ -96,9 +101,11 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
 
 
 def test_a_server_promises_by_its_defaults_alone() -> None:
-    promises = [dict.fromkeys(CALIBRATION_FIELDS, 0.02) | {"threshold": 0.7}]
+    promises: list[dict[str, Any]] = [
+        {**dict.fromkeys(CALIBRATION_FIELDS, 0.02), "threshold": 0.7, "length_penalty": None}
+    ]
     defaults = StopRequest({"stop_policy": True, "stop_max_loss": 0.02}, server=True)
-    defaults.keep_promise(promises)
+    defaults.settle(promising(promises))
     settings = StopRequest(None).settings(defaults)
     assert settings is not None
     assert (settings.mode, settings.threshold, settings.max_loss) == ("threshold", 0.7, None)
@@ -107,7 +114,7 @@ def test_a_server_promises_by_its_defaults_alone() -> None:
     assert drawn.mode == "sample"
     unkept = StopRequest({"stop_max_loss": 0.01}, server=True)
     with pytest.raises(ValueError, match="promises \\[0.02\\] only"):
-        unkept.keep_promise(promises)
+        unkept.settle(promising(promises))
     with pytest.raises(ValueError, match="no \\['stop_max_loss'\\]; the policy's keys are"):
         StopRequest({"stop_max_loss": 0.02})
 
@@ -129,7 +136,7 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, 
     with pytest.raises(ValueError, match=f"max_loss is 0.02, and so is .*{name}.* given"):
         StopPolicyConfig(max_loss=0.02, **beside)
     with pytest.raises(ValueError, match="the policy promises nothing: make the promise with"):
-        StopPolicyConfig(max_loss=0.02).with_defaults("sample", 0.5)
+        StopPolicyConfig(max_loss=0.02).with_defaults(OSPrunerConfig())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +168,7 @@ def test_what_is_no_promise_is_refused(trained: tuple[Path, Path, Path]) -> None
     with pytest.raises(ValueError, match="are the labels that .* was trained on"):
         calibrate_policy(path, train, 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
-        calibrate_policy(path, labels, 0.1, thresholds=[0.5, 0.9])
+        calibrate_policy(path, labels, 0.1, values=[0.5, 0.9])
     found = calibrate_policy(path, labels, 0.001)
     assert found.value is None
     assert "No setting keeps the promise" in found.told(0.001, 0.95)

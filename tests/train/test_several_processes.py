@@ -20,7 +20,7 @@ from ospruner.train.from_labels import train_from_labels
 from ospruner.train.processes import Processes, open_processes
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
-from .several_processes import SETTINGS
+from .several_processes import PRICED, SETTINGS
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
 EVER = 10_000
@@ -101,6 +101,19 @@ def test_one_process_starts_and_two_end(
     same_curve(tmp_path / "run", alone)
     shared = sorted(one.name for one in (tmp_path / "run").glob("trunk_states.*"))
     assert shared == (["trunk_states.train", "trunk_states.validation"] * (how == "copies"))
+
+
+@pytest.mark.slow
+def test_two_processes_train_every_price_as_one_does(labels: Path, tmp_path: Path) -> None:
+    train_from_labels(labels, tmp_path / "alone", lambda table: PRICED)
+    launch(PROGRAM, labels, tmp_path / "run", "price", EVER)
+    found = [losses(tmp_path / name) for name in ("run", "alone")]
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+    mine, theirs = (
+        load_file(tmp_path / name / "price" / "model.safetensors") for name in ("run", "alone")
+    )
+    for key, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[key], atol=2e-3, rtol=0)
 
 
 def test_processes_of_several_machines_share_no_file(labels: Path, tmp_path: Path) -> None:

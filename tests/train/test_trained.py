@@ -50,7 +50,7 @@ def gradients(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = trained(hidden, batch.positions)
+        logits = trained(hidden, batch.positions)[..., 0]
     batch_loss("os-pruner", logits, batch, 1e-2).backward()
     found = {name: p.grad for name, p in model.policy.named_parameters() if p.grad is not None}
     return logits.detach(), found, sum(kept.values())

@@ -20,6 +20,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import price_logits, price_places
 from modeling_ospruner.formats_ospruner import BREAK, HARMONY, VISIBLE
 from modeling_ospruner.vllm_plugin.model import (
     STOP_HEAD,
@@ -31,6 +32,7 @@ from modeling_ospruner.vllm_plugin.model import (
 from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
 from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, register
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
+from modeling_ospruner.vllm_plugin.requests import DEFAULTS
 from ospruner.train.toy.shipped import Reasoner
 
 from ..broken_tensors import BROKEN, break_tensors
@@ -200,8 +202,8 @@ def test_broken_tensors_are_refused_at_start(
 class Batch:
     """vLLM's batch as a processor sees it; each row's stop logit is what `say` told last."""
 
-    def __init__(self, model: OSPrunerForCausalLM) -> None:
-        self.head = StopHead(1)
+    def __init__(self, model: OSPrunerForCausalLM, **defaults: Any) -> None:
+        self.head = StopHead(1, model.policy.head.out_features)
         folder = model.config._name_or_path
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -212,7 +214,7 @@ class Batch:
                 tokenizer_revision=None,
                 seed=0,
             ),
-            additional_config={},
+            additional_config={DEFAULTS: defaults},
             compilation_config=SimpleNamespace(static_forward_context={STOP_HEAD: self.head}),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(rank=1),
@@ -234,7 +236,7 @@ class Batch:
         """The logits that are left, (B, V)."""
         size = 1 + max(self.rows)
         last = [len(self.rows[i][1]) + len(self.rows[i][2]) - 1 for i in range(size)]
-        self.head.logits = torch.full((size,), logit)
+        self.head.outputs = torch.full((size, self.head.out_features), logit)
         self.head.positions = torch.tensor(last, dtype=torch.int32)
         return self.processor.apply(torch.zeros(size, 640))
 
@@ -281,6 +283,49 @@ def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalL
     assert told.step_ends == [3, 5]
     assert told.reason == "policy"
     assert left[2].isfinite().nonzero().tolist() == [[fmt.forced_suffix()[0]]]
+
+
+def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_path: Path) -> None:
+    """One tail and one head for all: each row is compared at its own price."""
+    named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, price_range=(5e-5, 1e-2), **named
+    )
+    model.config.length_penalty = 1e-3
+    model.save_pretrained(tmp_path)
+    model.config._name_or_path = str(tmp_path)
+    known = model.config.prices
+    assert known is not None
+    ids = reasoner.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)
+    end = next(i for i, kind in enumerate(model.token_format.kinds) if kind & BREAK)
+    extra = {"stop_mode": "threshold", "stop_threshold": 0.5}
+    batch = Batch(model, stop_length_penalty=2e-4)
+    texts: list[list[int]] = [[], [], []]
+    params = [SamplingParams(extra_args=extra | {"stop_id": name}) for name in "abc"]
+    batch.update([], {i: (params[i], ids, texts[i]) for i in range(3)})
+    asked = (2e-4, 1e-3, 1e-2)  # the server's default, and what requests may be given
+    requests = batch.processor._requests
+    assert requests[0].length_penalty == 2e-4
+    for request, price in zip(requests.values(), asked, strict=True):
+        request.length_penalty = price
+    batch.step()
+    for text in texts:
+        text.append(end)
+    last = torch.tensor([len(ids)] * 3, dtype=torch.int32)
+    said = torch.tensor([[-2.0, 0.3, 0.4, 0.5, 0.6, 0.7]]).expand(3, 6)
+    batch.head.outputs, batch.head.positions = said, last
+    batch.processor.apply(torch.zeros(3, 640))
+    for name, price in zip("abc", asked, strict=True):
+        told = batch.processor.record(name)
+        assert told is not None
+        logit = price_logits(said[0], torch.tensor(known.place(price)))
+        assert told.probabilities == pytest.approx([float(logit.sigmoid())])
+        assert told.prices == [known.price_at(float(price_places(said[0])))]
+        assert told.reason == ("policy" if told.prices[0] <= price else "length")
+    assert len({batch.processor.record(name).probabilities[0] for name in "abc"}) == 3  # type: ignore[union-attr]
+    for wrong in ({"stop_length_penalty": 0.5}, {"stop_length_penalty": -1}):
+        with pytest.raises(ValueError, match="length_penalty"):
+            Batch(model, **wrong)
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def replay(
     fmt, config = model.token_format, model.config
     settings = StopRequest(extra).settings(StopRequest(None))
     assert settings is not None
-    settings = settings.with_defaults(config.default_mode, config.default_threshold)
+    settings = settings.with_defaults(config)
     eos = frozenset(fmt.eos_ids)
     row = StopRow(
         RowPlan(settings, settings.chosen_rule(config.step_stride), fmt, eos),

@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
-from modeling_ospruner.configuration_ospruner import shown
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 from modeling_ospruner.stopping_ospruner import StopRecord
 from modeling_ospruner.vllm_plugin.requests import ID, KEYS, OF_SERVERS, ON, StopRequest
 from ospruner.train.toy.shipped import Reasoner
@@ -370,14 +370,25 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
             accepted += 1
             return made
 
+    config = OSPrunerConfig(head="price", price_range=[1e-4, 1.0])
+    promise: dict[str, Any] = {"threshold": 0.5, "length_penalty": 0.2}
+    config.calibrations = [promise | {"max_loss": 0.0, "confidence": 0.95}]
+    unknown = 0
     for _ in range(500):
         asked, defaults = draw(server=False), draw(server=True)
-        defaults.keep_promise([{"max_loss": 0.0, "confidence": 0.95, "threshold": 0.5}])
+        try:
+            defaults.settle(config)
+        except ValueError:  # at the server's start: a price that the policy does not know
+            unknown += 1
+            continue
         settings = asked.settings(defaults)
         on = defaults.on if asked.on is None else asked.on
         assert (settings is not None) == bool(on)
         for name, value in asked.fields.items():
             assert settings is None or vars(settings)[name] == value
+        if settings is not None:
+            settings.with_defaults(config)
+    assert 0 < unknown < 100
     fuzzed("random keys", accepted=accepted, refused=refused)
     assert not nameless
 

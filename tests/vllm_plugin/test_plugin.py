@@ -19,7 +19,13 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-CHECKS = ["plugin_checks.py", "no_engine_checks.py", "async_checks.py", "graph_checks.py"]
+CHECKS = [
+    "plugin_checks.py",
+    "price_checks.py",
+    "no_engine_checks.py",
+    "async_checks.py",
+    "graph_checks.py",
+]
 
 
 @needs_vllm

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.engines.opening import (
     ENGINES,
     EngineOptions,
@@ -20,7 +21,6 @@ from modeling_ospruner.engines.opening import (
     open_engine,
 )
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from modeling_ospruner.policy_ospruner import max_positions
 from ospruner.eval.problems.problem import Columns, Problem, user_message
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
 from ospruner.eval.problems.task import prompt_token_ids
@@ -139,7 +139,7 @@ def run_label(
         format_name: see `read_format`.
         wind_down: likewise.
         chunk_traces: traces begun and not committed, at most: what a kill may lose.
-        ray: spreads the run over a Ray cluster; its `unit_traces` take the place of chunks.
+        ray: spreads the run over a Ray cluster; its `chunk_traces` take the place of these.
         retry_failed: try those again that failed in an earlier run.
         progress: called with phases "sample", "fork" and "grade", in traces.
 

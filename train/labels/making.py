@@ -290,7 +290,14 @@ class _Desk:
             return
         forced = self._work.settings.answer == "forced"
         row = ungraded_row(
-            key, request.prompt_ids, trace, ends, answers, self._work.tokenizer, forced
+            key,
+            request.prompt_ids,
+            trace,
+            ends,
+            answers,
+            self._work.tokenizer,
+            forced,
+            in_reply=not self._work.fmt.think_end_ids,
         )
         self._ungraded.append(row)
         self._collect()

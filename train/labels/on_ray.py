@@ -19,7 +19,7 @@ from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 
 from .rows import TraceKey, wanted_traces
-from .units import PARTS, Worker, do_unit, merge_units, open_units
+from .units import PARTS, Worker, do_unit, merge_units, open_units, unit_size
 
 __all__ = ["EngineWorker", "RayOptions", "UnfinishedUnitsError", "label_with_ray"]
 
@@ -38,20 +38,20 @@ class RayOptions:
         actors: engines, each in a process of its own.
         gpus_per_actor: GPUs of each; for a vLLM replica its `tensor_parallel_size`.
         cpus_per_actor: logical CPUs of each. The cluster must have more than all actors take.
-        unit_traces: traces that an actor does together, and that its end may cost at most.
+        chunk_traces: traces that an actor may have begun and not committed: what its end may cost.
     """
 
     actors: int = 1
     gpus_per_actor: float = 1
     cpus_per_actor: float = 1
-    unit_traces: int = 128
+    chunk_traces: int = 128
 
     def __post_init__(self) -> None:
         for name, value, least in (
             ("actors", self.actors, 1),
             ("gpus_per_actor", self.gpus_per_actor, 0),
             ("cpus_per_actor", self.cpus_per_actor, 0),
-            ("unit_traces", self.unit_traces, 1),
+            ("chunk_traces", self.chunk_traces, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be {least} or more")
@@ -117,7 +117,8 @@ def label_with_ray(
     ray = needed("ray.data", "--scale ray", _PIP_LINE)
     out = Path(out_dir).resolve()
     wanted = wanted_traces(problems, settings.samples_per_problem)
-    todo = open_units(out, settings, wanted, options.unit_traces, retry_failed)
+    size = unit_size(len(wanted), options.actors, options.chunk_traces)
+    todo = open_units(out, settings, wanted, size, retry_failed)
     with lock_folder(out / PARTS):
         left = sum(map(len, todo.values()))
         finished = len(wanted) - left
@@ -152,7 +153,7 @@ def _mapped(
     rows = ray.from_items(items, override_num_blocks=len(items))
     return rows.map_batches(
         UnitActor,
-        fn_constructor_args=(make_worker, str(out)),
+        fn_constructor_args=(make_worker, str(out), options.chunk_traces),
         batch_size=1,
         compute=ray.ActorPoolStrategy(size=min(options.actors, len(items))),
         num_gpus=options.gpus_per_actor,
@@ -166,17 +167,20 @@ class UnitActor:
     Args:
         make_worker: loads the engine.
         out_dir: the label folder of the whole run.
+        chunk_traces: as in `RayOptions`.
     """
 
-    def __init__(self, make_worker: Callable[[], Worker], out_dir: str) -> None:
+    def __init__(self, make_worker: Callable[[], Worker], out_dir: str, chunk_traces: int) -> None:
         self._worker = make_worker()
         self._out = Path(out_dir)
+        self._chunk_traces = chunk_traces
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         """Does the one unit of a batch."""
         unit, error = int(batch["unit"][0]), ""
         try:
-            do_unit(self._out, unit, _unpacked(str(batch["traces"][0])), self._worker)
+            keys = _unpacked(str(batch["traces"][0]))
+            do_unit(self._out, unit, keys, self._worker, self._chunk_traces)
         except Exception as failure:  # noqa: BLE001 - told to whoever started the run
             error = f"{type(failure).__name__}: {failure}"
         return {"unit": [unit], "error": [error]}

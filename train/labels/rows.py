@@ -127,6 +127,7 @@ def ungraded_row(
     answers: Sequence[ForkedAnswer],
     tokenizer: PreTrainedTokenizerBase,
     forced: bool,
+    in_reply: bool = False,
 ) -> dict[str, Any]:
     """A row of a trace, which `grade_rows` completes.
 
@@ -138,9 +139,11 @@ def ungraded_row(
         answers: the answers there.
         tokenizer: the base's.
         forced: whether the answers began in a box.
+        in_reply: whether the trace is the reply, so that its own answer stands in it.
     """
     problem, texts = key.problem, _Texts(tokenizer)
     contents = [_content(texts.of(answer.ids), forced) for answer in answers]
+    own_ids = trace.trace_ids if in_reply and trace.ended == "natural" else trace.answer_ids
     return {
         "problem_id": problem.id,
         "sample_index": key.sample_index,
@@ -155,7 +158,7 @@ def ungraded_row(
         "forced_answer_ids": [answer.ids for answer in answers],
         "forced_logprob": [_mean(answer.logprobs) for answer in answers],
         "forced_entropy": [answer.entropy for answer in answers],
-        "natural_answer": extract_boxed(texts.of(trace.answer_ids)) or "",
+        "natural_answer": extract_boxed(texts.of(own_ids)) or "",
         "natural_answer_tokens": len(trace.answer_ids),
         "natural_answer_ids": list(trace.answer_ids),
         "ended": trace.ended,

@@ -4,9 +4,9 @@
     parts/unit-0007/         a label folder while the unit is worked on
     parts/unit-0007.json     how often its worker ended in it, and in each trace alone
 
-A problem's unit follows from the hash of its id. A unit's traces are done together; where workers
-ended in it twice, the next one does them one by one, and a trace on which workers end again has
-failed for that reason.
+A problem's unit follows from the hash of its id. A unit's traces are one stream, of which at most a
+chunk is begun and not committed; where workers ended in it twice, the next one does that chunk one
+by one, and a trace on which workers end again has failed for that reason.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from .making import label
 from .rows import TraceKey
 from .writer import Chunk, LabelFolder, NoTracesError
 
-__all__ = ["PARTS", "Worker", "do_unit", "merge_units", "open_units", "unit_of"]
+__all__ = ["PARTS", "Worker", "do_unit", "merge_units", "open_units", "unit_of", "unit_size"]
 
 PARTS = "parts"
 MAX_UNITS = 10_000
-_TOGETHER = 2  # how often a unit is begun with all its traces in one chunk
+_CHUNKS = 8  # of a unit, at most
+_TOGETHER = 2  # how often a unit is begun with all its traces in one stream
 _ALONE = 2  # how often a trace may end its worker when done alone
 
 
@@ -61,6 +62,14 @@ def unit_of(problem_id: str, units: int) -> int:
     """The unit that a problem belongs to, by hash: the same in every run."""
     digest = hashlib.blake2b(problem_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % units
+
+
+def unit_size(traces: int, workers: int, chunk_traces: int) -> int:
+    """Traces in a unit: one unit a worker, which waits in each for its last trace.
+
+    Eight chunks at most: the others cannot take over what a slow worker has begun.
+    """
+    return max(1, min(-(-traces // workers), _CHUNKS * chunk_traces))
 
 
 def open_units(
@@ -100,7 +109,9 @@ def open_units(
     return dict(sorted(todo.items()))
 
 
-def do_unit(out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker) -> None:
+def do_unit(
+    out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker, chunk_traces: int
+) -> None:
     """Labels the traces of a unit in its own folder; what that holds already is kept.
 
     A trace that raises an error is recorded as failed, and so is one that ends its worker.
@@ -110,6 +121,7 @@ def do_unit(out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker) 
         unit: which unit.
         keys: its traces, by `open_units`.
         worker: the engine and what belongs to it.
+        chunk_traces: traces that may be begun and not committed: what its end may cost.
 
     Raises:
         OSError: the engine's servers are gone, or the disk is full.
@@ -121,24 +133,27 @@ def do_unit(out_dir: Path, unit: int, keys: Sequence[TraceKey], worker: Worker) 
         return
     diary.begin()
     try:
-        if diary.begun <= _TOGETHER:
-            _label(diary.folder, keys, keys, worker)
-        else:
-            _do_alone(diary, keys, worker)
+        if diary.begun > _TOGETHER:
+            _do_alone(diary, keys, worker, chunk_traces)
+        _label(diary.folder, keys, keys, worker, chunk_traces)
     finally:
         diary.end()
 
 
-def _do_alone(diary: _Diary, keys: Sequence[TraceKey], worker: Worker) -> None:
+def _do_alone(diary: _Diary, keys: Sequence[TraceKey], worker: Worker, chunk_traces: int) -> None:
+    """Does one by one what the last worker may have begun, for that is what it may have ended in.
+
+    Traces are begun in order: no others than the first unfinished ones were.
+    """
     deadly: list[tuple[str, int, str]] = []
-    for key in diary.unfinished(keys, worker):
+    for key in diary.unfinished(keys, worker)[:chunk_traces]:
         if diary.alone[key.name] >= _ALONE:
             why = f"the worker ended {_ALONE} times while doing it alone"
             deadly.append((key.problem.id, key.sample_index, why))
             continue
         diary.begin_alone(key)
         try:
-            _label(diary.folder, keys, [key], worker)
+            _label(diary.folder, keys, [key], worker, 1)
         finally:
             diary.end_alone(key)
     if deadly:
@@ -176,7 +191,11 @@ def merge_units(
 
 
 def _label(
-    folder: Path, keys: Sequence[TraceKey], wanted: Sequence[TraceKey], worker: Worker
+    folder: Path,
+    keys: Sequence[TraceKey],
+    wanted: Sequence[TraceKey],
+    worker: Worker,
+    chunk_traces: int,
 ) -> None:
     with suppress(NoTracesError):  # why none of the unit's traces is a row stands in its folder
         label(
@@ -186,7 +205,7 @@ def _label(
             worker.fmt,
             worker.settings,
             folder,
-            chunk_traces=len(wanted),
+            chunk_traces=chunk_traces,
             traces=wanted,
         )
 

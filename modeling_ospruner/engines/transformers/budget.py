@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,23 @@ class MemoryBudget:
             ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
             model(input_ids=ids, past_key_values=self._cache, use_cache=True)
 
-    def rows(self, columns: int) -> int:
-        """How many rows of so many tokens fit now; 0 where not even one does."""
+    def free(self) -> dict[torch.device, int | None]:
+        """What is free now on each device that holds keys, values or states; see `free_bytes`."""
+        return {device: free_bytes(device) for device in self._needed(1)}
+
+    def rows(self, columns: int, free: Mapping[torch.device, int | None] | None = None) -> int:
+        """How many rows of so many tokens fit; 0 where not even one does.
+
+        Args:
+            columns: tokens of a row.
+            free: by `free`; default: now.
+        """
+        known = self.free() if free is None else free
         fitting = sys.maxsize
         for device, needed in self._needed(columns).items():
-            free = free_bytes(device)
-            if free is not None:
-                fitting = min(fitting, int(self.share * free / needed))
+            size = known[device]
+            if size is not None:
+                fitting = min(fitting, int(self.share * size / needed))
         return fitting
 
     def checked_rows(self, columns: int) -> int:

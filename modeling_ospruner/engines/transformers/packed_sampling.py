@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -14,7 +14,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import last_logits
 
-from .cache import SlotCache
+from .cache import SlotCache, fast_attention
 from .packed_forks import prefill_shared
 from .rows import SamplingRow, batch_noise, choose, run_alone, uniforms
 
@@ -59,27 +59,34 @@ class PackedSampler:
         self.hidden = torch.finfo(model.dtype).min
         self.noise = batch_noise(model)
         self.rows: list[SamplingRow | None] = []
+        self.cache: SlotCache
+        self.mask: torch.Tensor  # (B, 1, 1, columns and some), additive
+        self.lengths: torch.Tensor  # (B,) tokens of each row in the cache
+        self.last: torch.Tensor  # (B,) tokens to be run next
+        self.states: npt.NDArray[np.uint64]  # (B,) what a row's draws come from
+        self.steps: npt.NDArray[np.uint64]  # (B,) how many draws it had
 
-    def run(self, rows: Sequence[SamplingRow], on_done: Callable[[int, Sampled], None]) -> None:
-        """Samples all rows, calling `on_done` with each one's index and result."""
+    def run(
+        self,
+        more: Callable[[int], Sequence[SamplingRow]],
+        on_done: Callable[[int, Sampled], None],
+    ) -> None:
+        """Samples rows until there are no more.
+
+        Args:
+            more: called between two steps where rows are finished, with the number of free slots;
+                gives as many new rows or fewer. The end is where it gives none and none is left.
+            on_done: called with each row's index and result.
+        """
         self.on_done = on_done
-        self.waiting = deque(rows)
-        first = [self.waiting.popleft() for _ in range(min(self.slots, len(self.waiting)))]
-        self.rows = list(first)
-        self.cache, lengths, logits = self._prefill(first)
-        columns = self.cache.columns
-        self.lengths = lengths  # (B,) tokens of each row in the cache
-        self.mask = self._empty_mask(len(first), columns)
-        for slot, length in enumerate(lengths.tolist()):
-            self.mask[slot, :, :, columns - length :] = 0
-        self.last = torch.zeros(len(first), dtype=torch.long)
-        self.states = np.array([row.state for row in first], dtype=np.uint64)
-        self.steps = np.zeros(len(first), dtype=np.uint64)
-        self._take(torch.arange(len(first)), logits)
-        while self._refill():
-            self._decode()
+        self.rows = []
+        with fast_attention(self.model):
+            while self._refill(more):
+                self._decode()
 
     def _decode(self) -> None:
+        if self.cache.columns >= self.mask.shape[-1]:
+            self._align(max(self._live_lengths()))
         columns = self.cache.columns
         if columns >= self.mask.shape[-1]:
             grown = self._empty_mask(len(self.rows), columns)
@@ -95,7 +102,7 @@ class PackedSampler:
             use_cache=True,
         )
         self.lengths += 1
-        live = sum(row is not None for row in self.rows)
+        live = len(self._live_lengths())
         self.count.computed += live
         self.count.padding += len(self.rows) - live
         self._take(torch.arange(len(self.rows)), logits)
@@ -117,21 +124,20 @@ class PackedSampler:
                 self.rows[slot] = None
                 self.on_done(row.index, row.sampled(self.eos_ids))
 
-    def _refill(self) -> bool:
+    def _refill(self, more: Callable[[int], Sequence[SamplingRow]]) -> bool:
         """Replaces finished rows, or drops them; whether any row is left."""
-        free = [slot for slot, row in enumerate(self.rows) if row is None]
-        if not free:
-            return True
-        if self.waiting:
-            if len(free) * _REFILL_SHARE < len(self.rows):
+        while self.rows.count(None) * _REFILL_SHARE >= len(self.rows):
+            live = [slot for slot, row in enumerate(self.rows) if row is not None]
+            if not live:
+                self.rows, self.cache = [], SlotCache(self.num_layers)  # the memory is free
+            new = more(self.slots - len(live))
+            if new:
+                self._admit(new)
+            elif live:
+                self._keep(live)
                 return True
-            new = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
-            self._admit(free[: len(new)], new)
-            return self._refill()
-        if len(free) == len(self.rows):
-            return False
-        if len(free) * 4 >= len(self.rows):
-            self._keep([slot for slot, row in enumerate(self.rows) if row is not None])
+            else:
+                return False
         return True
 
     def _keep(self, slots: list[int]) -> None:
@@ -142,27 +148,53 @@ class PackedSampler:
         self.lengths, self.last = self.lengths[index], self.last[index]
         self.states, self.steps = self.states[slots], self.steps[slots]
 
-    def _admit(self, slots: list[int], new: list[SamplingRow]) -> None:
+    def _admit(self, new: Sequence[SamplingRow]) -> None:
         cache, lengths, logits = self._prefill(new)
-        going = [int(self.lengths[i]) for i, row in enumerate(self.rows) if row is not None]
-        needed = max([cache.columns, *going])
-        if needed > self.cache.columns or self.cache.columns > needed + _MASK_CHUNK // 4:
-            first = max(0, self.cache.columns - needed)
-            old, columns = self.cache.columns, needed
-            self.cache.realign(first, columns)
-            moved = self._empty_mask(len(self.rows), columns)
-            moved[..., columns - (old - first) : columns] = self.mask[..., first:old]
-            self.mask = moved
-        index = torch.tensor(slots)
-        self.cache.place(index, cache)
+        if self.rows:
+            self._make_room(len(new), cache.columns)
+        else:
+            B = len(new)
+            self.rows = [None] * B
+            self.cache, self.mask = cache, self._empty_mask(B, cache.columns)
+            self.lengths = torch.zeros(B, dtype=torch.long)
+            self.last = torch.zeros(B, dtype=torch.long)
+            self.states, self.steps = np.zeros(B, dtype=np.uint64), np.zeros(B, dtype=np.uint64)
+        free = [slot for slot, row in enumerate(self.rows) if row is None][: len(new)]
+        index = torch.tensor(free)
+        if self.cache is not cache:
+            self.cache.place(index, cache)
         columns = self.cache.columns
-        for slot, length, row in zip(slots, lengths.tolist(), new, strict=True):
+        for slot, length, row in zip(free, lengths.tolist(), new, strict=True):
             self.rows[slot] = row
             self.mask[slot] = self.hidden
             self.mask[slot, :, :, columns - length : columns] = 0
             self.states[slot], self.steps[slot] = row.state, 0
         self.lengths[index] = lengths
         self._take(index, logits)
+
+    def _make_room(self, rows: int, columns: int) -> None:
+        """Sees to it that so many rows of so many columns can be placed."""
+        here = len(self.rows)
+        missing = rows - self.rows.count(None)
+        if missing > 0:
+            self._keep([*range(here), *[0] * missing])
+            self.rows[here:] = [None] * missing
+        self._align(max([columns, *self._live_lengths()]))
+
+    def _align(self, needed: int) -> None:
+        """Gives the cache so many columns, where it has fewer or too many that no row sees."""
+        old = self.cache.columns
+        if old < needed or old > needed + _MASK_CHUNK // 4:
+            first = max(0, old - needed)
+            self.cache.realign(first, needed)
+            moved = self._empty_mask(len(self.rows), needed)
+            moved[..., needed - (old - first) : needed] = self.mask[..., first:old]
+            self.mask = moved
+
+    def _live_lengths(self) -> list[int]:
+        """The tokens in the cache of each row that is not finished."""
+        lengths = self.lengths.tolist()
+        return [n for n, row in zip(lengths, self.rows, strict=True) if row is not None]
 
     def _prefill(self, rows: Sequence[SamplingRow]) -> tuple[SlotCache, torch.Tensor, torch.Tensor]:
         """Runs prompts: their cache, aligned at its last column, lengths (B,) and logits (B, V).

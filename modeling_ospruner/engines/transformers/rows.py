@@ -156,7 +156,8 @@ def choose(
     if settings.temperature == 0:
         return logits.argmax(-1), is_close(logits, noise)
     scaled = logits.float() / settings.temperature
-    error = noise * _largest(scaled)[:, None]  # (B, 1), of logs
+    largest = _largest(scaled) if noise else scaled.new_zeros(len(scaled))
+    error = noise * largest[:, None]  # (B, 1), of logs
     probabilities = torch.softmax(scaled, dim=-1)  # (B, V)
     vocabulary = probabilities.shape[-1]
     if settings.top_k == 0 and settings.top_p == 1:

@@ -90,6 +90,23 @@ def test_the_viewer_answers_to_keys_and_names_what_it_shows(browser: Browser, pa
     assert browser.errors() == []
 
 
+def test_the_viewer_draws_what_going_on_pays(browser: Browser, page: str) -> None:
+    browser.open(page + "#traces")
+    assert browser.run("document.querySelector('.pays')") is None
+    browser.press("m", "m")
+    assert shown(browser)["method"] == "OS-Pruner, one policy λ=1e-4"
+    assert "goes on at every price" in browser.text("#step-1")
+    assert "going on pays up to 1.0e-4 a token" in browser.text("#step-2")
+    for step, filled in ((1, 1.0), (2, 0.6)):
+        bar = f"document.querySelector('#step-{step} .pays')"
+        found = browser.run(f"{bar}.firstChild.offsetWidth / {bar}.clientWidth")
+        assert abs(found - filled) < 0.03
+        line = browser.run(f"{bar}.lastChild.offsetLeft / {bar}.clientWidth")
+        assert abs(line - 0.6) < 0.03  # the price
+    keep(browser, "viewer-prices")
+    assert browser.errors() == []
+
+
 def test_an_address_shows_its_trace_method_and_step(browser: Browser, page: str) -> None:
     name = "DeepSeek-R1-Distill-Qwen-7B%2C+MATH-500%2C+forced%2C+replay"
     browser.open(f"{page}#evaluation={name}&trace=p1%2F0&method=OS-Pruner+%CE%BB%3D1e-4&step=2")

@@ -7,15 +7,18 @@ import io
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.engines.asking import EnginesDownError
-from modeling_ospruner.engines.interface import Sampled, SamplingSettings
+from modeling_ospruner.engines.interface import TraceDesk, TraceRequest
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.eval.grading import boxed
@@ -29,7 +32,7 @@ from ospruner.train.labels.looking import print_run
 from ospruner.train.labels.making import label
 from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.rows import wanted_traces
-from ospruner.train.labels.units import Worker, do_unit, merge_units, open_units, unit_of
+from ospruner.train.labels.units import Worker, do_unit, merge_units, open_units, unit_of, unit_size
 
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
 
@@ -45,20 +48,29 @@ class Faulty(TransformersEngine):
     ) -> None:
         super().__init__(model, tokenizer)
         self.fault = fault
-        self.calls: list[list[str]] = []
+        self.calls: list[list[str]] = []  # the traces begun in each stream
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        settings: SamplingSettings,
-        fmt: TokenFormat,
-        keys: Sequence[str] | None = None,
-        on_done: Callable[[int, Sampled], None] | None = None,
-    ) -> list[Sampled]:
-        self.calls.append(list(keys or []))
-        for key in keys or []:
-            self.fault(key)
-        return super().sample(prompts, settings, fmt, keys, on_done)
+    def sample_and_fork(self, desk: TraceDesk, *rules: Any) -> None:
+        begin, begun, fresh = desk.begin, list[str](), list[str]()
+
+        def watched() -> TraceRequest | None:
+            if (request := begin()) is not None:
+                if not begun:
+                    self.calls.append(begun)
+                begun.append(request.key)
+                fresh.append(request.key)
+            return request
+
+        def run(*_: Any) -> None:
+            while fresh:
+                self.fault(fresh.pop(0))
+
+        hook = self.model.register_forward_pre_hook(run)
+        try:
+            with mock.patch.object(desk, "begin", watched):
+                super().sample_and_fork(desk, *rules)
+        finally:
+            hook.remove()
 
 
 def nothing(key: str) -> None:
@@ -91,11 +103,11 @@ def traces_of(folder: Path) -> dict[str, list[int]]:
     return dict(zip(labels["problem_id"], labels["trace_ids"], strict=True))
 
 
-def run_units(out: Path, worker: Worker, unit_traces: int = 4) -> list[int]:
+def run_units(out: Path, worker: Worker, unit_traces: int = 4, chunk_traces: int = 12) -> list[int]:
     """Does what is open; the units that it did."""
     todo = open_units(out, worker.settings, wanted_traces(PROBLEMS, 1), unit_traces)
     for unit, keys in todo.items():
-        do_unit(out, unit, keys, worker)
+        do_unit(out, unit, keys, worker, chunk_traces)
     merge_units(out, worker.settings, finished=True)
     return list(todo)
 
@@ -114,6 +126,12 @@ def test_units_give_the_traces_of_one_run(
     }
     assert not (tmp_path / "units" / "parts").exists()
     assert run_units(tmp_path / "units", worker) == []  # nothing is left to do
+
+
+def test_a_unit_is_large_but_leaves_no_worker_idle() -> None:
+    assert unit_size(40_000, 8, 128) == 1024  # eight chunks
+    assert unit_size(1000, 8, 128) == 125  # one unit a worker
+    assert unit_size(3, 8, 128) == 1
 
 
 def test_a_problem_s_unit_depends_on_its_id_only() -> None:
@@ -217,14 +235,18 @@ def test_a_broken_engine_drops_nothing(make_worker: Callable[..., Worker], tmp_p
 def test_a_trace_that_kills_its_workers_is_dropped_after_four_deaths(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    def deadly(key: str) -> None:
+    begun = tmp_path / "begun.txt"
+
+    def watched(key: str) -> None:
+        with begun.open("a") as file:
+            file.write(f"{key} {len(worker.engine.calls[-1])}\n")  # type: ignore[attr-defined]
         if key == "p5/0":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    deaths = 0
+    worker, deaths = make_worker(watched), 0
     while True:
         child = multiprocessing.get_context("fork").Process(
-            target=run_units, args=(tmp_path, make_worker(deadly), 12)
+            target=run_units, args=(tmp_path, worker, 12, 4)
         )
         child.start()
         child.join()
@@ -238,6 +260,12 @@ def test_a_trace_that_kills_its_workers_is_dropped_after_four_deaths(
     assert read_manifest(tmp_path)["failed"] == [
         ["p5", 0, "the worker ended 2 times while doing it alone"]
     ]
+    # Only what a worker may have ended in was done alone: four traces; the others in one stream.
+    times = Counter(line.split()[0] for line in begun.read_text().splitlines())
+    assert times["p5/0"] == 4
+    assert sum(times.values()) <= len(PROBLEMS) + 4 * 4
+    alone = {line.split()[0] for line in begun.read_text().splitlines() if line.endswith(" 1")}
+    assert alone <= {f"p{n}/0" for n in range(2, 9)}
 
 
 def test_an_unfinished_merge_keeps_what_is_done(
@@ -246,7 +274,7 @@ def test_an_unfinished_merge_keeps_what_is_done(
     worker = make_worker()
     todo = open_units(tmp_path, worker.settings, wanted_traces(PROBLEMS, 1), 4)
     unit, keys = next(iter(todo.items()))
-    do_unit(tmp_path, unit, keys, worker)
+    do_unit(tmp_path, unit, keys, worker, 4)
     assert merge_units(tmp_path, worker.settings, finished=False) is None
     assert set(traces_of(tmp_path)) == {key.problem.id for key in keys}
     assert not read_manifest(tmp_path)["finished"]

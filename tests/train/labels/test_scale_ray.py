@@ -7,15 +7,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from modeling_ospruner.common.optional import MissingPackageError
-from modeling_ospruner.engines import Sampled, SamplingSettings, TransformersEngine
+from modeling_ospruner.engines import TransformersEngine
+from modeling_ospruner.engines.interface import TraceDesk, TraceRequest
 from modeling_ospruner.engines.opening import EngineOptions
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.eval.problems.problem import Problem
@@ -31,7 +33,7 @@ needs_ray = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster is enough, where groups are kept
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(24)]
-OPTIONS = RayOptions(actors=2, gpus_per_actor=0, unit_traces=4)
+OPTIONS = RayOptions(actors=2, gpus_per_actor=0, chunk_traces=4)
 
 
 class Faulty(TransformersEngine):
@@ -40,20 +42,21 @@ class Faulty(TransformersEngine):
     poison: str | None = None
     deadly: Path | None = None
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        settings: SamplingSettings,
-        fmt: TokenFormat,
-        keys: Sequence[str] | None = None,
-        on_done: Callable[[int, Sampled], None] | None = None,
-    ) -> list[Sampled]:
-        if self.poison in (keys or []):
-            raise RuntimeError("this prompt breaks the engine")
-        if self.deadly is not None and "p9/0" in (keys or []) and not self.deadly.exists():
-            self.deadly.write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().sample(prompts, settings, fmt, keys, on_done)
+    def sample_and_fork(self, desk: TraceDesk, *rules: Any) -> None:
+        begin = desk.begin
+
+        def begun() -> TraceRequest | None:
+            request = begin()
+            if request is not None and request.key == self.poison:
+                raise RuntimeError("this prompt breaks the engine")
+            deadly = self.deadly if request is not None and request.key == "p9/0" else None
+            if deadly is not None and not deadly.exists():
+                deadly.write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return request
+
+        with mock.patch.object(desk, "begin", begun):
+            super().sample_and_fork(desk, *rules)
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def test_units_that_fail_are_named_and_the_others_kept(
         label_with_ray(PROBLEMS[:4], broken, settings, out, OPTIONS)
     (tmp_path / "labels" / "parts" / "unit-0000").write_text("in the way")
     make = MakeWorker(str(tiny_base_dir), settings)
-    with pytest.raises(UnfinishedUnitsError, match="1 of 1 units.*unit 0, because of"):
+    with pytest.raises(UnfinishedUnitsError, match="1 of 2 units.*unit 0, because of"):
         label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
     (tmp_path / "labels" / "parts" / "unit-0000").unlink()
     label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
@@ -170,7 +173,7 @@ def test_a_run_by_names_opens_its_engine_in_the_actors(
         EngineOptions(str(tiny_base_dir), dtype="float32", device="cpu"),
         {"max_new_tokens": 16, "max_answer_tokens": 4},
         out,
-        ray=RayOptions(actors=2, gpus_per_actor=0, unit_traces=2),
+        ray=RayOptions(actors=2, gpus_per_actor=0, chunk_traces=2),
     )
     assert sorted(labels["problem_id"]) == [p.id for p in PROBLEMS[:6]]
     source = read_manifest(out)["source"]
@@ -192,7 +195,7 @@ def test_a_missing_package_names_the_pip_line(
     [
         ({"actors": 0}, "actors is 0; it must be 1 or more"),
         ({"gpus_per_actor": -1}, "gpus_per_actor is -1"),
-        ({"unit_traces": 0}, "unit_traces is 0"),
+        ({"chunk_traces": 0}, "chunk_traces is 0"),
     ],
 )
 def test_bad_options_are_refused(changed: dict[str, int], message: str) -> None:

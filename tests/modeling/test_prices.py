@@ -1,0 +1,293 @@
+"""The head "price": one policy for every price of a token."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.eval.problems.problem import user_message
+from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+RANGE = (5e-5, 1e-2)
+PRICES = (0.0, 2e-5, 5e-5, 3e-4, 1e-3, 1e-2)
+
+
+def priced(base: Any, tokenizer: Any, num_policy_layers: int = 1, **more: Any) -> Any:
+    """A policy of every price with random weights, on whose prices much depends."""
+    model = OSPrunerForCausalLM.untrained(
+        base, tokenizer, num_policy_layers=num_policy_layers, price_range=RANGE, **more
+    )
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(5)
+        model.policy.head.weight.normal_(0, 0.25)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
+    made: OSPrunerForCausalLM = priced(reasoner.model, reasoner.tokenizer)
+    return made
+
+
+def prompts(reasoner: Reasoner, count: int) -> list[list[int]]:
+    fmt = reasoner.token_format
+    return [
+        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
+        for p in draw_split("test", count, 4)
+    ]
+
+
+def test_prices_have_places_from_nothing_to_the_highest() -> None:
+    known = PriceRange(*RANGE)
+    assert known.place(0.0) == 0
+    assert known.place(1e-2) == pytest.approx(5)
+    # log(lambda + 1e-5), scaled so that 0 is at -1 and the highest price at 1.
+    low, high = math.log(1e-5), math.log(1e-2 + 1e-5)
+    for price in PRICES:
+        z = 2 * (math.log(price + 1e-5) - low) / (high - low) - 1
+        assert known.place(price) == pytest.approx(5 * (z + 1) / 2)
+        assert known.price_at(known.place(price)) == pytest.approx(price)
+    grid = known.grid()
+    assert len(grid) == 31
+    assert grid[:2] == (0.0, 5e-5)
+    assert grid[-1] == 1e-2
+    assert list(grid) == sorted(set(grid))
+    assert known.price_at(math.inf) == math.inf
+    assert math.isnan(known.price_at(math.nan))
+
+
+@given(
+    outputs=st.lists(st.floats(-40, 40, width=32), min_size=6, max_size=6),
+    places=st.lists(st.floats(0, 5), min_size=2, max_size=6),
+)
+def test_the_stop_probability_never_falls_with_the_price(
+    outputs: list[float], places: list[float]
+) -> None:
+    said = torch.tensor(outputs, dtype=torch.float64)
+    logits = price_logits(said, torch.tensor(sorted(places), dtype=torch.float64))
+    assert bool((logits.diff() >= 0).all())
+
+
+def test_the_logit_is_the_formula() -> None:
+    torch.manual_seed(0)
+    outputs = 3 * torch.randn(4, 7, 6)
+    for place in (0.0, 0.4, 1.0, 3.7, 5.0):
+        wanted = outputs[..., 0].clone()
+        for j in range(5):
+            wanted += F.softplus(outputs[..., 1 + j]) * min(max(place - j, 0.0), 1.0)
+        torch.testing.assert_close(price_logits(outputs, torch.tensor(place)), wanted)
+
+
+def test_the_price_of_indifference_is_where_a_stop_is_as_likely_as_not() -> None:
+    torch.manual_seed(1)
+    outputs = torch.randn(2000, 6, dtype=torch.float64) * torch.tensor([3.0, 1, 1, 1, 1, 1])
+    places = price_places(outputs)
+    inside = places.isfinite() & (places > 0)
+    assert 0.2 < float(inside.double().mean()) < 0.8
+    found = price_logits(outputs[inside], places[inside])
+    torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-9, rtol=0)
+    everywhere = torch.full((len(outputs),), 5.0, dtype=torch.float64)
+    at_most = price_logits(outputs, everywhere)
+    assert torch.equal(places == torch.inf, at_most < 0)
+    assert torch.equal(places == 0, outputs[:, 0] >= 0)
+    assert bool(price_places(torch.full((1, 6), torch.nan)).isnan().all())
+
+
+def test_a_fresh_head_says_the_same_everywhere(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    fresh = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, price_range=RANGE)
+    ids = torch.arange(20)[None]
+    for price, logit in ((0.0, -2.5), (1e-2, -2.5 + 5 * 0.6)):
+        found = fresh.stop_logits(ids, length_penalty=price)
+        torch.testing.assert_close(found, torch.full_like(found, logit))
+
+
+def test_the_tail_runs_once_for_all_prices(
+    model: OSPrunerForCausalLM, reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tail gives does not depend on the price: it is not even told."""
+    (ids,) = prompts(reasoner, 1)
+    assert model.policy.tail is not None
+    seen: list[torch.Tensor] = []
+    handle = model.policy.tail.register_forward_hook(
+        lambda _, __, out: seen.append(out.last_hidden_state)
+    )
+    with torch.no_grad():
+        found = [model.stop_logits(torch.tensor([ids]), length_penalty=one) for one in PRICES]
+    handle.remove()
+    assert len(seen) == len(PRICES)
+    assert all(torch.equal(one, seen[0]) for one in seen)
+    assert len({float(one.sum()) for one in found}) == len(PRICES)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layers: int) -> None:
+    model = priced(reasoner.model, reasoner.tokenizer, layers)
+    texts = prompts(reasoner, 3)
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    tokens = []
+    for price in PRICES:
+        how = {"length_penalty": price, "mode": "threshold", "threshold": 0.5}
+        output = model.generate(
+            ids, attention_mask=mask, stop_policy=how, max_new_tokens=150, do_sample=False
+        )
+        tokens.append(sum(record.thinking_tokens for record in model.last_stop))
+        for text, row, record in zip(texts, output, model.last_stop, strict=True):
+            written = [*text, *row[width:].tolist()]
+            steps = len(record.step_ends)
+            assert steps
+            pi = model.stop_probabilities(written, prompt_length=len(text), length_penalty=price)
+            said = torch.tensor(record.probabilities)
+            torch.testing.assert_close(said, pi[:steps], atol=1e-5, rtol=1e-4)
+            assert len(record.prices) == steps
+            # It stops where the price of indifference is no higher than the price.
+            for index, probability in zip(record.prices, record.probabilities, strict=True):
+                assert (index <= price) == (probability >= 0.5)
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[0] > tokens[-1]
+
+
+def test_a_policy_of_one_lambda_has_no_prices(reasoner: Reasoner) -> None:
+    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, num_policy_layers=1)
+    (ids,) = prompts(reasoner, 1)
+    model.config.length_penalty = 1e-3
+    own = {"length_penalty": 1e-3, "threshold": 1.0}
+    model.generate(torch.tensor([ids]), stop_policy=own, max_new_tokens=40)
+    assert model.last_stop[0].step_ends
+    assert model.last_stop[0].prices == []
+    for ask in (
+        lambda: model.generate(torch.tensor([ids]), stop_policy={"length_penalty": 2e-3}),
+        lambda: model.stop_logits(torch.tensor([ids]), length_penalty=2e-3),
+    ):
+        with pytest.raises(ValueError, match="length_penalty is 0.002, but the policy was trained"):
+            ask()
+
+
+def test_steps_at_which_it_is_not_asked_have_no_price(
+    model: OSPrunerForCausalLM, reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "step_stride", 2)
+    (ids,) = prompts(reasoner, 1)
+    model.generate(torch.tensor([ids]), stop_policy={"threshold": 1.0}, max_new_tokens=100)
+    record = model.last_stop[0]
+    asked = [not math.isnan(price) for price in record.prices]
+    assert asked == [not math.isnan(pi) for pi in record.probabilities]
+    assert asked[:4] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"length_penalty": 0.02}, ValueError, "is 0.02, but .* trained for prices .* 0 to 0.01"),
+        ({"length_penalty": -1e-9}, ValueError, r"must lie in \[0, inf\)"),
+        ({"length_penalty": math.nan}, ValueError, r"must lie in \[0, inf\)"),
+        ({"length_penalty": "1e-4"}, TypeError, "must be a number"),
+        ({"length_penalty": [1e-4, 1e-3]}, TypeError, "one number, for all rows of the call"),
+        ({"length_penalty": 1e-4, "max_loss": 0.1}, ValueError, "so is length_penalty given"),
+    ],
+)
+def test_what_is_no_price_is_refused(
+    model: OSPrunerForCausalLM,
+    reasoner: Reasoner,
+    settings: dict[str, Any],
+    error: type[Exception],
+    said: str,
+) -> None:
+    (ids,) = prompts(reasoner, 1)
+    with pytest.raises(error, match=said):
+        model.generate(torch.tensor([ids]), stop_policy=settings, max_new_tokens=20)
+
+
+def test_the_default_price_is_the_configurations(
+    model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "length_penalty", 3e-4)
+    settings = StopPolicyConfig().with_defaults(model.config)
+    assert settings.length_penalty == 3e-4
+    assert StopPolicyConfig(length_penalty=0.0).with_defaults(model.config).length_penalty == 0
+    promise: dict[str, Any] = {"max_loss": 0.02, "confidence": 0.95, "threshold": 0.5}
+    monkeypatch.setattr(model.config, "calibrations", [promise | {"length_penalty": 2e-3}])
+    kept = StopPolicyConfig(max_loss=0.02).with_defaults(model.config)
+    assert (kept.mode, kept.threshold, kept.length_penalty) == ("threshold", 0.5, 2e-3)
+
+
+def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: Path) -> None:
+    named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
+    model = priced(reasoner.model, reasoner.tokenizer, **named)
+    model.config.length_penalty = 3e-4
+    model.save_pretrained(tmp_path)
+    literals = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert (literals["head"], literals["price_range"]) == ("price", list(RANGE))
+    (ids,) = prompts(reasoner, 1)
+    text = torch.tensor([ids])
+    loaded: Any
+    for loaded in (
+        OSPrunerForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float32),
+        OSPrunerForCausalLM.from_base(reasoner.model, tmp_path),
+    ):
+        assert loaded.config.prices.high == 1e-2
+        for price in (None, *PRICES):
+            wanted, found = (one.stop_logits(text, length_penalty=price) for one in (model, loaded))
+            torch.testing.assert_close(wanted, found)
+
+
+def test_a_fixed_heads_file_is_no_price_policy(reasoner: Reasoner, tmp_path: Path) -> None:
+    OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, base_model_name_or_path=str(reasoner.folder)
+    ).save_pretrained(tmp_path)
+    literals = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    literals |= {"head": "price", "price_range": list(RANGE)}
+    (tmp_path / "config.json").write_text(json.dumps(literals), "utf-8")
+    with pytest.raises(ValueError, match=r"policy\.head"):
+        OSPrunerForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"head": "film"}, "head is 'film'; it must be 'fixed' or 'price'"),
+        ({"head": "price"}, r"head is 'price' and price_range None; .* has one, \[low, high\]"),
+        ({"price_range": [1e-4, 1e-3]}, "head is 'fixed' and price_range"),
+        ({"head": "price", "price_range": [1e-3]}, r"price_range is .*; it must be \[low, high\]"),
+        ({"head": "price", "price_range": [0, 1e-3]}, r"low is 0; it must lie in \(0"),
+        ({"head": "price", "price_range": [1e-3, 1e-4]}, "high is 0.0001; it must lie in"),
+        (
+            {"head": "price", "price_range": [1e-4, 1e-3], "length_penalty": 1.0},
+            "length_penalty is 1.0, but the policy was trained for prices of a token from 0 to 0.0",
+        ),
+        (
+            {"head": "price", "price_range": [1e-4, 1e-3], "method": "probe"},
+            "method 'probe' is a classifier",
+        ),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(
+    fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        OSPrunerConfig(**fields)
+
+
+def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> None:
+    policy = StoppingPolicy.from_base(tiny_base, 1, prices=PriceRange(*RANGE))
+    hidden = torch.zeros(1, 3, 32)
+    with pytest.raises(TypeError, match="length_penalty is None; it must be a number"):
+        policy(hidden)
+    assert policy.outputs(hidden).shape == (1, 3, 6)

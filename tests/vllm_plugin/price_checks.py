@@ -1,0 +1,52 @@
+"""A policy of every price inside vLLM, in process; run by test_plugin.py."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.train.toy.shipped import Reasoner
+
+from .plugin_checks import environment as environment
+from .plugin_checks import greedy, record, run, start_policy
+from .plugin_replay import make_prompts, perturb, replay
+
+PRICE = 2e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_served_at_the_price_of_the_server(
+    reasoner: Reasoner, tmp_path: Path, dtype: str
+) -> None:
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        price_range=(5e-5, 1e-2),
+        base_model_name_or_path=str(reasoner.folder),
+    )
+    perturb(model)
+    model.config.length_penalty = 1e-4
+    model.save_pretrained(tmp_path)
+    model.config.length_penalty = PRICE  # at which it is replayed
+    defaults = {"stop_policy": True, "stop_length_penalty": PRICE}
+    llm = start_policy(tmp_path, dtype=dtype, additional_config={"ospruner": defaults})
+    prompts = make_prompts(reasoner, 12)
+    extras = [
+        {"stop_id": f"p{i}", "stop_seed": 3, "stop_sample_index": i} for i in range(len(prompts))
+    ]
+    outputs = run(llm, prompts, [greedy(extra) for extra in extras])
+    stopped, seen = 0, []
+    for i, [ids] in enumerate(outputs):
+        told = record(llm, f"p{i}")
+        assert len(told["prices"]) == len(told["probabilities"]) == len(told["step_ends"])
+        for price, probability in zip(told["prices"], told["probabilities"], strict=True):
+            assert (price <= PRICE) == (probability >= 0.5)
+            seen.append(price)
+        stopped += told["reason"] == "policy"
+        if dtype == "float32":  # each probability to TOLERANCE
+            replay(model, prompts[i], ids, extras[i], told["probabilities"])
+    assert stopped > 3
+    assert len({price for price in seen if 0 < price < math.inf}) > 5
