@@ -13,6 +13,8 @@ import pytest
 
 from modeling_ospruner import OSPrunerForCausalLM
 
+from ...server_process import free_port, running_server
+from ...vllm_plugin.test_server import ARGUMENTS, CPU, needs_vllm
 from .conftest import COUNT, ChatServer
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ospruner[eval]'")
@@ -105,6 +107,26 @@ def test_served_policy_gets_the_same_grades(
         log[0]["thinking_tokens"] for log in logged(served)
     ]
     assert {log[0]["reason"] for log in logged(served)} <= {"budget", "policy", "natural"}
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_a_server_of_vllm_gives_the_same_grades(
+    policy: Policy, tasks: Path, tmp_path: Path
+) -> None:
+    stops = {"threshold": 0.9, "max_thinking_tokens": 60}
+    here = {"policy": str(policy[1]), "dtype": "float32", **stops}
+    local = evaluate(tasks, here, device="cpu")
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "ospruner_cli", "serve", str(policy[1]), "--opt-in"]
+    command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
+    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    with running_server(command, url, CPU, tmp_path / "server.log"):
+        served = evaluate(tasks, {"policy": "toy", "url": url, **stops})
+    assert local["results"] == served["results"]
+    for ours, theirs in zip(logged(local), logged(served), strict=True):
+        for key in ("thinking_tokens", "reason"):
+            assert ours[0][key] == theirs[0][key]
 
 
 def test_cache_knows_the_request_again(policy: Policy, tasks: Path, tmp_path: Path) -> None:
