@@ -211,7 +211,7 @@ def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
         model.policy.zero_grad(set_to_none=True)
         trained = TrainedPolicy(model.policy, settings, Processes())
         hidden = traces.states(model, batch.rows)
-        logits = trained(hidden, batch.positions.to(device))
+        logits = trained(hidden, batch.positions.to(device))[..., 0]
         (logits.sigmoid().cpu() * batch.mask).sum().backward()
         trained_ones = (p.grad for p in model.policy.parameters() if p.grad is not None)
         return [logits.detach(), *(gradient.clone() for gradient in trained_ones)]
