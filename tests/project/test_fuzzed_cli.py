@@ -22,7 +22,14 @@ WORDS = [
     "x" * 5000,
 ]  # fmt: skip
 MEANT_FOR_USERS = (ValueError, OSError, FloatingPointError, MemoryError)  # as `main` has them
-LONG = {"app", "demo", "doctor look", "serve", "toy check", "toy train"}  # what they do without any words takes long
+LONG = {
+    "app",
+    "demo",
+    "doctor look",
+    "serve",
+    "toy check",
+    "toy train",
+}  # what they do without any words takes long
 
 
 def commands() -> dict[str, click.Command]:
