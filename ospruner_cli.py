@@ -78,6 +78,17 @@ ForceBase = Annotated[
     str | None,
     typer.Option(metavar="REASON", help="Take another base than the labels'; kept in the record."),
 ]
+TaskName = Annotated[
+    str,
+    typer.Option(help="math, choice, exact, code, generated or FILE.py; settings: name:key=value."),
+]
+AllowCode = Annotated[
+    bool,
+    typer.Option("--allow-code", help="Run programs that the model wrote, locked in; see docs."),
+]
+AcrossTasks = Annotated[
+    bool, typer.Option("--across-tasks", help="Take policies that were trained on another task.")
+]
 ThinkingCap = Annotated[int, typer.Option(help="Cap on a trace's thinking tokens.")]
 WindDown = Annotated[
     str | None,
@@ -107,6 +118,10 @@ Charge = Annotated[
 ]
 Differences = Annotated[
     bool, typer.Option("--differences", help="Also show paired differences between methods.")
+]
+Domain = Annotated[
+    str | None,
+    typer.Option(help="Take the price that policies of every price chose for this domain."),
 ]
 LengthPenalty = Annotated[
     str,
@@ -156,7 +171,10 @@ def demo(
 
 @app.command("train")
 def train_command(
-    labels: Annotated[str, typer.Option(help="Folder or Hub id of labelled traces.")],
+    labels: Annotated[
+        list[str],
+        typer.Option(help="Folder or Hub id of labelled traces. Repeatable: a mix of domains."),
+    ],
     out: Annotated[
         Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
     ],
@@ -165,7 +183,11 @@ def train_command(
     ] = None,
     force_base: ForceBase = None,
     method: Annotated[
-        str, typer.Option(help="os-pruner, or a baseline: probe, convergence, flashthink.")
+        str,
+        typer.Option(
+            help="os-pruner, or a baseline: probe, convergence, final-answer, terminator, lynx, "
+            "thought-calibration, flashthink."
+        ),
     ] = "os-pruner",
     verifier: Annotated[
         str, typer.Option(help="FlashThink's model, any causal LM; default: Qwen2.5-7B-Instruct.")
@@ -180,10 +202,11 @@ def train_command(
         ),
     ] = "auto",
     validation: Annotated[
-        str | None, typer.Option(help="Labels of other problems; default: hold problems out.")
+        list[str] | None,
+        typer.Option(help="Labels of other problems; default: hold problems out. Repeatable."),
     ] = None,
     held_out: Annotated[
-        int | None, typer.Option(help="Problems held out: 500, or a fifth of few.")
+        int | None, typer.Option(help="Problems of a domain held out: 500, or a fifth of few.")
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the traces for each lambda.")] = 1,
     first_epochs: Annotated[
@@ -208,11 +231,23 @@ def train_command(
             help="Reward per nat of the stopping time's entropy; default: 0, head price: 0.01."
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
-    tuning: Annotated[str, typer.Option(help="layers, attention, lora or head.")] = "layers",
+    auxiliary_weight: Annotated[
+        float,
+        typer.Option(help="Weight of auxiliary losses: the tail also learns how answers went."),
+    ] = 0.0,
+    auxiliary_targets: Annotated[
+        str, typer.Option(help="What they tell: some of repeats,run,distinct,confidence.")
+    ] = "repeats,run,distinct,confidence",
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Layers of the base that the policy copies; default: the method's."),
+    ] = None,
+    tuning: Annotated[
+        str, typer.Option(help="layers, queries, attention, lora or head.")
+    ] = "layers",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters, with --tuning lora.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and held-out problems.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Only the first N traces.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N traces of a domain.")] = None,
     multi: Annotated[
         bool, typer.Option("--multi", help="Every lambda and baseline on one pass of the trunk.")
     ] = False,
@@ -260,6 +295,7 @@ def train_command(
     from ospruner.train.from_labels import settings_for, train_from_labels
     from ospruner.train.loop import print_stages
     from ospruner.train.processes import open_processes
+    from ospruner.train.settings import POLICY_LAYERS
 
     settings = settings_for(
         lambdas,
@@ -273,7 +309,9 @@ def train_command(
         final_learning_rate_share=final_learning_rate_share,
         swa_share=swa_share,
         entropy_bonus=entropy_bonus,
-        num_policy_layers=layers,
+        auxiliary_weight=auxiliary_weight,
+        auxiliary_targets=auxiliary_targets.split(","),
+        num_policy_layers=POLICY_LAYERS.get(method, 2) if layers is None else layers,
         tuning=tuning,
         lora_rank=lora_rank,
         verifier=verifier,
@@ -317,7 +355,8 @@ def label_command(
     dataset: Annotated[
         str,
         typer.Option(
-            help="gsm8k, math500, aime, deepscaler, a .jsonl[.gz] or .parquet file, or a Hub id."
+            help="gsm8k, math500, aime, deepscaler, arc-easy, arc-challenge, mmlu, humaneval, "
+            "reasoning-gym:FAMILY, a .jsonl[.gz] or .parquet file, or a Hub id."
         ),
     ],
     out: Annotated[
@@ -349,9 +388,15 @@ def label_command(
     top_k: Annotated[int, typer.Option(help="Top-k of the traces; 0 for none.")] = 0,
     max_tokens: ThinkingCap = 15_000,
     answer_tokens: Annotated[
-        int | None, typer.Option(help="Cap on an answer; default: 32 forced, 512 free.")
+        int | None,
+        typer.Option(help="Cap on an answer; default: the task's (math: 32) forced, 512 free."),
     ] = None,
     step_stride: StepStride = 1,
+    task: TaskName = "math",
+    prompt: Annotated[
+        str, typer.Option(help="default, concise, chain-of-draft or check.")
+    ] = "default",
+    allow_code: AllowCode = False,
     reasoning_format: Format = None,
     wind_down: WindDown = None,
     revision: Revision = None,
@@ -375,6 +420,7 @@ def label_command(
     """Sample traces of problems, force and grade the answer after every step."""
     from modeling_ospruner.common.progress import PhaseBars
     from modeling_ospruner.engines.opening import EngineOptions, parse_engine_args
+    from ospruner.eval.problems.registry import parse_task
     from ospruner.train.labels.command import ProblemOptions, parse_columns, run_label
     from ospruner.train.labels.looking import print_run
     from ospruner.train.labels.on_ray import RayOptions
@@ -389,7 +435,9 @@ def label_command(
         base, revision, batch_size, dtype, device, tuple(url or ()),
         parse_engine_args(engine_arg or ()),
     )  # fmt: skip
+    asks = parse_task(task, prompt, allow_code)
     settings = {
+        "task": asks.settings,
         "answer": answer_mode,
         "samples_per_problem": samples,
         "temperature": temperature,
@@ -398,7 +446,7 @@ def label_command(
         "max_new_tokens": max_tokens,
         "max_answer_tokens": answer_tokens
         if answer_tokens is not None
-        else (32 if answer_mode == "forced" else 512),
+        else (asks.max_answer_tokens if answer_mode == "forced" else 512),
         "step_stride": step_stride,
         "seed": seed,
     }
@@ -414,6 +462,7 @@ def label_command(
             chunk_traces=chunk,
             ray=ray,
             retry_failed=retry_failed,
+            allow_code=allow_code,
             progress=bars,
         )
     print_run(out, console, json_file)
@@ -461,8 +510,12 @@ def labels_import(
         str, typer.Option(help="Names of the columns: reasoning=cot,answer=gold.")
     ] = "",
     max_tokens: ThinkingCap = 15_000,
-    answer_tokens: Annotated[int, typer.Option(help="Cap on a forced answer.")] = 32,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="Cap on a forced answer; default: the task's (math: 32).")
+    ] = None,
     step_stride: StepStride = 1,
+    task: TaskName = "math",
+    allow_code: AllowCode = False,
     reasoning_format: Format = None,
     revision: Revision = None,
     batch_size: EngineBatch = None,
@@ -477,6 +530,7 @@ def labels_import(
     """Label traces that others made: force and grade the answer after every step."""
     from modeling_ospruner.common.progress import PhaseBars
     from modeling_ospruner.engines.opening import EngineOptions, parse_engine_args
+    from ospruner.eval.problems.registry import parse_task
     from ospruner.train.labels.command import parse_columns, run_import
     from ospruner.train.labels.looking import print_run
 
@@ -484,9 +538,11 @@ def labels_import(
         base, revision, batch_size, dtype, device, tuple(url or ()),
         parse_engine_args(engine_arg or ()),
     )  # fmt: skip
+    asks = parse_task(task, allow_code=allow_code)
     settings = {
+        "task": asks.settings,
         "max_new_tokens": max_tokens,
-        "max_answer_tokens": answer_tokens,
+        "max_answer_tokens": asks.max_answer_tokens if answer_tokens is None else answer_tokens,
         "step_stride": step_stride,
     }
     with _stoppable(out), PhaseBars(console) as bars:
@@ -501,6 +557,7 @@ def labels_import(
             format_name=reasoning_format,
             chunk_traces=chunk,
             retry_failed=retry_failed,
+            allow_code=allow_code,
             progress=bars,
         )
     print_run(out, console, json_file)
@@ -520,6 +577,7 @@ def labels_check(
 @labels_app.command("regrade")
 def labels_regrade(
     folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
+    allow_code: AllowCode = False,
     json_file: JsonFile = None,
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
@@ -528,7 +586,7 @@ def labels_regrade(
     from ospruner.train.labels.regrading import regrade
 
     with PhaseBars(console) as bars:
-        changes = regrade(folder, bars)
+        changes = regrade(folder, bars, allow_code)
     print_regrade(changes, console, json_file)
 
 
@@ -542,6 +600,9 @@ def calibrate_command(
     ],
     max_loss: Annotated[float, typer.Option(help="Accuracy that may be lost, such as 0.02.")],
     confidence: Annotated[float, typer.Option(help="How surely not more is lost.")] = 0.95,
+    mode: Annotated[
+        str, typer.Option(help="threshold; or sample, of a policy of every price: it draws.")
+    ] = "threshold",
     values: Annotated[
         str | None,
         typer.Option(
@@ -569,18 +630,26 @@ def calibrate_command(
 
     tried = tuple(_number(text) for text in values.split(",")) if values else None
     if policy in FAMILIES and not Path(policy).is_dir():
+        if mode != "threshold":
+            raise typer.BadParameter(f"--mode is {mode!r}; a rule such as {policy} does not draw.")
         if tried is None:
             raise typer.BadParameter(f"{policy} is a rule: give its --values, careful to bold.")
         found = calibrate_rule(policy, tried, labels, max_loss, confidence, seed=seed)
     else:
         with PhaseBars(console, "calibrate") as bars:
             found = calibrate_policy(
-                policy, labels, max_loss, confidence, values=tried,
+                policy, labels, max_loss, confidence, mode=mode, values=tried,  # type: ignore[arg-type]  # checked
                 validation=validation, base=base, device=device, seed=seed, progress=bars,
             )  # fmt: skip
     console.print(found.told(max_loss, confidence), highlight=False)
     if json_file is not None:
-        facts = {"max_loss": max_loss, "confidence": confidence, "seed": seed, **asdict(found)}
+        facts = {
+            "max_loss": max_loss,
+            "confidence": confidence,
+            "mode": mode,
+            "seed": seed,
+            **asdict(found),
+        }
         replace_file(json_file, (json.dumps(facts) + "\n").encode())
     if found.value is None:
         raise typer.Exit(1)
@@ -590,6 +659,7 @@ def calibrate_command(
 def serve(
     context: typer.Context,
     policy: Annotated[str, typer.Argument(help="A policy, as a folder or Hub id.")],
+    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
     mode: Annotated[str | None, typer.Option(help="sample or threshold.")] = None,
     threshold: Annotated[float | None, typer.Option(help="For mode threshold, in [0, 1].")] = None,
     max_loss: Annotated[
@@ -598,6 +668,7 @@ def serve(
     length_penalty: Annotated[
         float | None, typer.Option(help="Price of a token; default: the policy's own.")
     ] = None,
+    domain: Domain = None,
     answer: Annotated[str | None, typer.Option(help="forced, free, or tools.")] = None,
     wind_down: WindDown = None,
     min_thinking_tokens: Annotated[
@@ -614,16 +685,19 @@ def serve(
     ] = False,
     engine_arg: EngineArgs = None,
 ) -> None:
-    """Serve a policy with vLLM: an OpenAI-compatible server; further options are vLLM's own."""
+    """Serve a policy: an OpenAI-compatible server; further options are the engine's own."""
     from modeling_ospruner.engines.opening import parse_engine_args
-    from modeling_ospruner.vllm_plugin.server import serve as become_server
-    from modeling_ospruner.vllm_plugin.server import vllm_options
+    from modeling_ospruner.sglang_plugin import launching
+    from modeling_ospruner.vllm_plugin import server
 
+    if engine not in ("vllm", "sglang"):
+        raise typer.BadParameter(f"--engine is {engine!r}; it must be vllm or sglang.")
     given = {
         "stop_mode": mode,
         "stop_threshold": threshold,
         "stop_max_loss": max_loss,
         "stop_length_penalty": length_penalty,
+        "stop_domain": domain,
         "stop_answer": answer,
         "stop_wind_down": wind_down,
         "min_thinking_tokens": min_thinking_tokens,
@@ -631,8 +705,10 @@ def serve(
         "stop_control": control,
     }
     defaults = {key: value for key, value in given.items() if value is not None}
-    arguments = [*vllm_options(parse_engine_args(engine_arg or ())), *context.args]
-    become_server(policy, {"stop_policy": not opt_in, **defaults}, arguments)
+    settings, args = {"stop_policy": not opt_in, **defaults}, parse_engine_args(engine_arg or ())
+    if engine == "sglang":
+        launching.serve(policy, settings, [*launching.sglang_options(args), *context.args])
+    server.serve(policy, settings, [*server.vllm_options(args), *context.args])
 
 
 @app.command("app")
@@ -693,6 +769,7 @@ def doctor_plan(
     ] = 150.0,
     epochs: Annotated[int, typer.Option(help="Passes over the traces, all lambdas.")] = 8,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
+    tuning: Annotated[str, typer.Option(help="layers or queries.")] = "layers",
     micro_batch_tokens: Annotated[int, typer.Option(help="As for train.")] = 16_384,
     json_file: JsonFile = None,
 ) -> None:
@@ -702,10 +779,30 @@ def doctor_plan(
     work = Workload(
         gpu_gib=gpu_gib, gpus=gpus, traces=traces, mean_tokens=mean_tokens, max_tokens=max_tokens,
         step_tokens=step_tokens, streams=streams, label_tokens_per_second=label_tokens_per_second,
-        tflops=tflops, epochs=epochs, num_policy_layers=layers,
+        tflops=tflops, epochs=epochs, num_policy_layers=layers, tuning=tuning,
         micro_batch_tokens=micro_batch_tokens,
     )  # fmt: skip
     if not run_plan(base, revision, work, console, json_file):
+        raise typer.Exit(1)
+
+
+@doctor_app.command("drift")
+def doctor_drift(
+    policy: Annotated[str, typer.Argument(help="A calibrated policy, as a folder or Hub id.")],
+    served: Annotated[
+        str,
+        typer.Option(help="A server's http://.../metrics, its text in a file, or records.jsonl."),
+    ],
+    max_loss: Annotated[
+        float | None, typer.Option(help="Which promise, where there are several.")
+    ] = None,
+    revision: Revision = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare what a server sees with what a policy was calibrated on; status 1 if they differ."""
+    from modeling_ospruner.doctor.drift import run_drift
+
+    if not run_drift(policy, served, max_loss, console, revision, json_file):
         raise typer.Exit(1)
 
 
@@ -730,32 +827,47 @@ def toy_train(
     out: Annotated[
         Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
     ] = Path("runs/toy"),
-    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 30_000_000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens to train on; by default 30 million, with --mixed 10 million."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, problems and traces.")] = 0,
+    mixed: Annotated[
+        bool,
+        typer.Option("--mixed", help="Go on from the shipped one, on three domains of problems."),
+    ] = False,
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
 ) -> None:
-    """Train the embedded reasoner from scratch by the recipe that made the shipped weights."""
+    """Train an embedded reasoner by the recipe that made the shipped weights."""
     from modeling_ospruner.common.progress import PhaseBars
-    from ospruner.train.toy.recipe import Recipe, train_reasoner
+    from ospruner.train.toy.recipe import recipe_for, train_reasoner
 
     with PhaseBars(console, "reasoner") as bars:
-        train_reasoner(out, Recipe(tokens=tokens, seed=seed), bars, device)
-    console.print(f"Saved in {out / 'reasoner'}; measure it: ospruner toy check --reasoner ...")
+        train_reasoner(out, recipe_for(tokens, seed, mixed), bars, device)
+    check = f"ospruner toy check{' --mixed' * mixed} --reasoner {out / 'reasoner'}"
+    console.print(f"Saved in {out / 'reasoner'}; measure it: {check}")
 
 
 @toy_app.command("check")
 def toy_check(
-    limit: Annotated[int, typer.Option(help="Fresh problems to measure on.")] = 1000,
+    limit: Annotated[int, typer.Option(help="Fresh problems to measure on, a domain.")] = 1000,
     reasoner: Annotated[
         Path | None, typer.Option(help="Folder of a reasoner; default: the shipped one.")
     ] = None,
+    mixed: Annotated[
+        bool,
+        typer.Option("--mixed", help="The mixed one, on each of its domains (reasoning-gym)."),
+    ] = False,
+    write_card: Annotated[
+        bool, typer.Option("--write-card", help="Put the tables into the reasoner's README.md.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the problems and the sampling.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the embedded reasoner against its gates; status 1 if one fails."""
     from ospruner.train.toy.check import run_check
 
-    if not run_check(reasoner, limit, seed, console, json_file):
+    if not run_check(reasoner, limit, seed, console, json_file, mixed, write_card):
         raise typer.Exit(1)
 
 
@@ -768,6 +880,7 @@ def eval_replay(
         typer.Option(help="Policy, or folder of policies; @.7,.8 for thresholds. Repeatable."),
     ] = None,
     length_penalty: LengthPenalty = "",
+    domain: Domain = None,
     rules: Annotated[
         list[str] | None, typer.Option(help="budget:200, step:5, entropy:0.4, ... Repeatable.")
     ] = None,
@@ -778,6 +891,7 @@ def eval_replay(
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
     force_base: ForceBase = None,
+    across_tasks: AcrossTasks = False,
     device: Device = None,
     model: BaseName = None,
     name: ProblemsName = None,
@@ -798,11 +912,64 @@ def eval_replay(
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
             labels, policies or (), rules or (),
-            length_penalties=parse_prices(length_penalty), base=base, force_base=force_base,
-            validation=validation, model=model, benchmark=name, limit=limit, device=device,
-            progress=bars,
+            length_penalties=parse_prices(length_penalty), domain=domain, base=base,
+            force_base=force_base, across_tasks=across_tasks, validation=validation, model=model,
+            benchmark=name, limit=limit, device=device, progress=bars,
         )  # fmt: skip
     _show(evaluation, out, lambdas, charge, differences, json_file)
+
+
+@eval_app.command("frontier")
+def eval_frontier(
+    labels: Annotated[str, typer.Argument(help="Folder or Hub id of labels to measure on.")],
+    validation: Annotated[
+        str, typer.Option(help="Labels of other problems, on which every choice is made.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for numbers and picture.", file_okay=False)],
+    policies: Annotated[
+        list[str] | None, typer.Option(help="Policy, or folder of policies. Repeatable.")
+    ] = None,
+    rules: Annotated[
+        str, typer.Option(help="all, none, or families of rules: entropy,deer,learnstop.")
+    ] = "all",
+    lambdas: Annotated[str, typer.Option(help="Of the gaps to the oracle.")] = "5e-4,2e-4,1e-4",
+    train: Annotated[
+        str | None, typer.Option(help="Labels to fit LearnStop on; default: the validation's.")
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option(help="Fit what is possible without hindsight, too.")
+    ] = True,
+    replicates: Annotated[int, typer.Option(help="Resamples of the intervals.")] = 2000,
+    base: Annotated[
+        str | None, typer.Option(help="The base, if it is no longer where the labels say.")
+    ] = None,
+    force_base: ForceBase = None,
+    device: Device = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare whole methods: area under the frontier, gap to the oracle closed, intervals."""
+    from modeling_ospruner.common.progress import PhaseBars
+    from ospruner.eval.report.summary import parse_lambdas
+    from ospruner.eval.report.terminal import frontier_tables
+    from ospruner.train.comparing.frontier_labels import (
+        frontier_of_labels,
+        rules_named,
+        save_found,
+    )
+
+    penalties, families = parse_lambdas(lambdas), rules_named(rules)  # refused before the work
+    with PhaseBars(console, "frontier") as bars:
+        found = frontier_of_labels(
+            labels, validation, policies or (), families, length_penalties=penalties, train=train,
+            base=base, force_base=force_base, estimate=estimate, replicates=replicates,
+            device=device, progress=bars,
+        )  # fmt: skip
+    save_found(found, out)
+    for table in frontier_tables(found.results):
+        console.print(table)
+    if json_file is not None:
+        found.results.save(json_file)
+    console.print(f"Numbers and picture: {out / 'frontier.json'}, {out / 'frontier.png'}")
 
 
 @eval_app.command("online")
@@ -815,6 +982,7 @@ def eval_online(
         list[str] | None, typer.Option(help="As for replay. The base is what they pin. Repeatable.")
     ] = None,
     length_penalty: LengthPenalty = "",
+    domain: Domain = None,
     rules: Annotated[list[str] | None, typer.Option(help="As for replay. Repeatable.")] = None,
     base: Annotated[
         str | None, typer.Option(help="The base, if there is no policy or the base was moved.")
@@ -841,8 +1009,17 @@ def eval_online(
     answer: Annotated[str, typer.Option(help="forced, or free (its ablation).")] = "forced",
     wind_down: WindDown = None,
     batch_problems: Annotated[int, typer.Option(help="Problems in one batch of generate.")] = 1,
-    prompt: Annotated[str, typer.Option(help="default, concise or chain-of-draft.")] = "default",
-    task: Annotated[Path | None, typer.Option(help="A .py file with another domain.")] = None,
+    prompt: Annotated[
+        str, typer.Option(help="default, concise, chain-of-draft or check.")
+    ] = "default",
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="math, choice, exact, code, generated or FILE.py; default: the policies'."
+        ),
+    ] = None,
+    allow_code: AllowCode = False,
+    across_tasks: AcrossTasks = False,
     files: Annotated[
         list[str] | None, typer.Option(help="Local files of the benchmark's rows.")
     ] = None,
@@ -871,13 +1048,16 @@ def eval_online(
     )  # fmt: skip
     request = OnlineRequest(
         dataset=dataset, policies=policies or (),
-        length_penalties=parse_prices(length_penalty), rules=rules or (), base=base, engine=engine,
+        length_penalties=parse_prices(length_penalty), domain=domain, rules=rules or (),
+        base=base, engine=engine,
         engine_options={
             "urls": tuple(url or ()), "device": device, "dtype": dtype,
             "arguments": parse_engine_args(engine_arg or ()),
         },
-        task=task, prompt=prompt, wind_down=wind_down, model=model,
-        benchmark=name, files=files or (), limit=limit, settings=settings,
+        task=task, allow_code=allow_code, across_tasks=across_tasks, prompt=prompt,
+        wind_down=wind_down, model=model, benchmark=name, files=files or (), limit=limit,
+        settings=settings,
+        answer_cap_given=max_answer_tokens is not None,
     )  # fmt: skip
     lambdas, _ = parse_lambdas(penalties), charged_variant(charge)  # refused before the work
     with PhaseBars(console, "online") as bars:

@@ -3,7 +3,11 @@
     ospruner demo --full
     OMP_NUM_THREADS=1 python benchmarks/frontier.py --run runs/demo-full [--json FILE]
 
-Every rule of every method is replayed on the validation and test traces of the run. Each method's
+A policy of every price stands beside the annealed ones where each seed's folder holds one, from
+`ospruner train --head price --out runs/demo-full/policies/seedN/price` on the run's labels.
+
+What `ospruner eval frontier` does for any labels, by the same code, and how far seeds spread. Every
+rule of every method is replayed on the validation and test traces of the run. Each method's
 thresholds are quantiles of its own signal on validation, 64 for each where the signal takes so many
 values, from "at once" to "never". Intervals resample problems and, for
 trained methods, training seeds; in each resample a method chooses its rules again. Differences are
@@ -16,9 +20,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from rich.console import Console
 from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
@@ -27,107 +31,119 @@ from modeling_ospruner.common.durable import read_checked_line
 from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.common.text import penalty_name
 from ospruner.eval.frontier.areas import Family, frontiers
-from ospruner.eval.frontier.causal import CAUSAL, Known, causal_family
-from ospruner.eval.frontier.grids import policy_grid, rule_grid
-from ospruner.eval.methods import METHOD_NAMES
+from ospruner.eval.frontier.causal import Known, causal_family
+from ospruner.eval.frontier.competitors import (
+    Said,
+    Split,
+    Splits,
+    drawn_family,
+    learn_stop_family,
+    rule_families,
+    threshold_family,
+)
+from ospruner.eval.methods import EVERY_PRICE, METHOD_NAMES
 from ospruner.eval.replay import Outcome, pool, replay
-from ospruner.eval.rules.families import FAMILIES, parse_rule
-from ospruner.eval.rules.replayed import replay_rule
+from ospruner.eval.report.terminal import frontier_tables
+from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.table import FloatArray, TraceTable
-from ospruner.train.fresh import StageResult, predict
-from ospruner.train.from_labels import Labels, load_labels
+from ospruner.train.comparing.frontier_labels import RULES
+from ospruner.train.fresh import StageResult, predict, predict_outputs
+from ospruner.train.from_labels import load_labels
 from ospruner.train.toy.demo import STEEP_RUN
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.trunk import LabelledTraces
 
-RULES = ("entropy", "confidence", "agreement", "budget")
 CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for
 BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
+SPLITS = ("validation", "test")
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
 SHIFTS = np.arange(-8.0, 9.0)  # of stop logits, by which a policy is made longer or shorter
 
 
-class Splits:
-    """The validation and test traces of a demo, and its base."""
+class Demo:
+    """The traces of a demo, and its base."""
 
     def __init__(self, run: Path) -> None:
-        self.labels: dict[str, Labels] = {}
-        self.traces: dict[str, LabelledTraces] = {}
-        for split in ("validation", "test"):
-            found = load_labels(run / "labels" / split)
-            self.labels[split] = found
-            self.traces[split] = LabelledTraces.from_dataset(found.traces)
         reasoner = Reasoner()
         self.base: PreTrainedModel = reasoner.model
-        self.suffix_tokens = len(reasoner.token_format.forced_suffix())
+        self.traces: dict[str, LabelledTraces] = {}
+        splits = {}
+        for name in ("train", "validation", "test"):
+            dataset = load_labels(run / "labels" / name).traces
+            self.traces[name] = LabelledTraces.from_dataset(dataset)
+            table = self.traces[name].table
+            entropies = None if name == "train" else thinking_entropies(self.base, dataset, table)
+            splits[name] = Split(dataset, table, entropies)
+        self.train = splits.pop("train")
+        suffix_tokens = len(reasoner.token_format.forced_suffix())
+        self.splits = Splits(
+            **splits,
+            suffix_tokens=suffix_tokens,
+            decode=lambda ids: str(reasoner.tokenizer.decode(ids)),
+        )
 
-    def probabilities(self, stage: StageResult) -> dict[str, Any]:
-        """Stop probabilities (N, T) on both splits; training has kept those on validation."""
+    def said(self, stage: StageResult) -> Said:
+        """Stop probabilities on both splits; training has kept those on validation."""
         # The demo does not store those on test; a second look at its frontier need not wait.
         stored = stage.path.with_name(f"{stage.name}.test.npy")
         if not stored.is_file():
             model = OSPrunerForCausalLM.from_base(self.base, stage.path)
             np.save(stored, predict(model, self.traces["test"]))
-        return {"validation": stage.validation_probabilities(), "test": np.load(stored)}
-
-    def rule(self, text: str) -> dict[str, Outcome]:
-        """A training-free rule on both splits."""
-        rule = parse_rule(text).rule
-        return {
-            split: replay_rule(self.labels[split].traces, traces.table, rule, self.suffix_tokens)
-            for split, traces in self.traces.items()
-        }
+        return Said(stage.validation_probabilities(), np.load(stored))
 
 
-def trained(
-    splits: Splits, runs: Sequence[Path], method: str
-) -> tuple[Family, dict[str, dict[str, float]]]:
-    """A trained method's family, and how far each policy's outcomes on test spread."""
-    names = [STEEP_RUN, method] if method == "os-pruner" else [method]
-    folders = [name for name in names if (runs[0] / name).is_dir()]
+def ours(demo: Demo, runs: Sequence[Path]) -> tuple[Family, dict[str, dict[str, float]]]:
+    """OS-Pruner's family, and how far each policy's outcomes on test spread over the seeds."""
+    folders = [name for name in (STEEP_RUN, "os-pruner") if (runs[0] / name).is_dir()]
     stages = [[stage for name in folders for stage in stages_of(run / name)] for run in runs]
-    validation: list[list[Outcome]] = []
-    test: list[list[Outcome]] = []
-    spreads: dict[str, dict[str, float]] = {}
-    for position, stage in enumerate(stages[0]):
-        found = [splits.probabilities(of_seed[position]) for of_seed in stages]
-        modes: list[float | None] = [None]
-        if method != "os-pruner":
-            on_validation = np.stack([pi["validation"] for pi in found])
-            modes = [*policy_grid(splits.traces["validation"].table, on_validation)]
-        for threshold in modes:
-            both = {
-                split: [
-                    replay(
-                        splits.traces[split].table,
-                        pi[split],
-                        "sample" if threshold is None else "threshold",
-                        threshold,
-                    )
-                    for pi in found
-                ]
-                for split in ("validation", "test")
-            }
-            validation.append(both["validation"])
-            test.append(both["test"])
-            if threshold is None:
-                spreads[stage.name] = spread(both["test"], stage.length_penalty) | valley(
-                    splits.traces["test"].table, [pi["test"] for pi in found], stage.length_penalty
-                )
-    return Family(METHOD_NAMES[method], validation, test), spreads
+    policies = [[demo.said(of_seed[k]) for of_seed in stages] for k in range(len(stages[0]))]
+    table, spreads = demo.splits.test.table, {}
+    for stage, seeds in zip(stages[0], policies, strict=True):
+        outcomes = [replay(table, said.test) for said in seeds]
+        spreads[stage.name] = spread(outcomes, stage.length_penalty) | valley(
+            table, [said.test for said in seeds], stage.length_penalty
+        )
+    return drawn_family(METHOD_NAMES["os-pruner"], demo.splits, policies), spreads
 
 
-def known(splits: Splits, run: Path) -> tuple[Known, Known]:
+def every_price(
+    demo: Demo, runs: Sequence[Path], folder: str
+) -> tuple[Family, dict[str, dict[str, float]]]:
+    """The family of one policy of every price: 31 of them, from one pass over the traces.
+
+    Raises:
+        SystemExit: its tokens do not fall with the price, which the head makes sure of.
+    """
+    stages = [stages_of(run / folder)[0] for run in runs]
+    models = [OSPrunerForCausalLM.from_base(demo.base, stage.path) for stage in stages]
+    prices = models[0].config.prices
+    assert prices is not None
+    both = [[predict_outputs(m, demo.traces[name]) for m in models] for name in SPLITS]
+    policies = [
+        [Said(*(one.probabilities(price) for one in seed)) for seed in zip(*both, strict=True)]
+        for price in prices.grid()
+    ]
+    table = demo.splits.test.table
+    outcomes = [[replay(table, said.test) for said in seeds] for seeds in policies]
+    for tokens in np.transpose([[one.mean_tokens for one in seeds] for seeds in outcomes]):
+        if (np.diff(tokens) > 0).any():
+            raise SystemExit(f"{folder}: tokens rise with the price: {tokens.tolist()}")
+    spreads = {
+        f"price {penalty_name(price)}": spread(seeds, price)
+        for price, seeds in list(zip(prices.grid(), outcomes, strict=True))[::5]
+    }
+    return drawn_family(EVERY_PRICE, demo.splits, policies), spreads
+
+
+def known(demo: Demo, run: Path) -> tuple[Known, Known]:
     """What is known at the steps of both splits, the words of one seed's policies included."""
     stages = [
         stage for name in METHOD_NAMES if (run / name).is_dir() for stage in stages_of(run / name)
     ]
-    said = [splits.probabilities(stage) for stage in stages]
+    said = [demo.said(stage) for stage in stages]
     validation, test = (
-        Known.of_labels(
-            splits.labels[split].traces, splits.traces[split].table, [pi[split] for pi in said]
-        )
-        for split in ("validation", "test")
+        Known.of_labels(split.dataset, split.table, [one[k] for one in said])
+        for k, split in enumerate((demo.splits.validation, demo.splits.test))
     )
     return validation, test
 
@@ -140,49 +156,43 @@ def stages_of(run: Path) -> list[StageResult]:
     return [StageResult.from_dict(values, run) for values in found]
 
 
-def untrained(splits: Splits) -> tuple[list[Family], dict[str, str]]:
-    """The rules that need no training, as families, and why any of them is left out."""
-    labels, table = splits.labels["validation"].traces, splits.traces["validation"].table
-    families, left_out = [], {}
-    for family in RULES:
-        name = FAMILIES[family].method
-        try:
-            grid = rule_grid(family, labels, table)
-            outcomes = [splits.rule(f"{family}:{value!r}") for value in grid]
-        except ValueError as error:
-            left_out[name] = str(error)
-            continue
-        families.append(
-            Family(name, [o["validation"] for o in outcomes], [o["test"] for o in outcomes])
-        )
-    return families, left_out
-
-
 def measure(run: Path, penalties: Sequence[float]) -> Results:
     """All numbers of a demo's run."""
-    splits = Splits(run)
+    demo = Demo(run)
     runs = sorted((run / "policies").glob("seed*"))
     if not runs:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
-    ours, spreads = trained(splits, runs, "os-pruner")
-    baselines = [m for m in METHOD_NAMES if m != "os-pruner" and (runs[0] / m).is_dir()]
-    free, left_out = untrained(splits)
-    families = [ours, *(trained(splits, runs, m)[0] for m in baselines), *free]
-    validation, test = (splits.traces[split].table for split in ("validation", "test"))
-    possible = causal_family(*known(splits, runs[0]), sorted({*penalties, *CAUSAL_PENALTIES}))
-    found = frontiers(families, validation, test, penalties, [possible])
+    # The demo trains one of the two; `ospruner train --head price` puts the other beside it.
+    priced = [name for name in ("os-pruner", "price") if _is_priced(runs[0] / name)]
+    found = [] if "os-pruner" in priced else [ours(demo, runs)]
+    found += [every_price(demo, runs, name) for name in priced]
+    families = [family for family, _ in found]
+    spreads = {name: values for _, of_family in found for name, values in of_family.items()}
+    for method in METHOD_NAMES:
+        if method != "os-pruner" and (runs[0] / method).is_dir():
+            seeds = [demo.said(stages_of(seed / method)[0]) for seed in runs]
+            families.append(threshold_family(method, demo.splits, seeds))
+    free, left_out = rule_families(demo.splits, [name for name in RULES if name != "learnstop"])
+    families += [*free, learn_stop_family(demo.splits, demo.train)]
+    tables = (demo.splits.validation.table, demo.splits.test.table)
+    possible = causal_family(*known(demo, runs[0]), sorted({*penalties, *CAUSAL_PENALTIES}))
     return Results(
         dataset="embedded reasoner, test problems",
-        setting=f"replay of {len(test)} traces, {len(runs)} training seed{'s' * (len(runs) > 1)}",
-        frontiers=found,
+        setting=f"replay of {len(tables[1])} traces, {len(runs)} training "
+        f"seed{'s' * (len(runs) > 1)}",
+        frontiers=frontiers(families, *tables, penalties, [possible]),
         about={
             "seeds": len(runs),
-            "test_traces": len(test),
+            "test_traces": len(tables[1]),
             "left_out": left_out,
             "seed_spread": spreads,
             **environment(),
         },
     )
+
+
+def _is_priced(run: Path) -> bool:
+    return run.is_dir() and stages_of(run)[0].name == "price"
 
 
 def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, float]:
@@ -237,24 +247,9 @@ def shifted(probabilities: FloatArray, shift: float) -> FloatArray:
 
 def report(results: Results) -> None:
     """Prints the numbers, and which of the bars hold."""
-    print(f"{results.dataset}: {results.setting}")
-    for name, why in results.about["left_out"].items():
-        print(f"left out: {name} ({why})")
-    print(f"\n{'area under the frontier, %':33}{'':8}OS-Pruner's less it, points")
-    for one in results.frontiers:
-        text = "   fitted on validation" if one.method == CAUSAL else ""
-        if one.lead is not None:
-            held = one.lead.value > 0 and 100 * one.lead.low >= BAR_POINTS
-            text = one.lead.text(100, 2, signed=True) + ("   holds" if held else "   DOES NOT HOLD")
-        print(f"{one.method:33}{100 * one.area.value:8.2f}   {text}")
-    penalties = [penalty for penalty, _ in results.frontiers[0].gap_closed]
-    print(
-        f"\n{'share of the oracle gap closed, %':34}"
-        + "".join(f"{'λ=' + penalty_name(p):>22}" for p in penalties)
-    )
-    for one in results.frontiers:
-        cells = "".join(f"{share.text(100, 1):>22}" for _, share in one.gap_closed)
-        print(f"{one.method:34}{cells}")
+    console = Console()
+    for table in frontier_tables(results, BAR_POINTS):
+        console.print(table)
     columns = {
         "accuracy_points": "accuracy, points",
         "accuracy_standard_error": "its s.e.",
@@ -266,7 +261,7 @@ def report(results: Results) -> None:
     print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>22}" for c in columns.values()))
     for name, values in results.about["seed_spread"].items():
         held = all(values[key] <= bar for key, bar in SPREAD_BARS.items())
-        cells = "".join(f"{values[key]:22.2f}" for key in columns)
+        cells = "".join(f"{values[key]:22.2f}" if key in values else f"{'':22}" for key in columns)
         print(f"{name:22}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
 
 

@@ -2,21 +2,27 @@
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py [--quick] [--json FILE] [--seed N]
 
-Both arms sample from the same random weights; a logits processor, in both arms alike, ends a
-paragraph about every 40 tokens, for random weights don't. The policy is on and never stops (the
+All arms sample from the same random weights; a logits processor, in all arms alike, ends a
+paragraph about every 40 tokens, whatever the weights write. The policy is on and never stops (the
 tokens are checked to be the same), or stops at half of the trace and answers with 8 tokens.
+
+Decode steps are timed one by one, in runs of the arms in turn, all on the same prompts and seeds;
+of each step the least time of an arm's runs counts (`timing.floor_ratio`). What comes before the
+first new token, and outside generate, is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import Ratio, Timed, environment, interleaved, median_ratio, print_last_line, timed
+from timing import Timed, environment, floor_ratio, print_last_line, timed
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -26,7 +32,7 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK, ENDS_NEWLINE
+from modeling_ospruner.states_ospruner import BREAK, ENDS_NEWLINE, VISIBLE
 from ospruner.train.toy.shipped import SHIPPED
 
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
@@ -93,6 +99,10 @@ class Paragraphs(LogitsProcessor):
         banned_ids: tokens that are never sampled.
         places: for each row, after how many generated tokens.
         prompt_tokens: the prompt's length.
+
+    Attributes:
+        clocks: (wall, CPU) seconds when each token's scores were there; their differences are
+            decode steps.
     """
 
     def __init__(
@@ -106,9 +116,13 @@ class Paragraphs(LogitsProcessor):
         self.banned = torch.tensor(banned_ids)
         self.places = places
         self.prompt_tokens = prompt_tokens
+        self.clocks: list[tuple[float, float]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Shapes the scores (B, V) of the next token."""
+        if scores.is_cuda:
+            torch.cuda.synchronize()
+        self.clocks.append((time.perf_counter(), time.process_time()))
         written = input_ids.shape[1] - self.prompt_tokens
         scores = scores.index_fill(-1, self.banned.to(scores.device), -torch.inf)
         for row, places in enumerate(self.places):
@@ -131,12 +145,18 @@ class Bench:
         base = random_base(
             shape, tokenizer, positions, args.seed, args.device, args.dtype, args.attention
         )
-        self.model = OSPrunerForCausalLM.untrained(base, tokenizer, args.policy_layers)
+        self.models = {
+            tuning: OSPrunerForCausalLM.untrained(base, tokenizer, args.policy_layers, tuning)
+            for tuning in args.tunings
+        }
+        self.model = self.models[args.tunings[0]]
         fmt = self.model.token_format
+        # A paragraph without anything to see does not end: random weights may write nothing else.
+        invisible = [i for i, kind in enumerate(fmt.kinds) if not kind & VISIBLE]
         breaks = [i for i, kind in enumerate(fmt.kinds) if kind & (BREAK | ENDS_NEWLINE)]
         unwritten = range(len(fmt.kinds), shape.vocabulary)  # ids without a text
         self.break_id = tokenizer.encode("\n\n")[0]
-        self.banned = [*breaks, *fmt.brace_texts, *fmt.added_ids, *unwritten]
+        self.banned = [*breaks, *invisible, *fmt.brace_texts, *fmt.added_ids, *unwritten]
 
     def inputs(self, batch: int, pair: int) -> dict[str, Any]:
         """Prompts, paragraph ends and sampling of one pair, for both arms."""
@@ -161,19 +181,33 @@ class Bench:
     def _places(self, draw: random.Random) -> list[int]:
         """After how many tokens paragraphs end; one ends at half of the trace, none just before."""
         half = self.trace_tokens // 2
-        places, at = [half], draw.choice(GAPS)
+        places, at = [half], draw.choice(range(GAPS[0], min(GAPS[-1], half - 2)))
         while at <= self.trace_tokens:
             if abs(at - half) > 1:
                 places.append(at)
             at += draw.choice(GAPS)
         return places
 
-    def run(self, batch: int, pair: int, stop_policy: Any) -> torch.Tensor:
+    def run(
+        self, batch: int, pair: int, stop_policy: Any, tuning: str | None = None
+    ) -> torch.Tensor:
         """One arm: the ids (B, S)."""
+        return self._run(batch, pair, stop_policy, tuning)[0]
+
+    def steps(self, batch: int, stop_policy: Any, tuning: str) -> tuple[list[float], list[float]]:
+        """One arm: the seconds of each decode step, by the clock and of CPU time."""
+        clocks = self._run(batch, 0, stop_policy, tuning)[1].clocks
+        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
+        return [wall for wall, _ in steps], [cpu for _, cpu in steps]
+
+    def _run(
+        self, batch: int, pair: int, stop_policy: Any, tuning: str | None
+    ) -> tuple[torch.Tensor, Paragraphs]:
         inputs = self.inputs(batch, pair)
         torch.manual_seed(pair)
-        output: torch.Tensor = self.model.generate(**inputs, stop_policy=stop_policy)
-        return output
+        model = self.model if tuning is None else self.models[tuning]
+        output: torch.Tensor = model.generate(**inputs, stop_policy=stop_policy)
+        return output, inputs["logits_processor"][0]
 
     def half(self) -> dict[str, Any]:
         """Stops at the paragraph's end at half of the trace."""
@@ -190,22 +224,24 @@ class Bench:
         Raises:
             RuntimeError: they write other tokens.
         """
-        plain, never = self.run(batch, 0, False), self.run(batch, 0, NEVER)
-        if not torch.equal(plain, never):
-            raise RuntimeError("a policy that never stops changed the tokens")
-        if min(len(record.step_ends) for record in self.model.last_stop) < 2:
-            raise RuntimeError("too few paragraph ends: the trace is too short to measure")
-        half = self.run(batch, 0, self.half())
+        plain = self.run(batch, 0, False)
         suffix = len(self.model.token_format.forced_suffix())
         kept = self.prompt_tokens + self.trace_tokens // 2
-        if half.shape[1] != kept + suffix + ANSWER_TOKENS:
-            raise RuntimeError(f"the stopped rows have {half.shape[1]} tokens")
-        if not torch.equal(half[:, :kept], plain[:, :kept]):
-            raise RuntimeError("a policy that stops changed the tokens before its stop")
+        for tuning, model in self.models.items():
+            if not torch.equal(plain, self.run(batch, 0, NEVER, tuning)):
+                raise RuntimeError(f"a policy ({tuning}) that never stops changed the tokens")
+            if min(len(record.step_ends) for record in model.last_stop) < 2:
+                raise RuntimeError("too few paragraph ends: the trace is too short to measure")
+            half = self.run(batch, 0, self.half(), tuning)
+            if half.shape[1] != kept + suffix + ANSWER_TOKENS:
+                raise RuntimeError(f"the stopped rows have {half.shape[1]} tokens")
+            if not torch.equal(half[:, :kept], plain[:, :kept]):
+                raise RuntimeError(f"a policy ({tuning}) changed the tokens before its stop")
 
-    def memory(self, batch: int) -> dict[str, float]:
+    def memory(self, batch: int, tuning: str) -> dict[str, float]:
         """What the policy takes beside the base, in MiB, and its caches' ratio to the base's."""
-        policy, kept = self.model.policy, []
+        model = self.models[tuning]
+        policy, kept = model.policy, []
         new_cache = policy.new_cache
 
         def keep_cache() -> Any:
@@ -215,7 +251,7 @@ class Bench:
         policy.new_cache = keep_cache  # type: ignore[method-assign]
         try:
             inputs = self.inputs(batch, 0)
-            output = self.model.generate(**inputs, stop_policy=NEVER, return_dict_in_generate=True)
+            output = model.generate(**inputs, stop_policy=NEVER, return_dict_in_generate=True)
         finally:
             policy.new_cache = new_cache  # type: ignore[method-assign]
         of_base, of_policy = _cache_bytes(output.past_key_values), sum(map(_cache_bytes, kept))
@@ -228,21 +264,22 @@ class Bench:
             "cache_over_base": of_policy / of_base,
         }
 
-    def policy_share(self, batch: int) -> float:
+    def policy_share(self, batch: int, tuning: str) -> float:
         """The share of a never-stopping run that passes inside the policy."""
         inside: list[Timed] = []
-        forward = self.model.policy.forward
+        policy = self.models[tuning].policy
+        outputs = policy.outputs
 
         def clocked(*args: Any, **kwargs: Any) -> Any:
             kept: list[Any] = []
-            inside.append(timed(lambda: kept.append(forward(*args, **kwargs))))
+            inside.append(timed(lambda: kept.append(outputs(*args, **kwargs))))
             return kept[0]
 
-        self.model.policy.forward = clocked  # type: ignore[method-assign]
+        policy.outputs = clocked  # type: ignore[method-assign]
         try:
-            whole = timed(lambda: self.run(batch, 0, NEVER))
+            whole = timed(lambda: self.run(batch, 0, NEVER, tuning))
         finally:
-            self.model.policy.forward = forward  # type: ignore[method-assign]
+            policy.outputs = outputs  # type: ignore[method-assign]
         return sum(one.wall_seconds for one in inside) / whole.wall_seconds
 
 
@@ -252,13 +289,9 @@ def _cache_bytes(cache: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _ratios(pairs: list[tuple[Timed, Timed]], tokens_per_second: bool) -> tuple[Ratio, Ratio]:
-    """Second arm over first, by wall clock and by CPU time."""
-    ratios = []
-    for kind in ("wall_seconds", "cpu_seconds"):
-        times = [vars(two)[kind] / vars(one)[kind] for one, two in pairs]
-        ratios.append(median_ratio([1 / t for t in times] if tokens_per_second else times))
-    return ratios[0], ratios[1]
+def _clocks(runs: list[tuple[list[float], list[float]]]) -> tuple[Any, Any]:
+    """Wall and CPU seconds, each (R, steps), of R runs of an arm."""
+    return [wall for wall, _ in runs], [cpu for _, cpu in runs]
 
 
 def main() -> None:
@@ -269,39 +302,51 @@ def main() -> None:
     print(
         f"{shape.layers} layers, hidden {shape.hidden}, n={args.policy_layers}, {args.dtype}, "
         f"prompt {args.prompt_tokens} and trace {args.trace_tokens} tokens, a paragraph's end "
-        f"every {GAPS[0]}-{GAPS[-1]}; medians of {args.pairs} pairs in turn\n{environment()}\n"
+        f"every {GAPS[0]}-{GAPS[-1]}; {args.runs} runs of each arm in turn\n{environment()}\n"
     )
-    result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "pairs": args.pairs}
-    width = 34
+    result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "runs": args.runs}
+    width = 44
     print(f"{'':{width}}{'wall clock':26}CPU time")
     for batch in args.batches:
-        bench.check(batch)
-        arms = [("never_stop_ratio", NEVER, True, "tokens/s, never stopping")]
-        if batch == args.batches[0]:
-            arms.append(("half_stop_time_ratio", bench.half(), False, "time, stopping at half"))
-        for key, policy, rate, label in arms:
-            pairs = interleaved(
-                lambda pair, b=batch: bench.run(b, pair, False),
-                lambda pair, b=batch, p=policy: bench.run(b, pair, p),
-                args.pairs,
+        bench.check(batch)  # also the warm-up
+        arms: dict[tuple[str, str], Any] = {("plain", args.tunings[0]): False}
+        for tuning in args.tunings:
+            arms["never", tuning] = NEVER
+            if batch == args.batches[0]:
+                arms["half", tuning] = bench.half()
+        times: dict[tuple[str, str], list[tuple[list[float], list[float]]]]
+        times = {arm: [] for arm in arms}
+        for number in range(args.runs):
+            for arm in list(arms) if number % 2 == 0 else list(arms)[::-1]:
+                times[arm].append(bench.steps(batch, arms[arm], arm[1]))
+        plain = _clocks(times.pop(("plain", args.tunings[0])))
+        for (kind, tuning), taken in times.items():
+            # Tokens a second, never stopping: the tokens are the same. Else the time.
+            pairs = zip(plain, _clocks(taken), strict=True)
+            wall, cpu = (
+                floor_ratio(other, own) if kind == "never" else floor_ratio(own, other)
+                for own, other in pairs
             )
-            wall, cpu = _ratios(pairs, tokens_per_second=rate)
-            name = f"{key}_batch{batch}" if rate else key
+            name = f"never_stop_ratio_batch{batch}" if kind == "never" else "half_stop_time_ratio"
+            name = name if tuning == "layers" else f"{tuning}_{name}"
             result |= {name: wall.median, f"{name}_interval": [wall.low, wall.high]}
-            result[f"{name}_cpu"] = cpu.median
-            print(f"{f'{label}, batch {batch}':{width}}{wall!s:26}{cpu}", flush=True)
-        memory = bench.memory(batch)
-        result[f"memory_batch{batch}"] = memory
-        result[f"policy_share_batch{batch}"] = bench.policy_share(batch)
-        print(
-            f"{f'extra memory, batch {batch}':{width}}tail {memory['tail_mib']:.1f} MiB "
-            f"({memory['tail_over_base']:.1%} of the base), cache {memory['cache_mib']:.2f} MiB "
-            f"({memory['cache_over_base']:.1%} of the base's; n/L is "
-            f"{args.policy_layers / shape.layers:.1%})\n"
-            f"{f'inside the policy, batch {batch}':{width}}"
-            f"{result[f'policy_share_batch{batch}']:.1%} of the time",
-            flush=True,
-        )
+            result |= {f"{name}_cpu": cpu.median, f"{name}_cpu_interval": [cpu.low, cpu.high]}
+            said = "tokens/s, never stopping" if kind == "never" else "time, stopping at half"
+            print(f"{f'{said}, {tuning}, batch {batch}':{width}}{wall!s:26}{cpu}", flush=True)
+        for tuning in args.tunings:
+            before = "" if tuning == "layers" else f"{tuning}_"
+            memory = bench.memory(batch, tuning)
+            share = bench.policy_share(batch, tuning)
+            result[f"{before}memory_batch{batch}"] = memory
+            result[f"{before}policy_share_batch{batch}"] = share
+            print(
+                f"{f'extra memory, {tuning}, batch {batch}':{width}}tail "
+                f"{memory['tail_mib']:.1f} MiB ({memory['tail_over_base']:.1%} of the base), cache "
+                f"{memory['cache_mib']:.2f} MiB ({memory['cache_over_base']:.1%} of the base's; "
+                f"n/L is {args.policy_layers / shape.layers:.1%})\n"
+                f"{f'inside the policy, {tuning}, batch {batch}':{width}}{share:.1%} of the time",
+                flush=True,
+            )
     print_last_line(result, args.json)
 
 
@@ -310,19 +355,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="smaller and shorter: a minute")
     parser.add_argument("--shape", choices=SHAPES, help="the base's sizes (default: small)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--pairs", type=int, help="timed pairs an arm (default: 9)")
+    parser.add_argument("--runs", type=int, help="timed runs of each arm (default: 8)")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--trace-tokens", type=int, help="default: 512")
+    parser.add_argument("--trace-tokens", type=int, help="default: 192")
     parser.add_argument("--policy-layers", type=int, default=2)
+    parser.add_argument(
+        "--tunings", nargs="+", default=["layers", "queries"], choices=["layers", "queries"]
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", default="sdpa", help="such as flash_attention_2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    shape, pairs, trace = ("quick", 3, 96) if args.quick else ("small", 9, 512)
+    shape, runs, trace = ("quick", 5, 96) if args.quick else ("small", 8, 192)
     args.shape = args.shape or shape
-    args.pairs = args.pairs or pairs
+    args.runs = args.runs or runs
     args.trace_tokens = args.trace_tokens or trace
     return args
 

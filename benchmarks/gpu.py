@@ -43,7 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from ospruner.train.loop import train
 from ospruner.train.settings import TrainSettings
 from ospruner.train.toy.shipped import Reasoner
@@ -148,6 +148,7 @@ def _generate(job: Job, attention: str) -> Found:
         device=job.device,
         dtype=job.sizes.dtype,
         policy_layers=2,
+        tunings=["layers"],
         attention=attention,
     )
     bench = Bench(job.sizes.shape, args)

@@ -53,10 +53,10 @@ from modeling_ospruner.engines import (
 from modeling_ospruner.engines.asking import Ask, AskingEngine, Reply, Server
 from modeling_ospruner.engines.transformers import rows
 from modeling_ospruner.engines.transformers.rows import Branch, SamplingRow
-from modeling_ospruner.rules_ospruner import ENTROPY_TOKENS, last_logits
+from modeling_ospruner.rules_ospruner import last_logits
 from ospruner.eval.grading.boxed import read_box
 from ospruner.eval.problems.problem import Problem, user_message
-from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.eval.problems.task import Math, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.making import label
 from ospruner.train.labels.rows import TraceKey, grade_rows, wanted_traces
@@ -136,7 +136,9 @@ class Streams(AskingEngine):
         await reply
         ends = min(ask.end_ids) if not ask.scored else None  # without a natural answer
         scores = [0.0] * len(ids) if ask.scored else []
-        return Reply(ids, ends, 0, scores, [-1.0] * ENTROPY_TOKENS if ask.scored else [])
+        return Reply(
+            ids, ends, 0, scores, [1.0] * (len(ids) + (ends is not None)) if ask.scored else []
+        )
 
 
 class InWindows(TransformersEngine):
@@ -418,9 +420,16 @@ def grading_time(
         texts = [str(reasoner.tokenizer.decode(fork.ids)) for fork in forks]
         contents = [read_box(text) or "" for text in texts]
         rows.append(
-            {"answer": key.problem.answer, "forced_answers": contents, "natural_answer": ""}
+            {
+                "problem_id": key.problem.id,
+                "problem": key.problem.problem,
+                "family": key.problem.family,
+                "answer": key.problem.answer,
+                "forced_answers": contents,
+                "natural_answer": "",
+            }
         )
-    return timed(lambda: grade_rows(rows))
+    return timed(lambda: grade_rows(rows, Math()))
 
 
 def ratio(count: TokenCount) -> float:

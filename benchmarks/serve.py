@@ -1,6 +1,6 @@
 """Speed of vLLM with the policy in it, against plain vLLM on the same prompts.
 
-    python benchmarks/serve.py [--quick] [--json FILE] [--seed N]
+    python benchmarks/serve.py [--quick] [--tuning queries] [--json FILE] [--seed N]
 
 Two bases: the embedded reasoner, and random weights in 28 layers, of which a logits processor, in
 all arms alike, ends a paragraph about every 40 tokens. Both engines run in this process, in turn,
@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from modeling_ospruner.vllm_plugin.plugin import PROCESSOR
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
@@ -143,7 +143,7 @@ class Arms:
         return sum(map(len, self.tokens[arm]))
 
 
-def reasoner_case(folder: Path, requests: int, max_tokens: int) -> Case:
+def reasoner_case(folder: Path, requests: int, max_tokens: int, tuning: str = "layers") -> Case:
     """The embedded reasoner on its own problems, to their natural ends."""
     reasoner = Reasoner()
     fmt = reasoner.token_format
@@ -153,7 +153,10 @@ def reasoner_case(folder: Path, requests: int, max_tokens: int) -> Case:
         for p in problems
     ]
     model = OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, base_model_name_or_path=str(reasoner.folder)
+        reasoner.model,
+        reasoner.tokenizer,
+        tuning=tuning,
+        base_model_name_or_path=str(reasoner.folder),
     )
     model.save_pretrained(folder / "policy")
     return Case(
@@ -168,7 +171,9 @@ def reasoner_case(folder: Path, requests: int, max_tokens: int) -> Case:
     )
 
 
-def random_case(folder: Path, requests: int, hidden: int, tokens: int, seed: int) -> Case:
+def random_case(
+    folder: Path, requests: int, hidden: int, tokens: int, seed: int, tuning: str = "layers"
+) -> Case:
     """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions."""
     reasoner = Reasoner()
     fmt, tokenizer = reasoner.token_format, reasoner.tokenizer
@@ -187,7 +192,7 @@ def random_case(folder: Path, requests: int, hidden: int, tokens: int, seed: int
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     model = OSPrunerForCausalLM.untrained(
-        base, tokenizer, base_model_name_or_path=str(folder / "base")
+        base, tokenizer, tuning=tuning, base_model_name_or_path=str(folder / "base")
     )
     model.save_pretrained(folder / "policy")
     draw = random.Random(seed)
@@ -267,6 +272,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="a request, of the random base")
     # Several times the streams, so that what has stopped makes room for what waits, as in a server.
     parser.add_argument("--requests", type=int, help="of each pass; 3 times the streams")
+    parser.add_argument("--tuning", choices=("layers", "queries"), default="layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -278,8 +284,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cases = [
-            random_case(folder / "random", requests, hidden, tokens, given.seed),
-            reasoner_case(folder / "reasoner", requests, 160 if given.quick else 600),
+            random_case(folder / "random", requests, hidden, tokens, given.seed, given.tuning),
+            reasoner_case(folder / "reasoner", requests, 160 if given.quick else 600, given.tuning),
         ]
         measured = [measure(case, rounds) for case in cases]
     for key, one in zip(("", "_reasoner"), measured, strict=True):
@@ -288,7 +294,7 @@ def main() -> None:
                 result[f"{name}{suffix}{key}"] = round(vars(one)[name][clock].median, 4)
         result[f"tokens_saved{key}"] = round(one.tokens_saved, 4)
     result |= {"streams": STREAMS, "rounds": rounds, "requests": requests, "hidden": hidden}
-    result |= {"tokens": tokens, **environment()}
+    result |= {"tokens": tokens, "tuning": given.tuning, **environment()}
     if given.quick:
         print("--quick: these numbers are rough; quote those of a run without it")
     print_last_line(result, given.json)

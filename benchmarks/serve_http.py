@@ -34,7 +34,8 @@ from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from modeling_ospruner.formats_ospruner import VISIBLE, TokenFormat, guess
+from modeling_ospruner.formats_ospruner import TokenFormat, guess
+from modeling_ospruner.states_ospruner import VISIBLE
 from ospruner.eval.problems.problem import user_message
 from ospruner.train.toy.shipped import draw_split
 

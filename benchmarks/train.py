@@ -42,7 +42,7 @@ from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import step_outputs
 from ospruner.train.toy.shipped import Reasoner
-from ospruner.train.trunk import Batch, LabelledTraces
+from ospruner.train.trunk import Batch, LabelledTraces, States
 
 PENALTY = 1e-4
 
@@ -50,9 +50,10 @@ PENALTY = 1e-4
 class Target:
     """A policy with its optimiser."""
 
-    def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int, **priced: Any) -> None:
+    def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int, **chosen: Any) -> None:
+        priced = "price_range" in chosen
         lambdas = {} if priced else {"length_penalties": (PENALTY,)}
-        settings = TrainSettings(**lambdas, **priced, seed=seed, learning_rate=1e-12)
+        settings = TrainSettings(**lambdas, **chosen, seed=seed, learning_rate=1e-12)
         labels = reasoner.label_settings(seed)
         self.model: OSPrunerForCausalLM = new_policy(base, reasoner.tokenizer, settings, labels)
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
@@ -81,20 +82,27 @@ class Arms:
     """Each arm takes one optimiser step on the traces of `rows` and returns the loss.
 
     Args:
-        targets: policies on one base; all arms but `multi` and `every_price` train the first.
+        targets: policies on one base; all arms but `multi`, `every_price` and `queries` train the
+            first.
         priced: a policy of every price on the same base.
-        traces: the labelled traces; `kept` are the same, with the trunk's states in memory.
+        queries: one that is queries only on the same base.
+        traces: the labelled traces; `kept` are the same, with the trunk's states in memory, and so
+            are `keys` with what a policy reads that is queries only.
     """
 
     def __init__(
         self,
         targets: list[Target],
         priced: Target,
+        queries: Target,
         traces: LabelledTraces,
         kept: LabelledTraces,
+        keys: LabelledTraces,
     ) -> None:
         self.targets = targets
         self.priced = priced
+        self.queries_only = queries
+        self.keys = keys
         self.traces = traces
         self.in_memory = kept
 
@@ -119,7 +127,7 @@ class Arms:
         target, batch = self.targets[0], self.traces.batch(rows)
         hidden = target.model.trunk(self.traces.input_ids(rows).to(target.model.base.device))
         positions = batch.positions.to(hidden.device)
-        outputs = step_outputs(target.model.policy, hidden, positions, fast=False)
+        outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
         return target.step(outputs, batch)
 
     def packed(self, rows: IntArray) -> float:
@@ -134,15 +142,19 @@ class Arms:
         """A policy of every price, on six of them; states from memory."""
         return self._step([self.priced], self.in_memory, rows)
 
+    def queries(self, rows: IntArray) -> float:
+        """A policy that is queries only; states at step ends, and keys and values, from memory."""
+        return self._step([self.queries_only], self.keys, rows)
+
     def multi(self, rows: IntArray) -> float:
         """All targets on one pass of the trunk."""
         return self._step(self.targets, self.traces, rows)
 
     def _step(self, targets: list[Target], traces: LabelledTraces, rows: IntArray) -> float:
         batch = traces.batch(rows)
-        hidden = traces.states(targets[0].model, rows)
-        positions = batch.positions.to(hidden.device)
-        losses = [t.step(step_outputs(t.model.policy, hidden, positions), batch) for t in targets]
+        states = traces.states(targets[0].model, rows)
+        positions = batch.positions.to(states.device)
+        losses = [t.step(step_outputs(t.model.policy, states, positions), batch) for t in targets]
         return losses[0]
 
 
@@ -169,15 +181,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     vocabulary = len(reasoner.tokenizer)
     base = random_base(args.width, args.layers, vocabulary, args.seed).to(device)
     dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
-    traces, kept = (LabelledTraces.from_dataset(dataset) for _ in range(2))
+    traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
     targets = [Target(base, reasoner, args.seed + n) for n in range(args.targets)]
     priced = Target(base, reasoner, args.seed, head="price", price_range=(1e-6, 1e-3))
+    queries = Target(base, reasoner, args.seed, tuning="queries")
+    queries.model.policy.head.load_state_dict(targets[0].model.policy.head.state_dict())
     kept.cache_states(targets[0].model, 2**40)
-    arms = Arms(targets, priced, traces, kept)
+    keys.cache_states(queries.model, 2**40)
+    arms = Arms(targets, priced, queries, traces, kept, keys)
     rows = np.arange(args.limit)
     calls: dict[str, Callable[[], float]] = {
         name: partial(getattr(arms, name), rows)
-        for name in ("naive", "padded", "packed", "kept", "every_price", "multi")
+        for name in ("naive", "padded", "packed", "kept", "queries", "every_price", "multi")
     }
     losses, kept_bytes = {}, {}
     operations: dict[str, int | None] = {}  # counting is too slow for the many passes of "naive"
@@ -185,14 +200,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
         operations[name] = counter.get_total_flops() if counter is not None else None
-        kept_bytes[name] = bytes_for_backward(call, [*targets, priced])
+        kept_bytes[name] = bytes_for_backward(call, [*targets, priced, queries])
     times: dict[str, list[Timed]] = {name: [] for name in calls}
     for number in range(args.rounds):
         order = list(calls) if number % 2 == 0 else list(calls)[::-1]
         for name in order:
             times[name].append(timed(calls[name]))
     return _numbers(
-        args, times, losses, operations, kept_bytes, int(traces.token_lengths.sum()), device
+        args,
+        times,
+        losses,
+        operations,
+        kept_bytes,
+        int(traces.token_lengths.sum()),
+        device,
+        {"kept": kept.cached_bytes, "queries": keys.cached_bytes},
     )
 
 
@@ -204,8 +226,10 @@ def _numbers(
     kept_bytes: dict[str, int],
     tokens: int,
     device: str,
+    states_bytes: dict[str, int],
 ) -> dict[str, Any]:
     limit = matrix_limit(device)
+    # Untrained, a policy that is queries only says what any other says.
     same = [loss for name, loss in losses.items() if name != "every_price"]
 
     def ratio(over: str, under: str) -> list[float]:
@@ -222,11 +246,13 @@ def _numbers(
             "operations": counted,
             "share_of_limit": None if counted is None else counted / seconds / limit,
             "bytes_for_backward": kept_bytes[name],
+            "states_bytes": states_bytes.get(name, 0),
         }
     ratios = {
         "packed_over_naive": ratio("naive", "packed"),
         "packed_over_padded": ratio("padded", "packed"),
         "kept_over_naive": ratio("naive", "kept"),
+        "queries_cost_ratio": ratio("queries", "kept"),
         "six_prices_cost_ratio": ratio("every_price", "kept"),
         f"multi{args.targets}_cost_ratio": ratio("multi", "packed"),
     }
@@ -276,12 +302,13 @@ def main() -> None:
     args = _arguments()
     result = measure(args)
     print(f"{result['base']}; {result['device']}, {result['threads']} thread(s)")
-    print(f"{'arm':12}{'s a step':>10}{'tokens/s':>10}{'of limit':>10}{'graph MiB':>11}")
+    heads = ("s a step", "tokens/s", "of limit", "graph MiB", "states MiB")
+    print(f"{'arm':12}" + "".join(f"{head:>11}" for head in heads))
     for name, arm in result["arms"].items():
         share = "-" if arm["share_of_limit"] is None else f"{arm['share_of_limit']:.2f}"
         print(
-            f"{name:12}{arm['seconds']:10.3f}{arm['tokens_per_second']:10.0f}"
-            f"{share:>10}{arm['bytes_for_backward'] / 2**20:11.0f}"
+            f"{name:12}{arm['seconds']:11.3f}{arm['tokens_per_second']:11.0f}{share:>11}"
+            f"{arm['bytes_for_backward'] / 2**20:11.1f}{arm['states_bytes'] / 2**20:11.1f}"
         )
     for name, (low, high) in result["intervals"].items():
         print(f"{name:24}{result[name]:8.2f} [{low:.2f}, {high:.2f}]")

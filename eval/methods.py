@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.rules_ospruner import LearnedPolicy
 from modeling_ospruner.stopping_ospruner import asked_price
 from ospruner.hub_cards.render import is_hub_id
+
+from .schema import MATH_TASK
 
 __all__ = [
     "EVERY_PRICE",
@@ -40,6 +44,10 @@ METHOD_NAMES = {
     "os-pruner": FRONTIER,
     "probe": "probe",
     "convergence": "convergence",
+    "final-answer": "convergence (final answer)",
+    "terminator": "TERMINATOR",
+    "lynx": "LYNX",
+    "thought-calibration": "Thought Calibration",
     "flashthink": "FlashThink",
 }
 """What tables and pictures call the methods of `OSPrunerConfig`."""
@@ -67,6 +75,8 @@ class PolicyUse:
         mode: "sample" stops with the probability given (the paper), "threshold" from a threshold.
         threshold: with mode "threshold".
         length_penalty: the price of a token that it is told; None for its own lambda.
+        window: how many of the last probabilities it looks at; see `LearnedPolicy`.
+        by: how.
     """
 
     path: str
@@ -74,6 +84,8 @@ class PolicyUse:
     mode: Literal["sample", "threshold"]
     threshold: float | None = None
     length_penalty: float | None = None
+    window: int = 1
+    by: Literal["vote", "mean"] = "vote"
 
     @property
     def price(self) -> float:
@@ -86,11 +98,24 @@ class PolicyUse:
         """What tables call its method; thresholded OS-Pruner is a method of its own."""
         name = METHOD_NAMES.get(self.config.method, self.config.method)
         name = EVERY_PRICE if self.config.head == "price" else name
+        if self.window > 1:
+            name = f"{name} ({self.by} of {self.window})"
         if self.config.method == "os-pruner" and self.mode == "threshold":
             return f"{name} (≥{self.threshold:g})"
         if self.config.method != "os-pruner" and self.mode == "sample":
             return f"{name} (sampled)"
         return name
+
+    @property
+    def rule(self) -> LearnedPolicy:
+        """The same as a rule for generate."""
+        return LearnedPolicy(
+            self.mode,
+            self.threshold,
+            step_stride=self.config.step_stride,
+            window=self.window,
+            by=self.by,
+        )
 
     @property
     def parameter(self) -> float | None:
@@ -122,24 +147,38 @@ def parse_prices(text: str) -> tuple[float, ...] | None:
         ) from None
 
 
-def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) -> list[PolicyUse]:
+def parse_policies(
+    specs: Sequence[str], prices: Sequence[float] | None = None, domain: str | None = None
+) -> list[PolicyUse]:
     """The policies that a user named.
 
     Args:
         specs: folders or Hub ids, each alone or with "@" and thresholds ("probe@.7,.8"), or
-            "@sample". A folder of policies stands for all of them, and so does the folder of
-            `ospruner train --multi`. Alone, OS-Pruner decides as its configuration says, and a
-            baseline at each of the paper's thresholds. Several policies of one method and
-            parameter are its training seeds.
+            "@sample"; "@vote10:.7" and "@mean10:.7" look at ten steps together. A folder of
+            policies stands for all of them, and so does the folder of `ospruner train --multi`.
+            Alone, OS-Pruner decides as its configuration says, and a baseline at each of the
+            paper's thresholds. Several policies of one method and parameter are its training seeds.
         prices: at which policies of every price stop; None for their default. A policy of one
             lambda may be given its own alone. () is for 31 prices of their range, beside which
             policies of one lambda stand at their own.
+        domain: in place of prices: policies of every price take the one that they chose for it
+            (`OSPrunerConfig.domains`); policies of one lambda stand at their own.
 
     Raises:
         ValueError: no policy there, a bad threshold, a price that a policy does not know, the same
             use twice, or two of one method and parameter that were not built alike.
     """
-    uses = [use for spec in specs for use in _parse(spec, prices)]
+    if domain is not None and prices is not None:
+        raise ValueError(
+            f"domain is {domain!r}, and so are length penalties given: a domain has its own "
+            "price; leave one of them out"
+        )
+    uses = [use for spec in specs for use in _parse(spec, prices, domain)]
+    if domain is not None and all(use.config.prices is None for use in uses):
+        raise ValueError(
+            f"domain is {domain!r}, but none of {list(specs)} is a policy of every price (ospruner "
+            "train --head price), and no other has prices by domain: leave --domain out"
+        )
     if prices == () and all(use.config.prices is None for use in uses):
         raise ValueError(
             f"none of {list(specs)} is a policy of every price (ospruner train --head price), and "
@@ -157,7 +196,7 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
                     f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
                     "policy; evaluate them into two folders"
                 )
-        key = (use.path, use.mode, use.threshold, use.price)
+        key = (use.path, use.mode, use.threshold, use.price, use.window, use.by)
         if key in seen:
             raise ValueError(
                 f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
@@ -167,7 +206,7 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
     return uses
 
 
-def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
+def _parse(spec: str, prices: Sequence[float] | None, domain: str | None) -> list[PolicyUse]:
     path, at, how = spec.partition("@")
     if Path(path).is_file() or not (Path(path).is_dir() or is_hub_id(path)):
         what = "is a file" if Path(path).exists() else "does not exist"
@@ -181,26 +220,36 @@ def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
         folders = [str(config.parent) for config in sorted(stages) or sorted(targets)]
         if not folders:
             raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
+    how, window = _window(how)
     uses = []
     found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
     for folder, config in sorted(found, key=lambda one: -one[1].length_penalty):
         uses += [
-            PolicyUse(folder, config, *mode, price)
-            for price in _prices(folder, config, prices)
+            PolicyUse(folder, config, *mode, price, *window)
+            for price in _prices(folder, config, prices, domain)
             for mode in _modes(config, at and how, spec)
         ]
     return uses
 
 
 def _prices(
-    folder: str, config: OSPrunerConfig, prices: Sequence[float] | None
+    folder: str, config: OSPrunerConfig, prices: Sequence[float] | None, domain: str | None
 ) -> Sequence[float | None]:
     """The prices that a policy is told; [None] for its own."""
+    if domain is not None and config.prices is not None:
+        return [config.domain_price(folder, domain)]
     if prices is None or config.method != "os-pruner":
         return [None]
     if not prices:
         return [None] if config.prices is None else config.prices.grid()
     return [asked_price(folder, config, price) for price in prices]
+
+
+def _window(how: str) -> tuple[str, tuple[int, Literal["vote", "mean"]]]:
+    """What stands after @ without its window, and the window."""
+    if match := re.match(r"(vote|mean)(\d+):(.+)", how):
+        return match[3], (int(match[2]), "vote" if match[1] == "vote" else "mean")
+    return how, (1, "vote")
 
 
 def _modes(
@@ -220,7 +269,8 @@ def _modes(
         values = [-1.0]
     if any(not 0 <= value <= 1 for value in values):
         raise ValueError(
-            f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or @sample"
+            f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or of a window "
+            "of steps @vote10:.7 or @mean10:.7, or @sample"
         )
     return [("threshold", value) for value in values]
 
@@ -231,24 +281,47 @@ def refuse_other_base(
     revision: str | None,
     reasoning_format: Mapping[str, Any],
     step_stride: int,
+    task: Mapping[str, Any] | None = None,
 ) -> None:
     """Raises ValueError where a policy was made for another base, way of thinking, or stride.
 
     How answers are forced (`wind_down`) is no part of what a policy reads.
+
+    Args:
+        use: the policy.
+        base: of the traces.
+        revision: of the base.
+        reasoning_format: of the traces; its literals.
+        step_stride: of the traces.
+        task: of the traces, one of those that the policy was trained on; None takes a policy of
+            any task, and any shape of answers.
     """
     config = use.config
-    theirs = (_place(config.base_model_name_or_path), config.base_revision)
-    if theirs != (_place(base), revision):
+    pinned = (_place(config.base_model_name_or_path), config.base_revision)
+    if pinned != (_place(base), revision):
         raise ValueError(
             f"{use.path} is a policy for {config.base_model_name_or_path} at revision "
             f"{config.base_revision}, the traces are of {base} at {revision}: a policy reads its "
             "own base's hidden states; label with its base, or train one for this base"
         )
+    theirs = [
+        config.task or MATH_TASK,
+        *(one["task"] for one in (config.domains or {}).values()),
+    ]
+    first = task is not None and _pinned(theirs[0]) == _pinned(task)
+    if task is not None and _pinned(task) not in map(_pinned, theirs):
+        named = dict.fromkeys(map(shown_task, theirs))
+        raise ValueError(
+            f"{use.path} was trained on the task {' and '.join(named)}, here it is "
+            f"{shown_task(task)}: use the policy's own task, or say --across-tasks to see how far "
+            "it carries"
+        )
     literals = config.reasoning_format or {}
+    free = ("wind_down",) if first else ("wind_down", *_OF_TASK)
     if different := sorted(
         name
         for name in {*literals, *reasoning_format}
-        if literals.get(name) != reasoning_format.get(name) and name != "wind_down"
+        if literals.get(name) != reasoning_format.get(name) and name not in free
     ):
         name = different[0]
         raise ValueError(
@@ -261,6 +334,23 @@ def refuse_other_base(
             f"step is a decision: use labels with step_stride {config.step_stride}, or policies of "
             "one stride"
         )
+
+
+_OF_TASK = ("box_prefix", "answer_end")
+
+
+def shown_task(settings: Mapping[str, Any]) -> str:
+    """A task's settings in words: "choice (force=answer)"."""
+    more = ", ".join(f"{key}={value}" for key, value in settings.items() if key != "name")
+    return f"{settings['name']} ({more})" if more else str(settings["name"])
+
+
+def _pinned(task: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a task must agree: all but where its file lies, brevity asked for by prompt, labels.
+
+    How labels are read (`labels`) changes neither what is asked nor what is forced.
+    """
+    return {key: value for key, value in task.items() if key not in ("file", "prompt", "labels")}
 
 
 def _place(base: str) -> str:

@@ -7,7 +7,7 @@ differences between them belong together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,50 @@ from .metrics import (
 from .replay import Outcome, pool
 from .table import FloatArray, IntArray
 
-__all__ = ["Rule", "best_rows", "compare", "means_of", "pool_seeds", "summarise"]
+__all__ = ["Choice", "Rule", "best_rows", "compare", "means_of", "pool_seeds", "summarise"]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """How a rule was chosen on validation, so that each resample can choose again.
+
+    Attributes:
+        validation: each candidate's outcome there, of several training seeds a sequence.
+        test: the outcomes of a candidate, by its number, on the traces that are summarised.
+        base: the full traces' outcome on validation.
+        problem_index: the problem of each validation trace.
+        pick: the number of the candidate to take, from accuracy (C,) and mean tokens (C,) of all
+            and of the full traces.
+    """
+
+    validation: Sequence[Sequence[Outcome]]
+    test: Callable[[int], Sequence[Outcome]]
+    base: Outcome
+    problem_index: IntArray
+    pick: Callable[[FloatArray, FloatArray, float, float], int]
+
+    def picks(self, replicates: int = REPLICATES, seed: int = 0) -> IntArray:
+        """(1 + B,) the candidate that is taken: on all validation traces, and in each resample.
+
+        Args:
+            replicates: B.
+            seed: of the resamples of problems, and of training seeds, which are those of `test`.
+        """
+        blocks = [[self.base], *self.validation]
+        columns = [x for block in blocks for one in block for x in (one.correct, one.tokens)]
+        values = np.column_stack(columns)
+        # Validation problems are others than those of `test`: drawn by themselves.
+        drawn = bootstrap_means(values, self.problem_index, replicates, ~seed & 0xFFFF)
+        means = np.concatenate([values.mean(axis=0)[None], drawn])
+        points, start = np.empty((len(means), len(blocks), 2)), 0
+        for number, block in enumerate(blocks):
+            part = means[:, start : start + 2 * len(block)].reshape(len(means), len(block), 2)
+            weights = seed_weights(len(block), replicates, seed)
+            points[:, number] = np.einsum("bs,bsk->bk", weights, part)
+            start += 2 * len(block)
+        return np.array(
+            [self.pick(p[1:, 0], p[1:, 1], float(p[0, 0]), float(p[0, 1])) for p in points]
+        )
 
 
 @dataclass(frozen=True)
@@ -42,6 +85,7 @@ class Rule(Named):
         parameter: what picks it from its family.
         parameter_name: what that is.
         seeds: each training seed's outcome, where there are several.
+        choice: how it was chosen on validation; its intervals then contain the choice.
     """
 
     method: str
@@ -49,6 +93,7 @@ class Rule(Named):
     parameter: float | None = None
     parameter_name: str = ""
     seeds: tuple[Outcome, ...] = ()
+    choice: Choice | None = None
 
 
 def pool_seeds(rules: Sequence[Rule]) -> tuple[list[Rule], list[list[int]]]:
@@ -103,8 +148,7 @@ def summarise(
                 f"{rule.method}: an outcome of {len(rule.outcome)} traces, the full traces are "
                 f"{len(base)}"
             )
-    blocks = [[base], *(rule.seeds or [rule.outcome] for rule in rules)]
-    means = means_of(blocks, problem_index, replicates, seed)  # (1 + B, K) each
+    means = _means_of_rules(base, rules, problem_index, replicates, seed)  # (1 + B, K) each
     problems = len(np.unique(problem_index))
     full = _Means(means[0])
     results = []
@@ -159,6 +203,22 @@ def means_of(
         weights = seed_weights(len(block), replicates, seed)  # (1 + B, S)
         found.append(np.einsum("bs,bsk->bk", weights, part))
         start += width * len(block)
+    return found
+
+
+def _means_of_rules(
+    base: Outcome, rules: Sequence[Rule], problem_index: IntArray, replicates: int, seed: int
+) -> list[FloatArray]:
+    """`means_of` the full traces and each rule; each resample chooses again what was chosen."""
+    blocks = [[base], *(rule.seeds or [rule.outcome] for rule in rules)]
+    found = means_of(blocks, problem_index, replicates, seed)
+    for number, rule in enumerate(rules, start=1):
+        if rule.choice is not None:
+            picks = rule.choice.picks(replicates, seed)
+            taken, place = np.unique(picks, return_inverse=True)
+            candidates = [rule.choice.test(int(k)) for k in taken]
+            means = np.stack(means_of(candidates, problem_index, replicates, seed))  # (U, 1+B, K)
+            found[number] = means[place, np.arange(len(picks))]
     return found
 
 
@@ -230,8 +290,8 @@ def compare(
         replicates: bootstrap resamples.
         seed: of the resamples.
     """
-    blocks = [[base], a.seeds or [a.outcome], b.seeds or [b.outcome]]
-    full, left, right = (_Means(m) for m in means_of(blocks, problem_index, replicates, seed))
+    means = _means_of_rules(base, [a, b], problem_index, replicates, seed)
+    full, left, right = (_Means(m) for m in means)
     ours, theirs = left.against(full, variant), right.against(full, variant)
     numbers = {
         name: estimate(*_first_and_rest(ours[name] - theirs[name]))

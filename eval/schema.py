@@ -26,6 +26,7 @@ __all__ = [
     "COLUMNS",
     "ENDED",
     "FEATURES",
+    "MATH_TASK",
     "PREFIX_COLUMNS",
     "PREFIX_FEATURES",
     "STEP_COLUMNS",
@@ -73,12 +74,23 @@ COLUMNS: dict[str, tuple[Any, str]] = {
     ),
     "forced_logprob": (
         List(Value("float32")),
-        "per step: mean natural log-probability of the forced answer's tokens at temperature 1; "
-        "null where it has none",
+        "per step: mean natural log-probability of the forced answer's tokens at temperature 1 "
+        "(among the question's options, where it is one of these); null where it has none",
     ),
     "forced_entropy": (
         List(Value("float32")),
-        "per step: entropy in nats over the 20 likeliest first tokens of the forced answer",
+        "per step: entropy in nats over the 20 likeliest first tokens of the forced answer, or "
+        "over the question's options",
+    ),
+    "forced_answer_entropy": (
+        List(Value("float32")),
+        "per step: the sum of the same over all tokens of the forced answer, that of its end "
+        "included; null in labels made before it was kept",
+    ),
+    "option_probabilities": (
+        List(List(Value("float32"))),
+        "per step: probability of each of the question's options in its order, among them alone; "
+        "null where the answer was decoded",
     ),
     "ungraded_reasons": (
         List(Value("string")),
@@ -110,9 +122,14 @@ STEP_COLUMNS = (
     "forced_answer_ids",
     "forced_logprob",
     "forced_entropy",
+    "forced_answer_entropy",
+    "option_probabilities",
     "ungraded_reasons",
 )
 """Lists with one entry a labelled step."""
+
+LATER_COLUMNS = ("forced_answer_entropy", "option_probabilities")
+"""Those that older labels lack; they are read as nulls."""
 
 
 PREFIX_COLUMNS: dict[str, tuple[Any, str]] = {
@@ -201,7 +218,11 @@ def _check_steps(row: Mapping[str, Any], where: str) -> None:
     _check_grades("forced_correct", row["forced_correct"], where)
     if any(value is not None and not isinstance(value, bool) for value in row["matches_final"]):
         raise TypeError(f"{where}: matches_final holds something other than True, False, None")
-    for name, low, high in (("forced_logprob", -math.inf, 0.0), ("forced_entropy", 0.0, math.inf)):
+    for name, low, high in (
+        ("forced_logprob", -math.inf, 0.0),
+        ("forced_entropy", 0.0, math.inf),
+        ("forced_answer_entropy", 0.0, math.inf),
+    ):
         for value in row[name]:
             if value is not None and not low <= value <= high:  # also refuses NaN
                 raise ValueError(f"{where}: {name} holds {value}; it must lie in [{low}, {high}]")
@@ -213,6 +234,15 @@ def _check_steps(row: Mapping[str, Any], where: str) -> None:
             raise ValueError(
                 f"{where}: forced_answer_ids has {len(ids)} ids where forced_answer_tokens "
                 f"counts {count}"
+            )
+    for shares in row["option_probabilities"]:
+        if shares is None:
+            continue
+        _check_grades("option_probabilities", shares, where)
+        if None in shares or abs(math.fsum(shares) - 1) > 1e-3:
+            raise ValueError(
+                f"{where}: option_probabilities holds {shares}; they must be two or more and sum "
+                "to 1"
             )
     for grade, reason in zip(row["forced_correct"], row["ungraded_reasons"], strict=True):
         if reason is not None and (grade is not None or not isinstance(reason, str) or not reason):
@@ -240,6 +270,10 @@ def _check_grades(name: str, values: Sequence[Any], where: str) -> None:
             raise ValueError(f"{where}: {name} holds {value}; it must lie in [0, 1]")
 
 
+MATH_TASK: dict[str, Any] = {"name": "math"}
+"""The settings of mathematics: the task of labels and policies that name none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings:
     """What a label run must share with another to be mixed with it: the manifest's `settings`.
@@ -261,6 +295,10 @@ class LabelSettings:
         max_answer_tokens: the token cap of a forced answer.
         step_stride: label every k-th step, and always the last.
         imported_from: name of the file whose traces these are; "" where the base sampled them.
+        task: how problems were asked, answered and graded (`problems.task.Task.settings`); labels
+            without it are of mathematics.
+        domains: of a mix of several runs' labels, the task of each by its domain's name, of which
+            `task` is the first; empty for the labels of one run.
     """
 
     base_model: str
@@ -277,8 +315,12 @@ class LabelSettings:
     max_answer_tokens: int = 32
     step_stride: int = 1
     imported_from: str = ""
+    task: dict[str, Any] = field(default_factory=lambda: dict(MATH_TASK))
+    domains: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.task, dict) and isinstance(self.task.get("name"), str)):
+            raise ValueError(f"task is {self.task!r}; it must be settings with a name")
         if not self.base_model:
             raise ValueError("base_model is empty; give the base's name or path")
         if self.answer not in ("forced", "free"):
@@ -301,8 +343,13 @@ class LabelSettings:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON-ready values."""
-        return dataclasses.asdict(self)
+        """The settings as JSON-ready values; mathematics is not named, nor a single domain."""
+        values = dataclasses.asdict(self)
+        if self.task == MATH_TASK:
+            del values["task"]
+        if not self.domains:
+            del values["domains"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LabelSettings:
@@ -313,7 +360,7 @@ class LabelSettings:
         """
         names = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - names)
-        missing = sorted(names - set(values))
+        missing = sorted(names - set(values) - {"task", "domains"})
         if unknown or missing:
             raise ValueError(
                 f"label settings with unknown keys {unknown} and missing keys {missing}: "
@@ -335,7 +382,7 @@ class LabelSettings:
 
         An unknown fingerprint is no difference.
         """
-        mine, theirs = self.to_dict(), other.to_dict()
+        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         if None in (self.base_fingerprint, other.base_fingerprint):
             del mine["base_fingerprint"]
         return [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "TraceTable"]
+__all__ = ["BoolArray", "FloatArray", "IntArray", "TraceTable", "classifier_targets"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -47,6 +47,7 @@ class TraceTable:
         capped: (N,) cut at the token cap.
         families: family of each trace's problem.
         ungraded: (N,) forced answers without a verdict.
+        domains: of each trace, where the labels are a mix of several; else None.
         flops: (N, T) floating-point operations of a row that stops at each step, without what
             decides (`compute.Compute.charge`); None where they are not counted.
     """
@@ -65,6 +66,7 @@ class TraceTable:
     families: list[str]
     ungraded: IntArray
     flops: FloatArray | None = None
+    domains: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.num_steps)
@@ -117,6 +119,7 @@ class TraceTable:
             families=[self.families[row] for row in chosen],
             ungraded=self.ungraded[chosen],
             flops=None if self.flops is None else self.flops[chosen, :steps],
+            domains=None if self.domains is None else [self.domains[row] for row in chosen],
         )
 
     @classmethod
@@ -179,7 +182,34 @@ class TraceTable:
             capped=np.array([ended == "cap" for ended in columns.column("ended").to_pylist()]),
             families=columns.column("family").to_pylist(),
             ungraded=ungraded,
+            domains=dataset["domain"][:] if "domain" in dataset.column_names else None,
         )
+
+
+def classifier_targets(
+    method: str, correct: npt.NDArray[Any], matches_final: npt.NDArray[Any], mask: BoolArray
+) -> npt.NDArray[Any]:
+    """(N, T) what a classifier of `OSPrunerConfig.method` is trained to predict, 0 on padding.
+
+    "convergence": the answer stays the final one from here to the end (Liu and Wang's words).
+    "final-answer" and "thought-calibration": it is the final one here. "terminator": it was the
+    final one here or at an earlier step. All others: it is right.
+
+    Args:
+        method: see above.
+        correct: (N, T) A_i.
+        matches_final: (N, T) the forced answer equals the one forced at T.
+        mask: (N, T) true on real steps, which come first.
+    """
+    final = (matches_final > 0) & mask
+    if method == "convergence":
+        # Padding interrupts nothing.
+        final = np.logical_and.accumulate((final | ~mask)[:, ::-1], axis=1)[:, ::-1] & mask
+    elif method == "terminator":
+        final = np.logical_or.accumulate(final, axis=1) & mask
+    elif method not in ("final-answer", "thought-calibration"):
+        return correct
+    return final.astype(np.float64)
 
 
 def _numpy(column: Any, null: Any) -> npt.NDArray[Any]:

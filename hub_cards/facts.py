@@ -114,7 +114,7 @@ def provenance(
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"folder={str(folder)!r} does not exist: create it before recording")
-    commit, modified = _git_state()
+    commit, modified = git_state()
     record = Provenance(
         command=_command(sys.orig_argv),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -239,7 +239,7 @@ def _versions() -> dict[str, str]:
     return installed
 
 
-def _git_state() -> tuple[str | None, bool | None]:
+def git_state() -> tuple[str | None, bool | None]:
     """Commit and modification of the checkout that tracks this very file, else (None, None).
 
     A wheel installed in an environment inside somebody's repository is not tracked by it.

@@ -50,7 +50,23 @@ METHODS = {
     ),
     "convergence": (
         "It is the answer-convergence baseline: trained to predict whether the answer forced "
-        "after a paragraph is already the one given at the end."
+        "after a paragraph stays the same to the end."
+    ),
+    "final-answer": (
+        "It is a variant of the answer-convergence baseline: trained to predict whether the answer "
+        "forced after a paragraph is the one given at the end."
+    ),
+    "terminator": (
+        "It is the TERMINATOR baseline: trained to predict whether the final answer has arrived, "
+        "with a copy of the last layer."
+    ),
+    "lynx": (
+        "It is the LYNX baseline: a linear probe trained to predict whether the answer forced "
+        "after a paragraph is right."
+    ),
+    "thought-calibration": (
+        "It is the Thought Calibration baseline: a linear probe trained to predict whether the "
+        "answer forced after a paragraph is the one given at the end."
     ),
 }
 

@@ -3,21 +3,27 @@
 Beside it the prices of a token that one policy may know, what a base's configuration says of its
 positions, and the checks of settings that all files share: their errors name the field, what was
 given, and what is allowed.
+
+Between them, what may be a base and how its last layers are reached, also where it is quantised or
+offloaded: a base qualifies if its decoder keeps L layers in a `ModuleList` and needs token ids for
+its embeddings only.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import CONFIG_MAPPING
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 __all__ = ["OSPrunerConfig"]
 
@@ -25,21 +31,32 @@ __all__ = ["OSPrunerConfig"]
 VERSION = "0.1.0"
 """Of this code, also where it was downloaded with a policy; written into each configuration."""
 
-TUNINGS = ("layers", "attention", "lora", "head")
-METHODS = ("os-pruner", "probe", "convergence", "flashthink")
+TUNINGS = ("layers", "queries", "attention", "lora", "head")
+METHODS = (
+    "os-pruner",
+    "probe",
+    "convergence",
+    "final-answer",
+    "terminator",
+    "lynx",
+    "thought-calibration",
+    "flashthink",
+)
 MODES = ("sample", "threshold")
 HEADS = ("fixed", "price")
 
 CALIBRATION_FIELDS = {
     "max_loss": "of accuracy against the full trace, as a share, that the promise allows",
     "confidence": "how surely it is kept, on problems like those of the calibration",
-    "threshold": "the stop probability at which mode 'threshold' keeps it",
+    "mode": "'threshold' or 'sample', in which it is kept",
+    "threshold": "the stop probability at which mode 'threshold' keeps it, else None",
     "length_penalty": "the price of a token at which a policy of every price keeps it, else None",
     "loss": "mean loss over the calibration's problems",
     "tokens_saved": "share of their full traces' thinking tokens",
     "problems": "how many there were",
     "test": "'exact' or 'betting'",
     "data_hash": "of their labels",
+    "traffic": "how thinking tokens and the policy's first word were distributed there",
 }
 
 # What transformers itself writes into a configuration file, or passes beside the fields.
@@ -171,7 +188,9 @@ class OSPrunerConfig(PreTrainedConfig):
         num_policy_layers: n, the layers that the policy copies from the base's end; with 0 its
             head reads the base's last hidden state.
         tuning: what of the copies trains: whole "layers", their "attention", or the "head" alone;
-            with "lora" nothing is copied, and adapters beside the base's own layers train.
+            with "queries" all of copies that attend to the base's own keys and values, and have no
+            weights to make others; with "lora" nothing is copied, and adapters beside the base's
+            own layers train.
         lora_rank: of these adapters.
         head: "fixed" (the paper's, for one lambda), or "price": the price of a token is said when
             generating.
@@ -184,6 +203,11 @@ class OSPrunerConfig(PreTrainedConfig):
         default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
         default_threshold: the stop probability at which mode "threshold" stops.
         reasoning_format: the literals of `ReasoningFormat`.
+        task: how the problems were asked, answered and graded that it was trained on, as its
+            labels name it; None for mathematics.
+        domains: where it was trained on several tasks, by each domain's name: "task" (as `task`,
+            which is the first one's) and, with the head "price", "length_penalty", the price that
+            was chosen on the domain's validation traces. None for one.
         calibrations: what `ospruner calibrate` promised, one object a promise with the fields of
             `CALIBRATION_FIELDS`; None for none.
         ospruner_version: of the package that saved the configuration; None before 0.1.0.
@@ -207,6 +231,8 @@ class OSPrunerConfig(PreTrainedConfig):
     default_mode: str = "sample"
     default_threshold: float = 0.5
     reasoning_format: dict[str, str] | None = None
+    task: dict[str, Any] | None = None
+    domains: dict[str, dict[str, Any]] | None = None
     calibrations: list[dict[str, Any]] | None = None
     ospruner_version: str | None = None
     tie_word_embeddings: bool = False
@@ -239,6 +265,22 @@ class OSPrunerConfig(PreTrainedConfig):
             )
         self.check_fields()
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in transformers.
+
+        Raises:
+            OSError: there is no configuration, or it is no JSON, or nests too deeply to be one.
+        """
+        try:
+            return super().get_config_dict(*args, **kwargs)
+        except RecursionError as error:
+            where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            raise OSError(
+                f"{str(where)!r} is no policy: its JSON nests too deeply to be a configuration; "
+                "give the policy's folder or Hub id"
+            ) from error
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -286,7 +328,13 @@ class OSPrunerConfig(PreTrainedConfig):
                 f"base_model_name_or_path is {self.base_model_name_or_path!r}; it must be the "
                 "base's Hub id or folder"
             )
-        kinds = (("base_revision", str), ("ospruner_version", str), ("reasoning_format", dict))
+        kinds = (
+            ("base_revision", str),
+            ("ospruner_version", str),
+            ("reasoning_format", dict),
+            ("task", dict),
+            ("domains", dict),
+        )
         for name, kind in kinds:
             value = vars(self)[name]
             if not (value is None or isinstance(value, kind)):
@@ -294,6 +342,46 @@ class OSPrunerConfig(PreTrainedConfig):
                 raise TypeError(f"{owner}: {name} is {shown(value)}; {words}")
         self._check_prices(owner)
         check_calibrations(owner, self.calibrations)
+        self._check_domains(owner)
+
+    def _check_domains(self, owner: str) -> None:
+        for name, one in (self.domains or {}).items():
+            task = one.get("task") if isinstance(one, dict) else None
+            if not (isinstance(task, dict) and isinstance(task.get("name"), str)):
+                raise ValueError(
+                    f"{owner}: domains holds {shown(one)} for {name!r}; it must have the settings "
+                    "of a task, with its name, under 'task'"
+                )
+            if "length_penalty" in one:
+                if self.prices is None:
+                    raise ValueError(
+                        f"{owner}: domains holds a length_penalty for {name!r}, but the head "
+                        f"{self.head!r} knows one lambda alone"
+                    )
+                self.prices.check(f"{owner}: domains[{name!r}]", one["length_penalty"])
+
+    def domain_price(self, owner: str, domain: str) -> float:
+        """The price of a token that was chosen for a domain.
+
+        Args:
+            owner: who asks, for the message.
+            domain: its name in `domains`.
+
+        Raises:
+            ValueError: the policy has no such domain, or no price for it.
+        """
+        known = {
+            name: one["length_penalty"]
+            for name, one in (self.domains or {}).items()
+            if "length_penalty" in one
+        }
+        if domain not in known:
+            has = f"one of {sorted(known)}" if known else "left out: the policy has none"
+            raise ValueError(
+                f"{owner}: domain is {shown(domain)}; it must be {has} (a policy has a price for "
+                "each domain after `ospruner train --head price --labels A --labels B`)"
+            )
+        return float(known[domain])
 
     def _check_prices(self, owner: str) -> None:
         if (self.price_range is None) is (self.head == "price"):
@@ -339,7 +427,9 @@ def check_calibrations(owner: str, calibrations: object) -> None:
                 f"{owner}: calibrations holds {shown(one)}; each must have the fields "
                 f"{', '.join(CALIBRATION_FIELDS)}: make it again with `ospruner calibrate`"
             )
-        for name in ("max_loss", "confidence", "threshold", "tokens_saved"):
+        check_choice(f"{owner}: calibrations", "mode", one["mode"], MODES)
+        names = ["max_loss", "confidence", "tokens_saved"]
+        for name in [*names, "threshold"] if one["mode"] == "threshold" else names:
             check_number(f"{owner}: calibrations", name, one[name], 0, 1)
         check_number(f"{owner}: calibrations", "loss", abs(one["loss"]), 0, 1)
         if (price := one["length_penalty"]) is not None:
@@ -446,6 +536,186 @@ def max_positions(config: PreTrainedConfig) -> int | None:
         if kind.get("factor") and kind.get("rope_type") not in _NAMED_LENGTH
     ]
     return max([trained, *map(int, lengths)])
+
+
+_INSTEAD = (
+    "A base is a decoder-only language model of transformers whose layers can be run on their own, "
+    "such as Qwen2, Llama, Qwen3, GPT-OSS, Phi-3, Gemma 3, OLMo, GLM-4, Mistral"
+)
+
+
+def module_layers(decoder: nn.Module) -> nn.ModuleList:
+    """The layers of a decoder that `check_decoder` has let pass."""
+    layers = decoder.layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal LM."""
+    return module_layers(base.get_decoder())
+
+
+def hidden_entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden states (B, S, H) among a decoder layer's arguments."""
+    hidden: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return hidden
+
+
+def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
+    """The dtype in which the base's last layer computes."""
+    if is_quantised(base):
+        return base.dtype
+    for parameter in decoder_layers(base)[-1].parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.get_default_dtype()
+
+
+def execution_device(base: PreTrainedModel, module: nn.Module) -> torch.device:
+    """Where a module of the base computes.
+
+    accelerate computes what is offloaded to the CPU or to disk on the first device of its map.
+    """
+    placed: dict[str, Any] = vars(base).get("hf_device_map", {})
+    if not placed:
+        return next(module.parameters()).device
+    name = next(name for name, one in base.named_modules() if one is module)
+    keys = [key for key in placed if not key or name == key or name.startswith(f"{key}.")]
+    device = placed[max(keys, key=len)]
+    if device in ("cpu", "disk"):
+        device = next((one for one in placed.values() if one not in ("cpu", "disk")), "cpu")
+    return torch.device(device)
+
+
+def input_device(base: PreTrainedModel) -> torch.device:
+    """Where the base takes its token ids and masks, and gives its logits."""
+    return execution_device(base, base.get_input_embeddings())
+
+
+def tail_device(base: PreTrainedModel) -> torch.device:
+    """Where the base computes its last layer, and the policy all of its own."""
+    return execution_device(base, decoder_layers(base)[-1])
+
+
+def check_decoder(base: PreTrainedModel) -> None:
+    """Refuses a base whose last layers cannot be run on their own, by what is seen of it.
+
+    Raises:
+        ValueError: naming the base's class, what it lacks, and what to use.
+    """
+    name, config = type(base).__name__, base.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} cannot be a base: it is an encoder-decoder. {_INSTEAD}")
+    decoder = base.get_decoder()
+    layers = dict(decoder.named_children()).get("layers")
+    if not isinstance(decoder, PreTrainedModel) or not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{name} cannot be a base: its decoder ({type(decoder).__name__}) keeps its layers in "
+            f"no ModuleList named `layers`. {_INSTEAD}"
+        )
+    total = decoder.config.num_hidden_layers
+    if len(layers) != total:
+        raise ValueError(
+            f"{name} cannot be a base: it has {len(layers)} layers where its configuration says "
+            f"num_hidden_layers={total}. {_INSTEAD}"
+        )
+    own = decoder.get_input_embeddings()
+    tables = [
+        child_name
+        for child_name, child in decoder.named_modules()
+        if isinstance(child, nn.Embedding) and child is not own
+    ]
+    if tables:
+        raise ValueError(
+            f"{name} cannot be a base: beside the token embeddings its decoder looks up "
+            f"{', '.join(tables)}, which the hidden states of its last layers do not carry. "
+            f"{_INSTEAD}"
+        )
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{name} cannot be a base: it wraps a language model, beside parts for other "
+            f"inputs than text. Load that model alone, from a checkpoint of its own. {_INSTEAD}"
+        )
+    kind, length = position_switch(config) or ("", 0)
+    if kind == "longrope" and length < config.max_position_embeddings:
+        raise ValueError(
+            f"{name} cannot be a base: with rope_type {kind!r} the frequencies of all positions "
+            f"change when a text passes {length} tokens (original_max_position_embeddings), and it "
+            "writes on from other hidden states than one pass over the whole text gives, from "
+            f"which a policy learns. {_INSTEAD}"
+        )
+
+
+def is_quantised(base: PreTrainedModel) -> bool:
+    """Whether the base's layers hold packed weights."""
+    return vars(base).get("hf_quantizer") is not None
+
+
+def last_layers_of_checkpoint(
+    base: PreTrainedModel, num_layers: int, revision: str | None
+) -> dict[str, torch.Tensor]:
+    """The tensors of the decoder's last layers and final norm, unquantised, from where base came.
+
+    The checkpoint is opened once more with everything else left on disk.
+
+    Args:
+        base: a base that holds packed parameters, or none.
+        num_layers: n.
+        revision: the commit of the checkpoint; None for a folder.
+
+    Raises:
+        ValueError: the checkpoint itself is quantised in a way that cannot be undone.
+    """
+    where = str(base.name_or_path)
+    config = AutoConfig.from_pretrained(where, revision=revision)
+    arguments: dict[str, Any] = {}
+    stored = vars(config).get("quantization_config")
+    if stored is not None:
+        arguments["quantization_config"] = _undoing(stored, type(base).__name__)
+    with tempfile.TemporaryDirectory() as folder:
+        opened = type(base).from_pretrained(
+            where,
+            revision=revision or "main",
+            dtype=decoder_dtype(base),
+            device_map=_only_last_layers(base, num_layers),
+            offload_folder=folder,
+            use_safetensors=True,
+            **arguments,
+        )
+        tensors: dict[str, torch.Tensor] = {
+            name: tensor
+            for name, tensor in opened.get_decoder().state_dict().items()
+            if not tensor.is_meta
+        }
+    return tensors
+
+
+def _only_last_layers(base: PreTrainedModel, num_layers: int) -> dict[str, str]:
+    """A device map with the last layers and the final norm in memory, and all else on disk."""
+    decoder, layers = base.get_decoder(), decoder_layers(base)
+    last, beside = set(layers[-num_layers:]), set(decoder.children()) - {layers}
+    device_map: dict[str, str] = {}
+    for name, module in base.named_modules():
+        covered = any(name.startswith(f"{key}.") for key in device_map)
+        if covered or module is layers or decoder in module.modules():
+            continue
+        small = module in beside and not isinstance(module, nn.Embedding)
+        device_map[name] = "cpu" if small or module in last else "disk"
+    return device_map
+
+
+def _undoing(stored: Any, name: str) -> Any:
+    """The quantisation config that dequantises a checkpoint while it is read."""
+    method = stored["quant_method"] if isinstance(stored, dict) else stored.quant_method
+    ways = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+    if method not in ways:
+        raise ValueError(
+            f"the checkpoint of {name} is quantised ({method}) and its layers cannot be read "
+            f"unquantised (only {', '.join(ways)} can): make the policy on the unquantised model; "
+            "it may then be used on this one"
+        )
+    return ways[method](dequantize=True)
 
 
 def shown(value: object) -> str:

@@ -2,8 +2,9 @@
 
 `ReasoningFormat` holds a family's literals; `TokenFormat` is a format compiled for one tokenizer.
 Step ends are a property of token ids, decided by `BoundaryState` alone: in labels, in training,
-in generate and in every engine. Text is never tokenised again. `model_turn` finds where in a
-prompt the model's own turn begins: earlier turns and quoted markers do not count.
+in generate and in every engine. Text is never tokenised again. A literal that is one added token is
+that id; any other one is a `Marker`, found in whatever tokens the model writes it. `model_turn`
+finds where in a prompt the model's own turn begins: earlier turns and quoted markers do not count.
 """
 
 from __future__ import annotations
@@ -15,9 +16,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+
+from .states_ospruner import (
+    OF_DISPLAYED,
+    VISIBLE,
+    VISIBLE_AFTER,
+    BoundaryState,
+    BoxState,
+    Channels,
+    EndTextState,
+    Literals,
+    Marker,
+    kind_of,
+)
 
 __all__ = [
     "DEEPSEEK_R1",
@@ -26,253 +40,11 @@ __all__ = [
     "PRESETS",
     "QWEN3",
     "AnswerMode",
-    "BoundaryState",
-    "BoxState",
     "ReasoningFormat",
     "ThinkingSpan",
     "TokenFormat",
     "guess",
 ]
-
-
-# What a token's text means for step ends, as bits.
-BREAK = 1  # it contains a blank line
-NEWLINE = 2  # it is "\n" alone
-ENDS_NEWLINE = 4  # it ends with "\n"
-VISIBLE = 8  # visible text (before its last blank line, where it has one)
-VISIBLE_AFTER = 16  # visible text after its last blank line
-COLON = 32  # its visible text (before its last blank line) ends with a colon
-
-# What a displayed formula or a block of code opens or closes with; tokens may cut it.
-_DISPLAYED = re.compile(r"\\\[|\\\]|\$\$|```")
-_OF_DISPLAYED = re.compile(r"[\\\[\]$`]")
-_MOST_BRIDGED = 8  # blank lines, so that a formula that never closes does not hide all steps
-
-
-def kind_of(text: str) -> int:
-    """The bits of one token's text, for `BoundaryState`."""
-    before, blank_line, after = text.rpartition("\n\n")
-    if not blank_line:
-        before, after = after, ""
-    return (
-        (BREAK if blank_line else 0)
-        | (NEWLINE if text == "\n" else 0)
-        | (ENDS_NEWLINE if text.endswith("\n") else 0)
-        | (VISIBLE if before.strip() else 0)
-        | (VISIBLE_AFTER if after.strip() else 0)
-        | (COLON if before.rstrip().endswith(":") else 0)
-    )
-
-
-@dataclass(frozen=True)
-class Channels:
-    """How a turn of several messages says which of them think (Harmony's channels).
-
-    Each message is a role, a header from `thinking[0]` to `thinking[-1]`, a body, the end marker.
-
-    Attributes:
-        thinking: the header of a thinking message: `<|channel|>analysis<|message|>`.
-        answer: the header of the answer: `<|channel|>final<|message|>`.
-        role_tokens: the tokens between an end marker and the next header: `<|start|>assistant`.
-    """
-
-    thinking: tuple[int, ...]
-    answer: tuple[int, ...]
-    role_tokens: int
-
-
-class BoundaryState:
-    r"""Finds step ends, and the end of the thinking, in a stream of tokens after a prompt.
-
-    A token is a boundary if its text contains "\n\n", or is "\n" after a token that ends with
-    "\n", with visible text since the last boundary (its own text up to the break included). The
-    state starts where the thinking starts; added tokens such as `<think>` are no visible text.
-
-    The thinking ends with the end marker, or where a call of a tool opens. With channels, the end
-    marker of a thinking message does it, or the header of the answer; other messages (a commentary,
-    a call) have no steps and end nothing, and headers are no visible text. Text under no header is
-    thinking.
-
-    In prose, a blank line ends no step after a colon, or within a displayed formula or a block of
-    code (`\\[`, `$$`, three backticks), of up to 8 blank lines.
-
-    Attributes:
-        kinds: one byte a token id, the bits of `kind_of`.
-        end_id: the end marker; None where there is none, or to look for steps alone.
-        channels: None where all that comes before the end marker is thinking.
-        call_ids: ids that open a call of a tool.
-        displays: in prose, the texts of the tokens that open or close formulas and code, or may be
-            a part of what does; None elsewhere.
-        ended: whether the thinking has ended; from there on nothing is a boundary.
-        closing_written: how many ids of the closing stand there once the thinking has ended: 1
-            after the end marker, all of them after the header of the answer.
-        calls: whether it has ended with the opening of a call.
-        thinking_tokens: the tokens taken before what ended it.
-    """
-
-    __slots__ = (
-        "_after_newline",
-        "_bridged",
-        "_colon",
-        "_headed",
-        "_header",
-        "_inside",
-        "_open",
-        "_rest",
-        "_role_tokens",
-        "_visible",
-        "call_ids",
-        "calls",
-        "channels",
-        "closing_written",
-        "displays",
-        "end_id",
-        "ended",
-        "kinds",
-        "thinking_tokens",
-    )
-
-    def __init__(
-        self,
-        kinds: bytes,
-        end_id: int | None = None,
-        channels: Channels | None = None,
-        call_ids: frozenset[int] = frozenset(),
-        displays: Mapping[int, str] | None = None,
-    ) -> None:
-        self.kinds = kinds
-        self.displays = displays
-        self.end_id = end_id
-        self.channels = channels
-        self.call_ids = call_ids
-        self.calls = False
-        self.ended = False
-        self.closing_written = 0
-        self.thinking_tokens = 0
-        self._visible = False
-        self._after_newline = False
-        self._open = False
-        self._colon = False
-        self._bridged = 0
-        self._rest = ""
-        self._inside = True
-        self._header: list[int] = []
-        self._headed = False
-        self._role_tokens = 0 if channels is None else channels.role_tokens
-
-    def push(self, token_id: int) -> bool:
-        """Takes the next token; whether it ends a step."""
-        if self.ended:
-            return False
-        self.thinking_tokens += 1
-        if self.channels is not None and not self._in_thinking_message(token_id, self.channels):
-            return False
-        if token_id == self.end_id or token_id in self.call_ids:
-            self.calls = token_id != self.end_id
-            self._end(1 - self.calls, 1)
-            return False
-        kind = self.kinds[token_id] if token_id < len(self.kinds) else 0
-        broken = bool(kind & BREAK) or bool(kind & NEWLINE and self._after_newline)
-        self._after_newline = bool(kind & ENDS_NEWLINE)
-        visible = self._visible or bool(kind & VISIBLE)
-        boundary = broken and visible
-        if self.displays is not None:
-            boundary = self._ends_prose(kind, self.displays.get(token_id), boundary)
-        self._visible = bool(kind & VISIBLE_AFTER) or (visible and not boundary)
-        return boundary
-
-    def _ends_prose(self, kind: int, text: str | None, boundary: bool) -> bool:
-        """The same in prose, where a formula, code, or what follows a colon goes on."""
-        before, blank_line, after = (text or "").rpartition("\n\n")
-        if not blank_line:
-            before, after = after, ""
-        if text is None:
-            self._rest = ""
-        self._follow(before)
-        if kind & VISIBLE:
-            self._colon = bool(kind & COLON)
-        if boundary and self._open and self._bridged < _MOST_BRIDGED:
-            self._bridged += 1
-            boundary = False
-        elif self._colon:
-            boundary = False
-        self._follow(after)
-        if kind & VISIBLE_AFTER:
-            self._colon = False
-        return boundary
-
-    def _follow(self, text: str) -> None:
-        """Looks for what opens or closes a formula or code, also across tokens."""
-        end = 0
-        text = self._rest + text
-        for found in _DISPLAYED.finditer(text):
-            self._open = found[0] == r"\[" or (found[0] != r"\]" and not self._open)
-            self._bridged, end = 0, found.end()
-        self._rest = text[end:][-2:]
-
-    def _end(self, closing_written: int, tokens: int) -> None:
-        self.ended = True
-        self.closing_written = closing_written
-        self.thinking_tokens -= tokens
-
-    def _in_thinking_message(self, token_id: int, channels: Channels) -> bool:
-        """Follows the headers; whether the token belongs to the body of a thinking message."""
-        if token_id == channels.thinking[0]:
-            # A role longer than usual addresses someone: a tool is called, nothing is thought.
-            addressed = not self._headed and self._role_tokens != channels.role_tokens
-            self._header = [] if addressed else [token_id]
-            self._headed, self._inside = True, False
-        elif self._header:
-            self._header.append(token_id)
-            if token_id == channels.thinking[-1]:
-                header, self._header = tuple(self._header), []
-                if header == channels.thinking:
-                    self._inside, self._visible, self._after_newline = True, False, False
-                elif header[: len(channels.answer) - 1] == channels.answer[:-1]:
-                    self._end(1 + channels.role_tokens + len(channels.answer), len(header))
-        elif self._headed and self._inside:
-            return True
-        elif token_id == self.end_id and not self._inside:
-            self._headed, self._role_tokens = False, 0
-        else:
-            self._role_tokens += 1
-            return self._inside
-        return False
-
-
-class BoxState:
-    r"""Finds the end of a forced answer: the brace that closes the box opened by the prefix.
-
-    Escaped braces (`\{`) do not count, as in LaTeX.
-    """
-
-    __slots__ = ("_brace_texts", "_depth", "_escaped")
-
-    final_text: ClassVar[str] = "}"  # stands in every token that closes a box
-
-    def __init__(self, brace_texts: Mapping[int, str]) -> None:
-        self._brace_texts = brace_texts
-        self._depth = 1
-        self._escaped = False
-
-    def push(self, token_id: int) -> bool:
-        """Takes the next answer token; whether the box is closed."""
-        text = self._brace_texts.get(token_id)
-        if text is None:
-            self._escaped = False
-            return self._depth <= 0
-        for character in text:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == "{":
-                self._depth += 1
-            elif character == "}":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return True
-        return False
 
 
 try:
@@ -312,6 +84,8 @@ class ModelTurn:
         answer_ids: with several messages in a turn, what opens the message that ends it; else
             empty.
         eos_ids: ids that end a text.
+        start: what opens the thinking, and
+        closed: what says that it has ended, if they are several tokens; else None.
     """
 
     header_ids: tuple[int, ...]
@@ -320,6 +94,8 @@ class ModelTurn:
     closed_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
+    start: Marker | None = None
+    closed: Marker | None = None
 
     def thinking_begins(self, ids: Sequence[int], is_blank: Callable[[int], bool]) -> int:
         """The index in a prompt, or in a prompt with what follows it, where its thinking begins.
@@ -339,17 +115,28 @@ class ModelTurn:
         header, opening = self.header_ids, self.opening_ids
         at = self._last_turn(ids, floor)
         if at is not None:
-            return at + len(header) + _common(ids[at + len(header) :], opening)
+            return at + len(header) + self._opened(ids[at + len(header) :])
         if header and header[0] in ids[floor:]:
             return len(ids)  # someone else's message is the last one
-        at = _rfind(ids, self.think_start_ids, floor)
-        if at is not None:
+        found = _last(ids, self.think_start_ids, self.start, floor)
+        if found is not None:
+            at, after = found
             if self.answer_ids:
                 return at
-            own = opening[_find(opening, self.think_start_ids) or 0 :]
-            return at + max(_common(ids[at:], own), len(self.think_start_ids))
-        at = _rfind(ids, self.closed_ids, floor)
-        return len(ids) if at is None else at
+            own = opening[(_first(opening, self.think_start_ids, self.start) or (0, 0))[0] :]
+            return max(at + _common(ids[at:], own), after)
+        found = _last(ids, self.closed_ids, self.closed, floor)
+        return len(ids) if found is None else found[0]
+
+    def _opened(self, body: list[int]) -> int:
+        """How much of what follows a turn's header opens its thinking."""
+        common = _common(body, self.opening_ids)
+        if self.start is not None and common < len(self.opening_ids):
+            # The marker's last token may hold what follows it, too.
+            opens = _first(self.opening_ids, (), self.start)
+            found = opens and _first(body[: opens[1]], (), self.start)
+            return max(common, found[1] if found else 0)
+        return common
 
     def _last_text(self, ids: list[int], is_blank: Callable[[int], bool]) -> int:
         """The index after the last end of a text that something follows."""
@@ -389,6 +176,8 @@ def model_turn(
     think_end_ids: tuple[int, ...],
     answer_ids: tuple[int, ...],
     is_blank: Callable[[int], bool],
+    start: Marker | None = None,
+    end: Marker | None = None,
 ) -> ModelTurn:
     """Reads from the chat template how the model's turn is opened.
 
@@ -398,12 +187,14 @@ def model_turn(
         think_end_ids: the end marker; empty where there is none.
         answer_ids: with several messages in a turn, what opens the message that ends it.
         is_blank: whether an id is neither a marker nor visible text.
+        start: what opens the thinking, if it is several tokens.
+        end: the end marker, if it is several tokens.
     """
     prompt = tokenizer.encode(_generation_prompt(tokenizer), add_special_tokens=False)
-    closed = _find(prompt, think_end_ids)
-    prompt = prompt[:closed]
-    start = _find(prompt, think_start_ids)
-    header = prompt if start is None else prompt[:start]
+    if closes := _first(prompt, think_end_ids, end):
+        prompt = prompt[: closes[0]]
+    opens = _first(prompt, think_start_ids, start)
+    header = prompt if opens is None else prompt[: opens[0]]
     while header and is_blank(header[-1]):
         header = header[:-1]
     eos = tokenizer.eos_token_id
@@ -414,6 +205,8 @@ def model_turn(
         closed_ids=answer_ids or think_end_ids,
         answer_ids=answer_ids,
         eos_ids=() if eos is None or eos in think_end_ids else (eos,),
+        start=start,
+        closed=None if answer_ids else end,
     )
 
 
@@ -442,11 +235,30 @@ def _common(ids: Sequence[int], other: Sequence[int]) -> int:
     return count
 
 
-def _find(ids: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Where `wanted` first stands in `ids`; None where it is empty or absent."""
-    last = len(ids) - len(wanted)
-    places = (i for i in range(last + 1) if tuple(ids[i : i + len(wanted)]) == tuple(wanted))
-    return next(places, None) if wanted else None
+Place = tuple[int, int]  # of a marker: its first token, and the one after its last
+
+
+def _first(ids: Sequence[int], wanted: Sequence[int], marker: Marker | None) -> Place | None:
+    """Where a marker first stands, by its ids or its literal; None where it has none or is not."""
+    return next(iter(_places(ids, wanted, marker)), None)
+
+
+def _last(
+    ids: Sequence[int], wanted: Sequence[int], marker: Marker | None, floor: int
+) -> Place | None:
+    """The same for its last place from `floor` on."""
+    if marker is None:
+        at = _rfind(ids, wanted, floor)
+        return None if at is None else (at, at + len(wanted))
+    return next(((a + floor, b + floor) for a, b in reversed(marker.places(ids[floor:]))), None)
+
+
+def _places(ids: Sequence[int], wanted: Sequence[int], marker: Marker | None) -> Iterable[Place]:
+    if marker is not None:
+        return marker.places(ids)
+    size = len(wanted)
+    starts = range(len(ids) - size + 1 if size else 0)
+    return ((i, i + size) for i in starts if tuple(ids[i : i + size]) == tuple(wanted))
 
 
 def _rfind(ids: Sequence[int], wanted: Sequence[int], floor: int) -> int | None:
@@ -459,7 +271,7 @@ def _rfind(ids: Sequence[int], wanted: Sequence[int], floor: int) -> int | None:
 
 
 AnswerMode = Literal["forced", "free"]
-_OPTIONAL = ("steps", "wind_down")  # stored where they say something
+_OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase")  # stored where they say something
 
 # What opens calls of tools in a thinking that has not ended: Qwen3, DeepSeek.
 _CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")
@@ -474,16 +286,22 @@ class ReasoningFormat:
     Attributes:
         name: what the format is called.
         user_instruction: appended to the user's problem; it asks for a boxed answer.
-        think_end: the marker with which the model ends its thinking; one token. Empty where a model
-            thinks in its reply, which the end of the turn ends.
+        think_end: the marker with which the model ends its thinking. Empty where a model thinks in
+            its reply, which the end of the turn ends.
         closing: what leads from the thinking to the answer; begins with `think_end`.
-        box_prefix: put before a forced answer. It opens one brace, which the answer closes.
+        box_prefix: put before a forced answer. It opens one brace, which the answer closes, unless
+            `answer_end` says what else ends it.
         think_start: what opens the thinking, written by the prompt or by the model; empty where
             nothing does. An answer must not write it again.
         steps: what ends a step: "" for each blank line, "prose" for those outside of formulas and
             code that follow no colon (`BoundaryState`).
         wind_down: a sentence put before the closing where the model did not end its thinking
             itself, such as "I have what I need, so:"; empty for none.
+        answer_end: the text that ends a forced answer, such as a closing fence of code; empty for
+            the brace that closes the box.
+        answer_phrase: of a model that thinks in its reply, the words with which it begins its final
+            answer, such as "The final answer is": they end the thinking. They stand in the
+            closing, too. Empty where the end of the turn alone ends it.
     """
 
     name: str
@@ -494,6 +312,8 @@ class ReasoningFormat:
     think_start: str = ""
     steps: str = ""
     wind_down: str = ""
+    answer_end: str = ""
+    answer_phrase: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -510,6 +330,22 @@ class ReasoningFormat:
         if self.steps not in ("", "prose"):
             raise ValueError(
                 f"reasoning format {self.name!r}: steps is {self.steps!r}; it must be '' or 'prose'"
+            )
+        if self.answer_end and not self.box_prefix:
+            raise ValueError(
+                f"reasoning format {self.name!r}: answer_end is {self.answer_end!r}, but box_prefix"
+                " is empty: what an end closes, a prefix must open"
+            )
+        if self.answer_phrase and self.think_end:
+            raise ValueError(
+                f"reasoning format {self.name!r}: answer_phrase is {self.answer_phrase!r}, but "
+                f"think_end {self.think_end!r} ends the thinking: leave one of them empty"
+            )
+        if self.answer_phrase not in self.closing:
+            raise ValueError(
+                f"reasoning format {self.name!r}: answer_phrase is {self.answer_phrase!r}, which "
+                f"must stand in closing {self.closing!r}: a stop lets the answer begin as the model"
+                " itself would"
             )
         if not self.closing.startswith(self.think_end):
             raise ValueError(
@@ -608,7 +444,8 @@ def guess(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat:
     raise ValueError(
         "the tokenizer has no thinking end marker: neither '</think>' nor '<|channel|>' with "
         "'<|end|>' is a token of it. If the model reasons in its reply, say so: `--format plain` "
-        "(ReasoningFormat.named('plain')); else pass a ReasoningFormat whose think_end is one token"
+        "(ReasoningFormat.named('plain')); else pass a ReasoningFormat, whose think_end may be any "
+        "text"
     )
 
 
@@ -618,18 +455,25 @@ class TokenFormat:
 
     Attributes:
         format: the literals.
-        think_end_id: the id of the end marker; -1, which no token has, where there is none.
+        think_end_id: the id of the end marker; -1, which no token has, where there is none, or
+            where it is several tokens.
         closing_ids: the closing; its first id is `think_end_id`, if there is one.
         box_prefix_ids: the prefix of a forced answer.
         eos_ids: ids that end a text, as far as the tokenizer knows.
         added_ids: ids of markers and special tokens, which are never visible text.
         kinds: one byte a token id: the bits that `BoundaryState` reads.
         brace_texts: the texts of the tokens that contain a brace or a backslash.
+        answer_texts: those of the tokens with a character of `answer_end`; empty without one.
         think_start_ids: what opens the thinking.
         wind_down_ids: put before the closing.
         call_ids: ids that open a call of a tool, which ends a thinking that has no end marker.
         displays: in prose, the texts of tokens that open or close formulas and code; else None.
         turn: how the chat template opens the model's turn; None where that is not known.
+        end_marker: an end marker of several tokens, or `answer_phrase`; None for none.
+        start_marker: what opens the thinking, if it is several tokens, none of them added; else
+            None.
+        closing_rests: the ids left of the closing where an end marker of several tokens stands, by
+            the symbols of the closing that stand after it already.
     """
 
     format: ReasoningFormat
@@ -645,6 +489,12 @@ class TokenFormat:
     call_ids: frozenset[int] = frozenset()
     displays: Mapping[int, str] | None = dataclasses.field(default=None, repr=False)
     turn: ModelTurn | None = dataclasses.field(default=None, repr=False)
+    answer_texts: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False)
+    end_marker: Marker | None = None
+    start_marker: Marker | None = None
+    closing_rests: Mapping[str, tuple[int, ...]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
 
     @classmethod
     def compile(
@@ -653,17 +503,28 @@ class TokenFormat:
         """Compiles a format for a tokenizer.
 
         Raises:
-            ValueError: the end marker is not one token of the tokenizer, or `wind_down` holds a
-                marker.
+            ValueError: the tokenizer's tokens do not join to a marker, or a turn has several
+                messages and it has no token that ends one, or `wind_down` holds a marker.
         """
-        end_ids = tokenizer.encode(reasoning_format.think_end, add_special_tokens=False)
-        marked = bool(reasoning_format.think_end)
-        if marked and (len(end_ids) != 1 or end_ids[0] == tokenizer.unk_token_id):
+        literals = Literals(tokenizer)
+        end_ids = literals.added_id(reasoning_format.think_end)
+        end = None
+        if not end_ids:
+            end = literals.marker("thinking end marker", reasoning_format.think_end)
+        end = end or literals.marker("answer_phrase", reasoning_format.answer_phrase)
+        opens = re.match(r"<[^<>]+>", reasoning_format.think_start)
+        rest = reasoning_format.closing.removeprefix(reasoning_format.think_end)
+        if end is not None and opens is not None and opens[0] in rest:
             raise ValueError(
-                f"the tokenizer has no thinking end marker {reasoning_format.think_end!r} "
-                f"(format {reasoning_format.name!r}): it encodes as {end_ids}, but must be one "
-                "token. Use a reasoning model's tokenizer, or a ReasoningFormat that fits it"
+                f"the tokenizer has no thinking end marker {end.literal!r} "
+                f"(format {reasoning_format.name!r}): it encodes as {literals.ids(end.literal)}, "
+                "but in a turn of several messages it must be one token. Use a reasoning model's "
+                "tokenizer, or a ReasoningFormat that fits it"
             )
+        start_ids = tokenizer.encode(reasoning_format.think_start, add_special_tokens=False)
+        start = None
+        if literals.added.isdisjoint(start_ids):
+            start = literals.marker("thinking start marker", reasoning_format.think_start)
         closing = tokenizer.encode(reasoning_format.closing, add_special_tokens=False)
         forced = tokenizer.encode(
             reasoning_format.closing + reasoning_format.box_prefix, add_special_tokens=False
@@ -674,23 +535,29 @@ class TokenFormat:
                 *tokenizer.encode(reasoning_format.box_prefix, add_special_tokens=False),
             ]
         texts = _token_texts(tokenizer)
-        added = frozenset(tokenizer.added_tokens_decoder)
+        added = literals.added
         compiled = cls(
             format=reasoning_format,
-            think_end_id=end_ids[0] if marked else -1,
+            think_end_id=end_ids[0] if end_ids else -1,
             closing_ids=tuple(closing),
             box_prefix_ids=tuple(forced[len(closing) :]),
             eos_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
             added_ids=added,
             kinds=bytes(0 if i in added else kind_of(text) for i, text in enumerate(texts)),
             brace_texts={i: text for i, text in enumerate(texts) if re.search(r"[{}\\]", text)},
-            think_start_ids=tuple(
-                tokenizer.encode(reasoning_format.think_start, add_special_tokens=False)
-            ),
-            displays={i: text for i, text in enumerate(texts) if _OF_DISPLAYED.search(text)}
+            think_start_ids=tuple(start_ids),
+            end_marker=end,
+            start_marker=start,
+            closing_rests={} if end is None else literals.rests(reasoning_format.closing, end),
+            displays={i: text for i, text in enumerate(texts) if OF_DISPLAYED.search(text)}
             if reasoning_format.steps == "prose"
             else None,
             call_ids=frozenset(i for i in added if texts[i] in _CALL_OPENINGS),
+            answer_texts={
+                i: text
+                for i, text in enumerate(texts)
+                if not set(reasoning_format.answer_end).isdisjoint(text)
+            },
         )
         compiled = compiled.winding_down(reasoning_format.wind_down, tokenizer)
         channels = compiled.channels
@@ -700,6 +567,8 @@ class TokenFormat:
             compiled.think_end_ids,
             () if channels is None else channels.answer,
             compiled.is_blank,
+            start,
+            end,
         )
         return dataclasses.replace(compiled, turn=turn)
 
@@ -720,8 +589,13 @@ class TokenFormat:
 
     @property
     def think_end_ids(self) -> tuple[int, ...]:
-        """The end marker's ids: one, or none."""
+        """The end marker's id; none where it is several tokens, or where there is none."""
         return () if self.think_end_id < 0 else (self.think_end_id,)
+
+    @property
+    def in_reply(self) -> bool:
+        """Whether a model thinks in its reply, so that its own answer stands there, too."""
+        return not self.format.think_end
 
     @cached_property
     def channels(self) -> Channels | None:
@@ -744,10 +618,11 @@ class TokenFormat:
         closing opens the answer with the same marker as the thinking (Harmony's `<|channel|>`),
         the closing's markers too. The end marker is none of them: it opens nothing. They are
         meant to be masked once the whole closing stands there, not before: after a natural end in
-        Harmony the model itself writes `<|start|>assistant<|channel|>final<|message|>`.
+        Harmony the model itself writes `<|start|>assistant<|channel|>final<|message|>`. Of a
+        `think_start` without any marker there are none: see `start_marker`.
         """
         start = self.think_start_ids
-        found = set(start) if len(start) == 1 else self.added_ids.intersection(start)
+        found = self.added_ids.intersection(start)
         if found.intersection(self.closing_ids):
             found = found | self.added_ids.intersection(self.closing_ids)
         return tuple(sorted(found.difference(self.think_end_ids)))
@@ -763,15 +638,37 @@ class TokenFormat:
     def boundary_state(self, taken: Iterable[int] = ()) -> BoundaryState:
         """A state at the start of a thinking part, or after its tokens `taken`."""
         state = BoundaryState(
-            self.kinds, self.think_end_id, self.channels, self.call_ids, self.displays
+            self.kinds,
+            self.think_end_id,
+            self.channels,
+            self.call_ids,
+            self.displays,
+            self.end_marker,
+            self.start_marker,
         )
         for token_id in taken:
             state.push(token_id)
         return state
 
-    def box_state(self) -> BoxState:
-        """A state right after the box prefix."""
+    def end_state(self) -> BoundaryState:
+        """A state that looks for the end marker and steps alone: a call of a tool ends nothing."""
+        return BoundaryState(
+            self.kinds,
+            self.think_end_id,
+            displays=self.displays,
+            end=self.end_marker,
+            start=self.start_marker,
+        )
+
+    def box_state(self) -> BoxState | EndTextState:
+        """A state right after the box prefix, which finds the end of a forced answer."""
+        if end := self.format.answer_end:
+            return EndTextState(end, self.format.box_prefix, self.answer_texts)
         return BoxState(self.brace_texts)
+
+    def answer_content(self, text: str) -> str:
+        """The text of a completed forced answer without what ended it."""
+        return text[: text.rfind(self.format.answer_end or "}")]
 
     def boundaries(self, trace_ids: Iterable[int]) -> list[bool]:
         """For each thinking token, whether it ends a step."""
@@ -792,19 +689,48 @@ class TokenFormat:
             ends.append(len(trace_ids))
         return ends
 
-    def forced_suffix(self, answer: AnswerMode = "forced", closing_written: int = 0) -> list[int]:
+    def closing_left(self, state: BoundaryState) -> tuple[int, ...]:
+        """The ids that the closing lacks where the model has ended its thinking itself."""
+        if state.overhang is None:
+            return self.closing_ids[state.closing_written :]
+        whole = max(self.closing_rests, key=len)
+        if whole and state.overhang.startswith(whole):
+            return ()
+        return self.closing_rests.get(state.overhang, self.closing_rests[""])
+
+    def forced_suffix(
+        self, answer: AnswerMode = "forced", ended: BoundaryState | None = None
+    ) -> list[int]:
         """The ids forced after a stop: sentence, closing, and for a forced answer the box prefix.
 
         Args:
             answer: the answer mode.
-            closing_written: how much of the closing stands there already, as
-                `BoundaryState.closing_written` says after a natural end.
+            ended: after a natural end, the state that has found it: what of the closing the model
+                has written is not forced.
         """
         if answer not in ("forced", "free"):
             raise ValueError(f"answer is {answer!r}; it must be 'forced' or 'free'")
         prefix = self.box_prefix_ids if answer == "forced" else ()
-        sentence = () if closing_written else self.wind_down_ids
-        return [*sentence, *self.closing_ids[closing_written:], *prefix]
+        if ended is not None:
+            return [*self.closing_left(ended), *prefix]
+        return [*self.wind_down_ids, *self.closing_ids, *prefix]
+
+    def follow(self, prompt_ids: Sequence[int], ids: Iterable[int]) -> BoundaryState:
+        """The state at the end of the thinking that goes on after a prompt, or of the ids.
+
+        Its `thinking_tokens` count from the prompt's end, and are below 0 where the end began
+        within the prompt.
+        """
+        state = self.boundary_state(prompt_ids[self.thinking_span(prompt_ids).start :])
+        before = state.thinking_tokens
+        if state.ended:
+            state.end_tokens = 0  # they stand in the prompt
+        for token_id in ids:
+            if state.ended:
+                break
+            state.push(token_id)
+        state.thinking_tokens -= before
+        return state
 
     def thinking_span(self, ids: Sequence[int], start: int | None = None) -> ThinkingSpan:
         """Where the thinking of the model's last turn lies in a prompt; see `ThinkingSpan`.

@@ -11,9 +11,10 @@ step. Until its stop, every row is what plain generate would have written.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -23,7 +24,6 @@ import torch
 from torch import nn
 from transformers import (
     Cache,
-    GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
@@ -33,134 +33,29 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.configuration_utils import GenerationMode
 
-from .configuration_ospruner import check_length, max_positions, price_places
+from .configuration_ospruner import (
+    check_length,
+    decoder_layers,
+    hidden_entering,
+    max_positions,
+    price_places,
+)
 from .formats_ospruner import TokenFormat, guess
-from .policy_ospruner import StoppingPolicy, decoder_layers, hidden_entering
-from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers
+from .policy_ospruner import LayerKeys, Reader, StoppingPolicy
+from .rules_ospruner import StopRule, TrialAnswer, TrialAnswers, top_entropy
 from .stopping_ospruner import (
+    HINT,
     Phase,
     RowPlan,
     StopPolicyConfig,
     StopRecord,
     StopRow,
+    refuse_unsupported,
     shape_scores,
 )
 
 OnStep = Callable[[int, StopRecord], None]
-
-_HINT = "or pass stop_policy=False"
-
-# Arguments of generate, and why they cannot be combined with a stop policy.
-_ARGUMENTS = {
-    "custom_generate": "it replaces the decoding that the policy works in",
-    "inputs_embeds": "steps are found in token ids: pass input_ids alone",
-    "position_ids": "the policy derives them from the attention mask: pass input_ids alone",
-    "negative_prompt_ids": "a second pass of the base would reach the policy",
-    "pixel_values": "the policy reads text alone",
-    "input_features": "the policy reads text alone",
-}
-
-
-def refuse_unsupported(
-    inputs: torch.Tensor | None, config: GenerationConfig, arguments: Mapping[str, Any]
-) -> None:
-    """Refuses decoding options and inputs that don't go together with a stop policy.
-
-    Args:
-        inputs: generate's first argument.
-        config: the generation config with generate's keyword arguments applied.
-        arguments: all keyword arguments of generate.
-
-    Raises:
-        TypeError: the prompt is no tensor of integers, or the mask no tensor.
-        ValueError: naming the option and what to do.
-    """
-    _refuse_decoding(config, arguments)
-    for name, why in _ARGUMENTS.items():
-        if arguments.get(name) is not None:
-            raise ValueError(f"{name} and stop_policy exclude each other; {why}")
-    _refuse_inputs(inputs, arguments)
-    cache = arguments.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            "past_key_values holds tokens that the stopping policy has not seen; pass the whole "
-            "text as input_ids without them"
-        )
-    if config.eos_token_id is None:
-        raise ValueError(
-            "the generation config has no eos_token_id, so rows cannot end by themselves; set it "
-            "in base.generation_config"
-        )
-
-
-def _refuse_decoding(config: GenerationConfig, arguments: Mapping[str, Any]) -> None:
-    mode = config.get_generation_mode(arguments.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"stop_policy works with greedy decoding and sampling, not with {mode.value}: leave "
-            "out num_beams, assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers "
-            f"and the like, {_HINT}"
-        )
-    if config.use_cache is False:
-        raise ValueError("use_cache is False; stop_policy needs the cache: leave use_cache out")
-    if "paged" in (config.cache_implementation, arguments.get("cache_implementation")):
-        raise ValueError(
-            "cache_implementation is 'paged', that is, continuous batching, in which stop_policy "
-            f"cannot work: leave it out, use the vLLM or SGLang engine, {_HINT}"
-        )
-    if config.guidance_scale not in (None, 1, 1.0):
-        raise ValueError(
-            f"guidance_scale is {config.guidance_scale}; its second pass of the base would reach "
-            f"the policy: leave it out, {_HINT}"
-        )
-    if config.token_healing:
-        raise ValueError(
-            f"token_healing rewrites the prompt by a generate of its own: leave it out, {_HINT}"
-        )
-
-
-def _refuse_inputs(inputs: torch.Tensor | None, arguments: Mapping[str, Any]) -> None:
-    input_ids = arguments.get("input_ids") if inputs is None else inputs
-    if input_ids is not None and not isinstance(input_ids, torch.Tensor):
-        raise TypeError(
-            f"the prompt is a {type(input_ids).__name__}; it must be a tensor of token ids (B, S): "
-            "tokenize with return_tensors='pt', and pass what a tokenizer gives as **inputs"
-        )
-    if input_ids is not None and input_ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"the prompt's dtype is {input_ids.dtype}; token ids are torch.int64 or torch.int32: "
-            "pass what a tokenizer gives"
-        )
-    if input_ids is None or input_ids.numel() == 0:
-        raise ValueError("the prompt is empty: stop_policy needs input_ids with a prompt")
-    if input_ids.dim() != 2:
-        raise ValueError(
-            f"input_ids has the shape {tuple(input_ids.shape)}; it must be (B, S): one row a prompt"
-        )
-    mask = arguments.get("attention_mask")
-    if mask is None:
-        return
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(
-            f"attention_mask is a {type(mask).__name__}; it must be a tensor (B, S): pass what a "
-            "tokenizer gives with return_tensors='pt'"
-        )
-    if mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has the shape {tuple(mask.shape)}, input_ids "
-            f"{tuple(input_ids.shape)}; they must be the same"
-        )
-    if not ((mask == 0) | (mask == 1)).all():
-        raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, nothing else")
-    if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
-        raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")
-    if holes := (mask[:, 1:] < mask[:, :-1]).any(-1).nonzero().flatten().tolist():
-        raise ValueError(
-            f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
-            "left: set tokenizer.padding_side = 'left'"
-        )
 
 
 def refuse_prompts(base: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -203,14 +98,14 @@ def refuse_base(base: Any) -> None:
     if "_orig_mod" in dict(base.named_children()):
         raise ValueError(
             "the base is what torch.compile(base) returned, whose generate runs the model behind "
-            f"it uncompiled anyway: pass that model itself (base._orig_mod), {_HINT}"
+            f"it uncompiled anyway: pass that model itself (base._orig_mod), {HINT}"
         )
     for name, module in base.named_modules():
         if module._compiled_call_impl is not None or _has_compiled_forward(module):
             where = f"its module {name!r} is" if name else "it is"
             raise ValueError(
                 "the base is compiled by torch.compile, which skips hooks placed later in silence "
-                f"({where}): stop_policy needs it as it was loaded, {_HINT}"
+                f"({where}): stop_policy needs it as it was loaded, {HINT}"
             )
     if base.config.is_encoder_decoder:
         raise ValueError(
@@ -244,10 +139,6 @@ def refuse_closing(token_format: TokenFormat, eos_ids: frozenset[int]) -> None:
 
 
 _MOST_WAITING = 1024  # columns; a row that lags more is taken in unasked, to free their memory
-
-
-class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)
-    """Raised inside a forward once the hidden states that enter the tail are known."""
 
 
 class _CapturedRow:
@@ -333,6 +224,9 @@ class Capture:
         self._handles.clear()
         self._chunks.clear()
         self._rows.clear()
+
+    def expect(self, rows: list[int], column: int) -> None:
+        """Says which rows may be asked for after the next forward: here any may be."""
 
     def only(self, rows: Collection[int]) -> None:
         """Says which rows may still be asked for: what no other needs is forgotten."""
@@ -430,6 +324,94 @@ class Capture:
         return (last, *args[1:]), kwargs
 
 
+class QueryCapture:
+    """A context in which the base's forwards feed a policy that is queries only.
+
+    Only the forward of a step's last token leaves something, until the next token is chosen; all
+    rows that are at a step's end are then asked at once.
+
+    Args:
+        base: the causal LM.
+        policy: its policy.
+        length_penalty: the price of a token, for a policy of every price.
+    """
+
+    def __init__(
+        self, base: PreTrainedModel, policy: StoppingPolicy, length_penalty: float | None = None
+    ) -> None:
+        self.policy = policy
+        self._length_penalty = length_penalty
+        self._reader = Reader(base, len(policy.layers), queries=True)
+        self._reader.listening = False
+        self._rows: list[int] = []
+        self._column = 0  # of the token that the next forward reads
+        self._said: dict[int, tuple[float, float]] = {}  # by row: stop probability, price
+
+    def __enter__(self) -> QueryCapture:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops capturing and forgets everything."""
+        self._reader.close()
+
+    def only(self, rows: Collection[int]) -> None:
+        """Says which rows may still be asked for."""
+
+    def expect(self, rows: list[int], column: int) -> None:
+        """Says which rows may be asked for after the next forward, and what column it reads."""
+        if rows or self._rows:
+            self._said.clear()
+            self._reader.forget()
+            self._reader.listening = bool(rows)
+        self._rows, self._column = rows, column
+
+    def probability(self, row: int) -> float:
+        """The stop probability after a row's last token."""
+        return self._asked(row)[0]
+
+    def price(self, row: int) -> float:
+        """The price of indifference there, of a policy of every price."""
+        return self._asked(row)[1]
+
+    @torch.no_grad()
+    def _asked(self, row: int) -> tuple[float, float]:
+        if not self._said:
+            outputs = self._outputs()[:, 0]  # (R, 1 or 6)
+            logits = self.policy.logits(outputs, self._length_penalty)
+            prices, priced = self.policy.prices, [math.nan] * len(logits)
+            if prices is not None:
+                priced = [prices.price_at(place) for place in price_places(outputs).tolist()]
+            said = zip(torch.sigmoid(logits).tolist(), priced, strict=True)
+            self._said = dict(zip(self._rows, said, strict=True))
+        return self._said[row]
+
+    def _outputs(self) -> torch.Tensor:
+        """What the head says of the expected rows, (R, 1, 1 or 6)."""
+        reader, rows, column = self._reader, self._rows, self._column
+        B = len(reader.hidden)
+        if len(rows) == B:
+            chosen: Any = slice(None)
+        else:  # of a single row nothing is copied
+            chosen = slice(rows[0], rows[0] + 1) if len(rows) == 1 else rows
+        keys = [LayerKeys(one.keys[chosen], one.values[chosen], one.first) for one in reader.keys]
+        columns = torch.full((len(rows), 1), column, device=reader.hidden.device)
+        padding = column - reader.last_positions.to(columns.device).expand(B, 1)[chosen]  # (R, 1)
+        tokens = None
+        if bool(padding.any()):
+            tokens = torch.arange(column + 1, device=columns.device) >= padding
+        hidden = reader.hidden[chosen, -1:]
+        return self.policy.outputs(hidden, columns - padding, tokens, None, keys, columns)
+
+
 class StopHook(LogitsProcessor):
     """Decides at step ends and forces what follows; see the module.
 
@@ -450,7 +432,7 @@ class StopHook(LogitsProcessor):
         rule: StopRule,
         token_format: TokenFormat,
         eos_ids: frozenset[int],
-        capture: Capture | None = None,
+        capture: Capture | QueryCapture | None = None,
         trials: TrialAnswers | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         on_step: OnStep | None = None,
@@ -463,6 +445,7 @@ class StopHook(LogitsProcessor):
         self._on_step = on_step
         self._warned = False
         self._released = False
+        self._entropies: list[float] = []  # sums over the thinking so far, one a row
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """One decode step: decides where steps have ended, and shapes the scores (B, V)."""
@@ -470,7 +453,8 @@ class StopHook(LogitsProcessor):
             self._start(input_ids)
         for i, row in enumerate(self.rows):
             if row.at_boundary:
-                self._decide(i, row, scores)
+                self._decide(i, row, input_ids[i], scores)
+        self._measure(scores)
         self._release()
         closing = [
             (i, row)
@@ -486,10 +470,19 @@ class StopHook(LogitsProcessor):
         first = self.plan.settings.first_sample_index
         for i, ids in enumerate(input_ids.tolist()):
             self.rows.append(StopRow(self.plan, ids, first + i))
+        self._entropies = [0.0] * len(self.rows)
         if self._trials is not None:
             self._trials.check()
 
-    def _decide(self, i: int, row: StopRow, scores: torch.Tensor) -> None:
+    def _measure(self, scores: torch.Tensor) -> None:
+        """Adds the entropies at which thinking rows draw their next tokens, where asked for."""
+        if "thinking_entropy" not in self.plan.rule.asks or self._released:
+            return
+        thinking = [i for i, row in enumerate(self.rows) if row.phase is Phase.THINKING]
+        for i, entropy in zip(thinking, top_entropy(scores[thinking]).tolist(), strict=True):
+            self._entropies[i] += entropy
+
+    def _decide(self, i: int, row: StopRow, ids: torch.Tensor, scores: torch.Tensor) -> None:
         def trial_answer(max_tokens: int) -> TrialAnswer:
             assert self._trials is not None  # the rule asks for trial answers
             answer, tokens = self._trials.answer(i, max_tokens)
@@ -503,6 +496,8 @@ class StopHook(LogitsProcessor):
             trial_answer=trial_answer,
             next_text=lambda: self._text([int(scores[i].argmax())]),
             indifference=None if priced is None else partial(priced, i),
+            step_text=lambda: self._text(ids[-_step_tokens(row.record) :].tolist()),
+            thinking_entropy=lambda: self._entropies[i] / row.record.step_ends[-1],
         )
         if row.record.nan_steps:
             self._warn_of_nan()
@@ -544,6 +539,9 @@ class StopHook(LogitsProcessor):
                 done.append(i)
             if others[i]:
                 self.rows[i].end()
+        if self._capture is not None and not self._released:
+            at_end = [i for i, row in enumerate(self.rows) if row.at_boundary]
+            self._capture.expect(at_end, input_ids.shape[1] - 1)
         return done
 
     def records(self) -> list[StopRecord]:
@@ -561,6 +559,12 @@ class StopHook(LogitsProcessor):
             for source in (self._capture, self._trials):
                 if source is not None:
                     source.close()
+
+
+def _step_tokens(record: StopRecord) -> int:
+    """How many tokens the last step has."""
+    before, end = [0, *record.step_ends][-2:]
+    return end - before
 
 
 class AnswerEnd(StoppingCriteria):
@@ -683,13 +687,19 @@ def generate_pruned(
         given.disable_compile = True
     with ExitStack() as stack:
         decode = None if tokenizer is None else _decoder(tokenizer)
-        capture = trials = None
+        capture: Capture | QueryCapture | None = None
+        trials = None
         if "stop_probability" in rule.asks and policy is not None:
-            capture = stack.enter_context(Capture(base, policy, settings.length_penalty))
+            price = settings.length_penalty
+            if policy.queries:
+                capture = stack.enter_context(QueryCapture(base, policy, price))
+            else:
+                capture = stack.enter_context(Capture(base, policy, price))
         if "trial_answer" in rule.asks:
             masked = token_format.reentry_ids if settings.mask_reentry else ()
             ends = eos_ids.union(token_format.answer_end_ids)
-            trials = TrialAnswers(base, token_format, ends, masked, decode)
+            masks = settings.mask_reentry
+            trials = TrialAnswers(base, token_format, ends, masked, decode, masks)
             stack.enter_context(trials)
         hook = StopHook(settings, rule, token_format, eos_ids, capture, trials, decode, on_step)
         # The class's own generate: an instance's may be a policy's `custom_generate`.

@@ -29,10 +29,10 @@ from transformers import (
 from transformers.models.auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
-from .configuration_ospruner import OSPrunerConfig, saved_by
+from .configuration_ospruner import OSPrunerConfig, is_quantised, saved_by, tail_device
 from .formats_ospruner import ReasoningFormat, TokenFormat
 from .generation_ospruner import generate_pruned
-from .policy_ospruner import StoppingPolicy, is_quantised, tail_device
+from .policy_ospruner import StoppingPolicy
 from .stopping_ospruner import StopPolicyConfig
 
 WEIGHTS = "model.safetensors"
@@ -382,7 +382,9 @@ def empty_policy(config: OSPrunerConfig, base: PreTrainedModel) -> StoppingPolic
         ImportError: tuning "lora" without peft.
         ValueError: the base cannot carry it.
     """
-    policy = StoppingPolicy.empty(base, config.num_policy_layers, config.prices)
+    policy = StoppingPolicy.empty(
+        base, config.num_policy_layers, config.prices, config.tuning == "queries"
+    )
     if config.tuning == "lora":
         policy.adapt(base, config.lora_rank)
     return policy

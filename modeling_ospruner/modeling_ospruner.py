@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,16 @@ from transformers import (
 )
 from transformers.utils.generic import ModelOutput
 
-from .configuration_ospruner import VERSION, OSPrunerConfig, check_length, plain_text_config
+from .configuration_ospruner import (
+    VERSION,
+    OSPrunerConfig,
+    check_length,
+    execution_device,
+    plain_text_config,
+)
 from .custom_generate_ospruner import CUSTOM_GENERATE
 from .formats_ospruner import ReasoningFormat, ThinkingSpan, TokenFormat, guess
-from .generation_ospruner import LastStop, TrunkDone, generate_pruned, refuse_prompts
+from .generation_ospruner import LastStop, generate_pruned, refuse_prompts
 from .loading_ospruner import (
     check_exchange,
     check_hub_arguments,
@@ -38,12 +43,7 @@ from .loading_ospruner import (
     split_arguments,
 )
 from .loading_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
-from .policy_ospruner import (
-    StoppingPolicy,
-    decoder_layers,
-    execution_device,
-    hidden_entering,
-)
+from .policy_ospruner import LayerKeys, Reader, StoppingPolicy, TrunkDone
 from .rules_ospruner import StopRule
 from .stopping_ospruner import StopPolicyConfig, StopRecord, asked_price
 
@@ -128,12 +128,12 @@ class PolicyScores:
                     "past_key_values holds tokens that the policy has not seen, so "
                     "output_stop_probabilities=True needs the whole text: pass it without them"
                 )
-            with entering_tail(self.base, self.config.num_policy_layers) as caught:
+            with Reader(self.base, self.config.num_policy_layers, self.policy.queries) as reader:
                 output = self.base(**inputs)
-            hidden = caught[0]
+                hidden, keys = reader.hidden, reader.keys
             check_length(self.base.config, hidden.shape[1], "the text")
             price = self.config.length_penalty
-            logits = self.policy(hidden, position_ids, attention_mask, None, price)
+            logits = self.policy(hidden, position_ids, attention_mask, None, price, keys)
             probabilities = torch.sigmoid(logits)
         else:
             output = self.base(**inputs)
@@ -143,14 +143,23 @@ class PolicyScores:
         as_dict = self.base.config.return_dict if return_dict is None else return_dict
         return typed if as_dict else typed.to_tuple()
 
-    @torch.no_grad()
     def trunk(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the policy reads, without gradient: the trunk's layers run once, and no more.
+        """What enters the policy's layers, (B, S, H); see `reading`."""
+        return self.reading(input_ids, attention_mask, position_ids)[0]
+
+    @torch.no_grad()
+    def reading(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[LayerKeys]]:
+        """What the policy reads, without gradient: the base runs once, and no further than needed.
 
         Args:
             input_ids: (B, S).
@@ -159,38 +168,57 @@ class PolicyScores:
 
         Returns:
             (B, S, H): the hidden states that enter layer L-n; for n = 0 the last hidden states
-            after the final norm.
+            after the final norm. And with tuning "queries" keys and values of the last n layers,
+            else none.
         """
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask)
         check_length(self.base.config, position_ids.max() + 1, "the text")
-        with (
-            entering_tail(self.base, self.config.num_policy_layers, stop_there=True) as caught,
-            suppress(TrunkDone),
-        ):
-            self.base.get_decoder()(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=False,
-            )
-        return caught[0]
+        n = self.config.num_policy_layers
+        with Reader(self.base, n, self.policy.queries, stop_there=True) as reader:
+            with suppress(TrunkDone):
+                self.base.get_decoder()(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    position_ids=position_ids,
+                    use_cache=False,
+                )
+            return reader.hidden, reader.keys
 
     def stop_logits(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         length_penalty: float | None = None,
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The policy's logits (B, S) at every position, with gradient to the policy alone.
+        """The policy's logits (B, S), with gradient to the policy alone.
 
         A policy of every price takes the default price, or the given one.
+
+        Args:
+            input_ids: (B, S).
+            attention_mask: (B, S), 1 for tokens.
+            length_penalty: the price of a token; None for the configuration's.
+            columns: (B, T) to be looked at; None for all. With tuning "queries" no others are
+                computed.
+
+        Returns:
+            (B, S) or (B, T) float32.
         """
-        hidden = self.trunk(input_ids, attention_mask)
-        positions = positions_of(input_ids, attention_mask)
+        hidden, keys = self.reading(input_ids, attention_mask)
+        positions = positions_of(input_ids, attention_mask).to(hidden.device)
         price = asked_price("stop_logits", self.config, length_penalty)
-        logits: torch.Tensor = self.policy(hidden, positions, attention_mask, None, price)
-        return logits
+        if columns is not None:
+            columns = columns.to(hidden.device)
+        if columns is not None and self.policy.queries:
+            hidden = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.shape[-1]))
+            positions = positions.gather(1, columns)
+            return self.policy.forward(
+                hidden, positions, attention_mask, None, price, keys, columns
+            )
+        logits = self.policy.forward(hidden, positions, attention_mask, None, price, keys)
+        return logits if columns is None else logits.gather(1, columns.to(logits.device))
 
     @torch.no_grad()
     def stop_probabilities(
@@ -233,52 +261,13 @@ class PolicyScores:
         mask = None if attention_mask is None else attention_mask.view_as(rows).to(device)
         refuse_prompts(self.base, rows, mask)
         places = _step_columns(rows, mask, self.token_format, prompt_length)
-        logits = self.stop_logits(rows, mask, length_penalty)  # (B, S)
         steps = max(len(row) for row in places)
-        result = torch.full((len(rows), steps), torch.nan, device=logits.device)
+        columns = torch.tensor([[*row, *[0] * (steps - len(row))] for row in places])  # (B, T)
+        logits = self.stop_logits(rows, mask, length_penalty, columns)  # (B, T)
+        result = torch.sigmoid(logits)
         for b, row in enumerate(places):
-            result[b, : len(row)] = torch.sigmoid(logits[b, row])
+            result[b, len(row) :] = torch.nan
         return result[0] if ids.dim() == 1 else result
-
-
-@contextmanager
-def entering_tail(
-    base: PreTrainedModel, num_layers: int, stop_there: bool = False
-) -> Iterator[list[torch.Tensor]]:
-    """A context that keeps what a forward of this thread hands to the policy.
-
-    Args:
-        base: the causal LM.
-        num_layers: n; for 0 the last hidden states after the final norm are kept.
-        stop_there: end the forward at layer L-n, by raising `TrunkDone`.
-
-    Yields:
-        A list that receives one detached tensor (B, S, H) a forward.
-    """
-    me = threading.get_ident()
-    caught: list[torch.Tensor] = []
-
-    def before_layer(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if threading.get_ident() == me:
-            caught.append(hidden_entering(args, kwargs).detach())
-            if stop_there:
-                raise TrunkDone
-
-    def after_decoder(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if threading.get_ident() == me:
-            caught.append(output.last_hidden_state.detach())
-
-    if num_layers:
-        layer = decoder_layers(base)[-num_layers]
-        handle = layer.register_forward_pre_hook(before_layer, with_kwargs=True)
-    else:
-        handle = base.get_decoder().register_forward_hook(after_decoder)
-    try:
-        yield caught
-    finally:
-        handle.remove()
 
 
 def positions_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -421,7 +410,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             base: the causal LM.
             tokenizer: the base's; saved with the policy.
             num_policy_layers: n of the paper; 0 trains a head alone.
-            tuning: what trains: "layers", "attention", "lora" or "head".
+            tuning: what trains: "layers", "queries", "attention", "lora" or "head".
             init_bias: the head's initial bias; None for the head's usual one.
             reasoning_format: None guesses it from the tokenizer.
             base_model_name_or_path: what the policy pins; None takes where base came from.

@@ -1,216 +1,54 @@
 """The stopping policy: a tail of the base's last n layers, and a linear head (paper, section 3).
 
-First, what may be a base and how its last layers are reached, also where it is quantised or
-offloaded. Nothing here knows an architecture by name: a base qualifies if its decoder keeps L
-layers in a `ModuleList`, needs token ids for its embeddings only, and if copies of its last layers,
-fed with what enters them, give what it gives.
+Nothing here knows an architecture by name: copies of the base's last layers, fed with what enters
+them, give what it gives, and a base with which they do not is refused.
 
-Second, LoRA in place of copies: the tail then has layers of its own, but what they are made of
+First, LoRA in place of copies: the tail then has layers of its own, but what they are made of
 (projections, norms, experts) are the base's modules themselves. An adapter takes the place of a
 projection in the tail only, so the base computes what it always did, also in other threads.
+
+Second, copies that are queries only: they keep nothing that makes keys and values, and attend to
+those that the base's layer of the same number has computed. So they are computed at step ends
+alone, and keep nothing from one to the next.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import tempfile
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    Cache,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from .configuration_ospruner import (
     PRICE_RAMPS,
     PriceRange,
-    position_switch,
+    check_decoder,
+    decoder_dtype,
+    decoder_layers,
+    execution_device,
+    hidden_entering,
+    is_quantised,
+    last_layers_of_checkpoint,
+    module_layers,
     price_logits,
     rotary_settings,
+    tail_device,
 )
-
-_INSTEAD = (
-    "A base is a decoder-only language model of transformers whose layers can be run on their own, "
-    "such as Qwen2, Llama, Qwen3, GPT-OSS, Phi-3, Gemma 3, OLMo, GLM-4, Mistral"
-)
-
-
-def module_layers(decoder: nn.Module) -> nn.ModuleList:
-    """The layers of a decoder that `check_decoder` has let pass."""
-    layers = decoder.layers
-    assert isinstance(layers, nn.ModuleList)
-    return layers
-
-
-def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal LM."""
-    return module_layers(base.get_decoder())
-
-
-def hidden_entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The hidden states (B, S, H) among a decoder layer's arguments."""
-    hidden: torch.Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return hidden
-
-
-def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
-    """The dtype in which the base's last layer computes."""
-    if is_quantised(base):
-        return base.dtype
-    for parameter in decoder_layers(base)[-1].parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype
-    return torch.get_default_dtype()
-
-
-def execution_device(base: PreTrainedModel, module: nn.Module) -> torch.device:
-    """Where a module of the base computes.
-
-    accelerate computes what is offloaded to the CPU or to disk on the first device of its map.
-    """
-    placed: dict[str, Any] = vars(base).get("hf_device_map", {})
-    if not placed:
-        return next(module.parameters()).device
-    name = next(name for name, one in base.named_modules() if one is module)
-    keys = [key for key in placed if not key or name == key or name.startswith(f"{key}.")]
-    device = placed[max(keys, key=len)]
-    if device in ("cpu", "disk"):
-        device = next((one for one in placed.values() if one not in ("cpu", "disk")), "cpu")
-    return torch.device(device)
-
-
-def input_device(base: PreTrainedModel) -> torch.device:
-    """Where the base takes its token ids and masks, and gives its logits."""
-    return execution_device(base, base.get_input_embeddings())
-
-
-def tail_device(base: PreTrainedModel) -> torch.device:
-    """Where the base computes its last layer, and the policy all of its own."""
-    return execution_device(base, decoder_layers(base)[-1])
-
-
-def check_decoder(base: PreTrainedModel) -> None:
-    """Refuses a base whose last layers cannot be run on their own, by what is seen of it.
-
-    Raises:
-        ValueError: naming the base's class, what it lacks, and what to use.
-    """
-    name, config = type(base).__name__, base.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name} cannot be a base: it is an encoder-decoder. {_INSTEAD}")
-    decoder = base.get_decoder()
-    layers = dict(decoder.named_children()).get("layers")
-    if not isinstance(decoder, PreTrainedModel) or not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{name} cannot be a base: its decoder ({type(decoder).__name__}) keeps its layers in "
-            f"no ModuleList named `layers`. {_INSTEAD}"
-        )
-    total = decoder.config.num_hidden_layers
-    if len(layers) != total:
-        raise ValueError(
-            f"{name} cannot be a base: it has {len(layers)} layers where its configuration says "
-            f"num_hidden_layers={total}. {_INSTEAD}"
-        )
-    own = decoder.get_input_embeddings()
-    tables = [
-        child_name
-        for child_name, child in decoder.named_modules()
-        if isinstance(child, nn.Embedding) and child is not own
-    ]
-    if tables:
-        raise ValueError(
-            f"{name} cannot be a base: beside the token embeddings its decoder looks up "
-            f"{', '.join(tables)}, which the hidden states of its last layers do not carry. "
-            f"{_INSTEAD}"
-        )
-    if config.get_text_config() is not config:
-        raise ValueError(
-            f"{name} cannot be a base: it wraps a language model, beside parts for other "
-            f"inputs than text. Load that model alone, from a checkpoint of its own. {_INSTEAD}"
-        )
-    kind, length = position_switch(config) or ("", 0)
-    if kind == "longrope" and length < config.max_position_embeddings:
-        raise ValueError(
-            f"{name} cannot be a base: with rope_type {kind!r} the frequencies of all positions "
-            f"change when a text passes {length} tokens (original_max_position_embeddings), and it "
-            "writes on from other hidden states than one pass over the whole text gives, from "
-            f"which a policy learns. {_INSTEAD}"
-        )
-
-
-def is_quantised(base: PreTrainedModel) -> bool:
-    """Whether the base's layers hold packed weights."""
-    return vars(base).get("hf_quantizer") is not None
-
-
-def last_layers_of_checkpoint(
-    base: PreTrainedModel, num_layers: int, revision: str | None
-) -> dict[str, torch.Tensor]:
-    """The tensors of the decoder's last layers and final norm, unquantised, from where base came.
-
-    The checkpoint is opened once more with everything else left on disk.
-
-    Args:
-        base: a base that holds packed parameters, or none.
-        num_layers: n.
-        revision: the commit of the checkpoint; None for a folder.
-
-    Raises:
-        ValueError: the checkpoint itself is quantised in a way that cannot be undone.
-    """
-    where = str(base.name_or_path)
-    config = AutoConfig.from_pretrained(where, revision=revision)
-    arguments: dict[str, Any] = {}
-    stored = vars(config).get("quantization_config")
-    if stored is not None:
-        arguments["quantization_config"] = _undoing(stored, type(base).__name__)
-    with tempfile.TemporaryDirectory() as folder:
-        opened = type(base).from_pretrained(
-            where,
-            revision=revision or "main",
-            dtype=decoder_dtype(base),
-            device_map=_only_last_layers(base, num_layers),
-            offload_folder=folder,
-            use_safetensors=True,
-            **arguments,
-        )
-        tensors: dict[str, torch.Tensor] = {
-            name: tensor
-            for name, tensor in opened.get_decoder().state_dict().items()
-            if not tensor.is_meta
-        }
-    return tensors
-
-
-def _only_last_layers(base: PreTrainedModel, num_layers: int) -> dict[str, str]:
-    """A device map with the last layers and the final norm in memory, and all else on disk."""
-    decoder, layers = base.get_decoder(), decoder_layers(base)
-    last, beside = set(layers[-num_layers:]), set(decoder.children()) - {layers}
-    device_map: dict[str, str] = {}
-    for name, module in base.named_modules():
-        covered = any(name.startswith(f"{key}.") for key in device_map)
-        if covered or module is layers or decoder in module.modules():
-            continue
-        small = module in beside and not isinstance(module, nn.Embedding)
-        device_map[name] = "cpu" if small or module in last else "disk"
-    return device_map
-
-
-def _undoing(stored: Any, name: str) -> Any:
-    """The quantisation config that dequantises a checkpoint while it is read."""
-    method = stored["quant_method"] if isinstance(stored, dict) else stored.quant_method
-    ways = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
-    if method not in ways:
-        raise ValueError(
-            f"the checkpoint of {name} is quantised ({method}) and its layers cannot be read "
-            f"unquantised (only {', '.join(ways)} can): make the policy on the unquantised model; "
-            "it may then be used on this one"
-        )
-    return ways[method](dequantize=True)
-
 
 _PEFT_NEEDED = (
     "tuning 'lora' needs the package peft, which is not installed: pip install peft (or use a "
@@ -290,6 +128,255 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)
+    """Raised inside a forward of the base once all that the policy reads is known."""
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """Keys and values that the base computed in one layer.
+
+    Attributes:
+        keys: (B, KV, S, D), as transformers caches them: with their positions.
+        values: (B, KV, S, D).
+        first: the column of the first one; a window may have dropped those before.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    first: int = 0
+
+
+class Reader:
+    """A context in which forwards of the base by this thread leave what a policy reads.
+
+    Attributes:
+        hidden: (B, S, H) of the last forward: what entered layer L-n, or with n = 0 the last hidden
+            states after the final norm.
+        keys: of the base's last n layers, as the last forward attended to them; empty where the
+            policy has its own.
+        last_positions: (B or 1, 1) position of each row's last token; only with `queries`.
+        listening: whether forwards leave anything.
+
+    Args:
+        base: the causal LM.
+        num_layers: n.
+        queries: whether the policy reads the base's keys and values.
+        stop_there: end each forward when all is known, by raising `TrunkDone`.
+    """
+
+    def __init__(
+        self, base: PreTrainedModel, num_layers: int, queries: bool, stop_there: bool = False
+    ) -> None:
+        self.hidden = torch.empty(0)
+        self.keys: list[LayerKeys] = []
+        self.last_positions = torch.empty(0, 1)
+        self.listening = True
+        self._base = base
+        self._num_layers = num_layers
+        self._queries = queries
+        self._stop_there = stop_there
+        self._thread = threading.get_ident()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Reader:
+        layers = list(decoder_layers(self._base))[-self._num_layers :] if self._num_layers else []
+        decoder = self._base.get_decoder()
+        if not layers:
+            self._handles.append(decoder.register_forward_hook(self._after_decoder))
+        if self._queries:
+            handle = decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)
+            self._handles.append(handle)
+        for layer in layers if self._queries else layers[:1]:
+            handle = layer.register_forward_pre_hook(self._before_layer, with_kwargs=True)
+            self._handles.append(handle)
+        self._first = layers[0] if layers else None
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Listens no more, and forgets everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of what the last forward left."""
+        self.hidden, self.keys = torch.empty(0), []
+
+    def heard(self, layer_keys: LayerKeys) -> None:
+        """Takes in what the next one of the last n layers attends to."""
+        self.keys.append(layer_keys)
+        if self._stop_there and len(self.keys) == self._num_layers:
+            raise TrunkDone
+
+    def _after_decoder(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.listening and threading.get_ident() == self._thread:
+            self.hidden = output.last_hidden_state.detach()
+
+    def _before_decoder(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self.listening and threading.get_ident() == self._thread:
+            positions = kwargs.get("position_ids")
+            if positions is not None:
+                self.last_positions = positions[:, -1:]
+
+    def _before_layer(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.listening or threading.get_ident() != self._thread:
+            return None
+        if module is self._first:
+            self.hidden, self.keys = hidden_entering(args, kwargs).detach(), []
+            if self._stop_there and not self._queries:
+                raise TrunkDone
+        if not self._queries:
+            return None
+        return args, {**kwargs, "past_key_values": _Tapped(self, kwargs.get("past_key_values"))}
+
+
+class _Tapped:
+    """The base's cache for one layer, or none: what the layer attends to goes to a reader, too."""
+
+    def __init__(self, reader: Reader, cache: Cache | None) -> None:
+        self._reader = reader
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the cache's; without one, the new keys and values are all that there are."""
+        first = 0
+        if self._cache is not None:
+            first = self._cache.get_mask_sizes(keys.shape[-2], layer_idx)[1]
+            keys, values = self._cache.update(keys, values, layer_idx, *args, **kwargs)
+        self._reader.heard(LayerKeys(keys.detach(), values.detach(), first))
+        return keys, values
+
+
+class _Given:
+    """What the tail's layers take for a cache: it shows them the base's keys and values."""
+
+    def __init__(self, keys: Sequence[LayerKeys]) -> None:
+        self._keys = keys
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The base's, whatever the layer has made."""
+        known = self._keys[layer_idx]
+        if torch.is_autocast_enabled(keys.device.type):  # which brings all to one dtype itself
+            return known.keys, known.values
+        return known.keys.to(keys.dtype), known.values.to(keys.dtype)
+
+
+class _Unasked(nn.Module):
+    """In the place of a projection whose output is not looked at."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Zeros (..., out_features) that take no memory."""
+        return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.out_features)
+
+
+# What makes keys and values, by the names that all of transformers' families give it. (Where one
+# projection makes queries, too, as in Phi-3, it is kept whole.)
+_KEY_PROJECTIONS = ("k_proj", "v_proj")
+_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "v_norm")
+_LATENT = "kv_b_proj"  # makes keys and values of what is cached: compressed ones
+
+
+def _drop_keys(layers: nn.ModuleList) -> None:
+    """Leaves in decoder layers nothing that makes keys and values."""
+    for module in list(layers.modules()):
+        for name, child in list(module.named_children()):
+            if name in _KEY_PROJECTIONS and isinstance(child, nn.Linear):
+                setattr(module, name, _Unasked(child.out_features))
+            elif name in _KEY_NORMS:
+                setattr(module, name, nn.Identity())
+
+
+def _windows(tail: PreTrainedModel) -> list[int | None]:
+    """How many tokens a token sees in each layer of a tail, itself included; None for all.
+
+    Raises:
+        ValueError: a layer keeps something else than keys and values.
+    """
+    cached = DynamicCache(config=tail.config).layers
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    total = len(module_layers(tail))
+    parts = {name.rpartition(".")[2] for name, _ in module_layers(tail).named_modules()}
+    kinds = {type(one).__name__ for one in cached if type(one) not in known}
+    if _LATENT in parts:
+        kinds.add("latent keys and values, compressed")
+    if len(cached) != total:
+        kinds.add(f"what {len(cached)} layers share")
+    if kinds:
+        raise ValueError(
+            f"tuning is 'queries', whose layers attend to the base's cached keys and values, but "
+            f"of the last {total} layers of this base ({type(tail).__name__}) some keep "
+            f"{', '.join(sorted(kinds))}: use tuning='layers', or fewer policy layers if the last "
+            "ones are plain attention"
+        )
+    return [one.sliding_window if type(one) is known[1] else None for one in cached]
+
+
+_GROUPED = "ospruner_queries"
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' sdpa attention, but that keys are not repeated for the heads that share them.
+
+    The queries of these heads stand in a row instead: there are few, and keys are many.
+
+    Args:
+        module: the layer's attention.
+        query: (B, heads, T, D).
+        key: (B, KV, S, D).
+        value: (B, KV, S, D).
+        attention_mask: (B, 1, T, S), true where a key is seen.
+        scaling: of the scores.
+
+    Returns:
+        (B, T, heads, D), and no scores.
+    """
+    (B, heads, T, _D), groups = query.shape, query.shape[1] // key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query.reshape(B, key.shape[1], groups * T, -1),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        scale=scaling,
+    )
+    return out.reshape(B, heads, T, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_GROUPED, _attend)
+
+
 INIT_BIAS = {"fixed": -2.0, "price": -2.5}
 """The heads' first bias; that of "price" is the logit at the price 0."""
 _INIT_RISE = 0.6  # of a price head's logit from one place to the next
@@ -303,18 +390,25 @@ class StoppingPolicy(nn.Module):
 
     The tail's layers enter at layer L-n of the base with the hidden states that enter there. With
     n = 0 there is no tail: the head reads the base's last hidden state, after the final norm.
+    With tuning "queries" they attend to the base's keys and values.
 
     Attributes:
         tail: a decoder of the base's own class that holds its last n layers and its final norm.
         head: H to 1, or to 6 with the head "price", in float32.
         prices: that it knows; None for the head "fixed".
+        queries: whether it attends to the base's keys and values, and so needs no others.
     """
 
     def __init__(
-        self, tail: PreTrainedModel | None, hidden_size: int, prices: PriceRange | None = None
+        self,
+        tail: PreTrainedModel | None,
+        hidden_size: int,
+        prices: PriceRange | None = None,
+        queries: bool = False,
     ) -> None:
         super().__init__()
         self.tail = tail
+        self.queries = queries and tail is not None
         self.step_stride = 1  # it decides at every k-th step end
         self.prices = prices
         outputs = 1 if prices is None else 1 + PRICE_RAMPS
@@ -323,8 +417,15 @@ class StoppingPolicy(nn.Module):
         # back to what entered the base's. By thread, so that concurrent calls don't mix.
         self._entering: dict[int, torch.Tensor] = {}
         self._seen_weights: tuple[list[tuple[int, int]], bool] | None = None
+        self._shown: dict[int, list[dict[str, Any]]] = {}  # to each layer, by thread, likewise
         if tail is not None:
             self.layers[0].register_forward_pre_hook(self._put_back, with_kwargs=True)
+        if self.queries and tail is not None:
+            self._windows = _windows(tail)
+            _drop_keys(self.layers)
+            tail.config._attn_implementation = _own_attention(tail)
+            for layer in self.layers:
+                layer.register_forward_pre_hook(self._show, with_kwargs=True)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -362,7 +463,7 @@ class StoppingPolicy(nn.Module):
             ValueError: the base has fewer layers, its layers cannot be run on their own, or the
                 tuning finds nothing to train.
         """
-        policy = cls.empty(base, num_layers, prices)
+        policy = cls.empty(base, num_layers, prices, tuning == "queries")
         if tuning == "lora":
             policy.adapt(base, lora_rank)
         elif policy.tail is not None:
@@ -384,12 +485,17 @@ class StoppingPolicy(nn.Module):
 
     @classmethod
     def empty(
-        cls, base: PreTrainedModel, num_layers: int, prices: PriceRange | None = None
+        cls,
+        base: PreTrainedModel,
+        num_layers: int,
+        prices: PriceRange | None = None,
+        queries: bool = False,
     ) -> StoppingPolicy:
         """A policy without weights (on the meta device) for a base.
 
         Raises:
-            ValueError: the base has fewer layers, or its layers cannot be run on their own.
+            ValueError: the base has fewer layers, its layers cannot be run on their own, or with
+                `queries` the last ones keep something else than keys and values.
         """
         check_decoder(base)
         decoder = base.get_decoder()
@@ -400,7 +506,7 @@ class StoppingPolicy(nn.Module):
             )
         with torch.device("meta"):
             tail = _empty_tail(decoder.config, type(decoder), num_layers) if num_layers else None
-            return cls(tail, decoder.config.hidden_size, prices)
+            return cls(tail, decoder.config.hidden_size, prices, queries)
 
     def adapt(self, base: PreTrainedModel, lora_rank: int) -> None:
         """Makes the tail one of adapters beside the base's own modules; see `adapters_ospruner`."""
@@ -466,7 +572,7 @@ class StoppingPolicy(nn.Module):
         chosen = [
             parameter
             for name, parameter in self.layers.named_parameters()
-            if (is_adapter(name) if tuning == "lora" else tuning == "layers" or _attends(name))
+            if (is_adapter(name) if tuning == "lora" else tuning in _WHOLE or _attends(name))
         ]
         if not chosen:
             raise ValueError(
@@ -477,8 +583,8 @@ class StoppingPolicy(nn.Module):
             parameter.requires_grad_(True)
 
     def new_cache(self) -> DynamicCache | None:
-        """An empty cache for `forward` in pieces; None without a tail."""
-        if self.tail is None:
+        """An empty cache for `forward` in pieces; None where nothing is kept."""
+        if self.tail is None or self.queries:
             return None
         cache = DynamicCache(config=self.tail.config)
         if cache.layers and not any(isinstance(one, CacheLayerMixin) for one in cache.layers):
@@ -492,8 +598,10 @@ class StoppingPolicy(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         length_penalty: float | None = None,
+        keys: Sequence[LayerKeys] = (),
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Stop logits at every position.
+        """Stop logits at every position that it is given.
 
         Args:
             hidden: what entered the base's layer L-n, (B, S, H); with n = 0 its last hidden state
@@ -502,11 +610,14 @@ class StoppingPolicy(nn.Module):
             attention_mask: (B, cached + S), 1 for tokens and 0 for padding.
             past_key_values: a cache of `new_cache`, extended by this call.
             length_penalty: the price of a token, with the head "price"; the other ignores it.
+            keys: with tuning "queries" those of the base's last n layers, of the whole text; then
+                `hidden` and `position_ids` may be of any positions of it.
+            columns: (B, S) where these stand among the text's columns; None for all of them.
 
         Returns:
             (B, S), float32.
         """
-        outputs = self.outputs(hidden, position_ids, attention_mask, past_key_values)
+        outputs = self.outputs(hidden, position_ids, attention_mask, past_key_values, keys, columns)
         return self.logits(outputs, length_penalty)
 
     def logits(self, outputs: torch.Tensor, length_penalty: float | None) -> torch.Tensor:
@@ -529,6 +640,8 @@ class StoppingPolicy(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        keys: Sequence[LayerKeys] = (),
+        columns: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the head says at every position, (B, S, 1 or 6) float32; arguments as `forward`."""
         device = self.head.weight.device
@@ -539,6 +652,13 @@ class StoppingPolicy(nn.Module):
             attention_mask = None if attention_mask is None else attention_mask.to(device)
             me = threading.get_ident()
             self._entering[me] = hidden
+            if self.queries:
+                if columns is None:
+                    columns = torch.arange(hidden.shape[1], device=device)[None]
+                self._shown[me] = self._to_show(keys, columns.to(device), attention_mask)
+                if position_ids is None:
+                    position_ids = columns.to(device)
+                attention_mask = None  # `_show` gives each layer its own
             try:
                 hidden = self.tail(
                     inputs_embeds=hidden,
@@ -549,6 +669,7 @@ class StoppingPolicy(nn.Module):
                 ).last_hidden_state  # (B, S, H)
             finally:
                 del self._entering[me]
+                self._shown.pop(me, None)
             if isinstance(past_key_values, _CountingCache):
                 past_key_values.tokens += hidden.shape[1]
         kind = "cpu" if hidden.is_meta else hidden.device.type  # there is no autocast on meta
@@ -587,6 +708,76 @@ class StoppingPolicy(nn.Module):
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": entering}
         return (entering, *args[1:]), kwargs
+
+    def _show(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        number = next(i for i, layer in enumerate(self.layers) if layer is module)
+        return args, {**kwargs, **self._shown[threading.get_ident()][number]}
+
+    def _to_show(
+        self, keys: Sequence[LayerKeys], columns: torch.Tensor, mask: torch.Tensor | None
+    ) -> list[dict[str, Any]]:
+        """Each layer's arguments: the base's keys as a cache, and which of them are seen.
+
+        Args:
+            keys: of each layer.
+            columns: (B or 1, T) of the queries.
+            mask: (B, columns of the text), 1 for tokens.
+        """
+        device = columns.device
+        known = [LayerKeys(one.keys.to(device), one.values.to(device), one.first) for one in keys]
+        if len(known) != len(self.layers):
+            raise ValueError(
+                f"the policy's {len(self.layers)} layers attend to the base's keys and values, and "
+                f"those of {len(known)} layers were given: read them with `Reader`"
+            )
+        cache, masks, shown = _Given(known), {}, []
+        for one, window in zip(known, self._windows, strict=True):
+            kind = one.first, one.keys.shape[-2], window
+            if kind not in masks:
+                masks[kind] = self._mask(kind, columns, mask)
+            shown.append({"past_key_values": cache, "attention_mask": masks[kind]})
+        return shown
+
+    def _mask(
+        self,
+        kind: tuple[int, int, int | None],
+        columns: torch.Tensor,
+        tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Which keys queries see, (B, 1, T, S): true, or for eager attention 0 in scores."""
+        first, length, window = kind
+        seen, at = torch.arange(first, first + length, device=columns.device), columns[..., None]
+        visible = seen <= at  # (B, T, S)
+        if window is not None:
+            visible &= seen > at - window
+        if tokens is not None:
+            there = tokens[:, first : first + length].bool()
+            there = F.pad(there, (0, length - there.shape[1]))  # room for what is not written yet
+            # Padding sees itself, so that no softmax is over nothing.
+            visible = visible & there[:, None] | (seen == at)
+        visible = visible[:, None]
+        assert self.tail is not None
+        if self.tail.config._attn_implementation == _GROUPED:
+            return visible
+        scores = torch.zeros((), dtype=self.tail_dtype, device=columns.device)
+        return torch.where(visible, scores, torch.finfo(scores.dtype).min)
+
+
+_WHOLE = ("layers", "queries")
+
+
+def _own_attention(tail: PreTrainedModel) -> str:
+    """How the layers of a tail that is queries only attend: with a mask, so as no flash kernel can.
+
+    Eager attention stays what it is: each family's own, with sinks or softcaps where it has them.
+    """
+    said = tail.config._attn_implementation
+    capped = vars(tail.config).get("attn_logit_softcapping") is not None
+    if said == "eager" or not tail._supports_sdpa or (capped and said != "sdpa"):
+        return "eager"
+    return _GROUPED
 
 
 def _attends(name: str) -> bool:
@@ -638,32 +829,29 @@ def _check_tail_from(start: int, base: PreTrainedModel, policy: StoppingPolicy) 
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     positions = start + (mask.cumsum(-1) - 1).clamp(min=0)
-    entering: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entering.append(hidden_entering(args, kwargs))
-
-    handles = [
-        decoder_layers(base)[-n].register_forward_pre_hook(keep, with_kwargs=True),
-        tail.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state)),
-    ]
+    handle = tail.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state))
     try:
-        wanted = decoder(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-        ).last_hidden_state
-        policy.outputs(entering[0], positions, mask)
+        with Reader(base, n, policy.queries) as reader:
+            wanted = decoder(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            ).last_hidden_state
+            hidden, keys = reader.hidden, reader.keys
+        policy.outputs(hidden, positions, mask, None, keys)
         cache = policy.new_cache()
+        columns = torch.arange(_PROBE, device=device)[None]
         for i, j in ((0, 5), (5, 6), (6, _PROBE)):
-            policy.outputs(entering[0][:, i:j], positions[:, i:j], mask[:, :j], cache)
+            known = [LayerKeys(one.keys[:, :, :j], one.values[:, :, :j]) for one in keys]
+            policy.outputs(
+                hidden[:, i:j], positions[:, i:j], mask[:, :j], cache, known, columns[:, i:j]
+            )
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{type(base).__name__} cannot be a base: its last {n} layers do not run on their own "
             f"({type(error).__name__}: {error})"
         ) from error
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     real = mask.bool()
     wanted = wanted.to(outputs[0].device)[real]
     if not wanted.isfinite().all():

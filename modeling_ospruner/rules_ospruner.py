@@ -59,7 +59,7 @@ def uniform(seed: int, sample_index: int, step: int) -> float:
     ) * 2.0**-53
 
 
-Ask = Literal["stop_probability", "trial_answer", "text"]
+Ask = Literal["stop_probability", "trial_answer", "text", "thinking_entropy"]
 DEFAULT_TRIAL_TOKENS = 32
 
 
@@ -76,6 +76,8 @@ class TrialAnswer:
         entropy: in nats, of the distribution at the first token over its 20 most likely tokens,
             renormalised.
         text: what `ids` say, without the closing brace; empty without a tokenizer.
+        whole_entropy: the sum of the same over all tokens of the answer, that of its end included:
+            the chain rule along the greedy answer. NaN where it is not known.
     """
 
     ids: tuple[int, ...]
@@ -83,6 +85,7 @@ class TrialAnswer:
     logprobs: tuple[float, ...]
     entropy: float
     text: str = ""
+    whole_entropy: float = math.nan
 
 
 class StepEnd(Protocol):
@@ -112,6 +115,15 @@ class StepEnd(Protocol):
 
     def next_text(self) -> str:
         """The text of the token that the model finds most likely to come next."""
+
+    def step_text(self) -> str:
+        """The text of the step that has ended here."""
+
+    def thinking_entropy(self) -> float:
+        """Mean entropy, in nats, at which the thinking's tokens so far were drawn.
+
+        Each over the ENTROPY_TOKENS most likely tokens at temperature 1.
+        """
 
 
 class Verdict(NamedTuple):
@@ -159,16 +171,29 @@ class LearnedPolicy:
         threshold: in [0, 1]; of mode "threshold", and None in mode "sample".
         seed: of the draws in mode "sample".
         step_stride: asked at every k-th step end only, as it was trained.
+        window: of mode "threshold": how many of the last probabilities are looked at together.
+        by: "vote" stops where more than half of `window` probabilities reach the threshold
+            (TERMINATOR), "mean" where their mean does, of fewer at the beginning (Thought
+            Calibration).
     """
 
     mode: Literal["sample", "threshold"]
     threshold: float | None = None
     seed: int = 0
     step_stride: int = 1
+    window: int = 1
+    by: Literal["vote", "mean"] = "vote"
     reason: ClassVar[Literal["policy"]] = "policy"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
+        check_integer(owner, "window", self.window, 1)
+        check_choice(owner, "by", self.by, ("vote", "mean"))
+        if self.window > 1 and self.mode == "sample":
+            raise ValueError(
+                f"{owner}: window is {self.window}, but mode 'sample' draws at each step: leave it "
+                "out, or give a threshold"
+            )
         check_choice(owner, "mode", self.mode, MODES)
         if (self.threshold is None) is (self.mode == "threshold"):
             raise ValueError(
@@ -184,8 +209,8 @@ class LearnedPolicy:
         return frozenset({"stop_probability"})
 
     def for_row(self) -> RowRule:
-        """Itself: it remembers nothing."""
-        return self
+        """Itself, which remembers nothing, or one with an empty window."""
+        return self if self.window == 1 else _WindowedRow(self)
 
     def at_step_end(self, end: StepEnd) -> Verdict:
         """Draws, or compares with the threshold."""
@@ -195,6 +220,39 @@ class LearnedPolicy:
         if self.threshold is not None:
             return Verdict(probability >= self.threshold, probability)
         return Verdict(uniform(self.seed, end.sample_index, end.step) < probability, probability)
+
+
+def window_score(probabilities: Sequence[float], window: int, by: Literal["vote", "mean"]) -> float:
+    """What a threshold is compared with: one that is reached exactly where the window says stop.
+
+    Args:
+        probabilities: the last ones, `window` at most; NaN stops nothing.
+        window: how many there may be.
+        by: as in `LearnedPolicy`.
+    """
+    clean = [0.0 if math.isnan(p) else p for p in probabilities]
+    if by == "mean":
+        return math.fsum(clean) / len(clean)
+    votes = window // 2 + 1  # so many of the highest must reach it
+    return sorted(clean, reverse=True)[votes - 1] if len(clean) >= votes else 0.0
+
+
+class _WindowedRow:
+    """The learned policy on one row, by the last few probabilities."""
+
+    def __init__(self, rule: LearnedPolicy) -> None:
+        self._rule = rule
+        self._last: list[float] = []
+
+    def at_step_end(self, end: StepEnd) -> Verdict:
+        """Compares the window's score with the threshold; measures the step's probability."""
+        rule = self._rule
+        if (end.step + 1) % rule.step_stride:
+            return Verdict(False)
+        self._last = [*self._last, end.stop_probability()][-rule.window :]
+        score = window_score(self._last, rule.window, rule.by)
+        assert rule.threshold is not None  # of mode "threshold"
+        return Verdict(score >= rule.threshold, self._last[-1])
 
 
 @dataclass(frozen=True)
@@ -226,7 +284,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrialRule(ABC):
+class TrialRule(ABC):
     """A rule that judges trial answers, and when to try one.
 
     Attributes:
@@ -269,7 +327,7 @@ class _TrialRule(ABC):
 class _TrialRow:
     """Tries answers where the rule wants them, and has them judged."""
 
-    def __init__(self, rule: _TrialRule, judge: Callable[[TrialAnswer], Verdict]) -> None:
+    def __init__(self, rule: TrialRule, judge: Callable[[TrialAnswer], Verdict]) -> None:
         self._rule = rule
         self._judge = judge
         self._last = 0  # thinking tokens at the last trial answer
@@ -286,10 +344,10 @@ class _TrialRow:
 
 
 @dataclass(frozen=True)
-class AnswerEntropy(_TrialRule):
+class AnswerEntropy(TrialRule):
     """Stops where the answer's first token is certain: its entropy is at most a threshold.
 
-    HALT-CoT's signal; it costs one forward of the closing and the box prefix.
+    It costs one forward of the closing and the box prefix.
 
     Attributes:
         threshold: in nats; 0 or more, at most ln 20 = 2.996, the highest possible.
@@ -308,12 +366,11 @@ class AnswerEntropy(_TrialRule):
 
 
 @dataclass(frozen=True)
-class TrialConfidence(_TrialRule):
+class TrialConfidence(TrialRule):
     """Stops where the trial answer is confident: its tokens' probabilities have a high mean.
 
     DEER's signal, the geometric mean exp(1/n sum_j log p_j) over the answer's tokens, the closing
-    brace included. DEER tries answers where the model is about to write a transition word: give
-    `transition_words`. An answer that is not complete within `max_tokens` stops nothing.
+    brace included. An answer that is not complete within `max_tokens` stops nothing.
 
     Attributes:
         threshold: in (0, 1].
@@ -340,8 +397,8 @@ def _same_text(one: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Agreement(_TrialRule):
-    """Stops when the last k trial answers agree (Dynasor, ES-CoT).
+class Agreement(TrialRule):
+    """Stops when the last k trial answers agree (answer consistency, arXiv 2506.02536).
 
     Its signal is the number of trial answers in a row, to this one, that agree with their
     predecessor. An answer that is empty, or not complete within `max_tokens`, agrees with none.
@@ -499,6 +556,8 @@ class TrialAnswers:
         token_format: the base's way of thinking.
         eos_ids: ids that end a text.
         masked_ids: ids that an answer must not hold.
+        masks: whether an answer must not complete a marker of several tokens that would open the
+            thinking again.
         decode: from token ids to text; None leaves `TrialAnswer.text` empty.
     """
 
@@ -509,7 +568,9 @@ class TrialAnswers:
         eos_ids: frozenset[int],
         masked_ids: Sequence[int] = (),
         decode: Callable[[Sequence[int]], str] | None = None,
+        masks: bool = False,
     ) -> None:
+        self._marker = token_format.start_marker if masks else None
         self._base = base
         self._format = token_format
         self._eos_ids = eos_ids
@@ -592,6 +653,7 @@ class TrialAnswers:
         # Recurrent layers go on from a state one token at a time; attention takes them at once.
         pieces = [[token] for token in suffix] if recurrent else [suffix]
         box = self._format.box_state()
+        reopening = None if self._marker is None else self._marker.state()
         ids: list[int] = []
         logprobs: list[float] = []
         ended: Literal["closed", "eos", "length"] = "length"
@@ -600,9 +662,13 @@ class TrialAnswers:
             for piece in pieces:
                 logits = self._feed(piece, position, pads, cache)
                 position += len(piece)
-            entropy = float(top_entropy(logits))
+            entropy, whole = float(top_entropy(logits)), 0.0
             while len(ids) < max_tokens:
-                token, logprob = self._choose(logits)
+                whole += float(top_entropy(logits))
+                more = () if reopening is None else reopening.completing()
+                token, logprob = self._choose(logits, more)
+                if reopening is not None:
+                    reopening.push(token)
                 if token in self._eos_ids:
                     ended = "eos"
                     break
@@ -616,14 +682,15 @@ class TrialAnswers:
                     position += 1
         finally:
             self._looking = True
-        answer = TrialAnswer(tuple(ids), ended, tuple(logprobs), entropy, self._text(ids, ended))
+        said = self._text(ids, ended)
+        answer = TrialAnswer(tuple(ids), ended, tuple(logprobs), entropy, said, whole)
         return answer, len(suffix) + len(ids) + (ended == "eos")
 
-    def _choose(self, logits: torch.Tensor) -> tuple[int, float]:
+    def _choose(self, logits: torch.Tensor, masked: Sequence[int]) -> tuple[int, float]:
         """The token that a forced answer would take, and its plain log-probability."""
         plain = logits.float()
         allowed = plain.clone()
-        allowed[self._masked] = -torch.inf
+        allowed[[*self._masked, *masked]] = -torch.inf
         token = int(allowed.argmax())
         return token, float(plain[token] - plain.logsumexp(-1))
 
@@ -631,7 +698,7 @@ class TrialAnswers:
         if self._decode is None:
             return ""
         text = self._decode(ids)
-        return text[: text.rfind("}")] if ended == "closed" else text
+        return self._format.answer_content(text) if ended == "closed" else text
 
     def _feed(
         self, token_ids: Sequence[int], position: int, pads: int, cache: DynamicCache

@@ -1,5 +1,7 @@
 """Stopping: what generate is told, one row's way to its answer, and the record of it.
 
+Between them, what is refused because stopping inside generate would do it wrong in silence.
+
 A row takes in the tokens that are chosen for it, one by one. After the last token of a step it is
 asked to decide; from a stop, or a natural end, on it says what the next token has to be. Generate
 and every engine share this code.
@@ -16,6 +18,8 @@ from enum import Enum
 from typing import Any, Literal, get_args
 
 import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
 
 from .configuration_ospruner import (
     MODES,
@@ -26,8 +30,9 @@ from .configuration_ospruner import (
     check_number,
     shown,
 )
-from .formats_ospruner import BoxState, TokenFormat
+from .formats_ospruner import TokenFormat
 from .rules_ospruner import Budget, LearnedPolicy, StopRule, TrialAnswer
+from .states_ospruner import BoxState, EndTextState
 
 _OWNER = "stop_policy"
 
@@ -70,6 +75,8 @@ class StopPolicyConfig:
         length_penalty: the price of a token, lambda, in reward per thinking token: a policy with
             the head "price" stops where going on is not worth it. One for all rows of the call.
             None: the policy's default; a policy with the head "fixed" knows its own alone.
+        domain: stop at the price that the policy chose for this domain, one of those that it was
+            trained on (`OSPrunerConfig.domains`); in place of `length_penalty`.
         max_loss: stop as boldly as a calibration of the policy (`ospruner calibrate`) promised to
             lose no more accuracy than this against the full trace, as a share; it gives mode,
             threshold and length_penalty. None: no promise.
@@ -90,7 +97,8 @@ class StopPolicyConfig:
         answer_do_sample: whether forced answers are sampled as the trace is; else greedy. Free
             answers are always sampled as the trace is.
         mask_reentry: whether an answer that something was forced into may not open the thinking
-            again: its markers (`TokenFormat.reentry_ids`) get no probability.
+            again: its markers (`TokenFormat.reentry_ids`), or what would complete a marker of
+            several tokens, get no probability.
         rule: what stops rows in place of the learned policy, which then does not run; such as
             `AnswerEntropy()`. It has settings of its own: mode, threshold and seed are not its.
     """
@@ -98,6 +106,7 @@ class StopPolicyConfig:
     mode: Literal["sample", "threshold"] | None = None
     threshold: float | None = None
     length_penalty: float | None = None
+    domain: str | None = None
     max_loss: float | None = None
     seed: int = 0
     first_sample_index: int = 0
@@ -132,6 +141,13 @@ class StopPolicyConfig:
             )
         if self.length_penalty is not None:
             check_number(_OWNER, "length_penalty", self.length_penalty, 0, math.inf)
+        if not isinstance(self.domain, str | None):
+            raise TypeError(f"{_OWNER}: domain is {shown(self.domain)}; it must be a text or None")
+        if self.domain is not None and self.length_penalty is not None:
+            raise ValueError(
+                f"{_OWNER}: domain is {shown(self.domain)}, and so is length_penalty "
+                f"{self.length_penalty} given: a domain has its own price; leave one of them out"
+            )
         self._check_max_loss()
         check_integer(_OWNER, "seed", self.seed)
         check_integer(_OWNER, "first_sample_index", self.first_sample_index, 0)
@@ -157,6 +173,7 @@ class StopPolicyConfig:
             "mode": self.mode is not None,
             "threshold": self.threshold is not None,
             "length_penalty": self.length_penalty is not None,
+            "domain": self.domain is not None,
             "rule": self.rule is not None,
             "min_thinking_tokens": self.min_thinking_tokens > 0,
             "max_thinking_tokens": self.max_thinking_tokens is not None,
@@ -167,7 +184,7 @@ class StopPolicyConfig:
         if given := [name for name, is_given in unpromised.items() if is_given]:
             raise ValueError(
                 f"{_OWNER}: max_loss is {self.max_loss}, and so is {' and '.join(given)} given: "
-                "what was promised holds for the calibration's threshold and greedy forced "
+                "what was promised holds for the calibration's setting and greedy forced "
                 "answers alone; leave one of them out"
             )
 
@@ -178,10 +195,11 @@ class StopPolicyConfig:
             raise TypeError(
                 f"{_OWNER}: rule is {self.rule!r}; it must be a StopRule, such as AnswerEntropy()"
             )
-        learned = (self.mode, self.threshold, self.length_penalty)
-        if learned != (None, None, None):
+        learned = (self.mode, self.threshold, self.length_penalty, self.domain)
+        if learned != (None, None, None, None):
             raise ValueError(
-                f"{_OWNER}: mode, threshold and length_penalty are the learned policy's, and rule "
+                f"{_OWNER}: mode, threshold, length_penalty and domain are the learned policy's, "
+                "and rule "
                 f"{type(self.rule).__name__} takes its place; leave them out, or the rule"
             )
 
@@ -196,7 +214,7 @@ class StopPolicyConfig:
         Raises:
             TypeError: the price is no number.
             ValueError: `max_loss` is given, and no calibration promises as little; or see
-                `asked_price`.
+                `price`.
         """
         if self.rule is not None:
             return self
@@ -211,9 +229,9 @@ class StopPolicyConfig:
                     f"calibrate POLICY --labels DIR --max-loss {self.max_loss:g}`"
                 )
             boldest = max(kept, key=lambda one: (one["max_loss"], one["confidence"]))
-            promised = {name: boldest[name] for name in ("threshold", "length_penalty")}
-            return replace(self, max_loss=None, mode="threshold", **promised)
-        price = asked_price(_OWNER, config, self.length_penalty)
+            promised = {name: boldest[name] for name in ("mode", "threshold", "length_penalty")}
+            return replace(self, max_loss=None, **promised)
+        price = self.price(_OWNER, config)
         chosen, threshold = self.mode or config.default_mode, config.default_threshold
         if chosen == "threshold" and self.threshold is not None:
             threshold = self.threshold
@@ -222,7 +240,23 @@ class StopPolicyConfig:
             mode=chosen,  # type: ignore[arg-type]  # checked
             threshold=threshold if chosen == "threshold" else None,
             length_penalty=price,
+            domain=None,
         )
+
+    def price(self, owner: str, config: OSPrunerConfig) -> float:
+        """The price of a token that is asked for: by number, by domain, or the policy's default.
+
+        Args:
+            owner: who asks, for the message.
+            config: the policy's.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: the policy has no such domain; or see `asked_price`.
+        """
+        if self.domain is not None:
+            return config.domain_price(owner, self.domain)
+        return asked_price(owner, config, self.length_penalty)
 
     def chosen_rule(self, step_stride: int = 1) -> StopRule:
         """The rule that stops rows: the given one, or the learned policy.
@@ -270,6 +304,139 @@ class StopPolicyConfig:
         raise TypeError(
             f"stop_policy is {stop_policy!r}; it must be True, False, a dict, a StopRule or a "
             "StopPolicyConfig"
+        )
+
+
+def promise_of(settings: StopPolicyConfig, config: OSPrunerConfig) -> dict[str, Any] | None:
+    """The calibration by which settings stop, None where they stop otherwise.
+
+    Args:
+        settings: with the policy's defaults.
+        config: the policy's.
+    """
+    fields_of = ("mode", "threshold", "length_penalty")
+    for one in config.calibrations or []:
+        priced = fields_of if one["length_penalty"] is not None else fields_of[:2]
+        same = all(vars(settings)[name] == one[name] for name in priced)
+        if same and settings == StopPolicyConfig(
+            **{name: vars(settings)[name] for name in fields_of},
+            seed=settings.seed,
+            first_sample_index=settings.first_sample_index,
+        ):
+            return one
+    return None
+
+
+HINT = "or pass stop_policy=False"
+
+# Arguments of generate, and why they cannot be combined with a stop policy.
+_ARGUMENTS = {
+    "custom_generate": "it replaces the decoding that the policy works in",
+    "inputs_embeds": "steps are found in token ids: pass input_ids alone",
+    "position_ids": "the policy derives them from the attention mask: pass input_ids alone",
+    "negative_prompt_ids": "a second pass of the base would reach the policy",
+    "pixel_values": "the policy reads text alone",
+    "input_features": "the policy reads text alone",
+}
+
+
+def refuse_unsupported(
+    inputs: torch.Tensor | None, config: GenerationConfig, arguments: Mapping[str, Any]
+) -> None:
+    """Refuses decoding options and inputs that don't go together with a stop policy.
+
+    Args:
+        inputs: generate's first argument.
+        config: the generation config with generate's keyword arguments applied.
+        arguments: all keyword arguments of generate.
+
+    Raises:
+        TypeError: the prompt is no tensor of integers, or the mask no tensor.
+        ValueError: naming the option and what to do.
+    """
+    _refuse_decoding(config, arguments)
+    for name, why in _ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} and stop_policy exclude each other; {why}")
+    _refuse_inputs(inputs, arguments)
+    cache = arguments.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values holds tokens that the stopping policy has not seen; pass the whole "
+            "text as input_ids without them"
+        )
+    if config.eos_token_id is None:
+        raise ValueError(
+            "the generation config has no eos_token_id, so rows cannot end by themselves; set it "
+            "in base.generation_config"
+        )
+
+
+def _refuse_decoding(config: GenerationConfig, arguments: Mapping[str, Any]) -> None:
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"stop_policy works with greedy decoding and sampling, not with {mode.value}: leave "
+            "out num_beams, assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers "
+            f"and the like, {HINT}"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache is False; stop_policy needs the cache: leave use_cache out")
+    if "paged" in (config.cache_implementation, arguments.get("cache_implementation")):
+        raise ValueError(
+            "cache_implementation is 'paged', that is, continuous batching, in which stop_policy "
+            f"cannot work: leave it out, use the vLLM or SGLang engine, {HINT}"
+        )
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise ValueError(
+            f"guidance_scale is {config.guidance_scale}; its second pass of the base would reach "
+            f"the policy: leave it out, {HINT}"
+        )
+    if config.token_healing:
+        raise ValueError(
+            f"token_healing rewrites the prompt by a generate of its own: leave it out, {HINT}"
+        )
+
+
+def _refuse_inputs(inputs: torch.Tensor | None, arguments: Mapping[str, Any]) -> None:
+    input_ids = arguments.get("input_ids") if inputs is None else inputs
+    if input_ids is not None and not isinstance(input_ids, torch.Tensor):
+        raise TypeError(
+            f"the prompt is a {type(input_ids).__name__}; it must be a tensor of token ids (B, S): "
+            "tokenize with return_tensors='pt', and pass what a tokenizer gives as **inputs"
+        )
+    if input_ids is not None and input_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"the prompt's dtype is {input_ids.dtype}; token ids are torch.int64 or torch.int32: "
+            "pass what a tokenizer gives"
+        )
+    if input_ids is None or input_ids.numel() == 0:
+        raise ValueError("the prompt is empty: stop_policy needs input_ids with a prompt")
+    if input_ids.dim() != 2:
+        raise ValueError(
+            f"input_ids has the shape {tuple(input_ids.shape)}; it must be (B, S): one row a prompt"
+        )
+    mask = arguments.get("attention_mask")
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(
+            f"attention_mask is a {type(mask).__name__}; it must be a tensor (B, S): pass what a "
+            "tokenizer gives with return_tensors='pt'"
+        )
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(mask.shape)}, input_ids "
+            f"{tuple(input_ids.shape)}; they must be the same"
+        )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, nothing else")
+    if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
+        raise ValueError(f"the prompts of rows {empty} are empty: their attention_mask is all 0")
+    if holes := (mask[:, 1:] < mask[:, :-1]).any(-1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
+            "left: set tokenizer.padding_side = 'left'"
         )
 
 
@@ -325,6 +492,12 @@ class _RowEnd:
     stop_probability: Callable[[], float]
     trial_answer: Callable[[int], TrialAnswer]
     next_text: Callable[[], str]
+    step_text: Callable[[], str]
+    thinking_entropy: Callable[[], float]
+
+
+def _unasked() -> Any:
+    raise AssertionError("the rule does not ask for it")
 
 
 @dataclass(frozen=True)
@@ -372,6 +545,8 @@ class StopRow:
         self.at_boundary = False
         self.forced: deque[int] = deque()
         self._masked = False
+        marker = token_format.start_marker
+        self._reopening = None if marker is None else marker.state()
         self._plan = plan
         self._sample_index = sample_index
         self._rule = plan.rule.for_row()
@@ -379,7 +554,7 @@ class StopRow:
         self._prefilled_tokens = self._boundary.thinking_tokens
         self._length = 0  # tokens generated so far
         self._end_ids: frozenset[int] = frozenset()  # of its answer
-        self._box: BoxState | None = None
+        self._box: BoxState | EndTextState | None = None
         self._answer_tokens = 0
         self._last: int | None = None
 
@@ -404,6 +579,8 @@ class StopRow:
         """What its next token may not be, so that the thinking is not opened again."""
         if not self._masked or self.phase is not Phase.ANSWER:
             return ()
+        if self._reopening is not None:
+            return self._reopening.completing()
         token_format = self._plan.token_format
         channels = token_format.channels
         if channels is None or self._plan.settings.answer != "tools":
@@ -423,6 +600,8 @@ class StopRow:
                 self.phase = Phase.ANSWER
         elif self.phase is Phase.ANSWER:
             self._answer_tokens += 1
+            if self._reopening is not None:
+                self._reopening.push(token)
             closed = self._box is not None and self._box.push(token)
             full = self._answer_tokens == self._plan.settings.max_answer_tokens
             if closed or full or token in self._end_ids:
@@ -441,6 +620,8 @@ class StopRow:
         trial_answer: Callable[[int], TrialAnswer],
         next_text: Callable[[], str],
         indifference: Callable[[], float] | None = None,
+        step_text: Callable[[], str] = _unasked,
+        thinking_entropy: Callable[[], float] = _unasked,
     ) -> None:
         """Decides on the step that has ended with the last token.
 
@@ -449,6 +630,8 @@ class StopRow:
             trial_answer: gives an answer forced here, of at most so many tokens.
             next_text: gives the text of the most likely next token.
             indifference: gives the price of indifference; None for a policy of a fixed lambda.
+            step_text: gives the text of the step.
+            thinking_entropy: gives the mean entropy of the thinking's tokens so far.
         """
         plan, record = self._plan, self.record
         self.at_boundary = False
@@ -460,6 +643,8 @@ class StopRow:
             stop_probability=stop_probability,
             trial_answer=trial_answer,
             next_text=next_text,
+            step_text=step_text,
+            thinking_entropy=thinking_entropy,
         )
         record.step_ends.append(self._length)
         stop, signal = self._rule.at_step_end(end)
@@ -498,8 +683,8 @@ class StopRow:
         forced = settings.answer == "forced" and not self._boundary.calls
         suffix: list[int] = []
         if forced or not natural:
-            written = self._boundary.closing_written if natural else 0
-            suffix = token_format.forced_suffix("forced" if forced else "free", written)
+            ended = self._boundary if natural else None
+            suffix = token_format.forced_suffix("forced" if forced else "free", ended)
         channels = token_format.channels
         chosen = channels is not None and settings.answer == "tools"  # the channel, by the model
         if channels is not None and chosen and suffix:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
-def run_checks(file: Path, case: str | None = None) -> None:
+def run_checks(
+    file: Path, case: str | None = None, environment: Mapping[str, str] | None = None
+) -> None:
     """Runs the tests of a file, or one of them; all must pass.
 
     Args:
         file: the file.
         case: such as `test_base[2-qwen2]`.
+        environment: variables of the process beside those of this one.
     """
     checks = str(file)
     done = subprocess.run(
@@ -24,6 +29,7 @@ def run_checks(file: Path, case: str | None = None) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
+        env={**os.environ, **(environment or {})},
         text=True,
         check=False,
     )

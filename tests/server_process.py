@@ -50,6 +50,34 @@ def running_server(
         process.wait()
 
 
+SGLANG_PYTHON = os.environ.get("OSPRUNER_SGLANG_PYTHON")
+"""SGLang's environment, which `make test-sglang` names."""
+
+ON_A_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--dtype", "float32", "--mem-fraction-static", "0.2", "--skip-server-warmup"),
+)
+
+
+@contextmanager
+def running_sglang(command: Sequence[str], log: Path) -> Iterator[str]:
+    """Runs a command that serves with SGLang on a CPU, and yields the address.
+
+    SGLang's kernels want CUDA; plain decoding calls none of them, and two stand-ins let it start.
+
+    Args:
+        command: what follows the Python of SGLang's environment.
+        log: the file for what it prints.
+    """
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    whole = [str(SGLANG_PYTHON), *command, *ON_A_CPU, "--host", "127.0.0.1", "--port", str(port)]
+    stand_ins = Path(__file__).parent / "engines" / "sglang_stubs"
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(stand_ins)}
+    with running_server(whole, address, environment, log):
+        yield address
+
+
 def _healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:

@@ -27,8 +27,8 @@ from modeling_ospruner.loading_ospruner import WEIGHTS
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay_full
 from ospruner.eval.results import Rule, summarise
-from ospruner.eval.schema import LabelSettings
-from ospruner.eval.table import TraceTable
+from ospruner.eval.schema import MATH_TASK, LabelSettings
+from ospruner.eval.table import TraceTable, classifier_targets
 from ospruner.hub_cards.facts import file_hash, provenance
 from ospruner.hub_cards.render import write_policy_card
 
@@ -37,7 +37,7 @@ from .objective import classification_loss, every_price_loss, objective_loss
 from .processes import Processes
 from .settings import Stage, TrainSettings
 from .tail import step_outputs
-from .trunk import Batch, LabelledTraces, length_batches, refuse_beyond_positions
+from .trunk import Batch, LabelledTraces, States, length_batches, refuse_beyond_positions
 
 __all__ = [
     "Predicted",
@@ -68,7 +68,7 @@ class StageResult:
 
     Attributes:
         name: of the stage.
-        method: "os-pruner", "probe", "convergence" or "flashthink".
+        method: of `OSPrunerConfig`.
         length_penalty: lambda; 0 for the baselines; of a policy of every price its default.
         path: the policy's folder.
         probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
@@ -161,7 +161,15 @@ def new_policy(
             base_revision=label_settings.base_revision,
         )
     model.config.step_stride = label_settings.step_stride
+    model.config.task = task_of(label_settings)
+    domains = {name: {"task": dict(task)} for name, task in label_settings.domains.items()}
+    model.config.domains = domains or None
     return _prepared(model.eval(), settings)
+
+
+def task_of(label_settings: LabelSettings) -> dict[str, Any] | None:
+    """The task that a policy pins: its labels', None for mathematics."""
+    return None if label_settings.task == MATH_TASK else dict(label_settings.task)
 
 
 def _prepared(model: AnyTrainable, settings: TrainSettings) -> AnyTrainable:
@@ -185,7 +193,7 @@ def batch_loss(
     """The loss of one batch.
 
     Args:
-        method: "os-pruner", "probe", "convergence" or "flashthink".
+        method: of `OSPrunerConfig`.
         logits: (B, T) stop logits at step ends, or (J, B, T) at each of J lambdas.
         batch: the labels.
         length_penalty: lambda, or J lambdas; only "os-pruner" has one.
@@ -199,7 +207,8 @@ def batch_loss(
             return every_price_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
         assert length_penalty is not None
         return objective_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
-    targets = batch.matches_final.to(logits.device) if method == "convergence" else correct
+    labels = (batch.correct.numpy(), batch.matches_final.numpy(), batch.mask.numpy())
+    targets = torch.from_numpy(classifier_targets(method, *labels)).to(logits.device)
     return classification_loss(logits, targets, mask)
 
 
@@ -332,7 +341,7 @@ def predict_outputs(
 
 @torch.no_grad()
 def predict_with(
-    outputs_of: Callable[[Tensor, Tensor], Tensor],
+    outputs_of: Callable[[States, Tensor], Tensor],
     model: Trainable,
     traces: LabelledTraces,
     processes: Processes,
@@ -340,7 +349,7 @@ def predict_with(
     """`predict_outputs`, by several processes, each of which takes some of the traces.
 
     Args:
-        outputs_of: (B, T, K) from the trunk's states (B, S, H) and positions (B, T).
+        outputs_of: (B, T, K) from the trunk's states and positions (B, T).
         model: whose trunk.
         traces: N labelled traces.
         processes: those that share the work; all get the result.
@@ -349,8 +358,8 @@ def predict_with(
     out = np.zeros((*traces.table.mask.shape, width), dtype=np.float32)
     for rows, new in processes.turns(list(length_batches(traces.token_lengths))):
         batch = traces.batch(rows)
-        hidden = traces.states(model, rows)  # (B, S, H)
-        said = outputs_of(hidden, batch.positions.to(hidden.device)).float().cpu()  # (B, T, K)
+        states = traces.states(model, rows)
+        said = outputs_of(states, batch.positions.to(states.device)).float().cpu()  # (B, T, K)
         if new:
             out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
     outputs = processes.sum(out.astype(np.float64)).astype(np.float32)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from huggingface_hub import snapshot_download
 from transformers import (
     AutoModelForCausalLM,
@@ -21,16 +23,17 @@ from transformers import (
 )
 
 from modeling_ospruner.common.progress import Progress, silent
+from modeling_ospruner.configuration_ospruner import is_quantised
 from modeling_ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from modeling_ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.loading_ospruner import fingerprint_of
-from modeling_ospruner.policy_ospruner import is_quantised
-from ospruner.eval.problems.problem import Problem, user_message
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.facts import PROVENANCE_FILE
+from ospruner.hub_cards.facts import PROVENANCE_FILE, hash_of
 from ospruner.hub_cards.render import is_hub_id
 
 from .flashthink import load_verifier_base, verifier_traces
@@ -42,6 +45,7 @@ from .labels.folder import (
     read_manifest,
     refuse_other_data,
 )
+from .labels.rows import OptionIds
 from .loop import StageResult, memory_need, train_together
 from .processes import Processes
 from .settings import SCHEDULES, TrainSettings, automatic_penalties, automatic_range
@@ -53,6 +57,7 @@ __all__ = [
     "held_out_split",
     "load_labelled_base",
     "load_labels",
+    "load_mix",
     "parse_penalties",
     "parse_range",
     "settings_for",
@@ -72,13 +77,17 @@ class Labels:
 
     Attributes:
         traces: columns `schema.FEATURES`.
-        settings: of their run.
+        settings: of their run; of a mix the first run's, with `LabelSettings.domains`.
         data_hash: of their shards.
+        source: what the problems were, in a word; the folder's name where it is not known.
+        parts: of a mix, each run's labels by the domain's name; else empty.
     """
 
     traces: Dataset
     settings: LabelSettings
     data_hash: str
+    source: str = ""
+    parts: Mapping[str, Labels] = field(default_factory=dict)
 
 
 def load_labels(source: str | Path) -> Labels:
@@ -107,7 +116,94 @@ def load_labels(source: str | Path) -> Labels:
     if (folder / PROVENANCE_FILE).is_file():
         refuse_other_data(folder, manifest)
     settings = LabelSettings.from_dict(manifest["settings"])
-    return Labels(read_labels(folder), settings, data_hash(chunks_of(manifest)))
+    of = Path(str(manifest.get("source", {}).get("dataset") or source)).name
+    source_name = of.partition(".")[0]
+    return Labels(read_labels(folder), settings, data_hash(chunks_of(manifest)), source_name)
+
+
+_OF_A_DOMAIN = {
+    "task",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "samples_per_problem",
+    "max_new_tokens",
+    "max_answer_tokens",
+    "imported_from",
+    "reasoning_format",
+}
+"""What of the settings may differ between the runs of a mix; of the format, what a task shapes."""
+
+
+def load_mix(sources: Sequence[str | Path]) -> Labels:
+    """The labels of several folders as one: of different tasks or problems, by one base.
+
+    Traces get the column `domain`, and problems their domain's name before their id. A domain is
+    named by its task or, where runs share one, by what the problems were.
+
+    Args:
+        sources: as `load_labels` takes them; one stands for itself.
+
+    Raises:
+        ValueError: none, one that is given twice, labels of different bases, formats or strides,
+            or two of one task and one data set; or see `load_labels`.
+    """
+    if not sources:
+        raise ValueError("no labels: give at least one folder of `ospruner label`")
+    loaded = [load_labels(source) for source in sources]
+    if len(loaded) == 1:
+        return loaded[0]
+    names = _domain_names(sources, loaded)
+    first = loaded[0]
+    for source, other in zip(sources[1:], loaded[1:], strict=True):
+        lines = first.settings.differences(other.settings)
+        lines = [line for line in lines if line.partition(":")[0] not in _OF_A_DOMAIN]
+        ours, theirs = (one.settings.reasoning_format for one in (first, other))
+        lines += [
+            f"reasoning_format's {name}: {ours.get(name)!r} here, {theirs.get(name)!r} there"
+            for name in sorted({*ours, *theirs} - {"box_prefix", "answer_end"})
+            if ours.get(name) != theirs.get(name)
+        ]
+        if lines:
+            raise ValueError(
+                f"{sources[0]} and {source} cannot be mixed ({'; '.join(lines)}): one policy reads "
+                "one base's thinking in one format, and decides at one stride; label all of them "
+                "alike"
+            )
+    parts = dict(zip(names, loaded, strict=True))
+    settings = dataclasses.replace(
+        first.settings, domains={name: dict(one.settings.task) for name, one in parts.items()}
+    )
+    traces = concatenate_datasets([_of_domain(one.traces, name) for name, one in parts.items()])
+    return Labels(traces, settings, hash_of(one.data_hash for one in loaded), "mix", parts)
+
+
+def _domain_names(sources: Sequence[str | Path], loaded: Sequence[Labels]) -> list[str]:
+    tasks = [str(one.settings.task["name"]) for one in loaded]
+    names = [
+        task if tasks.count(task) == 1 else one.source
+        for task, one in zip(tasks, loaded, strict=True)
+    ]
+    hashes = [one.data_hash for one in loaded]
+    for place, name in enumerate(names):
+        before = next((k for k in range(place) if names[k] == name), None)
+        if hashes.index(hashes[place]) < place or before is not None:
+            twice = hashes.index(hashes[place]) if before is None else before
+            raise ValueError(
+                f"labels: {sources[twice]} and {sources[place]} are both of {name!r}: give each "
+                "folder once, and one folder for each data set (more problems go into the same "
+                "folder, by the same command)"
+            )
+    return names
+
+
+def _of_domain(traces: Dataset, name: str) -> Dataset:
+    """Traces with their domain, and ids that no other domain has."""
+    table = traces.with_format("arrow")[:]
+    ids = pa.array([f"{name}/{one}" for one in table.column("problem_id").to_pylist()])
+    table = table.set_column(table.column_names.index("problem_id"), "problem_id", ids)
+    return Dataset(table.append_column("domain", pa.array([name] * len(table), pa.string())))
 
 
 def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) -> list[bool]:
@@ -203,13 +299,13 @@ def settings_for(
 
 
 def train_from_labels(
-    labels: str | Path,
+    labels: str | Path | Sequence[str | Path],
     out_dir: str | Path,
     settings: Callable[[TraceTable], TrainSettings],
     *,
     multi: bool = False,
     base: str | None = None,
-    validation: str | Path | None = None,
+    validation: str | Path | Sequence[str | Path] | None = None,
     held_out: int | None = None,
     split_seed: int = 0,
     limit: int | None = None,
@@ -222,16 +318,17 @@ def train_from_labels(
     """Trains policies on stored labels; a killed run continues where it was.
 
     Args:
-        labels: folder or Hub id of the labelled traces.
+        labels: folder or Hub id of the labelled traces, or several, of different domains.
         out_dir: an empty folder, or that of an earlier run of the same settings and labels.
         settings: gives the run's settings for the training traces; see `settings_for`.
         multi: train each lambda and both baselines as targets of their own on one pass of the
             trunk (`TrainSettings.targets`), each in a folder of `out_dir`.
         base: the model, where it now lies elsewhere than when it was labelled.
-        validation: labels of other problems; None to hold problems out of `labels`.
-        held_out: how many problems; see `held_out_split`.
+        validation: labels of other problems, of the same domains; None to hold problems out of
+            `labels`.
+        held_out: how many problems of each domain; see `held_out_split`.
         split_seed: which problems.
-        limit: only the first so many traces.
+        limit: only the first so many traces of each domain.
         force_base: why another base than the labels' is right; kept in each policy's record.
         max_ungraded: labels with a greater share of forced answers that the grader could not read
             or decide are refused; an answer that never closed is not the grader's fault.
@@ -249,13 +346,16 @@ def train_from_labels(
     """
     if not 0 <= max_ungraded <= 1:
         raise ValueError(f"max_ungraded is {max_ungraded}; it must lie in [0, 1]")
-    ours = load_labels(labels)
+    ours = load_mix(_listed(labels))
     training, validating = _split(ours, validation, held_out, split_seed, limit)
     for traces in (training, validating):
         _refuse_ungraded(traces, max_ungraded)
     train_set = LabelledTraces.from_dataset(training)
     chosen = settings(train_set.table)
     facts: dict[str, Any] = {"data_hash": ours.data_hash}
+    if ours.parts:
+        facts["domains"] = {name: part.data_hash for name, part in ours.parts.items()}
+        say(_told_domains(training, validating))
     label_settings = ours.settings
     targets = chosen.targets() if multi else {"": chosen}
     if chosen.method == "flashthink":
@@ -268,7 +368,8 @@ def train_from_labels(
     else:
         # Processes place the base themselves, each on its own device or split.
         device = device_named(None) if processes is None else "cpu"
-        model, tokenizer = load_labelled_base(base, ours, force_base, device)
+        first = next(iter(ours.parts.values()), ours)
+        model, tokenizer = load_labelled_base(base, first, force_base, device)
         if force_base is not None:
             label_settings = settings_of_base(base, ours, model)
             facts["forced_base"] = forced_base(force_base, ours.settings)
@@ -291,28 +392,58 @@ def train_from_labels(
 
 def _split(
     labels: Labels,
-    validation: str | Path | None,
+    validation: str | Path | Sequence[str | Path] | None,
     held_out: int | None,
     split_seed: int,
     limit: int | None,
 ) -> tuple[Dataset, Dataset]:
     """Training and validation traces."""
     traces = labels.traces
+    of = np.array(traces["domain"] if labels.parts else [""] * len(traces))
+    places = {name: np.flatnonzero(of == name) for name in dict.fromkeys(of.tolist())}
     if limit is not None:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        traces = traces.take(min(limit, len(traces)))
+        places = {name: rows[:limit] for name, rows in places.items()}
     if validation is not None and held_out is not None:
         raise ValueError(
             f"held_out is {held_out}, but with validation labels ({validation}) no problem is held "
             "out: leave one of them out"
         )
     if validation is not None:
-        theirs = load_labels(validation)
-        _refuse_other_labels(labels.settings, theirs.settings)
-        return traces, theirs.traces
-    held = np.array(held_out_split(traces["problem_id"], held_out, split_seed))
-    return traces.select(np.flatnonzero(~held)), traces.select(np.flatnonzero(held))
+        theirs = load_mix(_listed(validation))
+        if list(theirs.parts) and set(theirs.parts) != set(labels.parts):
+            raise ValueError(
+                f"the validation labels are of the domains {sorted(theirs.parts)}, the training "
+                f"labels of {sorted(labels.parts)}: give labels of the same domains"
+            )
+        if labels.parts and not theirs.parts:
+            raise ValueError(
+                f"the training labels are of the domains {sorted(labels.parts)}, the validation "
+                "labels of one: give labels of each"
+            )
+        for name, part in (labels.parts or {"": labels}).items():
+            _refuse_other_labels(part.settings, theirs.parts.get(name, theirs).settings)
+        return traces.select(np.concatenate(list(places.values()))), theirs.traces
+    ids = np.array(traces["problem_id"])
+    split: dict[bool, list[npt.NDArray[np.int64]]] = {True: [], False: []}
+    for rows in places.values():
+        held = np.array(held_out_split(ids[rows].tolist(), held_out, split_seed))
+        for side, found in split.items():
+            found.append(rows[held == side])
+    training, validating = (traces.select(np.concatenate(split[side])) for side in (False, True))
+    return training, validating
+
+
+def _listed(sources: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
+    return [sources] if isinstance(sources, str | Path) else sources
+
+
+def _told_domains(training: Dataset, validating: Dataset) -> str:
+    """How many traces of each domain there are."""
+    counts = [Counter(traces["domain"]) for traces in (training, validating)]
+    told = [f"{name} {counts[0][name]:,} + {counts[1][name]:,}" for name in counts[0]]
+    return f"Domains (traces to train on + to validate): {', '.join(told)}"
 
 
 def _refuse_ungraded(traces: Dataset, bound: float) -> None:
@@ -403,12 +534,17 @@ def _answers_difference(
     shortest = np.argsort([len(ids) for ids in labels.traces["trace_ids"]])[:_COMPARED_TRACES]
     differences = []
     for row in labels.traces.select(shortest):
-        steps = zip(row["step_ends"], row["forced_answer_ids"], row["forced_logprob"], strict=True)
-        for end, answer, stored in steps:
+        names = ("step_ends", "forced_answer_ids", "forced_logprob", "option_probabilities")
+        problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+        for end, answer, stored, shares in zip(*(row[name] for name in names), strict=True):
             if not answer or stored is None:
                 continue
             ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix]
-            differences.append(abs(mean_logprob(model, ids, answer) - stored))
+            among = None
+            if shares is not None:
+                task = open_task(labels.settings.task)
+                among = OptionIds(task, tokenizer, fmt, labels.settings.answer).of(problem)
+            differences.append(abs(mean_logprob(model, ids, answer, among) - stored))
     return float(np.median(differences)) if differences else 0.0
 
 
@@ -449,7 +585,7 @@ def _refuse_other_base(where: str, tokenizer: PreTrainedTokenizerBase, labels: L
     problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
     reasoning_format = ReasoningFormat.from_dict(labels.settings.reasoning_format)
     fmt = TokenFormat.compile(reasoning_format, tokenizer)
-    message = user_message(problem, reasoning_format)
+    message = open_task(labels.settings.task).message(problem, reasoning_format)
     asked = prompt_token_ids(problem.id, message, tokenizer, fmt)
     if not Path(where).is_dir() or asked != row["prompt_ids"]:
         raise ValueError(f"{_not_by(where, labels)}. {_INSTEAD}")

@@ -32,6 +32,7 @@ from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import StoppingPolicy, add_adapters
 from ospruner.eval.report.pictures import save_dynamics
 from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import classifier_targets
 
 from .fresh import StageResult, fresh_policy
 from .processes import Processes
@@ -39,7 +40,7 @@ from .run import Run, TrainingDivergedError
 from .run_folder import RunFolder, labels_hash
 from .settings import TrainSettings
 from .tail import no_denormals
-from .trunk import LabelledTraces, refuse_beyond_positions
+from .trunk import LabelledTraces, key_shapes, refuse_beyond_positions
 
 __all__ = [
     "MemoryNeed",
@@ -74,14 +75,14 @@ def usable_rows(traces: LabelledTraces, settings: TrainSettings) -> npt.NDArray[
             f"{MIN_TRACES}, and batch_size ({settings.batch_size}): label more problems"
         )
     mask = table.mask[rows]
-    convergence = settings.method == "convergence"
-    name = "matches_final" if convergence else "forced_correct"
-    values = (table.matches_final if convergence else table.correct)[rows][mask]
+    targets = classifier_targets(settings.method, table.correct, table.matches_final, table.mask)
+    name = "forced_correct" if targets is table.correct else "matches_final"
+    values = targets[rows][mask]
     if (values == values[0]).all():
         raise ValueError(
-            f"{name} is {values[0]} at every step of all {len(rows)} training traces: there is "
-            "nothing to learn from labels that are all equal (check the grading, or choose "
-            "problems that the base sometimes solves)"
+            f"{name} makes the label {values[0]:g} at every step of all {len(rows)} training "
+            "traces: there is nothing to learn from labels that are all equal (check the grading, "
+            "or choose problems that the base sometimes solves)"
         )
     return rows
 
@@ -419,6 +420,7 @@ def memory_need(
         base,
         settings.num_policy_layers,
         PriceRange(*settings.price_range) if settings.price_range else None,
+        settings.tuning == "queries",
     )
     if settings.tuning == "lora" and policy.tail is not None:
         add_adapters(policy.tail, settings.lora_rank)
@@ -426,8 +428,9 @@ def memory_need(
     policy.set_trainable(settings.tuning)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     states = disk = 0
+    shapes = key_shapes(base, len(policy.layers)) if policy.queries else []
     for traces in (train_set, validation_set):
-        size = traces.states_bytes(base)
+        size = traces.states_bytes(base, shapes)
         fits = states + size <= settings.cache_limit_bytes
         states += size if fits else 0
         disk += size if settings.cache_on_disk and not fits else 0

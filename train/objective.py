@@ -10,19 +10,59 @@ little depends (maximum-entropy policy gradients; docs/training.md tells what it
 Both baselines classify prefixes, and compare the probability with a threshold when generating: the
 classification probe of "the answer forced here is right", and answer convergence, "the answer
 forced here is the trace's final answer" (the paper's section on baselines).
+
+Auxiliary losses classify prefixes, too, beside the objective: linear read-outs of the same states
+that the head reads say how the answers forced so far have gone. They exist while training only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ospruner.eval.stopping import expected_reward, stop_entropy
+from ospruner.eval.table import FloatArray
 
-__all__ = ["classification_loss", "every_price_loss", "objective_loss"]
+__all__ = [
+    "AUXILIARY_TARGETS",
+    "answer_history",
+    "auxiliary_loss",
+    "classification_loss",
+    "every_price_loss",
+    "objective_loss",
+]
+
+AUXILIARY_TARGETS = ("repeats", "run", "distinct", "confidence")
+"""What of the answers' history can be learned beside the objective: whether the answer forced here
+equals the one before; 1 - 1/r of the r equal ones in a row; 1 - 1/d of the d different ones so far;
+and the mean probability of its tokens (the exponential of the mean log-probability)."""
+
+
+def answer_history(answers: Sequence[str], logprobs: Sequence[float | None]) -> FloatArray:
+    """(T, 4) the `AUXILIARY_TARGETS` of one trace, each in [0, 1].
+
+    Answers are equal where their texts are, without spaces; nothing is graded.
+
+    Args:
+        answers: T forced answers.
+        logprobs: their mean log-probabilities; None counts as no confidence.
+    """
+    found = np.zeros((len(answers), len(AUXILIARY_TARGETS)))
+    seen: set[str] = set()
+    before, run = None, 0
+    for step, (answer, logprob) in enumerate(zip(answers, logprobs, strict=True)):
+        text = "".join(answer.split())
+        run = run + 1 if text == before else 1
+        before = text
+        seen.add(text)
+        sure = 0.0 if logprob is None else math.exp(logprob)
+        found[step] = (run > 1, 1 - 1 / run, 1 - 1 / len(seen), sure)
+    return found
 
 
 def objective_loss(
@@ -108,3 +148,19 @@ def classification_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor
     if not bool(mask.any()):
         raise ValueError("mask has no real step: there is nothing to classify")
     return F.binary_cross_entropy_with_logits(logits[mask], targets[mask].to(logits.dtype))
+
+
+def auxiliary_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    """Binary cross-entropy with soft targets: the mean over targets, a trace's steps, and traces.
+
+    Args:
+        logits: (N, T, A) of the read-outs at step ends.
+        targets: (N, T, A) in [0, 1].
+        mask: (N, T) bool, true on real steps, one at least in each row.
+
+    Returns:
+        A scalar.
+    """
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(-1)
+    of_traces = losses.masked_fill(~mask, 0.0).sum(1) / mask.sum(1)
+    return of_traces.mean()

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers, is_quantised
+from modeling_ospruner.configuration_ospruner import decoder_layers, is_quantised
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.eval.table import FloatArray, IntArray
 
-__all__ = ["Processes", "load_whole", "open_processes", "whole"]
+__all__ = ["Processes", "load_whole", "open_processes", "split_as", "whole"]
 
 _HOST = "cpu"
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -108,13 +109,15 @@ class Processes:
     def place_trunk(self, base: PreTrainedModel, policies: Sequence[StoppingPolicy]) -> None:
         """Splits a frozen base's trunk over the processes; its last layers, unused here, go.
 
+        Where policies read their keys and values, they are used.
+
         Args:
             base: the causal LM.
             policies: the tails that are trained on it, not yet placed.
         """
         if not self.sharded:
             return
-        num_policy_layers = len(policies[0].layers)
+        num_policy_layers = 0 if policies[0].queries else len(policies[0].layers)
         layers = decoder_layers(base)
         trunk = len(layers) - num_policy_layers
         used = (base.get_input_embeddings(), *policies)
@@ -229,14 +232,14 @@ def load_whole(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
         state: "policy" and "optimizer", their state dicts.
     """
     own = module.state_dict()
-    policy = {name: _as(value, own[name]) for name, value in state["policy"].items()}
+    policy = {name: split_as(value, own[name]) for name, value in state["policy"].items()}
     unexpected = module.load_state_dict(policy, strict=False).unexpected_keys
     assert not unexpected, unexpected
     stored = state["optimizer"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stored["state"] = {
         number: {
-            name: _as(value, parameters[number]) if value.ndim else value
+            name: split_as(value, parameters[number]) if value.ndim else value
             for name, value in entry.items()
         }
         for number, entry in stored["state"].items()
@@ -244,7 +247,7 @@ def load_whole(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
     optimizer.load_state_dict(stored)
 
 
-def _as(value: Tensor, like: Tensor) -> Tensor:
+def split_as(value: Tensor, like: Tensor) -> Tensor:
     """Splits a tensor as another is."""
     if not isinstance(like, DTensor):
         return value

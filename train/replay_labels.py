@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import replace_file
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.configuration_ospruner import PriceRange
+from modeling_ospruner.common.traffic import distribution
+from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
 from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
@@ -32,12 +33,15 @@ from ospruner.eval.limits import (
 )
 from ospruner.eval.methods import FULL, ORACLE, PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.online.evaluation import Evaluation, trace_hash
-from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step
+from ospruner.eval.problems.registry import open_task
+from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step, windowed
 from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.results import Rule, pool_seeds
 from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.rules.replayed import replay_rule
+from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.schema import LabelSettings
+from ospruner.eval.stopping import stop_distribution_from_probabilities, threshold_stop
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance
 from ospruner.hub_cards.render import read_policy_config, write_policy_card
@@ -107,9 +111,10 @@ def replay_verifiers(
             work = ModelWork.of_config(verifier.base.config)
             paid = dataclasses.replace(table, flops=table.flops + work.read(0, read))
         for use in (use for use in uses if use.path == path):
-            outcome = replay(paid, pi, use.mode, use.threshold)
+            seen = windowed(paid, pi, use.window, use.by)
+            outcome = replay(paid, seen, use.mode, use.threshold)
             # What replay expects of a column of costs is what the stops come to in it.
-            probes = replay(costs, pi, use.mode, use.threshold).answer_tokens
+            probes = replay(costs, seen, use.mode, use.threshold).answer_tokens
             outcome = dataclasses.replace(outcome, probe_tokens=probes)
             rules.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
             probabilities.append(pi)
@@ -134,8 +139,10 @@ def replay_labels(
     rules: Sequence[str] = (),
     *,
     length_penalties: Sequence[float] | None = None,
+    domain: str | None = None,
     base: str | None = None,
     force_base: str | None = None,
+    across_tasks: bool = False,
     validation: str | Path | None = None,
     model: str | None = None,
     benchmark: str | None = None,
@@ -153,9 +160,11 @@ def replay_labels(
         rules: see `eval.rules.families.parse_rule`.
         length_penalties: prices of a token for policies of every price, () for 31 of their range:
             the tail runs once for all; None for their default.
+        domain: take the prices that these policies chose for this domain.
         base: the model, where it now lies elsewhere than when it was labelled.
         force_base: why policies of another base, or another base, may be taken; kept with the
             results.
+        across_tasks: take policies that were trained on another task, to see how far they carry.
         validation: other labels of the same settings, on which the best fixed budget and step are
             chosen; None leaves these two limits out.
         model: what tables call the base; None for the last part of its name.
@@ -163,7 +172,7 @@ def replay_labels(
         limit: only the first so many traces.
         viewed: how many traces to keep for the report's viewer.
         device: where policies and verifiers compute; None for the best there is.
-        progress: called with phases "trunk" (traces) and "policies".
+        progress: called with phases "trunk" (traces), "policies" and "thinking".
 
     Raises:
         ValueError: labels without grades, a policy for another base or format, validation labels
@@ -176,8 +185,9 @@ def replay_labels(
             raise ValueError(f"limit is {limit}; it must be at least 1")
         traces = traces.take(min(limit, len(traces)))
     table = TraceTable.from_dataset(traces)
-    named = [parse_rule(text) for text in rules]
-    uses = parse_policies(policies, length_penalties)
+    same = open_task(ours.settings.task).same
+    named = [parse_rule(text, same) for text in rules]
+    uses = parse_policies(policies, length_penalties, domain)
     judges = [use for use in uses if use.config.method == "flashthink"]
     uses = [use for use in uses if use.config.method != "flashthink"]
     for use in uses:
@@ -190,6 +200,7 @@ def replay_labels(
             ),
             ours.settings.reasoning_format,
             ours.settings.step_stride,
+            None if across_tasks else ours.settings.task,
         )
     place = device_named(device)
     said = predictions(uses, traces, ours, base, force_base, place, progress)
@@ -210,7 +221,8 @@ def replay_labels(
             shown[len(found)] = PricesShown(prices, use.price, use.config.prices)
         probabilities.append(pi)
         paid = compute.charge_tail(table, use.config.num_policy_layers)
-        outcome = replay(paid, pi, use.mode, use.threshold)
+        seen = windowed(paid, pi, use.window, use.by)
+        outcome = replay(paid, seen, use.mode, use.threshold)
         found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
     judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress, place)
     found += judged[0]
@@ -219,8 +231,12 @@ def replay_labels(
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
 
+    entropies = None
+    if any("thinking_entropy" in rule.rule.asks for rule in named):
+        model_of_base, _ = load_labelled_base(base, ours, force_base, place)
+        entropies = thinking_entropies(model_of_base, traces, table, progress)
     for rule in named:
-        outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode, compute)
+        outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode, compute, entropies)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))
     found, numbers = pool_seeds(found)
     # What each rule goes by; the first rule, the full trace, goes by nothing.
@@ -307,6 +323,7 @@ def calibrate_policy(
     max_loss: float,
     confidence: float = 0.95,
     *,
+    mode: Literal["threshold", "sample"] = "threshold",
     values: Sequence[float] | None = None,
     validation: str | Path | None = None,
     base: str | None = None,
@@ -316,15 +333,17 @@ def calibrate_policy(
 ) -> Calibration:
     """Finds the boldest setting that keeps a promise, and stores it in the policy's folder.
 
-    The setting is the threshold of a policy of one lambda, or the price of a policy of every price,
-    which then stops where the stop probability is one half or more: where the price of
-    indifference is no higher.
+    The setting is the threshold of a policy of one lambda, or the price of a policy of every price.
+    This one then stops where the stop probability is one half or more, that is, where the price of
+    indifference is no higher; in mode "sample" it draws, and the losses tested are replay's
+    expectations over its draws.
 
     Args:
         policy: its folder; `config.json` and the card are written anew where a setting passes.
         labels: folder or Hub id of labels; the policy was not trained on them.
         max_loss: the accuracy that may be lost against the full trace, as a share.
         confidence: how surely not more is lost.
+        mode: in which the policy is to stop.
         values: to try, from careful to bold: thresholds falling, or prices rising. None:
             `THRESHOLDS`, or 31 prices of the policy's range.
         validation: other labels, for a guess of the losses' variance; it affects what is saved,
@@ -339,13 +358,21 @@ def calibrate_policy(
 
     Raises:
         ValueError: no policy there or another base's, the labels it was trained on, labels of free
-            answers or of the problems of `validation`, or settings in another order.
+            answers or of the problems of `validation`, settings in another order, or mode "sample"
+            of a policy of one lambda.
     """
+    check_choice("calibrate", "mode", mode, MODES)
     folder = Path(policy)
     read_policy_config(folder)
     ours = _calibration_labels(labels)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
     known = use.config.prices
+    if mode == "sample" and known is None:
+        raise ValueError(
+            f"mode is 'sample', but {folder} is a policy of one lambda, whose draws have no "
+            "setting to calibrate: leave it out (a threshold is found), or train one of every "
+            "price (ospruner train --head price)"
+        )
     if values is None:
         values = THRESHOLDS if known is None else known.grid()
     _refuse_order(values, known)
@@ -355,6 +382,7 @@ def calibrate_policy(
         ours.settings.base_revision,
         ours.settings.reasoning_format,
         ours.settings.step_stride,
+        ours.settings.task,
     )
     sentences = [
         literals.get("wind_down", "")
@@ -365,13 +393,25 @@ def calibrate_policy(
             f"{folder} stops with wind_down {sentences[0]!r}, the answers of {labels} were forced "
             f"after {sentences[1]!r}: a promise holds for the policy's own; label with it"
         )
-    if read_provenance(folder).data_hash == ours.data_hash:
+    record = read_provenance(folder)
+    trained_on = {record.data_hash, *record.details.get("domains", {}).values()}
+    if ours.data_hash in trained_on:
         raise ValueError(
             f"{labels} are the labels that {folder} was trained on: what it does there says "
             "nothing about new problems; calibrate on others"
         )
     table = TraceTable.from_dataset(ours.traces)
-    candidates = _candidates(use, ours, table, values, base, device, progress)
+    place = device_named(device)
+
+    def replayed(
+        labels: Labels, table: TraceTable, values: Sequence[float]
+    ) -> tuple[Predicted, list[Candidate]]:
+        said = predictions([use], labels.traces, labels, base, None, place, progress)[use.path]
+        return said, [
+            Candidate(value, replay(table, *_setting(said, value, mode))) for value in values
+        ]
+
+    said, candidates = replayed(ours, table, values)
     variance = 0.06
     if validation is not None:
         theirs = load_labels(validation)
@@ -382,14 +422,21 @@ def calibrate_policy(
                 "validation labels: the guess of the variance must come from other problems"
             )
         between = [values[len(values) // 2]]
-        middle = _candidates(use, theirs, other, between, base, device, progress)
+        _, middle = replayed(theirs, other, between)
         variance = max(float(losses(other, middle[0].outcome).var()), 0.005)
     found = calibrate(table, candidates, max_loss, confidence, variance=variance, seed=seed)
     if found.value is not None:
-        setting: dict[str, float | None] = {"threshold": found.value, "length_penalty": None}
-        if known is not None:
-            setting = {"threshold": PRICE_THRESHOLD, "length_penalty": found.value}
-        _store(folder, found, setting, max_loss, confidence, ours.data_hash)
+        pi, _, threshold = _setting(said, found.value, mode)
+        setting = {
+            "max_loss": max_loss,
+            "confidence": confidence,
+            "mode": mode,
+            "threshold": threshold,
+            "length_penalty": None if known is None else found.value,
+            "data_hash": ours.data_hash,
+            "traffic": _traffic(table, said, pi, threshold),
+        }
+        _store(folder, found, setting)
     return found
 
 
@@ -426,7 +473,7 @@ def calibrate_rule(
             replay_rule(
                 ours.traces,
                 table,
-                parse_rule(f"{family}:{value:g}").rule,
+                parse_rule(f"{family}:{value:g}", open_task(ours.settings.task).same).rule,
                 suffix_tokens,
                 lambda ids: str(tokenizer.decode(ids)),
             ),
@@ -443,28 +490,41 @@ def _calibration_labels(labels: str | Path) -> Labels:
             f"{labels} hold {ours.settings.answer} answers; a promise is about forced ones: label "
             "with --answer forced"
         )
+    if open_task(ours.settings.task).labels_expect:
+        raise ValueError(
+            f"{labels} hold probabilities of right answers, and a promise is about answers that "
+            "are right or wrong: label anew with --task choice:labels=letter"
+        )
     return ours
 
 
-def _candidates(
-    use: PolicyUse,
-    labels: Labels,
-    table: TraceTable,
-    values: Sequence[float],
-    base: str | None,
-    device: str | None,
-    progress: Progress,
-) -> list[Candidate]:
-    place = device_named(device)
-    said = predictions([use], labels.traces, labels, base, None, place, progress)[use.path]
-    if use.config.prices is not None:
-        settings = [(value, said.probabilities(value), PRICE_THRESHOLD) for value in values]
+def _setting(
+    said: Predicted, value: float, mode: Literal["threshold", "sample"]
+) -> tuple[npt.NDArray[np.float32], Literal["threshold", "sample"], float | None]:
+    """What `replay` takes for a value: stop probabilities, the mode, and its threshold."""
+    if said.prices is None:
+        return said.probabilities(), mode, value
+    return said.probabilities(value), mode, PRICE_THRESHOLD if mode == "threshold" else None
+
+
+def _traffic(
+    table: TraceTable, said: Predicted, pi: npt.NDArray[np.float32], threshold: float | None
+) -> dict[str, Any]:
+    """How the calibration's traces are distributed, for `ospruner doctor drift`."""
+    mask, values = torch.from_numpy(table.mask), torch.from_numpy(pi.astype(np.float64))
+    if threshold is None:
+        weights = stop_distribution_from_probabilities(values, mask).numpy()
     else:
-        settings = [(value, said.probabilities(), value) for value in values]
-    return [
-        Candidate(value, replay(table, pi, "threshold", threshold))
-        for value, pi, threshold in settings
-    ]
+        stops = threshold_stop(values, threshold, mask).numpy()
+        weights = np.eye(table.mask.shape[1])[stops]
+    first = said.probabilities() if said.indifference is None else said.indifference
+    decided = first[table.num_steps > 1, 0].astype(np.float64)
+    real = weights > 0
+    return {
+        "problems": len(table.problem_ids),
+        "thinking_tokens": distribution(table.lengths[real].astype(np.float64), weights[real]),
+        "first_step": distribution(decided, np.ones(len(decided))),
+    }
 
 
 def _refuse_order(values: Sequence[float], known: PriceRange | None) -> None:
@@ -486,25 +546,17 @@ def _refuse_order(values: Sequence[float], known: PriceRange | None) -> None:
         )
 
 
-def _store(
-    folder: Path,
-    found: Calibration,
-    setting: Mapping[str, float | None],
-    max_loss: float,
-    confidence: float,
-    data_hash: str,
-) -> None:
+def _store(folder: Path, found: Calibration, setting: Mapping[str, Any]) -> None:
     """Puts a promise into the policy's configuration, in the place of an earlier equal one."""
     path = folder / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     facts = dataclasses.asdict(found)
     stored = {name: facts[name] for name in ("loss", "tokens_saved", "problems", "test")}
-    stored |= {"max_loss": max_loss, "confidence": confidence, **setting}
-    stored["data_hash"] = data_hash
+    stored |= setting
     others = [
         one
         for one in config.get("calibrations") or []
-        if (one["max_loss"], one["confidence"]) != (max_loss, confidence)
+        if any(one[name] != setting[name] for name in ("max_loss", "confidence"))
     ]
     config["calibrations"] = sorted([*others, stored], key=lambda one: one["max_loss"])
     replace_file(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
@@ -33,11 +33,12 @@ from .fresh import (
     save_policy_folder,
     warning_about,
 )
-from .processes import Processes, load_whole, whole
+from .objective import AUXILIARY_TARGETS, auxiliary_loss
+from .processes import Processes, load_whole, split_as, whole
 from .run_folder import RunFolder, labels_hash
 from .settings import Stage, TrainSettings
 from .tail import TrainedPolicy, computes_in_bfloat16
-from .trunk import Batch, LabelledTraces, epoch_batches, micro_batches
+from .trunk import Batch, LabelledTraces, States, epoch_batches, micro_batches
 
 __all__ = ["Run", "TrainingDivergedError", "new_optimizer"]
 
@@ -81,7 +82,7 @@ class Tally:
         }
 
 
-PartStates = Callable[[int], Tensor]
+PartStates = Callable[[int], States]
 """The trunk's states (B, S, H) of a batch's parts, by their numbers."""
 
 
@@ -149,8 +150,9 @@ class Run:
         trainable = [p.numel() for p in model.policy.parameters() if p.requires_grad]
         self.trainable_parameters = sum(trainable)
         trained = TrainedPolicy(model.policy, settings, processes)
+        self.auxiliary = trained.auxiliary
         self.trained = processes.place_tail(trained, trained.layers)
-        self.optimizer = new_optimizer(model, settings)
+        self.optimizer = new_optimizer(model, settings, self.auxiliary)
         self.results: list[StageResult] = []
         self.stage = 0
         self.epoch = 0  # of the stage
@@ -275,7 +277,7 @@ class Run:
         return float(value)
 
     def _add_gradients(
-        self, stage: Stage, number: int, rows: IntArray, whole_batch: Batch, hidden: Tensor
+        self, stage: Stage, number: int, rows: IntArray, whole_batch: Batch, states: States
     ) -> Part:
         """Adds the gradient of this process's share of a batch's part; as if it were all one pass.
 
@@ -286,21 +288,29 @@ class Run:
             number: of the part.
             rows: the part's traces, of all processes.
             whole_batch: labels of the batch.
-            hidden: (B, S, H), the trunk's states of this process's share.
+            states: of the trunk, of this process's share.
         """
         mine, settings = self.processes.share(rows), self.settings
         batch = self.traces.batch(mine)
         counts = self.processes.rank < len(rows)  # else a stand-in
-        outputs = self.trained(hidden, batch.positions.to(hidden.device))  # (B, T, K)
-        logits, penalty = self._at_prices(stage, outputs)
-        loss = (
-            counts
-            * loss_weight(settings.method, batch, whole_batch)
-            * batch_loss(settings.method, logits, batch, penalty, settings.entropy_bonus)
-        )
+        outputs = self.trained(states, batch.positions.to(states.device))  # (B, T, K [+ A])
+        width = self.model.policy.head.out_features
+        logits, penalty = self._at_prices(stage, outputs[..., :width])
+        loss = batch_loss(settings.method, logits, batch, penalty, settings.entropy_bonus)
+        if self.auxiliary is not None:
+            loss = loss + settings.auxiliary_weight * self._auxiliary(outputs[..., width:], batch)
+        loss = counts * loss_weight(settings.method, batch, whole_batch) * loss
         # Gradients are averaged over the processes; their losses are parts of a sum.
         (loss * self.processes.size).backward()
         return Part(number, mine, batch, logits.detach(), loss.detach(), counts)
+
+    def _auxiliary(self, said: Tensor, batch: Batch) -> Tensor:
+        """The auxiliary loss of what the read-outs say, (B, T, A)."""
+        chosen = [AUXILIARY_TARGETS.index(name) for name in self.settings.auxiliary_targets]
+        targets = self.traces.history[batch.rows, : said.shape[1]][..., chosen]
+        return auxiliary_loss(
+            said, torch.from_numpy(targets).to(said.device), batch.mask.to(said.device)
+        )
 
     def _at_prices(
         self, stage: Stage, outputs: Tensor
@@ -362,15 +372,15 @@ class Run:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         return f"not finite, or too large to be squared: {', '.join(bad[:3])}{more}"
 
-    def _advice(self, hidden: Tensor) -> str:
-        """What to do about a run that diverged on these states (B, S, H) of the trunk."""
-        if not hidden.isfinite().all():
+    def _advice(self, states: States) -> str:
+        """What to do about a run that diverged on these states of the trunk."""
+        if not states.hidden.isfinite().all():
             return (
                 "The base's own hidden states are not finite there: check its weights for NaN, "
                 "and its dtype (float16 overflows where bfloat16 does not)."
             )
         rate = max(group["initial_lr"] for group in self.optimizer.param_groups)
-        reduced = computes_in_bfloat16(self.settings.precision, hidden.device)
+        reduced = computes_in_bfloat16(self.settings.precision, states.device)
         return f"Lower learning_rate ({rate:g} at most)" + (
             ", or train with precision float32." if reduced else "."
         )
@@ -402,6 +412,7 @@ class Run:
             shown = [*list(frontier)[::_SHOWN_EVERY], config.length_penalty]
             outcomes = {one: frontier[one] for one in sorted(set(shown))}
             facts["length_penalty_chosen_by"] = CHOSEN_BY
+            self._choose_by_domain(frontier)
         outcome = outcomes[config.length_penalty]
         probabilities = predicted.probabilities(config.length_penalty)
         warning = warning_about(table, outcome)
@@ -444,6 +455,15 @@ class Run:
         self.folder.log({"validation": result.to_dict()})
         self._track({"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens})
 
+    def _choose_by_domain(self, frontier: Mapping[float, Outcome]) -> None:
+        """Gives each domain the price that its own validation traces choose."""
+        table = self.validation.table
+        for name, domain in (self.model.config.domains or {}).items():
+            rows = np.flatnonzero(np.array(table.domains or []) == name)
+            if len(rows):
+                own = {price: one.of_rows(rows) for price, one in frontier.items()}
+                domain["length_penalty"] = default_price(own, table.subset(rows))
+
     def _track(self, values: dict[str, float]) -> None:
         self.processes.track(self.folder.path.name, values, self.steps)
 
@@ -480,6 +500,7 @@ class Run:
         self.folder.save_checkpoint(
             {
                 "policy": self._tensors(),
+                "auxiliary": {} if self.auxiliary is None else whole(self.auxiliary.state_dict()),
                 "optimizer": whole(self.optimizer.state_dict()),
                 "results": [result.to_dict() for result in self.results],
                 "stage": self.stage,
@@ -502,6 +523,10 @@ class Run:
         if state is None:
             return
         load_whole(self.model.policy, self.optimizer, state)
+        if self.auxiliary is not None:
+            own = self.auxiliary.state_dict()
+            stored = {name: split_as(x, own[name]) for name, x in state["auxiliary"].items()}
+            self.auxiliary.load_state_dict(stored)
         self.results = [
             StageResult.from_dict(result, self.folder.path) for result in state["results"]
         ]
@@ -531,14 +556,25 @@ def default_price(outcomes: Mapping[float, Outcome], table: TraceTable) -> float
     return list(outcomes)[number or 0]
 
 
-def new_optimizer(model: Trainable, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW over what the policy trains; the head may have a learning rate of its own."""
+def new_optimizer(
+    model: Trainable, settings: TrainSettings, auxiliary: nn.Linear | None = None
+) -> torch.optim.AdamW:
+    """AdamW over what the policy trains; the head may have a learning rate of its own.
+
+    Args:
+        model: base and policy.
+        settings: rates and the rest.
+        auxiliary: read-outs of auxiliary losses, which learn at the head's rate.
+    """
     head = {id(p) for p in model.policy.head.parameters()}
     trained = [p for p in model.policy.parameters() if p.requires_grad]
     layers = [p for p in trained if id(p) not in head]
     groups: list[dict[str, Any]] = [
         {
-            "params": [p for p in trained if id(p) in head],
+            "params": [
+                *(p for p in trained if id(p) in head),
+                *([] if auxiliary is None else auxiliary.parameters()),
+            ],
             "initial_lr": settings.head_learning_rate or settings.learning_rate,
         }
     ]

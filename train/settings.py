@@ -20,10 +20,14 @@ from modeling_ospruner.common.text import penalty_name
 from modeling_ospruner.configuration_ospruner import HEADS, TUNINGS, PriceRange
 from ospruner.eval.table import TraceTable
 
+from .objective import AUXILIARY_TARGETS
+
 __all__ = [
     "GPT_OSS_PENALTIES",
+    "POLICY_LAYERS",
     "R1_PENALTIES",
     "SCHEDULES",
+    "Baseline",
     "Method",
     "Stage",
     "TrainSettings",
@@ -109,8 +113,14 @@ def _worth_of_thinking(table: TraceTable) -> float:
     return gain / cost
 
 
-Method = Literal["os-pruner", "probe", "convergence", "flashthink"]
+Baseline = Literal[
+    "probe", "convergence", "final-answer", "terminator", "lynx", "thought-calibration"
+]
+Method = Literal["os-pruner", Baseline, "flashthink"]
 Precision = Literal["auto", "float32", "bfloat16"]
+
+POLICY_LAYERS = {"terminator": 1, "lynx": 0, "thought-calibration": 0}
+"""How many layers of the base these methods copy: one, or none under a linear probe."""
 
 VERIFIER = "Qwen/Qwen2.5-7B-Instruct"
 """FlashThink's verifier in the paper."""
@@ -137,8 +147,10 @@ class TrainSettings:
 
     Attributes:
         method: "os-pruner" (expected reward), "probe" (is the answer forced here right?),
-            "convergence" (is it the trace's final answer?) or "flashthink" (the probe's question
-            to a verifier model of its own).
+            "convergence" (does it stay the same to the end?), "final-answer" (is it the one given
+            at the end?), "terminator" (has the final answer arrived?), "lynx" and
+            "thought-calibration" (linear probes of the first and the third question), or
+            "flashthink" (the probe's question to a verifier model of its own).
         verifier: that model, a folder or Hub id; "" for the other methods.
         head: "fixed" for a policy of each lambda (the paper's), or "price" for one policy of every
             lambda, which is told it when generating: one stage, no annealing.
@@ -166,12 +178,17 @@ class TrainSettings:
         entropy_bonus: reward for a nat of the stopping time's entropy, which keeps stop
             probabilities from saturating (docs/training.md); 0 is the paper's objective. In
             the reward's unit: 0.01 is a point of accuracy. The baselines have none.
+        auxiliary_weight: of auxiliary losses on the tail's states, in reward a nat: linear
+            read-outs, which are dropped after training, say how the answers forced so far have
+            gone (docs/training.md). 0 is the paper's objective. The baselines have none.
+        auxiliary_targets: what they say, of `AUXILIARY_TARGETS`; without a meaning at weight 0.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
         num_policy_layers: layers of the base that the policy copies and tunes.
-        tuning: what of the copies trains; "head" for the linear head alone, "lora" for adapters
-            beside the base's own layers, of which nothing is copied.
+        tuning: what of the copies trains; "head" for the linear head alone, "queries" for copies
+            that attend to the base's own keys and values, "lora" for adapters beside the base's own
+            layers, of which nothing is copied.
         lora_rank: of these adapters.
         init_bias: the head's first bias; None for -2, which stops at one step in eight, and with
             the head "price" -2.5, at the price 0. Saturated logits have no gradient, so keep it
@@ -209,11 +226,13 @@ class TrainSettings:
     final_learning_rate_share: float = 1.0
     swa_share: float = 0.0
     entropy_bonus: float = 0.0
+    auxiliary_weight: float = 0.0
+    auxiliary_targets: Sequence[str] = AUXILIARY_TARGETS
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     num_policy_layers: int = 2
-    tuning: Literal["layers", "attention", "lora", "head"] = "layers"
+    tuning: Literal["layers", "queries", "attention", "lora", "head"] = "layers"
     lora_rank: int = 16
     init_bias: float | None = None
     seed: int = 0
@@ -230,12 +249,19 @@ class TrainSettings:
             raise ValueError(f"method is {self.method!r}; it must be one of {get_args(Method)}")
         if self.tuning not in TUNINGS:
             raise ValueError(f"tuning is {self.tuning!r}; it must be one of {', '.join(TUNINGS)}")
+        own = POLICY_LAYERS.get(self.method, self.num_policy_layers)
+        if self.num_policy_layers != own:
+            raise ValueError(
+                f"num_policy_layers is {self.num_policy_layers}, but method {self.method!r} has "
+                f"{own}: give {own} (TrainSettings.baseline and `ospruner train` do)"
+            )
         if self.method == "flashthink" and not self.verifier:
             object.__setattr__(self, "verifier", VERIFIER)
         if self.method != "flashthink" and self.verifier:
             raise ValueError(f"verifier is {self.verifier!r}, but only 'flashthink' has one")
         object.__setattr__(self, "length_penalties", tuple(map(float, self.length_penalties)))
         object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "auxiliary_targets", tuple(self.auxiliary_targets))
         object.__setattr__(self, "price_range", tuple(map(float, self.price_range)))
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}; it must be one of {', '.join(HEADS)}")
@@ -280,13 +306,29 @@ class TrainSettings:
         for name in ("final_learning_rate_share", "swa_share"):
             if not 0 <= vars(self)[name] <= 1:
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must lie in [0, 1]")
-        for name in ("weight_decay", "entropy_bonus", "max_gradient_norm"):
+        for name in ("weight_decay", "entropy_bonus", "auxiliary_weight", "max_gradient_norm"):
             if not (math.isfinite(vars(self)[name]) and vars(self)[name] >= 0):
                 raise ValueError(f"{name} is {vars(self)[name]!r}; it must be finite and >= 0")
         if self.entropy_bonus and self.method != "os-pruner":
             raise ValueError(
                 f"entropy_bonus is {self.entropy_bonus:g}, but method {self.method!r} is a "
                 "classifier and has none: leave it out (TrainSettings.baseline does)"
+            )
+
+        self._check_auxiliary()
+
+    def _check_auxiliary(self) -> None:
+        given = self.auxiliary_targets
+        if not given or len(set(given)) < len(given) or not set(given) <= set(AUXILIARY_TARGETS):
+            raise ValueError(
+                f"auxiliary_targets is {list(given)}; it must hold some of "
+                f"{', '.join(AUXILIARY_TARGETS)}, each once"
+            )
+        if self.auxiliary_weight and (self.method != "os-pruner" or self.tuning == "head"):
+            owner = f"method {self.method!r}" if self.method != "os-pruner" else "tuning 'head'"
+            raise ValueError(
+                f"auxiliary_weight is {self.auxiliary_weight:g}, but {owner} has no tail that "
+                "learns OS-Pruner's objective, which auxiliary losses could help: leave it out"
             )
 
     def _check_prices(self) -> None:
@@ -347,8 +389,11 @@ class TrainSettings:
         """Epochs over all stages."""
         return sum(stage.epochs for stage in self.stages)
 
-    def baseline(self, method: Literal["probe", "convergence"]) -> TrainSettings:
-        """The same run for a baseline: same architecture and optimiser, as many epochs in all."""
+    def baseline(self, method: Baseline) -> TrainSettings:
+        """The same run for a baseline: same optimiser, as many epochs in all.
+
+        Also the same architecture, but for methods with one of their own (`POLICY_LAYERS`).
+        """
         return dataclasses.replace(
             self,
             method=method,
@@ -356,9 +401,11 @@ class TrainSettings:
             price_range=(),
             length_penalties=(),
             entropy_bonus=0.0,
+            auxiliary_weight=0.0,
             epochs_per_stage=self.total_epochs,
             first_stage_epochs=None,
             last_stage_epochs=None,
+            num_policy_layers=POLICY_LAYERS.get(method, self.num_policy_layers),
         )
 
     def targets(self) -> dict[str, TrainSettings]:
@@ -397,6 +444,7 @@ class TrainSettings:
             "length_penalties": list(self.length_penalties),
             "price_range": list(self.price_range),
             "betas": list(self.betas),
+            "auxiliary_targets": list(self.auxiliary_targets),
         }
 
 

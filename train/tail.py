@@ -109,20 +109,26 @@ def takes_fast_tail(tail: nn.Module | None) -> bool:
     return sdpa and not sliding
 
 
-def step_outputs(policy: Any, hidden: Tensor, positions: Tensor, fast: bool = True) -> Tensor:
+def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True) -> Tensor:
     """What the policy's head says at step ends.
 
     Args:
         policy: a `StoppingPolicy`.
-        hidden: (B, S, H) states entering the tail, traces padded at their right ends. As the
-            policy is causal, the padding needs no mask.
+        states: `States` of traces padded at their right ends. As the policy is causal, the padding
+            needs no mask.
         positions: (B, T) index in S of each step's last token.
         fast: compute the last layer at step ends only, where `takes_fast_tail`.
 
     Returns:
         (B, T, K) float32: a logit, or with the head "price" what `price_logits` takes.
     """
+    hidden = states.hidden
     with no_scores(policy.tail, hidden.device):
+        if policy.queries:
+            at_ends: Tensor = policy.outputs(
+                hidden, positions, keys=states.keys, columns=positions
+            )  # (B, T, K)
+            return at_ends
         if policy.tail is not None:
             hidden = hidden.to(policy.tail_dtype)
         if fast and takes_fast_tail(policy.tail):
@@ -179,6 +185,8 @@ def _last_layer(
 class TrainedPolicy(nn.Module):
     """A policy that is called with the trunk's states and gives its head's outputs at step ends.
 
+    Where gradients are wanted, what auxiliary losses read from the head's input stands behind them.
+
     Args:
         policy: the policy.
         settings: how it is computed.
@@ -193,6 +201,13 @@ class TrainedPolicy(nn.Module):
         self._precision = settings.precision
         # FSDP2 gathers a layer's weights when the layer is called, which the fast way does not.
         self._fast = not processes.sharded
+        self.auxiliary: nn.Linear | None = None
+        if settings.auxiliary_weight:
+            head = policy.head
+            width = len(settings.auxiliary_targets)
+            self.auxiliary = nn.Linear(head.in_features, width, device=head.weight.device)
+            nn.init.zeros_(self.auxiliary.weight)  # not drawn: the policy's draws stay the same
+            nn.init.zeros_(self.auxiliary.bias)
         if settings.gradient_checkpointing:
             for layer in policy.layers:
                 # Inside the call, after the hooks that put back its input and gather its weights.
@@ -209,11 +224,18 @@ class TrainedPolicy(nn.Module):
         """The tail's layers."""
         return list(self.policy.layers)
 
-    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """(B, T, K) float32; see `step_outputs`."""
-        reduced = computes_in_bfloat16(self._precision, hidden.device)
-        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=reduced):
-            return step_outputs(self.policy, hidden, positions, self._fast)
+    def forward(self, states: Any, positions: Tensor) -> Tensor:
+        """(B, T, K) float32; see `step_outputs`. With gradients (B, T, K + auxiliary targets)."""
+        reduced = computes_in_bfloat16(self._precision, states.device)
+        with torch.autocast(states.device.type, torch.bfloat16, enabled=reduced):
+            if self.auxiliary is None or not torch.is_grad_enabled():
+                return step_outputs(self.policy, states, positions, self._fast)
+            with self.policy.head.register_forward_hook(self._read_out):
+                return step_outputs(self.policy, states, positions, self._fast)
+
+    def _read_out(self, head: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        assert self.auxiliary is not None
+        return torch.cat([output, self.auxiliary(args[0])], dim=-1)
 
 
 @contextmanager

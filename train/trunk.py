@@ -3,6 +3,9 @@
 The trunk (the frozen layers below the tail) is the same in every epoch, so its output is kept in
 memory where it fits. Padding stands at the right end of a row, where no causal layer sees it.
 
+A policy that is queries only reads the trunk's output at step ends alone, and the base's keys and
+values in the last n layers everywhere; so these are kept, in their place.
+
 Packed, several traces stand in a line and each attends to itself alone: where every layer is full
 or sliding attention, position ids that start again at each trace tell transformers' masks where one
 ends (`masking_utils.find_packed_sequence_indices`). Recurrent layers would carry their state over
@@ -12,7 +15,9 @@ from trace to trace, so their traces go one a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,9 +31,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import max_positions
+from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
+from .objective import AUXILIARY_TARGETS, answer_history
 from .processes import Processes
 from .tail import no_scores
 
@@ -36,7 +43,9 @@ __all__ = [
     "Batch",
     "LabelledTraces",
     "Packed",
+    "States",
     "epoch_batches",
+    "key_shapes",
     "length_batches",
     "micro_batches",
     "pack",
@@ -54,14 +63,34 @@ class HasTrunk(Protocol):
 
     base: Any
     config: Any
+    policy: Any
 
-    def trunk(
+    def reading(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """The states (B, S, H) that enter the tail."""
+    ) -> tuple[Tensor, list[LayerKeys]]:
+        """The states (B, S, H) that enter the tail, and the keys that the policy reads."""
+
+
+@dataclass(frozen=True)
+class States:
+    """What a policy reads of B traces, without gradient.
+
+    Attributes:
+        hidden: (B, S, H) what enters the tail; for a policy that is queries only (B, T, H), at step
+            ends.
+        keys: for such a policy, keys and values of the base's last n layers; else none.
+    """
+
+    hidden: Tensor
+    keys: Sequence[LayerKeys] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.hidden.device
 
 
 @dataclass(frozen=True)
@@ -103,9 +132,12 @@ class LabelledTraces:
         self.positions = positions
         self.cached_bytes = 0
         self._tokens = tokens
+        self._answers: Dataset | None = None
         self._starts = np.concatenate([[0], np.cumsum(token_lengths)])
-        self._states: Tensor | None = None
-        self._states_of: tuple[Any, int] | None = None
+        steps = np.concatenate([[0], np.cumsum(table.num_steps)])
+        self._step_starts: IntArray = steps
+        self._kept: _Kept | None = None
+        self._states_of: tuple[Any, int, bool] | None = None
         self._states_for = torch.device("cpu")  # where the base computed them
 
     def __len__(self) -> int:
@@ -132,7 +164,29 @@ class LabelledTraces:
         tokens[_places(starts, prompt_lengths)] = prompts.flatten().to_numpy()
         tokens[_places(starts + prompt_lengths, trace_lengths)] = traces.flatten().to_numpy()
         positions = np.where(table.mask, prompt_lengths[:, None] + table.lengths - 1, 0)
-        return cls(table, tokens, token_lengths, positions)
+        found = cls(table, tokens, token_lengths, positions)
+        found._answers = dataset
+        return found
+
+    @cached_property
+    def history(self) -> npt.NDArray[np.float32]:
+        """(N, T, 4) how the answers forced so far have gone (`AUXILIARY_TARGETS`); 0 on padding.
+
+        Raises:
+            ValueError: the traces were not read from labels that hold their forced answers.
+        """
+        columns = ("forced_answers", "forced_logprob")
+        if self._answers is None or not set(columns) <= set(self._answers.column_names):
+            raise ValueError(
+                "the labels hold no forced_answers and forced_logprob, of which auxiliary losses "
+                "are made: label the problems anew, or leave auxiliary_weight out"
+            )
+        rows = self._answers.select_columns(list(columns))
+        found = np.zeros((*self.table.mask.shape, len(AUXILIARY_TARGETS)), dtype=np.float32)
+        for n, row in enumerate(rows):
+            steps = len(row["forced_answers"])
+            found[n, :steps] = answer_history(row["forced_answers"], row["forced_logprob"])
+        return found
 
     def batch(self, rows: IntArray) -> Batch:
         """The labels of some traces, steps trimmed to their longest."""
@@ -159,42 +213,57 @@ class LabelledTraces:
             ids[b, : end - start] = torch.from_numpy(self._tokens[start:end])
         return ids
 
-    def states(self, model: HasTrunk, rows: IntArray) -> Tensor:
-        """The states (B, S, H) that enter the tail, from memory or from the trunk.
+    def states(self, model: HasTrunk, rows: IntArray) -> States:
+        """What a model's policy reads of some traces, from memory or from the trunk.
 
         The trunk runs on packed traces where its layers and the device allow that.
         """
-        if self._states is None or not self.holds_states_of(model):
+        if self._kept is None or not self.holds_states_of(model):
             return self._run_trunk(model, rows)
-        out = self._states.new_zeros(
-            len(rows), int(self.token_lengths[rows].max()), self._states.shape[1]
-        )
-        for b, row in enumerate(rows):
-            start, end = self._starts[row], self._starts[row + 1]
-            out[b, : end - start] = self._states[start:end]
-        return out.to(self._states_for)
+        kept = self._kept
+        tokens = _padded(kept.tokens, self._starts, rows).to(self._states_for)
+        if not kept.shapes:
+            return States(tokens)
+        hidden = _padded(kept.steps, self._step_starts, rows).to(self._states_for)
+        return States(hidden, kept.keys_of(tokens))
 
     def holds_states_of(self, model: HasTrunk) -> bool:
         """Whether the states of a model's trunk are kept, in memory or in a file."""
         return self._states_of == _trunk_of(model)
 
     @torch.no_grad()
-    def _run_trunk(self, model: HasTrunk, rows: IntArray) -> Tensor:
+    def _run_trunk(self, model: HasTrunk, rows: IntArray) -> States:
         device = model.base.device
+        queries: bool = model.policy.queries
+        steps = int(self.table.num_steps[rows].max())
+        positions = torch.from_numpy(self.positions[rows, :steps]).to(device)  # (B, T)
         # The masks that confine packed traces keep flash attention away, which CUDA has.
         if device.type == "cuda" or not takes_packing(model.base):
             with no_scores(model.base.get_decoder(), device):
-                return model.trunk(self.input_ids(rows).to(device))
+                hidden, keys = model.reading(self.input_ids(rows).to(device))
+            return States(_at(hidden, positions), keys) if queries else States(hidden)
         packed = pack([self._tokens[self._starts[row] : self._starts[row + 1]] for row in rows])
-        hidden = model.trunk(
+        hidden, keys = model.reading(
             packed.input_ids.to(device), position_ids=packed.position_ids.to(device)
         )  # (P, C, H)
-        return packed.unpack(hidden)
+        if not queries:
+            return States(packed.unpack(hidden))
+        slots = packed.places.to(device).gather(1, positions)
+        unpacked = [
+            LayerKeys(packed.unpack_heads(one.keys), packed.unpack_heads(one.values))
+            for one in keys
+        ]
+        return States(hidden.flatten(0, 1)[slots], unpacked)
 
-    def states_bytes(self, base: Any) -> int:
-        """The memory that the trunk's states of all traces take, of a causal LM."""
+    def states_bytes(self, base: Any, shapes: Sequence[KeyShape] = ()) -> int:
+        """The memory that the trunk's states of all traces take.
+
+        Args:
+            base: the causal LM.
+            shapes: of the keys and values that the policy reads, see `key_shapes`.
+        """
         hidden_size: int = base.config.get_text_config().hidden_size
-        return int(self.token_lengths.sum()) * hidden_size * int(base.dtype.itemsize)
+        return _elements(self, hidden_size, shapes) * int(base.dtype.itemsize)
 
     def cache_states(
         self,
@@ -219,18 +288,23 @@ class LabelledTraces:
         Returns:
             The bytes now held in memory for this model: 0 where they do not fit.
         """
-        size = self.states_bytes(model.base)
         if self.holds_states_of(model):
             return self.cached_bytes
-        self._states, self._states_of, self.cached_bytes = None, None, 0
+        n, queries = model.config.num_policy_layers, model.policy.queries
+        shapes = key_shapes(model.base, n) if queries else []
+        size = self.states_bytes(model.base, shapes)
+        self._kept, self._states_of, self.cached_bytes = None, None, 0
         fits = size <= limit_bytes
         if not fits and file is None:
             return 0
         hidden_size = model.base.config.get_text_config().hidden_size
-        shape = int(self.token_lengths.sum()), hidden_size
-        dtype = model.base.dtype
+        count, dtype = _elements(self, hidden_size, shapes), model.base.dtype
+
+        def kept(flat: Tensor) -> _Kept:
+            return _Kept.of(flat, int(self.token_lengths.sum()), hidden_size, shapes)
+
         if fits:
-            states = torch.empty(shape, dtype=dtype, device=model.base.device)
+            states = kept(torch.empty(count, dtype=dtype, device=model.base.device))
             self._fill(states, model, progress, Processes())
         else:
             assert file is not None
@@ -240,32 +314,116 @@ class LabelledTraces:
                 partial = file.with_name(f".{file.name}.partial")
                 if together.main:
                     partial.unlink(missing_ok=True)
-                    torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
+                    torch.from_file(str(partial), True, count, dtype=dtype)
                 together.wait()
-                states = torch.from_file(str(partial), True, shape[0] * shape[1], dtype=dtype)
-                self._fill(states.view(shape), model, progress, together)
+                new = torch.from_file(str(partial), True, count, dtype=dtype)
+                self._fill(kept(new), model, progress, together)
                 together.wait()
                 if together.main:
                     partial.replace(file)
                 together.wait()
-            states = torch.from_file(str(file), True, shape[0] * shape[1], dtype=dtype).view(shape)
-        self._states, self._states_of = states, _trunk_of(model)
+            states = kept(torch.from_file(str(file), True, count, dtype=dtype))
+        self._kept, self._states_of = states, _trunk_of(model)
         self._states_for = model.base.device
         self.cached_bytes = size if fits else 0
         return self.cached_bytes
 
-    def _fill(
-        self, states: Tensor, model: HasTrunk, progress: Progress, processes: Processes
-    ) -> None:
-        """Each process fills in what it computes; `states` is theirs together."""
+    def _fill(self, kept: _Kept, model: HasTrunk, progress: Progress, processes: Processes) -> None:
+        """Each process fills in what it computes; `kept` is theirs together."""
         done = 0
+        size = kept.tokens.nbytes + kept.steps.nbytes
         for rows, _ in processes.turns(list(length_batches(self.token_lengths))):
             out = self._run_trunk(model, rows)
+            tokens = kept.flat_keys(out.keys) if kept.shapes else out.hidden
             for b, row in enumerate(rows):
                 start, end = self._starts[row], self._starts[row + 1]
-                states[start:end] = out[b, : end - start]
+                kept.tokens[start:end] = tokens[b, : end - start]
+                if kept.shapes:
+                    start, end = self._step_starts[row], self._step_starts[row + 1]
+                    kept.steps[start:end] = out.hidden[b, : end - start]
             done = min(done + len(rows) * processes.size, len(self))
-            progress("trunk", done, len(self), f"{states.nbytes / 2**20:.0f} MiB")
+            progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
+
+
+KeyShape = tuple[int, int, int]
+"""Of one layer: KV heads, and the width of a key and of a value."""
+
+
+@torch.no_grad()
+def key_shapes(base: Any, num_layers: int) -> list[KeyShape]:
+    """Shapes of a causal LM's keys and values in its last layers, of one token; it is run on one.
+
+    Args:
+        base: the causal LM.
+        num_layers: n.
+    """
+    one = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
+    with Reader(base, num_layers, queries=True, stop_there=True) as reader:
+        with suppress(TrunkDone):
+            base.get_decoder()(input_ids=one, use_cache=False)
+        return [(k.keys.shape[1], k.keys.shape[3], k.values.shape[3]) for k in reader.keys]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The trunk's states of all traces, one after the other.
+
+    Attributes:
+        tokens: (tokens, W): states, or for a policy that is queries only keys and values.
+        steps: (steps, H), states at step ends, for such a policy; else (0, H).
+        shapes: of its keys and values.
+    """
+
+    tokens: Tensor
+    steps: Tensor
+    shapes: Sequence[KeyShape]
+
+    @classmethod
+    def of(cls, flat: Tensor, tokens: int, hidden_size: int, shapes: Sequence[KeyShape]) -> _Kept:
+        """Both parts of one tensor, in memory or of a file."""
+        cut = tokens * _token_width(hidden_size, shapes)
+        return cls(flat[:cut].view(tokens, -1), flat[cut:].view(-1, hidden_size), shapes)
+
+    def flat_keys(self, keys: Sequence[LayerKeys]) -> Tensor:
+        """(B, S, W) of each layer's keys and values (B, KV, S, D)."""
+        parts = [part for one in keys for part in (one.keys, one.values)]
+        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=-1)
+
+    def keys_of(self, flat: Tensor) -> list[LayerKeys]:
+        """Views of what `flat_keys` gave."""
+        widths = [heads * width for heads, *both in self.shapes for width in both]
+        parts = flat.split(widths, dim=-1)
+        return [
+            LayerKeys(
+                *(one.unflatten(2, (heads, -1)).transpose(1, 2) for one in parts[2 * i : 2 * i + 2])
+            )
+            for i, (heads, _, _) in enumerate(self.shapes)
+        ]
+
+
+def _token_width(hidden_size: int, shapes: Sequence[KeyShape]) -> int:
+    return sum(heads * (key + value) for heads, key, value in shapes) or hidden_size
+
+
+def _elements(traces: LabelledTraces, hidden_size: int, shapes: Sequence[KeyShape]) -> int:
+    steps = int(traces.table.num_steps.sum()) if shapes else 0
+    tokens = int(traces.token_lengths.sum())
+    return tokens * _token_width(hidden_size, shapes) + steps * hidden_size
+
+
+def _padded(flat: Tensor, starts: IntArray, rows: IntArray) -> Tensor:
+    """(B, S, W), padded with 0 at the right, of rows that lie one after the other in (all, W)."""
+    longest = int((starts[rows + 1] - starts[rows]).max())
+    out = flat.new_zeros(len(rows), longest, flat.shape[1])
+    for b, row in enumerate(rows):
+        start, end = starts[row], starts[row + 1]
+        out[b, : end - start] = flat[start:end]
+    return out
+
+
+def _at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """(B, T, H) of (B, S, H)."""
+    return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
 def refuse_beyond_positions(base: Any, traces: LabelledTraces) -> None:
@@ -355,8 +513,8 @@ def _places(starts: IntArray, lengths: IntArray) -> IntArray:
     return places
 
 
-def _trunk_of(model: HasTrunk) -> tuple[Any, int]:
-    return model.base, model.config.num_policy_layers
+def _trunk_of(model: HasTrunk) -> tuple[Any, int, bool]:
+    return model.base, model.config.num_policy_layers, model.policy.queries
 
 
 _MASKED_ATTENTION = ("sdpa",)
@@ -380,6 +538,10 @@ class Packed:
     def unpack(self, hidden: Tensor) -> Tensor:
         """(B, S, H), padded at the right, from the lines' (P, C, H)."""
         return hidden.flatten(0, 1)[self.places.to(hidden.device)]
+
+    def unpack_heads(self, keys: Tensor) -> Tensor:
+        """(B, KV, S, D) from the lines' (P, KV, C, D)."""
+        return self.unpack(keys.transpose(1, 2)).transpose(1, 2)
 
 
 def takes_packing(base: Any) -> bool:

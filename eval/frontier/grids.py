@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..rules.families import FAMILIES
 from ..rules.replayed import measured
-from ..table import TraceTable
+from ..table import FloatArray, TraceTable
 
 __all__ = ["COUNT", "policy_grid", "rule_grid", "spread_values"]
 
@@ -66,6 +66,7 @@ def rule_grid(
     table: TraceTable,
     decode: Callable[[list[int]], str] | None = None,
     count: int = COUNT,
+    thinking_entropy: FloatArray | None = None,
 ) -> tuple[float, ...]:
     """Numbers for the rules of one family, from its "at once" to its "never".
 
@@ -73,8 +74,9 @@ def rule_grid(
         name: of the family, such as "entropy" (`rules.families.FAMILIES`).
         dataset: the labelled validation traces.
         table: the same as arrays.
-        decode: text of token ids, for rules that watch for transition words.
+        decode: text of token ids, for rules that read the thinking.
         count: points, the two ends included. A signal that takes fewer values has fewer.
+        thinking_entropy: as in `replay_rule`.
 
     Raises:
         ValueError: no such family, or the labels lack what it reads.
@@ -82,7 +84,7 @@ def rule_grid(
     if name not in FAMILIES:
         raise ValueError(f"rule {name!r} is not known; known are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    signals = measured(dataset, table, family.make(family.never), decode)
+    signals = measured(dataset, table, family.make(family.never), decode, thinking_entropy)
     low, high = sorted((family.at_once, family.never))
     within = signals[(signals > low) & (signals < high)]
     values = {*spread_values(within, count - 2), family.at_once, family.never}

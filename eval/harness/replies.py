@@ -20,9 +20,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.optional import needed
 from modeling_ospruner.engines.interface import end_ids
-from modeling_ospruner.formats_ospruner import BoundaryState, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.serving.requests import ID, KEYS, ON, StopRequest
+from modeling_ospruner.states_ospruner import BoundaryState
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from modeling_ospruner.vllm_plugin.requests import ID, KEYS, ON, StopRequest
 
 __all__ = ["Asked", "Policy", "Reply", "open_policy"]
 
@@ -214,6 +215,8 @@ class LocalPolicy:
         for prompt, row, record in zip(prompts, output[:, width:].tolist(), records, strict=True):
             parts = _parts(fmt, prompt, row, self._ends - {fmt.think_end_id})
             answer = str(tokenizer.decode(parts.answer, skip_special_tokens=True))
+            if fmt.in_reply:  # all of which is the reply
+                answer = str(tokenizer.decode(row[: parts.tokens], skip_special_tokens=True))
             thinking_tokens = len(parts.thinking)
             reason = "natural" if parts.closed else "length"
             if record is not None:  # a sentence forced before the closing is not counted
@@ -221,7 +224,9 @@ class LocalPolicy:
             replies.append(
                 Reply(
                     cut(answer.lstrip(), asked.until),
-                    str(tokenizer.decode(parts.thinking, skip_special_tokens=True)).strip(),
+                    ""
+                    if fmt.in_reply
+                    else str(tokenizer.decode(parts.thinking, skip_special_tokens=True)).strip(),
                     thinking_tokens,
                     len(prompt),
                     parts.tokens,
@@ -246,18 +251,11 @@ def _parts(
 ) -> _Parts:
     """Takes the thinking and the answer of a row apart, by the ids of its markers."""
     length = next((place for place, token in enumerate(row) if token in ends), len(row))
-    span = fmt.thinking_span(prompt)
-    state = fmt.boundary_state(prompt[span.start :])
-    prefilled = state.thinking_tokens
-    begins = 0
-    while not state.ended and begins < length:
-        state.push(row[begins])
-        begins += 1
+    state = fmt.follow(prompt, row[:length])
     if not state.ended:
         return _Parts(list(row[:length]), [], length, length < len(row))
-    if state.calls:
-        begins -= 1  # the call of a tool is the answer's
-    thinking = state.thinking_tokens - prefilled
+    thinking = max(0, state.thinking_tokens)
+    begins = max(0, state.thinking_tokens + state.end_tokens)
     rest = _header_rest(fmt, state)
     if rest and list(row[begins : begins + len(rest)]) == rest:
         begins += len(rest)
@@ -266,7 +264,7 @@ def _parts(
 
 def _header_rest(fmt: TokenFormat, state: BoundaryState) -> list[int]:
     """What stands between an end marker and the answer: in Harmony, the answer's header."""
-    return list(fmt.closing_ids[state.closing_written :]) if fmt.channels else []
+    return list(fmt.closing_left(state)) if fmt.channels else []
 
 
 def cut(text: str, until: Sequence[str]) -> str:
@@ -276,6 +274,8 @@ def cut(text: str, until: Sequence[str]) -> str:
 
 class AnswerStrings(StoppingCriteria):
     """Ends a row where a stop string stands in its answer; its thinking is not looked at.
+
+    Of a model that thinks in its reply, all of it is the answer.
 
     Args:
         fmt: how the base writes its thinking.
@@ -299,7 +299,7 @@ class AnswerStrings(StoppingCriteria):
         for prompt in prompts:
             span = fmt.thinking_span(prompt)
             self._states.append(fmt.boundary_state(prompt[span.start :]))
-            self._answers.append([] if span.closed else None)
+            self._answers.append([] if span.closed or fmt.in_reply else None)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Which rows (B,) end with their last token."""

@@ -24,7 +24,7 @@ from modeling_ospruner.common.durable import append_durably
 
 from ..methods import FULL
 from ..problems.problem import Problem
-from ..problems.task import Task
+from ..problems.task import ProblemSet
 from ..replay import Outcome
 from ..results import Rule
 from .evaluation import Evaluation, refuse_other_settings
@@ -179,7 +179,7 @@ class Journal:
 
 
 def evaluate_online(
-    task: Task,
+    problem_set: ProblemSet,
     methods: Sequence[Method],
     runner: Runner,
     settings: OnlineSettings,
@@ -190,7 +190,7 @@ def evaluate_online(
     """Generates what is missing and returns the evaluation; methods may be added later.
 
     Args:
-        task: the problems.
+        problem_set: the problems and their task.
         methods: what to evaluate beside the full trace.
         runner: generates batches.
         settings: how.
@@ -207,21 +207,22 @@ def evaluate_online(
         raise ValueError(f"two methods have one name among {keys}; give each method once")
     identity = {
         **about,
-        "benchmark": task.name,
+        "benchmark": problem_set.name,
         "answer": settings.answer,
         "mode": "online",
-        "prompt": task.prompt,
+        "prompt": problem_set.task.prompt,
+        "task": problem_set.task.settings,
         "settings": settings.to_dict(),
-        "problems": [problem.id for problem in task.problems],
+        "problems": [problem.id for problem in problem_set.problems],
     }
     folder = Path(out_dir)
     refuse_other_settings(folder, identity)
     journal = Journal(folder / JOURNAL, identity)
     size = settings.batch_problems
-    starts = range(0, len(task.problems), size)
+    starts = range(0, len(problem_set.problems), size)
     done, total = 0, len(starts) * len(everything)
     for start in starts:
-        batch = Batch(start, task.problems[start : start + size], settings.samples)
+        batch = Batch(start, problem_set.problems[start : start + size], settings.samples)
         missing = [method for method in everything if (method.key, start) not in journal.done]
         done += len(everything) - len(missing)
         for method, rows in runner.run(missing, batch) if missing else ():
@@ -229,11 +230,11 @@ def evaluate_online(
             done += 1
             progress("generate", done, total)
     rows_of = {key: [row for start in starts for row in journal.done[key, start]] for key in keys}
-    return _evaluation(task, everything, rows_of, settings, identity)
+    return _evaluation(problem_set, everything, rows_of, settings, identity)
 
 
 def _evaluation(
-    task: Task,
+    problem_set: ProblemSet,
     methods: Sequence[Method],
     rows_of: Mapping[str, Sequence[SampleRow]],
     settings: OnlineSettings,
@@ -262,9 +263,9 @@ def _evaluation(
         settings=identity,
         rules=rules,
         limits=[],
-        problem_ids=[problem.id for problem in task.problems],
-        problem_index=np.repeat(np.arange(len(task.problems)), k),
-        families=[problem.family for problem in task.problems for _ in range(k)],
+        problem_ids=[problem.id for problem in problem_set.problems],
+        problem_index=np.repeat(np.arange(len(problem_set.problems)), k),
+        families=[problem.family for problem in problem_set.problems for _ in range(k)],
         natural_correct=np.array([row.natural_correct for row in full]),
     )
 

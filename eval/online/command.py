@@ -25,11 +25,12 @@ from modeling_ospruner.engines.opening import (
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 
-from ..grading.boxed import check_grader
 from ..methods import PolicyUse, parse_policies, refuse_other_base
+from ..problems.registry import open_task, parse_task
 from ..problems.sources import load_source
-from ..problems.task import Task, load_task_class, prompt_token_ids
+from ..problems.task import ProblemSet, Task, prompt_token_ids
 from ..rules.families import parse_rule
+from ..schema import MATH_TASK
 from .batches import Method, Runner, evaluate_online
 from .evaluation import Evaluation
 from .runners import EngineRunner, HookRunner, Setup
@@ -46,11 +47,14 @@ class OnlineRequest:
         dataset: problems: a benchmark's name, a file, or a dataset of the Hub (`load_source`).
         policies: see `methods.parse_policies`.
         length_penalties: prices of a token, see `methods.parse_policies`.
+        domain: see `methods.parse_policies`.
         rules: see `rules.families.parse_rule`.
         base: the model; None for the one that the policies pin.
         engine: one of `opening.ENGINES`.
         engine_options: of `EngineOptions`, such as `urls` or `arguments`.
-        task: a file with a subclass of `Task`; None for mathematics.
+        task: see `problems.registry.parse_task`; None for the policies' own, or mathematics.
+        allow_code: whether programs that the model wrote may be run.
+        across_tasks: take policies that were trained on another task.
         prompt: one of `task.PROMPT_PRESETS`.
         wind_down: a sentence forced before the closing; None: as the policies have it.
         model: what tables call the base; None for the last part of its name.
@@ -58,16 +62,21 @@ class OnlineRequest:
         files: a benchmark's rows from files.
         limit: only the first so many problems.
         settings: how to sample.
+        answer_cap_given: whether the cap of `settings` on forced answers was chosen; else it is the
+            task's.
     """
 
     dataset: str
     policies: Sequence[str] = ()
     length_penalties: Sequence[float] | None = None
+    domain: str | None = None
     rules: Sequence[str] = ()
     base: str | None = None
     engine: str = "transformers"
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    task: str | Path | None = None
+    task: str | None = None
+    allow_code: bool = False
+    across_tasks: bool = False
     prompt: str = "default"
     wind_down: str | None = None
     model: str | None = None
@@ -75,6 +84,7 @@ class OnlineRequest:
     files: Sequence[str] = ()
     limit: int | None = None
     settings: OnlineSettings = field(default_factory=OnlineSettings)
+    answer_cap_given: bool = True
 
 
 def run_online(
@@ -92,28 +102,31 @@ def run_online(
     Raises:
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    uses = parse_policies(request.policies, request.length_penalties)
-    named = [parse_rule(text) for text in request.rules]
-    base, revision, literals = _base(request.base, uses)
-    task_class = load_task_class(request.task)
-    if task_class.grade is Task.grade:
-        check_grader()
-    loaded = load_source(request.dataset, files=request.files, limit=request.limit)
-    task = task_class(
-        request.benchmark or Path(request.dataset).name.partition(".")[0],
-        loaded.problems,
-        request.prompt,
+    uses = parse_policies(request.policies, request.length_penalties, request.domain)
+    task = _task(request, uses)
+    base, revision, literals = _base(request.base, uses, task, request.across_tasks)
+    task.check()
+    settings = request.settings
+    if settings.answer == "forced" and not request.answer_cap_given:
+        settings = replace(settings, max_answer_tokens=task.max_answer_tokens)
+    named = [parse_rule(text, task.same) for text in request.rules]
+    loaded = load_source(
+        request.dataset, files=request.files, limit=request.limit, read=task.read_row
+    )
+    problem_set = ProblemSet(
+        request.benchmark or Path(request.dataset).name.partition(".")[0], loaded.problems, task
     )
     known_revision(base, revision)  # refuses a policy
     tokenizer = load_tokenizer(base, revision)
     chosen = guess(tokenizer) if literals is None else ReasoningFormat.from_dict(literals)
     if request.wind_down is not None:
         chosen = replace(chosen, wind_down=request.wind_down)
+    chosen = task.shape(chosen)
     fmt = TokenFormat.compile(chosen, tokenizer)
     config = AutoConfig.from_pretrained(base, revision=revision)
-    _refuse_beyond_positions(config, task, tokenizer, fmt)
+    _refuse_beyond_positions(config, problem_set, tokenizer, fmt)
     options = EngineOptions(base, revision, **request.engine_options)
-    setup = Setup(tokenizer, fmt, task, request.settings, ModelWork.of_config(config))
+    setup = Setup(tokenizer, fmt, task, settings, ModelWork.of_config(config))
 
     def load_base(of_engine: EngineOptions) -> PreTrainedModel:
         local = open_engine("transformers", tokenizer, of_engine)
@@ -137,20 +150,23 @@ def run_online(
         "revision": revision,
         "reasoning_format": chosen.to_dict(),
         "engine": request.engine,
-        "task": task_class.__name__,
+        "task": task.settings,
     }
-    return evaluate_online(task, methods, runner, request.settings, about, out_dir, progress)
+    return evaluate_online(problem_set, methods, runner, settings, about, out_dir, progress)
 
 
 def _refuse_beyond_positions(
-    config: PreTrainedConfig, task: Task, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat
+    config: PreTrainedConfig,
+    problem_set: ProblemSet,
+    tokenizer: PreTrainedTokenizerBase,
+    fmt: TokenFormat,
 ) -> None:
     """Refuses problems whose prompts alone are longer than the base's positions."""
     limit = max_positions(config)
     if limit is None:
         return
-    for problem in task.problems:
-        message = task.message(problem, fmt)
+    for problem in problem_set.problems:
+        message = problem_set.task.message(problem, fmt.format)
         tokens = len(prompt_token_ids(problem.id, message, tokenizer, fmt))
         if tokens >= limit:
             raise ValueError(
@@ -159,8 +175,18 @@ def _refuse_beyond_positions(
             )
 
 
+def _task(request: OnlineRequest, uses: Sequence[PolicyUse]) -> Task:
+    """The task that was named, else that of the policies."""
+    if request.task is not None:
+        return parse_task(request.task, request.prompt, request.allow_code)
+    settings = dict((uses[0].config.task if uses else None) or MATH_TASK)
+    if request.prompt != "default":
+        settings["prompt"] = request.prompt
+    return open_task(settings, request.allow_code)
+
+
 def _base(
-    asked: str | None, uses: Sequence[PolicyUse]
+    asked: str | None, uses: Sequence[PolicyUse], task: Task, across_tasks: bool
 ) -> tuple[str, str | None, dict[str, str] | None]:
     """The base, its revision and its format: what was asked for, and what all policies pin."""
     if not uses:
@@ -174,9 +200,15 @@ def _base(
             "FlashThink is a baseline for replay: its verifier is a second model, which generate "
             "does not run. Evaluate it with `ospruner eval replay`"
         )
-    for use in uses[1:]:
+    shaped = task.shape(ReasoningFormat.from_dict(literals)).to_dict() if literals else literals
+    for use in uses:
         refuse_other_base(
-            use, first.base_model_name_or_path, first.base_revision, literals, first.step_stride
+            use,
+            first.base_model_name_or_path,
+            first.base_revision,
+            shaped,
+            first.step_stride,
+            None if across_tasks else task.settings,
         )
     if asked is None:
         return first.base_model_name_or_path, first.base_revision, literals

@@ -31,7 +31,7 @@ from modeling_ospruner.engines.transformers.engine import (
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
-from modeling_ospruner.rules_ospruner import Budget, StopRule, mix64, uniform
+from modeling_ospruner.rules_ospruner import Budget, StopRule, mix64, uniform, window_score
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
 
 from ..compute import Compute
@@ -69,7 +69,7 @@ class Setup:
     def prompts(self, batch: Batch) -> list[list[int]]:
         """The prompt of each row."""
         by_problem = [
-            prompt_token_ids(p.id, self.task.message(p, self.fmt), self.tokenizer, self.fmt)
+            prompt_token_ids(p.id, self.task.message(p, self.fmt.format), self.tokenizer, self.fmt)
             for p in batch.problems
         ]
         return [prompt for prompt in by_problem for _ in range(batch.samples)]
@@ -81,8 +81,8 @@ class Setup:
         text = str(self.tokenizer.decode(list(answer_ids), skip_special_tokens=False))
         forced = self.settings.answer == "forced"
         answer = self.task.read_forced(text) if forced else self.task.read_free(text)
-        verdict = self.task.grade(answer or None, batch.rows[index][0])
-        return SampleRow(tokens, len(answer_ids), answer or "", float(bool(verdict)), reason)
+        worth = self._worth(answer, batch, index)
+        return SampleRow(tokens, len(answer_ids), answer or "", worth, reason)
 
     def flops(
         self, prompt: Sequence[int], how: Any, row: SampleRow, trials: Sequence[int] = ()
@@ -113,8 +113,11 @@ class Setup:
         if not len(answer_ids):
             return math.nan
         text = str(self.tokenizer.decode(list(answer_ids), skip_special_tokens=False))
-        verdict = self.task.grade(self.task.read_free(text), batch.rows[index][0])
-        return float(bool(verdict))
+        return self._worth(self.task.read_free(text), batch, index)
+
+    def _worth(self, answer: str | None, batch: Batch, index: int) -> float:
+        """An answer's grade; no verdict counts as wrong."""
+        return self.task.grade(answer or None, batch.rows[index][0]) or 0.0
 
     def fork(self, engine: Engine, requests: Sequence[ForkRequest]) -> list[list[ForkedAnswer]]:
         """The answers after every cut of every request."""
@@ -197,6 +200,8 @@ class HookRunner:
             config = StopPolicyConfig(
                 mode=use.mode, threshold=use.threshold, length_penalty=use.price, **common
             )
+            if use.window > 1:
+                config = StopPolicyConfig(rule=use.rule, **common)
             policy = self._policy(use.path).policy
             return lambda ids, more: generate_pruned(
                 model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
@@ -223,7 +228,8 @@ class HookRunner:
         cap = settings.max_thinking_tokens
         answers: dict[int, list[int]] = {}
         ends = self._eos.difference(setup.fmt.think_end_ids)  # of the text
-        lengths, reasons, ended = [], [], []
+        lengths, reasons = [], []
+        ended: dict[int, int] = {}  # after the end marker
         natural: dict[int, float] = {}
         for i, (ids, record) in enumerate(zip(generated, records, strict=True)):
             length, reason = record.thinking_tokens, str(record.reason)
@@ -232,17 +238,18 @@ class HookRunner:
             lengths.append(length)
             reasons.append(reason)
             closed = reason != "cap" and ids[length] not in ends
+            # What the model has written to end it, which nothing is put before.
+            own = setup.fmt.follow(prompts[i], ids) if closed and reason == "natural" else None
+            after = length if own is None else length + own.end_tokens
             if closed and reason == "natural":
-                ended.append(i)
-            elif method.how is None and reason == "natural" and not setup.fmt.think_end_ids:
+                ended[i] = after
+            elif method.how is None and reason == "natural" and setup.fmt.in_reply:
                 # Its answer is a part of the reply that it thought in.
                 natural[i] = setup.natural_grade(batch, i, ids[:length])
-            if closed and settings.answer == "free" and reason == "natural":
-                answers[i] = self._until_eos(ids[length + 1 :])[: settings.max_answer_tokens]
+            if settings.answer == "free" and own is not None:
+                answers[i] = self._until_eos(ids[after:])[: settings.max_answer_tokens]
             elif closed:
-                start = length + len(setup.fmt.forced_suffix(settings.answer))
-                if reason == "natural":  # nothing was put before the model's own end marker
-                    start -= len(setup.fmt.wind_down_ids)
+                start = after + len(setup.fmt.forced_suffix(settings.answer, own))
                 answers[i] = self._answer(ids[start:])
         missing = [i for i in range(len(generated)) if i not in answers]
         requests = [
@@ -251,8 +258,8 @@ class HookRunner:
         for i, forked in zip(missing, setup.fork(self._engine, requests), strict=True):
             answers[i] = forked[0].ids
         if method.how is None:
-            own = [[*prompts[i], *generated[i][: lengths[i] + 1]] for i in ended]
-            texts = zip(ended, self._own_answers(own), strict=True)
+            whole = [[*prompts[i], *generated[i][:after]] for i, after in ended.items()]
+            texts = zip(ended, self._own_answers(whole), strict=True)
             natural |= {i: setup.natural_grade(batch, i, text) for i, text in texts}
         rows = []
         for i, (length, reason) in enumerate(zip(lengths, reasons, strict=True)):
@@ -325,8 +332,8 @@ class EngineRunner:
         for method in methods:
             if isinstance(method.how, StopRule) and method.how.asks:
                 raise ValueError(
-                    f"{method.method} tries answers at every step: with this engine, label the "
-                    "problems and use `ospruner eval replay`, or use --engine transformers"
+                    f"{method.method} asks at each step for what this engine does not give: label "
+                    "the problems and use `ospruner eval replay`, or use --engine transformers"
                 )
         prompts = setup.prompts(batch)
         sampled = self.engine.sample(
@@ -420,7 +427,10 @@ class EngineRunner:
         if self.setup.settings.answer == "free" and reason == "natural":
             forked = trace.answer_ids[: self.setup.settings.max_answer_tokens]
         row = self.setup.row(batch, index, stop, reason, forked)
-        natural = self.setup.natural_grade(batch, index, trace.answer_ids)
+        # Without an end marker its answer is a part of the reply that it thought in.
+        replied = self.setup.fmt.in_reply and reason == "natural" and not trace.end_ids
+        own = trace.trace_ids if replied else trace.answer_ids
+        natural = self.setup.natural_grade(batch, index, own)
         flops = self.setup.flops(prompt, method.how, row)
         return replace(row, natural_correct=natural if at_end else math.nan, flops=flops)
 
@@ -465,11 +475,13 @@ class EngineRunner:
             ).tolist()
             sample_index = batch.first_sample_index + i
             chosen = of_row[-1]
+            last: list[float] = []
             for step, end in enumerate(of_row[:-1]):
                 if (step + 1) % use.config.step_stride:
                     continue
+                last = [*last, pi[step]][-use.window :]
                 if use.threshold is not None and use.mode == "threshold":
-                    stop = pi[step] >= use.threshold
+                    stop = window_score(last, use.window, use.by) >= use.threshold
                 else:
                     stop = uniform(self.setup.settings.seed, sample_index, step) < pi[step]
                 if stop:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .generated import GYM, gym_rows
 from .problem import COLUMNS, Columns, Problem, problems_from_rows, read_rows
 
 __all__ = [
@@ -161,6 +162,11 @@ def _deepscaler_row(row: dict[str, Any]) -> dict[str, Any]:
     return row if row.get("id") is not None else {**row, "id": text_key(str(row.get("problem")))}
 
 
+def _arc(config: str) -> Part:
+    splits = {"test": "test", "train": "train", "validation": "validation"}
+    return Part("allenai/ai2_arc", config, splits, f"{config.lower()}/")
+
+
 _AIME24 = Part("HuggingFaceH4/aime_2024", None, {"test": "train"}, "aime24/")
 _AIME25 = Part("MathArena/aime_2025", None, {"test": "train"}, "aime25/")
 _AIME_COLUMNS: Columns = {"id": ("id", "problem_idx"), "family": ("family", "year")}
@@ -191,7 +197,28 @@ BENCHMARKS: dict[str, Benchmark] = {
         {"family": ("family", "subset")},
         _deepscaler_row,
     ),
+    "arc-easy": Benchmark((_arc("ARC-Easy"),), {}),
+    "arc-challenge": Benchmark((_arc("ARC-Challenge"),), {}),
+    "mmlu": Benchmark(
+        (Part("cais/mmlu", "all", {"test": "test", "validation": "validation"}, "mmlu/{split}/"),),
+        {"family": ("family", "subject")},
+    ),
+    "humaneval": Benchmark(
+        (Part("openai/openai_humaneval", None, {"test": "test"}, "humaneval/"),),
+        {"id": ("id", "task_id")},
+    ),
 }
+
+TASK_OF = {
+    "arc-easy": "choice",
+    "arc-challenge": "choice",
+    "mmlu": "choice",
+    "humaneval": "code",
+}
+"""The task of each benchmark that is not of mathematics."""
+
+
+_SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
 def load_source(
@@ -202,19 +229,23 @@ def load_source(
     columns: Columns | None = None,
     revision: str | None = None,
     limit: int | None = None,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Loaded:
     """Loads problems by a benchmark's name, from a file, or from a dataset of the Hub.
 
     Args:
-        dataset: a name of `BENCHMARKS`, a path to a `.jsonl`, `.jsonl.gz` or `.parquet` file, or
-            the id of a dataset on the Hub (or a folder that `datasets` reads).
+        dataset: a name of `BENCHMARKS`, "reasoning-gym:..." (`generated.gym_rows`), a path to a
+            `.jsonl`, `.jsonl.gz` or `.parquet` file, or the id of a dataset on the Hub (or a
+            folder that `datasets` reads).
         files: for a benchmark's name: its rows from these files instead of the Hub, in our
             columns or in its dataset's.
         split: of the benchmark or dataset; the benchmark's first, or "train", where None.
-            DeepScaleR has "train" and "holdout": the 500 problems of `held_out_keys`.
+            A slice counts problems, as in `datasets`: "train[800:1000]". DeepScaleR has "train"
+            and "holdout": the 500 problems of `held_out_keys`.
         columns: where the fields stand; see `benchmarks.COLUMNS`.
         revision: of the Hub's dataset.
         limit: keep only the first so many.
+        read: turns a row into one with `problem` and `answer` (`Task.read_row`).
 
     Raises:
         FileNotFoundError: a file that does not exist.
@@ -223,7 +254,7 @@ def load_source(
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1, or None for all problems")
     if dataset in BENCHMARKS:
-        return _load_benchmark(dataset, files, split, columns or {}, revision, limit)
+        return _load_benchmark(dataset, files, split, columns or {}, revision, limit, read)
     if files:
         raise ValueError(
             f"files are given for the dataset {dataset!r}; they go with the name of a benchmark "
@@ -231,7 +262,11 @@ def load_source(
         )
     source: dict[str, Any] = {"dataset": dataset}
     rows: Iterable[Mapping[str, Any]]
-    if dataset.endswith(_FILE_ENDINGS) or Path(dataset).is_file():
+    if dataset.startswith(GYM):
+        if split is not None:
+            raise ValueError(f"split is {split!r}, but {dataset} has none: give another seed")
+        rows = gym_rows(dataset)
+    elif dataset.endswith(_FILE_ENDINGS) or Path(dataset).is_file():
         if split is not None:
             raise ValueError(f"split is {split!r}, but {dataset} is a file, which has no splits")
         rows = read_rows(dataset)
@@ -239,6 +274,7 @@ def load_source(
         split = split or "train"
         rows = _hub_rows(dataset, None, split, revision)
         source |= {"split": split, "revision": revision}
+    rows = rows if read is None else map(read, rows)
     problems = problems_from_rows(rows, limit=limit, columns=columns or COLUMNS, source=dataset)
     return Loaded(problems, source)
 
@@ -259,17 +295,23 @@ def _load_benchmark(
     columns: Columns,
     revision: str | None,
     limit: int | None,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
 ) -> Loaded:
     benchmark = BENCHMARKS[name]
-    split = split or benchmark.splits[0]
+    asked = split or benchmark.splits[0]
+    sliced = _SLICED.fullmatch(asked)
+    split = sliced["split"] if sliced else asked
     if split not in benchmark.splits:
-        raise ValueError(f"{name} has the splits {benchmark.splits}, not {split!r}")
+        raise ValueError(
+            f"{name} has the splits {benchmark.splits}, or a slice such as "
+            f"'{benchmark.splits[0]}[:100]', not {asked!r}"
+        )
     columns = {**benchmark.columns, **columns}
     left_out = {"without_answer": 0, "duplicates": 0}
     problems: list[Problem] = []
     seen: set[str] = set()
     for rows, prefix, where in _sources(benchmark, files, split, revision):
-        usable = _usable(map(benchmark.read, map(dict, rows)), columns, seen, left_out)
+        usable = _usable(map(_reader(benchmark, read), rows), columns, seen, left_out)
         for problem in problems_from_rows(usable, columns=columns, source=where):
             named = problem.id if problem.id.startswith(name[:4]) else prefix + problem.id
             problems.append(Problem(named, problem.problem, problem.answer, problem.family))
@@ -279,7 +321,13 @@ def _load_benchmark(
         problems = [p for p in problems if (text_key(p.problem) in held_out) == wanted]
         if not problems:
             raise ValueError(f"{name} holds no problem of its split {split!r}")
-    source: dict[str, Any] = {"dataset": name, "split": split, "left_out": left_out}
+    if sliced:
+        start, stop = (int(bound) if bound else None for bound in sliced.group("start", "stop"))
+        count = len(problems)
+        problems = problems[start:stop]
+        if not problems:
+            raise ValueError(f"the split {asked!r} is empty: {name} has {count} problems there")
+    source: dict[str, Any] = {"dataset": name, "split": asked, "left_out": left_out}
     source |= {"files": [str(file) for file in files]} if files else {"revision": revision}
     return Loaded(problems[:limit], source)
 
@@ -296,6 +344,18 @@ def _sources(
     for part in benchmark.parts:
         rows = _hub_rows(part.hub_id, part.config, part.splits[split], revision)
         yield rows, part.prefix.format(split=split), part.hub_id
+
+
+def _reader(
+    benchmark: Benchmark, read: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The benchmark's own reading of a row, then the task's."""
+
+    def reader(row: Mapping[str, Any]) -> dict[str, Any]:
+        own = benchmark.read(dict(row))
+        return own if read is None else dict(read(own))
+
+    return reader
 
 
 def _hub_rows(

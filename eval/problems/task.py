@@ -1,24 +1,44 @@
-"""A task: problems, how they are asked, and how answers are read and graded.
+"""A task: how problems are asked, how an answer is forced and read, graded and compared.
 
-`Task` is mathematics. Another domain is one file with a subclass (docs/eval.md shows one), which
-`ospruner eval online --task FILE.py` takes.
+`Task` is this interface, for labelling, training, replay and online evaluation alike. Its defaults
+are mathematics (`math`), which is `Math` in bulk. `TASKS` has the built-in ones by name; another
+domain is one file with a subclass (docs/eval.md shows one). A task is named by its settings, which
+labels and policies pin.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 
-from ..grading.boxed import extract_boxed, grade, read_box
+from ..grading.boxed import (
+    check_grader,
+    compare_many,
+    equal,
+    extract_boxed,
+    grade,
+    read_box,
+)
 from .problem import Problem, user_message
 
-__all__ = ["PROMPT_PRESETS", "Task", "load_task_class", "prompt_token_ids"]
+__all__ = [
+    "PROMPT_PRESETS",
+    "Grade",
+    "Math",
+    "ProblemSet",
+    "Task",
+    "load_task_class",
+    "prompt_token_ids",
+]
 
 PROMPT_PRESETS = {
     "default": "",
@@ -27,8 +47,12 @@ PROMPT_PRESETS = {
         "Think step by step, but only keep a minimum draft for each thinking step, with 5 words "
         "at most."
     ),
+    "check": (
+        "Think step by step. Once you have a result, check it in a different way, and correct it "
+        "if the check fails."
+    ),
 }
-"""What is said between the problem and the format's own instruction: brevity asked for by prompt.
+"""What is said between the problem and the format's own instruction: brevity, or checks, asked for.
 
 "chain-of-draft" is the instruction of Chain of Draft (Xu et al., 2025) without its "####" answer:
 the format's own instruction asks for a box.
@@ -65,56 +89,185 @@ def prompt_token_ids(
     return ids
 
 
-class Task:
-    """Problems of mathematics with boxed answers; subclasses change what another domain needs.
+BOX = "\\boxed{"
 
-    Args:
-        name: what tables call it.
-        problems: at least one.
-        prompt: one of PROMPT_PRESETS.
 
-    Raises:
-        ValueError: no problems, or an unknown preset.
+class Grade(NamedTuple):
+    """What an answer is worth, or why that is not known.
+
+    Attributes:
+        value: in [0, 1]; None where there is no verdict.
+        reason: why there is none, such as "no answer" or "time limit"; None where there is one.
     """
 
-    def __init__(self, name: str, problems: Sequence[Problem], prompt: str = "default") -> None:
-        if not problems:
-            raise ValueError(f"the benchmark {name!r} is empty: give at least one problem")
+    value: float | None
+    reason: str | None = None
+
+
+class Task:
+    """How one domain is asked, answered and graded; subclasses change what theirs needs.
+
+    The defaults are mathematics with boxed answers.
+
+    Args:
+        prompt: one of PROMPT_PRESETS.
+
+    Attributes:
+        name: what settings and errors call it.
+        file: that it was loaded from; "" for a built-in one.
+        sha256: of that file.
+        instruction: asks for the answer; "" for the reasoning format's own sentence.
+        box_prefix: forced before an answer; "" for the reasoning format's own, an open box.
+        answer_end: the text that ends a forced answer; "" for the brace that closes its box.
+        max_answer_tokens: the cap of a forced answer where none is given.
+        labels_expect: whether a label is the expected grade over `options`, each with its
+            probability, instead of the likeliest one's grade.
+    """
+
+    name: ClassVar[str] = ""
+    file: ClassVar[str] = ""
+    sha256: ClassVar[str] = ""
+    instruction: str = ""
+    box_prefix: str = ""
+    answer_end: str = ""
+    max_answer_tokens: int = 32
+    labels_expect: bool = False
+
+    def __init__(self, prompt: str = "default") -> None:
         if prompt not in PROMPT_PRESETS:
             raise ValueError(f"prompt is {prompt!r}; it must be one of {list(PROMPT_PRESETS)}")
-        self.name = name
-        self.problems = list(problems)
         self.prompt = prompt
 
-    def message(self, problem: Problem, fmt: TokenFormat) -> str:
-        """The user's turn: the problem, the prompt preset, the format's instruction."""
-        extra = PROMPT_PRESETS[self.prompt]
-        if extra:
-            problem = Problem(problem.id, f"{problem.problem}\n\n{extra}", problem.answer)
-        return user_message(problem, fmt.format)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its name and what was chosen: JSON values, from which `registry.open_task` makes it."""
+        own: dict[str, Any] = {"name": self.name or type(self).__name__}
+        if self.file:
+            own = {"name": type(self).__name__, "file": self.file, "sha256": self.sha256}
+        return own if self.prompt == "default" else {**own, "prompt": self.prompt}
+
+    def check(self) -> None:
+        """Refuses to begin where answers could not be graded.
+
+        Raises:
+            ValueError: why, and what to do.
+        """
+
+    def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row of a data set as one with `problem` and `answer`; by default as it is."""
+        return row
+
+    def shape(self, reasoning_format: ReasoningFormat) -> ReasoningFormat:
+        """The format with this task's forced answer; labels and policies pin its literals."""
+        prefix, end = self.box_prefix, self.answer_end
+        if not prefix and not reasoning_format.answer_end:
+            return reasoning_format
+        # A format in another task's shape has lost its own box.
+        return replace(reasoning_format, box_prefix=prefix or BOX, answer_end=end)
+
+    def message(self, problem: Problem, fmt: ReasoningFormat) -> str:
+        """The user's turn: the problem, the prompt preset, the instruction."""
+        if extra := PROMPT_PRESETS[self.prompt]:
+            problem = replace(problem, problem=f"{problem.problem}\n\n{extra}")
+        if self.instruction:
+            return f"{problem.problem}\n\n{self.instruction}"
+        return user_message(problem, fmt)
+
+    def options(self, problem: Problem) -> tuple[str, ...]:
+        """The answers among which labels choose, as they stand behind what is forced.
+
+        Where there are any, the answer of a label is the likeliest of them in the forward that
+        runs what is forced, and nothing is decoded. Each must be one token there.
+
+        Raises:
+            ValueError: the problem lists no options, or the right one is none of them.
+        """
+        return ()
 
     def read_forced(self, text: str) -> str | None:
-        """The answer in a forced answer's text, whose box prefix was forced; None for none."""
+        """The answer in a forced answer's text, whose prefix was forced; None for none."""
         return read_box(text)
 
     def read_free(self, text: str) -> str | None:
         """The answer in a text that the model wrote freely; None where there is none."""
         return extract_boxed(text)
 
-    def grade(self, answer: str | None, problem: Problem) -> bool | None:
-        """Whether the answer is right; None where there is no verdict."""
+    def grade(self, answer: str | None, problem: Problem) -> float | None:
+        """What the answer is worth, in [0, 1] (True is 1); None where there is no verdict."""
         return grade(answer, problem.answer)
 
+    def equal(self, one: str, other: str) -> bool | None:
+        """Whether two answers mean the same; None where there is no verdict."""
+        return equal(one, other)
 
-def load_task_class(path: str | Path | None) -> type[Task]:
-    """The one subclass of `Task` in a Python file, which is run; `Task` itself for None.
+    def grade_many(self, asked: Sequence[tuple[str, Problem]]) -> list[Grade]:
+        """What answers are worth, in order; by default `grade` of each.
+
+        Args:
+            asked: answers ("" for none) with their problems.
+        """
+        return [self._graded(answer, problem) for answer, problem in asked]
+
+    def equal_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+        """Whether pairs of answers mean the same, in order; by default `equal` of each."""
+        return [self.equal(one, other) if one and other else None for one, other in pairs]
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two answers surely mean the same: what rules of agreement ask."""
+        return bool(one and other and self.equal(one, other))
+
+    def _graded(self, answer: str, problem: Problem) -> Grade:
+        if not answer:
+            return Grade(None, "no answer")
+        value = self.grade(answer, problem)
+        return Grade(None, "undecided") if value is None else Grade(float(value))
+
+
+class Math(Task):
+    """Mathematics: boxed answers, graded by Math-Verify in processes of their own."""
+
+    name = "math"
+
+    def check(self) -> None:
+        """See `Task.check`."""
+        check_grader()
+
+    def grade_many(self, asked: Sequence[tuple[str, Problem]]) -> list[Grade]:
+        """See `Task.grade_many`; many at once."""
+        verdicts = compare_many([(problem.answer, answer) for answer, problem in asked])
+        return [Grade(None if v.correct is None else float(v.correct), v.reason) for v in verdicts]
+
+    def equal_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+        """See `Task.equal_many`; many at once."""
+        return [verdict.correct for verdict in compare_many(pairs)]
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """What is evaluated: problems of a task.
+
+    Attributes:
+        name: what tables call them.
+        problems: at least one.
+        task: asks and grades them.
+    """
+
+    name: str
+    problems: Sequence[Problem]
+    task: Task
+
+    def __post_init__(self) -> None:
+        if not self.problems:
+            raise ValueError(f"the benchmark {self.name!r} is empty: give at least one problem")
+
+
+def load_task_class(path: str | Path) -> type[Task]:
+    """The one subclass of `Task` in a Python file, which is run.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: the file cannot be run, or defines none, or several.
     """
-    if path is None:
-        return Task
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no task at {path}: give a .py file with a subclass of Task")
@@ -131,8 +284,10 @@ def load_task_class(path: str | Path | None) -> type[Task]:
     found = [
         value
         for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Task) and value is not Task
+        if inspect.isclass(value) and issubclass(value, Task) and value.__module__ == spec.name
     ]
     if len(found) != 1:
         raise ValueError(f"{path} defines {len(found)} subclasses of Task; it must define one")
-    return found[0]
+    kind: type[Task] = found[0]
+    kind.file, kind.sha256 = str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+    return kind

@@ -21,8 +21,8 @@ from ..online.evaluation import Evaluation, find_evaluations
 from ..results import best_rows
 from .paper import BENCHMARKS, MODELS, compare_with_paper
 from .pictures import save_difficulty, save_dynamics, save_panels
-from .summary import differences_of
-from .tables import GridTable, best_aes_table, chosen_parameters, full_table, group
+from .summary import differences_of, never_right, never_right_told, of_probabilities
+from .tables import GridTable, best_aes_table, by_domain, chosen_parameters, full_table, group
 from .terminal import (
     DIFFERENCES_CAPTION,
     compute_heading,
@@ -85,7 +85,7 @@ def write_report(
     Raises:
         ValueError: no evaluation there, or one that is shown twice.
     """
-    evaluations = find_evaluations(folder)
+    evaluations = [one for _, one in by_domain(find_evaluations(folder))]
     chosen = None
     if validation is not None:
         chosen = chosen_parameters(find_evaluations(validation), variant)
@@ -242,6 +242,10 @@ def _section(
             else "Online: generated."
         )
     )
+    if of_probabilities(one):
+        section.notes.append("Accuracy is the mean probability of the right answer.")
+    if told := never_right_told(results, never_right(one)):
+        section.notes.append(told)
     section.tables.append(_results(results, limits))
     section.tables.append(_costs(results))
     if differences and (found := differences_of(one, results, variant=variant)):

@@ -34,6 +34,7 @@ __all__ = [
     "label_points",
     "save_difficulty",
     "save_dynamics",
+    "save_frontiers",
     "save_panels",
     "save_pareto",
 ]
@@ -177,6 +178,47 @@ def draw_pareto(
     furnish(axes, "thinking tokens per trace", "accuracy, %")
     axes.margins(x=0.1, y=0.12)
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+
+
+def save_frontiers(points: Mapping[str, FloatArray], path: str | Path, *, title: str = "") -> None:
+    """Draws whole methods as lines of accuracy over thinking tokens, and writes a file.
+
+    Args:
+        points: (P, 2) tokens and accuracy of each method, by length
+            (`frontier.areas.frontier_points`); the first one is drawn in front.
+        path: the file to write, PNG or what its suffix says.
+        title: above the picture.
+
+    Raises:
+        ValueError: no methods.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not points:
+        raise ValueError("points is empty: there is nothing to draw")
+    figure = Figure(figsize=(7.2, 5.4), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (name, of_method) in enumerate(points.items()):
+        colour, marker = (
+            (FRONTIER_COLOUR, "o") if not number else STYLES[(number - 1) % len(STYLES)]
+        )
+        # Beyond the palette the same colours come again, dashed.
+        line = "-" if number <= len(STYLES) else (0, (4, 2))
+        axes.plot(
+            of_method[:, 0], 100 * of_method[:, 1], ls=line, lw=1.2 if number else 2.0,
+            marker=marker, ms=3.0, color=colour, label=name, zorder=3 if number else 4,
+        )  # fmt: skip
+    furnish(axes, "thinking tokens per trace", "accuracy, %")
+    if title:
+        axes.set_title(title, loc="left", fontsize=9.5, color=INK, pad=10)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False,
+        fontsize=7.5, labelcolor=INK,
+    )  # fmt: skip
+    figure.savefig(path)
 
 
 def furnish(axes: Axes, x_name: str, y_name: str) -> None:

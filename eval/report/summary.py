@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from modeling_ospruner.common.results_file import (
 )
 from modeling_ospruner.common.text import penalty_name
 
-from ..methods import FRONTIER
+from ..methods import FRONTIER, ORACLE
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, bootstrap_interval
 from ..online.evaluation import Evaluation, find_evaluations
 from ..results import best_rows, compare
@@ -36,6 +36,9 @@ from .terminal import differences_table, number_cell, results_table, rules_table
 __all__ = [
     "costs_tables",
     "differences_of",
+    "never_right",
+    "never_right_told",
+    "of_probabilities",
     "parse_lambdas",
     "print_comparison",
     "print_results",
@@ -142,6 +145,8 @@ def print_results(results: Results, console: Console, *, differences: bool = Fal
             f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
             "mixed with forced ones)."
         )
+    if told := never_right_told(results.results, results.about):
+        console.print(told)
 
 
 def results_of(
@@ -155,12 +160,80 @@ def results_of(
     settings = evaluation.settings
     return Results(
         dataset=settings["benchmark"],
-        setting=f"{settings['model']}, {settings['answer']} answers, {settings['mode']}",
+        setting=", ".join(
+            [
+                settings["model"],
+                f"{settings['answer']} answers",
+                settings["mode"],
+                *(["probabilities of right answers"] if of_probabilities(evaluation) else []),
+            ]
+        ),
         results=results,
         limits=limits,
         differences=differences_of(evaluation, results, variant=variant),
         natural_accuracy=_natural(evaluation),
-        about={"settings": settings},
+        about={"settings": settings, **never_right(evaluation)},
+    )
+
+
+def of_probabilities(evaluation: Evaluation) -> bool:
+    """Whether the labels are probabilities of right answers, so that accuracy is their mean."""
+    labels = evaluation.settings.get("label_settings", {})
+    return bool(labels.get("task", {}).get("labels") == "probability")
+
+
+def never_right(evaluation: Evaluation) -> dict[str, Any]:
+    """How much of what rules save is of traces that are right at no step, where that is known.
+
+    Args:
+        evaluation: with the hindsight oracle among its limits, which is right wherever a trace
+            ever is.
+
+    Returns:
+        Under "never_right", or nothing: the share of such "traces", of the full traces' "tokens",
+        and under "saved" of each rule's savings, None where it saves nothing.
+    """
+    oracle = next((rule.outcome for rule in evaluation.limits if rule.method == ORACLE), None)
+    if oracle is None or of_probabilities(evaluation):
+        return {}
+    never = oracle.correct < 0.5
+    full = evaluation.full.tokens
+    saved = {rule.name: full - rule.outcome.tokens for rule in evaluation.rules[1:]}
+    found = {
+        "traces": float(never.mean()),
+        "tokens": float(full[never].sum() / full.sum()),
+        "saved": {
+            name: float(one[never].sum() / one.sum()) if one.sum() > 0 else None
+            for name, one in saved.items()
+        },
+    }
+    return {"never_right": found}
+
+
+def never_right_told(results: Sequence[Result], about: Mapping[str, Any]) -> str:
+    """The same in a line, for the row of the best AES of each method; "" where it is not known.
+
+    Args:
+        results: of the evaluation.
+        about: what `never_right` gives, among other things.
+    """
+    found = about.get("never_right")
+    if found is None:
+        return ""
+    best: dict[str, Result] = {}
+    for result in results:
+        if result.method not in best or result.aes.value > best[result.method].aes.value:
+            best[result.method] = result
+    shares = [
+        f"{result.name} {100 * found['saved'][result.name]:.0f} %"
+        for result in best.values()
+        if found["saved"].get(result.name) is not None
+    ]
+    return (
+        f"{100 * found['traces']:.1f} % of the traces are right at no step; they are "
+        f"{100 * found['tokens']:.0f} % of the thinking tokens"
+        + (f", and of the tokens that are saved: {', '.join(shares)}" if shares else "")
+        + "."
     )
 
 

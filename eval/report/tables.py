@@ -7,7 +7,7 @@ competes with none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from modeling_ospruner.common.text import markdown_table
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
 from ..results import best_rows
+from ..schema import MATH_TASK
 
 __all__ = [
     "AVERAGE",
@@ -223,12 +224,30 @@ def _tex(text: str) -> str:
     return text.translate(_TEX)
 
 
+def by_domain(evaluations: Sequence[Evaluation]) -> list[tuple[str, Evaluation]]:
+    """Evaluations with their tasks' names, those of one task together, in order of appearance."""
+    named = [(_domain(one), one) for one in evaluations]
+    order = list(dict.fromkeys(name for name, _ in named))
+    return sorted(named, key=lambda pair: order.index(pair[0]))
+
+
+def _domain(one: Evaluation) -> str:
+    of_labels = one.settings.get("label_settings") or {}
+    return str((one.settings.get("task") or of_labels.get("task") or MATH_TASK)["name"])
+
+
 def group(evaluations: Sequence[Evaluation], answer: str) -> dict[str, dict[str, Evaluation]]:
-    """Evaluations of one kind of answer: model -> benchmark -> evaluation."""
+    """Evaluations of one kind of answer: model -> benchmark -> evaluation.
+
+    Where they are of several tasks, benchmarks stand by their task, and say it.
+    """
     found: dict[str, dict[str, Evaluation]] = {}
-    for one in evaluations:
+    pairs = by_domain(evaluations)
+    for domain, one in pairs:
         if one.settings["answer"] == answer:
             name = one.settings["benchmark"]
+            if len({name for name, _ in pairs}) > 1:
+                name = f"{domain}: {name}"
             by_benchmark = found.setdefault(one.settings["model"], {})
             if name in by_benchmark:  # replay and online of the same
                 name = f"{name} ({one.settings['mode']})"
@@ -272,29 +291,33 @@ def best_aes_table(
     """
     by_model = _of_kind(evaluations, answer)
     benchmarks = _benchmarks(by_model)
-    sections = []
+    sections: list[tuple[str, dict[str, dict[str, Result]]]] = []
     for model, by_benchmark in by_model.items():
         picked: dict[str, dict[str, Result]] = {}
         for name, one in by_benchmark.items():
             results = one.results(variant=variant)[0]
             for method, number in _picked(results, model, chosen).items():
                 picked.setdefault(method, {})[name] = results[number]
-        lines = [
-            Line(method, _cells(by, benchmarks, _summary_numbers)) for method, by in picked.items()
-        ]
-        sections.append((model, mark_best(lines)))
+        sections.append((model, picked))
+    charged = _counted(r for _, picked in sections for by in picked.values() for r in by.values())
+    numbers = _with_compute(_summary_numbers) if charged else _summary_numbers
+    marked = [
+        (model, mark_best([Line(m, _cells(by, benchmarks, numbers)) for m, by in picked.items()]))
+        for model, picked in sections
+    ]
     how = "on these very traces, as in the paper" if chosen is None else "on validation"
     return GridTable(
         name=f"best-aes-{answer}",
         caption=(
             f"Each method at its best AES, chosen {how}; {answer} answers. AES {variant.label}. "
             + (f"{AVERAGE} is the mean over benchmarks. " if len(benchmarks) > 1 else "")
+            + (_COMPUTE_CAPTION if charged else "")
             + "95 % intervals by problem."
         ),
         corner="Model / Method",
         groups=_groups(benchmarks),
-        columns=("Acc", "Len", "AES"),
-        sections=tuple(sections),
+        columns=("Acc", "Len", "AES", *([_COMPUTE] if charged else [])),
+        sections=tuple(marked),
     )
 
 
@@ -319,7 +342,10 @@ def full_table(
         for result in one.results(variant=variant)[0]:
             label = f"  {result.parameter_text or 'N/A'}"
             rows.setdefault(result.method, {}).setdefault(label, {})[name] = result
+    numbers: Callable[[Result], tuple[Number, ...]]
     numbers = _free_numbers if answer == "free" else _forced_numbers
+    charged = _counted(r for by in rows.values() for of in by.values() for r in of.values())
+    numbers = _with_compute(numbers) if charged else numbers
     lines = []
     for method, by_label in rows.items():
         lines.append(Line(method))
@@ -327,10 +353,13 @@ def full_table(
     length = "Len (CoT + Ans) (Red.)" if answer == "free" else "Length (Red.)"
     return GridTable(
         name=f"full-{model}-{answer}".replace("/", "-"),
-        caption=f"Full results for {model}, {answer} answers. 95 % intervals by problem.",
+        caption=(
+            f"Full results for {model}, {answer} answers. {_COMPUTE_CAPTION if charged else ''}"
+            "95 % intervals by problem."
+        ),
         corner="Method / Param",
         groups=_groups(benchmarks),
-        columns=("Acc", length),
+        columns=("Acc", length, *([_COMPUTE] if charged else [])),
         sections=((model, tuple(lines)),),
     )
 
@@ -370,6 +399,22 @@ def _picked(
         if result.parameter == chosen[model, result.method]:
             picked[result.method] = number
     return picked
+
+
+_COMPUTE = "Comp"
+_COMPUTE_CAPTION = "Comp: all that was computed, in % of the full trace's operations. "
+
+
+def _counted(results: Iterable[Result]) -> bool:
+    """Whether operations were counted for any of the results."""
+    return any(not math.isnan(result.flops_ratio.value) for result in results)
+
+
+def _with_compute(
+    numbers: Callable[[Result], tuple[Number, ...]],
+) -> Callable[[Result], tuple[Number, ...]]:
+    """The same numbers, and what was computed against the full trace, in percent."""
+    return lambda result: (*numbers(result), Number(result.flops_ratio, 100, 0, None))
 
 
 def _summary_numbers(result: Result) -> tuple[Number, ...]:

@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from modeling_ospruner.common.results_file import Difference, Estimate, Result
+from modeling_ospruner.common.results_file import Difference, Estimate, Result, Results
+from modeling_ospruner.common.text import penalty_name
 
 from ..compute import flops_scale
 
@@ -18,6 +19,7 @@ __all__ = [
     "compute_heading",
     "counts_compute",
     "differences_table",
+    "frontier_tables",
     "largest_flops",
     "number_cell",
     "results_table",
@@ -88,7 +90,8 @@ def results_table(
             number_cell(result.tokens, 1, 0 if result.tokens.value >= 100 else 1),
             number_cell(result.reduction, 100, 1),
             number_cell(result.aes, 1, 2),
-            *([number_cell(result.flops, 1 / scale, 1)] if counts_compute(everything) else []),
+            # Without its interval, which results.json holds: names need the width.
+            *([f"{result.flops.value / scale:.1f}"] if counts_compute(everything) else []),
             style="bold" if number < len(results) and result.aes.value == best else "",
             end_section=number == len(results) - 1 and bool(limits),
         )
@@ -140,3 +143,30 @@ def number_cell(number: Estimate, scale: float, digits: int, *, signed: bool = F
     """
     value, half = number.short_text(scale, digits, signed=signed).split(" ")
     return Text.assemble(value, " ", (half, "dim"))
+
+
+def frontier_tables(results: Results, bar_points: float | None = None) -> list[Table]:
+    """Areas, the first method's lead over each other, and the shares of the oracle's gap.
+
+    Args:
+        results: with `frontiers`, and what was left out in `about`.
+        bar_points: where given, whether the lower end of each lead is at least so many points.
+    """
+    first = results.frontiers[0].method
+    lead = f"{first}'s less it"
+    left_out = "\n".join(f"left out: {k} ({why})" for k, why in results.about["left_out"].items())
+    areas = rules_table(
+        f"{results.dataset}: {results.setting}", left_out, ["area, %", f"{lead}, points"]
+    )
+    penalties = [penalty for penalty, _ in results.frontiers[0].gap_closed]
+    gaps = rules_table(
+        "Share of the oracle's gap closed, %", "", [f"λ={penalty_name(p)}" for p in penalties]
+    )
+    for one in results.frontiers:
+        text = "" if one.lead is None else one.lead.text(100, 2, signed=True)
+        if one.lead is not None and bar_points is not None:
+            held = one.lead.value > 0 and 100 * one.lead.low >= bar_points
+            text += "   holds" if held else "   DOES NOT HOLD"
+        areas.add_row(one.method, one.area.text(100, 2), text)
+        gaps.add_row(one.method, *(share.text(100, 1) for _, share in one.gap_closed))
+    return [areas, gaps]

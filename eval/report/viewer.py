@@ -81,6 +81,8 @@ def trace_views(
             methods.append(
                 {
                     "name": rule.name,
+                    "group": rule.method,
+                    "setting": rule.name.removeprefix(rule.method).strip(),
                     "stop": _stop(rule, pi, table, n),
                     "tokens": float(rule.outcome.tokens[n]),
                     "correct": float(rule.outcome.correct[n]),
@@ -101,8 +103,8 @@ def trace_view(
 
     Args:
         row: the trace, columns as in `schema.FEATURES`.
-        methods: for each, "name", "stop" (step index), "tokens", "correct", "pi" (or None); and
-            what `PricesShown.view` gives.
+        methods: for each, "name", its "group" and its "setting" there, "stop" (step index),
+            "tokens", "correct", "pi" (or None); and what `PricesShown.view` gives.
         tokenizer: the base's.
     """
     starts = [0, *row["step_ends"][:-1]]

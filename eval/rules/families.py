@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 from modeling_ospruner.rules_ospruner import (
@@ -19,8 +19,17 @@ from modeling_ospruner.rules_ospruner import (
     Verdict,
 )
 
-from ..grading.boxed import equal
 from .own import installed_rules, make_own, rule_class
+from .rivals import (
+    Deer,
+    Dynasor,
+    HaltCot,
+    Puma,
+    Refrain,
+    RunJump,
+    ThinkJustEnough,
+    same_answer,
+)
 
 __all__ = ["FAMILIES", "AtStep", "NamedRule", "RuleFamily", "parse_rule"]
 
@@ -71,14 +80,6 @@ class NamedRule:
     rule: StopRule
 
 
-TRANSITION_WORDS = ("Wait", "Alternatively", "Hmm")
-"""Where DEER tries an answer: the thinking is about to go another way."""
-
-
-def _same_answer(one: str, other: str) -> bool:
-    return bool(equal(one, other))
-
-
 class RuleFamily(NamedTuple):
     """Rules that differ in one number.
 
@@ -110,40 +111,55 @@ FAMILIES: dict[str, RuleFamily] = {
     "confidence": RuleFamily(
         "trial confidence", "threshold", lambda x: TrialConfidence(x), False, 1e-9, 1.0
     ),
-    "deer": RuleFamily(
-        "DEER",
-        "threshold",
-        lambda x: TrialConfidence(x, transition_words=TRANSITION_WORDS),
-        False,
-        1e-9,
-        1.0,
-    ),
     "agreement": RuleFamily(
         "answer agreement",
         "answers",
-        lambda x: Agreement(int(x), equal=_same_answer),
+        lambda x: Agreement(int(x), equal=same_answer),
         True,
         2,
         _MANY,
     ),
+    "dynasor": RuleFamily("Dynasor", "answers", lambda x: Dynasor(int(x)), True, 2, _MANY),
+    "es-cot": RuleFamily("ES-CoT", "jump", lambda x: RunJump(int(x)), True, 1, _MANY),
+    "halt-cot": RuleFamily("HALT-CoT", "bits", lambda x: HaltCot(x), False, 1e3, 0.0),
+    "deer": RuleFamily("DEER", "threshold", lambda x: Deer(x), False, 1e-9, 1.0),
+    "just-enough": RuleFamily(
+        "Think Just Enough", "bits", lambda x: ThinkJustEnough(x), False, 5.0, 0.0
+    ),
+    "refrain": RuleFamily("REFRAIN", "threshold", lambda x: Refrain(x), False, 0.0, 1.0),
+    "puma": RuleFamily("PUMA-like", "threshold", lambda x: Puma(confidence=x), False, 0.0, 1.0),
 }
 
+LEFT_OUT = {
+    "neat": (
+        "NEAT (arXiv 2602.02010) reads the activations of chosen neurons in every layer at every "
+        "token, which labels do not keep and generate's hook does not see"
+    ),
+}
+"""Rules that are asked for, and why they are not here."""
 
-def parse_rule(text: str) -> NamedRule:
+
+def parse_rule(text: str, same: Callable[[str, str], bool] | None = None) -> NamedRule:
     """The rule that a user named.
 
     Args:
-        text: "budget:200" (tokens), "step:5", "entropy:0.4" (nats; HALT-CoT), "confidence:0.95"
-            (at every step), "deer:0.95" (before transition words only) or "agreement:3" (trial
-            answers; Dynasor, ES-CoT). "my_rules.py:MyRule:0.5" is a class of one's own, made with
+        text: a name of `FAMILIES` with its number, such as "budget:200" (tokens), "entropy:0.4"
+            (nats of the answer's first token), "agreement:3" (trial answers) or "deer:0.95".
+            "my_rules.py:MyRule:0.5" is a class of one's own, made with
             the number; a package offers one by name in the entry-point group `own.GROUP`.
+        same: whether two answers mean the same (`Task.same`), for agreement; None for mathematics.
 
     Raises:
         FileNotFoundError: the file of a rule of one's own is missing.
         ValueError: another name, no number, or one out of range; or see `own.make_own`.
     """
     name, colon, number = text.rpartition(":")
-    examples = "budget:200, step:5, entropy:0.4, confidence:0.95, deer:0.95, agreement:3"
+    examples = (
+        "budget:200, step:5, entropy:0.4, confidence:0.95, agreement:3, dynasor:3, es-cot:10, "
+        "halt-cot:0.6, deer:0.95, just-enough:0.5, refrain:0.7, puma:0.98"
+    )
+    if name in LEFT_OUT:
+        raise ValueError(f"rule {text!r} cannot be had: {LEFT_OUT[name]}")
     path, _, class_name = name.rpartition(":")
     installed = {} if name in FAMILIES or path.endswith(".py") else installed_rules()
     if not (colon and (name in FAMILIES or path.endswith(".py") or name in installed)):
@@ -165,4 +181,7 @@ def parse_rule(text: str) -> NamedRule:
     family = FAMILIES[name]
     if family.whole and not value.is_integer():
         raise ValueError(f"rule {text!r}: {name} takes a whole number, not {number}")
-    return NamedRule(family.method, value, family.parameter_name, family.make(value))
+    rule = family.make(value)
+    if same is not None and isinstance(rule, Agreement):
+        rule = replace(rule, equal=same)
+    return NamedRule(family.method, value, family.parameter_name, rule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ..compute import Compute
 from ..replay import Outcome, replay_at, replay_budget, replay_step
 from ..table import FloatArray, TraceTable
 from .families import AtStep
+from .rivals import HaltCot, Puma
 
 __all__ = ["measured", "replay_rule"]
 
@@ -39,7 +41,8 @@ class _LabelledEnd:
         row: int,
         lengths: Sequence[int],
         suffix_tokens: int,
-        next_texts: Sequence[str] | None,
+        text: Callable[[int, int], str] | None,
+        thinking_entropy: FloatArray | None,
         compute: Compute | None,
     ) -> None:
         self.sample_index = row
@@ -49,7 +52,8 @@ class _LabelledEnd:
         self._answers = answers
         self._lengths = lengths
         self._suffix_tokens = suffix_tokens
-        self._next_texts = next_texts
+        self._text = text
+        self._thinking_entropy = thinking_entropy
         self._compute = compute
 
     @property
@@ -63,11 +67,25 @@ class _LabelledEnd:
 
     def next_text(self) -> str:
         """The text of the token that the trace went on with."""
-        if self._next_texts is None:
+        return self._text_of(self.thinking_tokens, self.thinking_tokens + 1)
+
+    def step_text(self) -> str:
+        """The text of the step that has ended here."""
+        return self._text_of(self._lengths[self.step - 1] if self.step else 0, self.thinking_tokens)
+
+    def thinking_entropy(self) -> float:
+        """What a pass of the base found."""
+        if self._thinking_entropy is None:
             raise ValueError(
-                "a rule watches for transition words: give replay_rule the tokenizer's decode"
+                "a rule goes by the entropy of the thinking, which labels do not keep: give "
+                "replay_rule what a pass of the base finds (rules.thinking.thinking_entropies)"
             )
-        return self._next_texts[self.step]
+        return float(self._thinking_entropy[self.sample_index, self.step])
+
+    def _text_of(self, start: int, end: int) -> str:
+        if self._text is None:
+            raise ValueError("a rule reads the thinking: give replay_rule the tokenizer's decode")
+        return self._text(start, end)
 
     def trial_answer(self, max_tokens: int) -> TrialAnswer:
         """The answer that was forced here when labelling, cut to so many tokens."""
@@ -83,13 +101,27 @@ class _LabelledEnd:
             logprobs=() if at["forced_logprob"] is None else (at["forced_logprob"],) * tokens,
             entropy=math.nan if at["forced_entropy"] is None else at["forced_entropy"],
             text=at["forced_answers"] if complete else "",
+            whole_entropy=math.nan
+            if at["forced_answer_entropy"] is None
+            else at["forced_answer_entropy"],
         )
 
 
-_ANSWER_COLUMNS = ("forced_answers", "forced_answer_tokens", "forced_logprob", "forced_entropy")
+_ANSWER_COLUMNS = (
+    "forced_answers",
+    "forced_answer_tokens",
+    "forced_logprob",
+    "forced_entropy",
+    "forced_answer_entropy",
+)
 
 
-_READS: dict[type, str] = {AnswerEntropy: "forced_entropy", TrialConfidence: "forced_logprob"}
+_READS: dict[type, str] = {
+    AnswerEntropy: "forced_entropy",
+    HaltCot: "forced_answer_entropy",
+    Puma: "forced_logprob",
+    TrialConfidence: "forced_logprob",
+}
 
 
 def replay_rule(
@@ -99,6 +131,7 @@ def replay_rule(
     suffix_tokens: int,
     decode: Callable[[list[int]], str] | None = None,
     compute: Compute | None = None,
+    thinking_entropy: FloatArray | None = None,
 ) -> Outcome:
     """Replays any rule that decides by lengths, trial answers and transition words.
 
@@ -114,8 +147,10 @@ def replay_rule(
         table: the same as arrays.
         rule: what generate would be given.
         suffix_tokens: tokens forced before an answer (`TokenFormat.forced_suffix`).
-        decode: text of token ids, for rules that watch for transition words.
+        decode: text of token ids, for rules that read the thinking.
         compute: what trial answers cost, where the table is charged.
+        thinking_entropy: (N, T) mean entropy in nats of the thinking up to each step, for rules
+            that go by it.
 
     Raises:
         ValueError: the rule asks for what labels do not tell.
@@ -130,7 +165,8 @@ def replay_rule(
             "replay_rule the Compute that charged it"
         )
     stops, probes, flops = table.last.copy(), np.zeros(len(table)), np.zeros(len(table))
-    for row, end in enumerate(_labelled_ends(dataset, table, rule, suffix_tokens, decode, compute)):
+    ends = _labelled_ends(dataset, table, rule, suffix_tokens, decode, thinking_entropy, compute)
+    for row, end in enumerate(ends):
         judge = rule.for_row()
         for step in range(int(table.last[row])):  # the natural end needs no decision
             end.step = step
@@ -146,6 +182,7 @@ def measured(
     table: TraceTable,
     rule: StopRule,
     decode: Callable[[list[int]], str] | None = None,
+    thinking_entropy: FloatArray | None = None,
 ) -> FloatArray:
     """(N, T) what a rule measures at each step, as if it never stopped; NaN where it does not.
 
@@ -153,13 +190,15 @@ def measured(
         dataset: the labelled traces.
         table: the same as arrays.
         rule: the rule; what it measures must not depend on its threshold.
-        decode: text of token ids, for rules that watch for transition words.
+        decode: text of token ids, for rules that read the thinking.
+        thinking_entropy: as in `replay_rule`.
 
     Raises:
         ValueError: see `replay_rule`.
     """
     signals = np.full(table.mask.shape, np.nan)
-    for row, end in enumerate(_labelled_ends(dataset, table, rule, 0, decode, None)):
+    ends = _labelled_ends(dataset, table, rule, 0, decode, thinking_entropy, None)
+    for row, end in enumerate(ends):
         judge = rule.for_row()
         for step in range(int(table.last[row])):
             end.step = step
@@ -174,6 +213,7 @@ def _labelled_ends(
     rule: StopRule,
     suffix_tokens: int,
     decode: Callable[[list[int]], str] | None,
+    thinking_entropy: FloatArray | None,
     compute: Compute | None,
 ) -> Iterator[_LabelledEnd]:
     """What each row of labels tells a rule.
@@ -189,16 +229,15 @@ def _labelled_ends(
                 f"{name} is null: these labels are of a version that did not keep it; label again "
                 f"to replay {kind.__name__}"
             )
-    words = _next_texts(dataset, decode) if decode is not None and "text" in rule.asks else None
+    reads = decode is not None and "text" in rule.asks and "trace_ids" in dataset.column_names
+    traces = dataset.select_columns(["trace_ids"]) if reads else None
     for row in range(len(table)):
-        following = None if words is None else words[row]
+        text = None
+        if decode is not None and traces is not None:
+            text = partial(_text, decode, traces[row]["trace_ids"])
         lengths = table.lengths[row].tolist()
-        yield _LabelledEnd(answers, row, lengths, suffix_tokens, following, compute)
+        yield _LabelledEnd(answers, row, lengths, suffix_tokens, text, thinking_entropy, compute)
 
 
-def _next_texts(dataset: Any, decode: Callable[[list[int]], str]) -> list[list[str]]:
-    """For each trace the text of the token after each of its steps; "" after the last."""
-    return [
-        [decode(row["trace_ids"][end : end + 1]) for end in row["step_ends"]]
-        for row in dataset.select_columns(["trace_ids", "step_ends"])
-    ]
+def _text(decode: Callable[[list[int]], str], trace_ids: list[int], start: int, end: int) -> str:
+    return decode(trace_ids[start:end])

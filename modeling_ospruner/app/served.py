@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from modeling_ospruner.common.optional import needed
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from modeling_ospruner.vllm_plugin.requests import KEYS
+from modeling_ospruner.serving.requests import KEYS
 
 from .columns import Column, Paragraph, Question
 

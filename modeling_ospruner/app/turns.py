@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
@@ -222,12 +222,24 @@ class _Row(StoppingCriteria):
             text = str(tokenizer.decode(ids[begin:end], skip_special_tokens=False))
             paragraphs.append(Paragraph(text, end, probability))
             begin = end
-        answer = tokenizer.decode(answer_ids(ids, tokens, token_format), skip_special_tokens=True)
+        answer = answer_text(ids, tokens, token_format, tokenizer)
         return Column(paragraphs, str(answer).strip(), tokens, self._seconds, reason, done)
 
 
 def _at(record: StopRecord | None, index: int) -> int | None:
     return None if record is None or index >= len(record.step_ends) else record.step_ends[index]
+
+
+def answer_text(
+    ids: Sequence[int], thinking: int, token_format: TokenFormat, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """The text after the thinking, without the closing; see `answer_ids`."""
+    marker = token_format.end_marker
+    if marker is None:
+        ids = answer_ids(ids, thinking, token_format)
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+    text = str(tokenizer.decode(list(ids[thinking:]), skip_special_tokens=True))
+    return text.partition(marker.literal)[2]
 
 
 def answer_ids(ids: Sequence[int], thinking: int, token_format: TokenFormat) -> list[int]:

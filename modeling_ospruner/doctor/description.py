@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import BREAK
+from modeling_ospruner.states_ospruner import BREAK
 
 if TYPE_CHECKING:
     from modeling_ospruner.formats_ospruner import TokenFormat
@@ -67,12 +67,13 @@ def faults(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
             "the chat template appends nothing that opens the model's turn: in a chat of several "
             "turns, its thinking is looked for behind the last end of a text"
         )
-    if fmt.format.think_start and not fmt.reentry_ids:
+    if fmt.format.think_start and not fmt.reentry_ids and fmt.start_marker is None:
         found.append(
-            f"think_start {fmt.format.think_start!r} has no marker in this tokenizer: an answer "
+            f"think_start {fmt.format.think_start!r} has no marker of its own here: an answer "
             "cannot be kept from opening the thinking again"
         )
-    if fmt.format.box_prefix.count("{") - fmt.format.box_prefix.count("}") != 1:
+    left_open = fmt.format.box_prefix.count("{") - fmt.format.box_prefix.count("}")
+    if left_open != 1 and not fmt.format.answer_end:
         found.append(
             f"box_prefix {fmt.format.box_prefix!r} does not leave one brace open: forced answers "
             "would not end where their box closes. Use a prefix such as '\\\\boxed{'"
@@ -100,14 +101,21 @@ def describe(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> str:
     turn = fmt.turn
     prompt = example_prompt(fmt, tokenizer)
     trace = example_trace(fmt, tokenizer, prompt)
+    marker, start = fmt.end_marker, fmt.start_marker
+    literal = "" if marker is None else marker.literal
+    end = fmt.think_end_ids or tokenizer.encode(literal, add_special_tokens=False)
+    cut = "" if marker is None else ", or as other tokens"
+    cut += ", or the turn" if marker is not None and fmt.in_reply else ""
+    ended = fmt.boundary_state(end)
+    reopening = "nothing" if start is None else f"what would complete {start.literal!r}"
     rows = [
         ("thinking opens with", shown(fmt.think_start_ids)),
-        ("thinking ends with", shown(fmt.think_end_ids) if fmt.think_end_ids else "the turn"),
+        ("thinking ends with", shown(end) + cut if end else "the turn"),
         ("model's turn", shown(() if turn is None else (*turn.header_ids, *turn.opening_ids))),
         ("forced at a stop", shown(fmt.forced_suffix("forced"))),
         ("... answer='free'", shown(fmt.forced_suffix("free"))),
-        ("... at its own end", shown(fmt.forced_suffix("forced", 1))),
-        ("masked in answers", ", ".join(shown([i]) for i in fmt.reentry_ids) or "nothing"),
+        ("... at its own end", shown(fmt.forced_suffix("forced", ended) if end else ())),
+        ("masked in answers", ", ".join(shown([i]) for i in fmt.reentry_ids) or reopening),
         ("ends a text", ", ".join(shown([i]) for i in fmt.eos_ids) or "nothing"),
         ("step ends", f"{len(alone)} of {len(fmt.kinds)} tokens hold a blank line: {some} ..."),
     ]

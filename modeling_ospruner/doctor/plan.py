@@ -18,8 +18,9 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from modeling_ospruner.common.sinks import takes_sinks_as_keys
+from modeling_ospruner.configuration_ospruner import check_choice, decoder_layers
 from modeling_ospruner.loading_ospruner import empty_base
-from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .arithmetic import active_weights, heads_width
 
@@ -54,6 +55,7 @@ class Workload:
         tflops: what one GPU computes in bfloat16 while it trains, in 10^12 operations a second.
         epochs: passes over the traces, all lambdas together.
         num_policy_layers: n.
+        tuning: what of them trains: "layers", or "queries".
         micro_batch_tokens: see `TrainSettings`.
     """
 
@@ -68,10 +70,14 @@ class Workload:
     tflops: float = 150.0
     epochs: int = 8
     num_policy_layers: int = 2
+    tuning: str = "layers"
     micro_batch_tokens: int = 16_384
 
     def __post_init__(self) -> None:
+        check_choice("Workload", "tuning", self.tuning, ("layers", "queries"))
         for name, value in vars(self).items():
+            if name == "tuning":
+                continue
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}; it must be a finite number above 0")
         if self.max_tokens < self.mean_tokens:
@@ -156,12 +162,12 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         ValueError: no policy can be made for this base.
     """
     base = empty_base(config)
-    policy = StoppingPolicy.empty(base, work.num_policy_layers)
+    policy = StoppingPolicy.empty(base, work.num_policy_layers, queries=work.tuning == "queries")
     size = sum(p.numel() for p in base.parameters())
     tail = sum(p.numel() for p in policy.parameters())
     weights = _weight_bytes(base, config)
     kv = _kv_bytes(base)
-    tail_kv = kv * work.num_policy_layers // len(decoder_layers(base))
+    tail_kv = 0 if policy.queries else kv * work.num_policy_layers // len(decoder_layers(base))
     tokens = work.traces * work.mean_tokens
     answered = tokens * (1 + _FORCED_TOKENS / work.step_tokens)
     free = _VLLM_SHARE * work.gpu_gib * GIB - weights - _HALF * tail - _VLLM_GRAPHS
@@ -181,7 +187,9 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         )
     if streams < work.streams:
         notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
-    hidden_size = config.get_text_config().hidden_size
+    kept = _HALF * config.get_text_config().hidden_size
+    if policy.queries:  # of each step; keys and values of each token
+        kept = kept / work.step_tokens + _key_bytes(base, work)
     return Plan(
         base=f"{type(base).__name__}, attention {base.config._attn_implementation}",
         parameters=size,
@@ -199,7 +207,7 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         / (work.tflops * 1e12)
         / work.gpus
         / 3600,
-        training_disk_gib=tokens * hidden_size * _HALF / GIB,
+        training_disk_gib=tokens * kept / GIB,
         serving_kv_tokens=max(0, int(free / (kv + tail_kv))),
         notes=tuple(notes),
     )
@@ -214,6 +222,8 @@ def training_peak_bytes(
     bfloat16; activations of one micro-batch. The last layer's queries and MLP run at step ends only
     where the tail is a Llama's or Qwen2's. The weights that a token meets, over the width H, stand
     for the widths of all projections of a layer. What torch's allocator leaves unused comes on top.
+    A tail that is queries only is computed at step ends; the pass of the base before it, if the
+    base is there, mostly takes more.
 
     Args:
         base: without weights.
@@ -222,6 +232,10 @@ def training_peak_bytes(
         weights: bytes of the base's.
     """
     tail = sum(p.numel() for p in policy.parameters())
+    if policy.queries:
+        stays = weights + 4 * _FLOAT32 * tail
+        trunk = _trunk_bytes(base, work) if weights else 0
+        return int(stays + max(trunk, _HALF * tail + _step_end_bytes(base, work)))
     fixed = weights + (4 * _FLOAT32 + _HALF) * tail
     width = base.config.get_text_config().hidden_size
     layer = decoder_layers(base)[-1]
@@ -255,13 +269,42 @@ def cached_peak_bytes(
         weights: as there.
         stays: the base does not leave, as one whose weights are packed.
     """
+    tail = sum(p.numel() for p in policy.parameters())
+    first = weights + _FLOAT32 * tail + _trunk_bytes(base, work)
+    return max(first, training_peak_bytes(base, policy, work, weights if stays else 0))
+
+
+def _trunk_bytes(base: PreTrainedModel, work: Workload) -> int:
+    """What a pass of the trunk holds at its peak beside the weights."""
     width = base.config.get_text_config().hidden_size
     layer = decoder_layers(base)[-1]
-    tail = sum(p.numel() for p in policy.parameters())
     passing = _HALF * (active_weights(layer, base.config) / width + 2 * _routed_width(layer, base))
-    first = weights + _FLOAT32 * tail + int(max(_TRUNK_TOKENS, work.max_tokens) * passing)
-    first += _scores_bytes(base, work)
-    return max(first, training_peak_bytes(base, policy, work, weights if stays else 0))
+    tokens = max(_TRUNK_TOKENS, work.max_tokens)
+    return int(tokens * passing) + _scores_bytes(base, work)
+
+
+def _key_bytes(base: PreTrainedModel, work: Workload) -> int:
+    """Keys and values of one token in the policy's layers, in half precision."""
+    text = base.config.get_text_config()
+    head_dim = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
+    return int(2 * _HALF * text.num_key_value_heads * head_dim * work.num_policy_layers)
+
+
+def _step_end_bytes(base: PreTrainedModel, work: Workload) -> int:
+    """Activations of a tail that is queries only, on the longest trace.
+
+    Keys and values of all tokens; for each layer a mask, in half precision and as truth values, of
+    each head that shares keys at each step's end; and what a layer keeps of so few tokens.
+    """
+    text, layer = base.config.get_text_config(), decoder_layers(base)[-1]
+    steps = work.max_tokens / work.step_tokens
+    groups = text.num_attention_heads // text.num_key_value_heads
+    masks = (_HALF + 1) * groups * steps * work.max_tokens * work.num_policy_layers
+    projections = active_weights(layer, base.config) / text.hidden_size
+    kept = _KEPT_BY_WEIGHT * projections + _KEPT_BY_WIDTH * text.hidden_size
+    kept += _KEPT_BY_ROUTED * _routed_width(layer, base)
+    kept *= work.num_policy_layers
+    return int(work.max_tokens * _key_bytes(base, work) + masks + steps * kept)
 
 
 def _scores_bytes(base: PreTrainedModel, work: Workload) -> int:
@@ -283,13 +326,19 @@ def _routed_width(layer: torch.nn.Module, base: PreTrainedModel) -> int:
 def _training_operations(base: PreTrainedModel, policy: StoppingPolicy, work: Workload) -> float:
     """Operations a token: two a weight in the frozen trunk, six in the tail, and attention.
 
-    Causal attention over S tokens takes 2 S a head's width for each token and layer.
+    Causal attention over S tokens takes 2 S a head's width for each token and layer. A tail that is
+    queries only is computed once a step, without the mask's half left out, and all of the base's
+    layers before it (of the last one only keys and values, which is counted as a layer).
     """
     layers = decoder_layers(base)
     n = work.num_policy_layers
     trunk = sum(active_weights(layer, base.config) for layer in layers[: len(layers) - n])
     tail = sum(active_weights(layer, base.config) for layer in policy.layers)
     attention = 2 * work.mean_tokens * heads_width(base.config)
+    if policy.queries:
+        whole = sum(active_weights(layer, base.config) for layer in layers)
+        at_ends = (6.0 * tail + 2 * 3 * n * attention) / work.step_tokens
+        return 2.0 * whole + attention * len(layers) + at_ends
     return 2.0 * trunk + 6.0 * tail + attention * (len(layers) - n + 3 * n)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -22,7 +24,6 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.rules_ospruner import mix64, top_entropy
 
 from .interface import (
-    ENTROPY_TOKENS,
     AnswerStop,
     Engine,
     ForkedAnswer,
@@ -74,6 +75,7 @@ class Ask:
         scored: whether log-probabilities are asked for.
         stop: makes the rule that completes it, beside `end_ids`. A server may go on beyond that,
             or stop before it, wherever the rule's `final_text` appears.
+        options: token ids whose log-probabilities at the first token are asked for; () for none.
     """
 
     prompt_ids: list[int]
@@ -85,6 +87,7 @@ class Ask:
     seed: int | None = None
     scored: bool = False
     stop: Callable[[], AnswerStop] | None = None
+    options: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,18 @@ class Reply:
         end_id: the one of `Ask.end_ids` that ended it; None where something else did.
         cached_tokens: of the prompt's tokens, how many were not computed again.
         logprobs: natural log-probability of each of `ids` at temperature 1, where asked for.
-        top_logprobs: those of the ENTROPY_TOKENS most likely first tokens, where asked for.
+        entropies: in nats, of the distribution at each generated token, that of `end_id` last, over
+            its ENTROPY_TOKENS most likely tokens, where asked for.
+        option_logprobs: natural log-probability of each of `Ask.options`; None where the server
+            gives only those of the likeliest tokens, and it is none of them.
     """
 
     ids: list[int]
     end_id: int | None
     cached_tokens: int
     logprobs: list[float]
-    top_logprobs: list[float]
+    entropies: list[float]
+    option_logprobs: list[float | None] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -112,7 +119,7 @@ class Reply:
         ids: Sequence[int],
         cached_tokens: int,
         logprobs: Sequence[float] = (),
-        top_logprobs: Sequence[float] = (),
+        top_logprobs: Sequence[Sequence[float]] = (),
         server_ended: bool = False,
     ) -> Reply:
         """The reply in generated ids, of which the last may be the one that ended them.
@@ -122,15 +129,15 @@ class Reply:
             ids: what was generated.
             cached_tokens: see the class.
             logprobs: of all of `ids`.
-            top_logprobs: of the most likely first tokens, in any order, or a few more of them.
+            top_logprobs: of the most likely tokens at each of `ids`, in any order, or a few more of
+                them.
             server_ended: the server says that the last one ends a text for it.
         """
         ends = bool(ids) and (server_ended or ids[-1] in ask.end_ids)
         kept = len(ids) - ends
-        top = sorted(top_logprobs, reverse=True)[:ENTROPY_TOKENS]
-        return cls(
-            list(ids[:kept]), ids[-1] if ends else None, cached_tokens, list(logprobs[:kept]), top
-        )
+        entropies = [float(top_entropy(torch.tensor(list(top)))) for top in top_logprobs]
+        end_id = ids[-1] if ends else None
+        return cls(list(ids[:kept]), end_id, cached_tokens, list(logprobs[:kept]), entropies)
 
 
 class Server(Protocol):
@@ -323,7 +330,9 @@ class AskingEngine(Engine, ABC):
                 sampled = next(one for one in results if isinstance(one, Sampled))
                 cuts = desk.sampled(request, sampled)
                 if cuts:
-                    whole = ForkRequest(request.prompt_ids, sampled.trace_ids, cuts)
+                    whole = ForkRequest(
+                        request.prompt_ids, sampled.trace_ids, cuts, request.options
+                    )
                     number = dispatcher.add(len(cuts), server)
                     asked[number] = request, known
                     forks[number] = sampled, _Forks(whole, self._order(cuts))
@@ -359,6 +368,10 @@ class AskingEngine(Engine, ABC):
         request = forks.request
         kept = request.trace_ids[: request.cuts[forks.order[part]]]
         prompt = [*request.prompt_ids, *kept, *suffix_ids]
+        if request.options:
+            answer = await self._choose(server, prompt, tuple(request.options))
+            forks.begun.set()
+            return answer
         answer = await self._answer(server, prompt, max_new_tokens, stop)
         forks.begun.set()
         return answer
@@ -400,7 +413,11 @@ class AskingEngine(Engine, ABC):
         """Samples one thinking part and, where the model ended it by its marker, the answer."""
 
         async def continued(
-            ids: list[int], limit: int, end_ids: frozenset[int], draw: int
+            ids: list[int],
+            limit: int,
+            end_ids: frozenset[int],
+            draw: int,
+            stop: Callable[[], AnswerStop] | None = None,
         ) -> Reply:
             ask = Ask(
                 ids,
@@ -410,11 +427,14 @@ class AskingEngine(Engine, ABC):
                 settings.top_p,
                 settings.top_k,
                 mix64(state ^ draw) >> 1 if settings.temperature > 0 else None,
+                stop=stop,
             )
             reply = await server.ask(ask)
             _count(self.sample_counts, ask, reply)
             return reply
 
+        if fmt.end_marker is not None:
+            return await self._marked_trace(continued, prompt, settings, fmt, trie)
         ends = self.eos_ids.union(fmt.think_end_ids)
         trace = await continued(prompt, settings.max_new_tokens, ends, 0)
         tokens = [*prompt, *trace.ids]
@@ -430,6 +450,58 @@ class AskingEngine(Engine, ABC):
         trie.add([*tokens, *answer.ids][: None if answer.end_id is not None else -1])
         return Sampled(trace.ids, answer.ids, "natural")
 
+    async def _marked_trace(
+        self,
+        continued: Callable[..., Awaitable[Reply]],
+        prompt: list[int],
+        settings: SamplingSettings,
+        fmt: TokenFormat,
+        trie: TokenTrie,
+    ) -> Sampled:
+        """The same where the end marker is several tokens: what servers stop at is looked at."""
+        ids: list[int] = []
+        end = _ThinkingEnd(fmt)
+        while True:
+            limit = settings.max_new_tokens - len(ids)
+            draw = len(ids) + 1 if ids else 0  # 1 is the answer's
+            stop = partial(_ThinkingEnd, fmt, tuple(ids))
+            reply = await continued([*prompt, *ids], limit, self.eos_ids, draw, stop)
+            ids += reply.ids[: end.take(reply.ids)]
+            tokens = [*prompt, *ids]
+            if end.state.ended:
+                answer = await continued(tokens, settings.max_answer_tokens, self.eos_ids, 1)
+                trie.add([*tokens, *answer.ids][: None if answer.end_id is not None else -1])
+                length = end.state.thinking_tokens
+                return Sampled(ids[:length], answer.ids, "natural", ids[length:])
+            if reply.end_id is not None:
+                trie.add(tokens)
+                return Sampled(ids, [], "natural")
+            if len(ids) >= settings.max_new_tokens:
+                trie.add(tokens[:-1])
+                return Sampled(ids, [], "cap")
+            if not reply.ids:
+                _check_length(reply, limit)
+
+    async def _choose(
+        self, server: Server, prompt: list[int], options: tuple[int, ...]
+    ) -> ForkedAnswer:
+        """The likeliest of the options after a prompt; those left unsaid are asked for singly."""
+
+        async def scores_of(some: tuple[int, ...]) -> list[float | None]:
+            ask = Ask(prompt, 1, self.eos_ids, scored=True, options=some)
+            reply = await server.ask(ask)
+            _count(self.counts, ask, reply)
+            return reply.option_logprobs
+
+        known = dict(zip(options, await scores_of(options), strict=True))
+        scores = []
+        for option, score in known.items():
+            score = (await scores_of((option,)))[0] if score is None else score
+            if score is None:
+                raise ValueError(f"a server gives no log-probability of the token {option}")
+            scores.append(score)
+        return ForkedAnswer.chosen(options, scores)
+
     async def _answer(
         self,
         server: Server,
@@ -441,22 +513,27 @@ class AskingEngine(Engine, ABC):
         rule = stop() if stop is not None else None
         ids: list[int] = []
         logprobs: list[float] = []
-        entropy: float | None = None
+        entropies: list[float] = []
+
+        def answer(ended: Literal["closed", "eos", "length"]) -> ForkedAnswer:
+            first = entropies[0] if entropies else 0.0
+            return ForkedAnswer(ids, ended, logprobs, first, math.fsum(entropies))
+
         while True:
             ask = Ask([*prompt, *ids], limit - len(ids), self.eos_ids, scored=True, stop=stop)
             reply = await server.ask(ask)
             _count(self.counts, ask, reply)
-            if entropy is None:
-                entropy = float(top_entropy(torch.tensor(reply.top_logprobs)))
-            for token, logprob in zip(reply.ids, reply.logprobs, strict=True):
+            for place, token in enumerate(reply.ids):
                 ids.append(token)
-                logprobs.append(logprob)
+                logprobs.append(reply.logprobs[place])
+                entropies.append(reply.entropies[place])
                 if rule is not None and rule.push(token):
-                    return ForkedAnswer(ids, "closed", logprobs, entropy)
+                    return answer("closed")
             if reply.end_id is not None:
-                return ForkedAnswer(ids, "eos", logprobs, entropy)
+                entropies.append(reply.entropies[-1])
+                return answer("eos")
             if len(ids) >= limit:
-                return ForkedAnswer(ids, "length", logprobs, entropy)
+                return answer("length")
             if rule is None or not reply.ids:
                 _check_length(reply, ask.max_new_tokens)
 
@@ -492,6 +569,30 @@ def _count(count: TokenCount, ask: Ask, reply: Reply) -> None:
     generated = len(reply.ids) + (reply.end_id is not None)
     fed = max(generated - 1, 0)  # nothing follows the last token
     count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
+
+
+class _ThinkingEnd:
+    """The `AnswerStop` of a thinking that an end marker of several tokens ends.
+
+    Args:
+        fmt: with that marker.
+        taken: what stands there already.
+    """
+
+    def __init__(self, fmt: TokenFormat, taken: Sequence[int] = ()) -> None:
+        assert fmt.end_marker is not None
+        self.final_text = fmt.end_marker.literal
+        self.state = fmt.end_state()
+        self.take(taken)
+
+    def push(self, token_id: int) -> bool:
+        """Takes the next token; whether the marker is complete."""
+        self.state.push(token_id)
+        return self.state.ended
+
+    def take(self, ids: Sequence[int]) -> int:
+        """Takes tokens up to the marker's last; how many."""
+        return next((i + 1 for i, token_id in enumerate(ids) if self.push(token_id)), len(ids))
 
 
 def _check_length(reply: Reply, limit: int) -> None:

@@ -55,11 +55,14 @@ class Sampled:
         trace_ids: the thinking tokens: no prompt, no end marker.
         answer_ids: what followed the end marker, without the token that ends the text.
         ended: "natural" where the model ended its thinking, "cap" where the cap did.
+        end_ids: the tokens of an end marker of several tokens, as the model wrote it: the first may
+            begin with other text, the last end with some of the answer's.
     """
 
     trace_ids: list[int]
     answer_ids: list[int]
     ended: Literal["natural", "cap"]
+    end_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,14 @@ class ForkRequest:
         prompt_ids: the prompt.
         trace_ids: the thinking tokens.
         cuts: for each fork, how many thinking tokens it keeps, in 0..len(trace_ids).
+        options: token ids of which the likeliest is the answer, read in the forward that runs the
+            suffix; () decodes the answer.
     """
 
     prompt_ids: Sequence[int]
     trace_ids: Sequence[int]
     cuts: Sequence[int]
+    options: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -82,6 +88,11 @@ class ForkRequest:
         if bad := [cut for cut in self.cuts if not 0 <= cut <= len(self.trace_ids)]:
             raise ValueError(
                 f"cuts holds {bad}; each must lie in 0..{len(self.trace_ids)}, the trace's length"
+            )
+        if len(self.options) == 1 or len(set(self.options)) < len(self.options):
+            raise ValueError(
+                f"options is {list(self.options)}; it must hold two or more different token ids, "
+                "or none"
             )
 
 
@@ -92,15 +103,19 @@ class TraceRequest:
     Attributes:
         prompt_ids: the prompt.
         key: the row's name: with the seed, it decides all of the trace's draws.
+        options: as in `ForkRequest`, of its forks.
     """
 
     prompt_ids: Sequence[int]
     key: str
+    options: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class ForkedAnswer:
     """A greedy answer after prompt, cut trace and suffix.
+
+    Where the request has options, the answer is one token, and the distribution is over these.
 
     Attributes:
         ids: the answer's tokens after the suffix, without the token that ends the text; the
@@ -110,12 +125,36 @@ class ForkedAnswer:
             distribution.
         entropy: in nats, of the distribution at the answer's first token over its ENTROPY_TOKENS
             most likely tokens, renormalised.
+        whole_entropy: the sum of the same over all tokens of the answer, that of its end included.
+        option_logprobs: natural log-probability of each of the request's options, among them
+            alone; None where the answer was decoded.
     """
 
     ids: list[int]
     ended: Literal["closed", "eos", "length"]
     logprobs: list[float]
     entropy: float
+    whole_entropy: float
+    option_logprobs: list[float] | None = None
+
+    @classmethod
+    def chosen(cls, options: Sequence[int], scores: Sequence[float]) -> ForkedAnswer:
+        """The likeliest of a request's options.
+
+        Args:
+            options: token ids.
+            scores: their logits, or log-probabilities: a constant added to all changes nothing.
+
+        Raises:
+            ValueError: a score is not finite.
+        """
+        if not all(map(math.isfinite, scores)):
+            raise ValueError(f"the options {list(options)} have the scores {list(scores)}")
+        best = max(range(len(scores)), key=lambda i: scores[i])
+        total = math.log(math.fsum(math.exp(score - scores[best]) for score in scores))
+        logprobs = [score - scores[best] - total for score in scores]
+        entropy = max(0.0, -math.fsum(math.exp(value) * value for value in logprobs))
+        return cls([options[best]], "closed", [logprobs[best]], entropy, entropy, logprobs)
 
 
 @dataclass
@@ -139,7 +178,7 @@ class AnswerStop(Protocol):
 
     @property
     def final_text(self) -> str:
-        """A text that stands in every token that completes an answer.
+        """A text that stands there once an answer is complete, not before.
 
         Servers behind HTTP know texts only: they stop there, and are asked on where it was not
         the end.
@@ -211,6 +250,8 @@ class Engine(Protocol):
     ) -> list[list[ForkedAnswer]]:
         """Decodes greedily after every cut of every trace, computing shared tokens once.
 
+        Of requests with options nothing is decoded: one forward gives their distribution.
+
         Args:
             requests: traces and their cuts.
             suffix_ids: put after each cut: `TokenFormat.forced_suffix`.
@@ -271,7 +312,7 @@ class Engine(Protocol):
         prompts, keys = [one.prompt_ids for one in requests], [one.key for one in requests]
         traces = self.sample(prompts, settings, fmt, keys, sampled)
         forks = [
-            ForkRequest(prompt, trace.trace_ids, cuts[i])
+            ForkRequest(prompt, trace.trace_ids, cuts[i], requests[i].options)
             for i, (prompt, trace) in enumerate(zip(prompts, traces, strict=True))
         ]
         self.fork(forks, suffix_ids, max_new_tokens, stop, done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,6 +85,14 @@ class OpenAIEngine(EndpointsEngine):
             body["seed"] = ask.seed
         if ask.stop is not None:
             body |= {"stop": [ask.stop().final_text], "include_stop_str_in_output": True}
+        if ask.options:
+            if len(ask.options) > ENTROPY_TOKENS:
+                raise ValueError(
+                    f"{len(ask.options)} options, of which a server with OpenAI's interface tells "
+                    f"{ENTROPY_TOKENS} apart at most: take the engine 'vllm' or 'sglang'"
+                )
+            # One that is not among the likeliest tokens is then asked for alone.
+            body["allowed_token_ids"] = list(ask.options)
         if ask.scored:  # the scored tokens name their ids; the prompt's need not come back
             body |= {"logprobs": ENTROPY_TOKENS, "return_tokens_as_token_ids": True}
         else:
@@ -98,8 +107,19 @@ class OpenAIEngine(EndpointsEngine):
             return Reply.of(ask, choice["token_ids"], cached)
         scores = choice["logprobs"]
         ids = [_token_id(token) for token in scores["tokens"]]
-        top = scores["top_logprobs"][0].values() if ids else []
-        return Reply.of(ask, ids, cached, scores["token_logprobs"], list(top))
+        top = [list(of_token.values()) for of_token in scores["top_logprobs"]]
+        reply = Reply.of(ask, ids, cached, scores["token_logprobs"], top)
+        if not ask.options:
+            return reply
+        if ids[0] not in ask.options:
+            raise ValueError(
+                f"a server answered the token {ids[0]} where only {list(ask.options)} were allowed "
+                "(allowed_token_ids): answers of choices can only be read on servers that know "
+                "it, as vLLM's; or decode them (--task choice:labels=decoded)"
+            )
+        known = {_token_id(token): value for token, value in scores["top_logprobs"][0].items()}
+        known[ids[0]] = scores["token_logprobs"][0]
+        return replace(reply, option_logprobs=[known.get(one) for one in ask.options])
 
     def _needs(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -70,6 +71,8 @@ class SGLangEngine(EndpointsEngine):
         body: dict[str, Any] = {"input_ids": ask.prompt_ids, "sampling_params": sampling}
         if ask.scored:
             body |= {"return_logprob": True, "top_logprobs_num": ENTROPY_TOKENS}
+        if ask.options:
+            body["token_ids_logprob"] = list(ask.options)
         return "/generate", body
 
     def _reply(self, ask: Ask, answer: Mapping[str, Any]) -> Reply:
@@ -81,8 +84,12 @@ class SGLangEngine(EndpointsEngine):
             return Reply.of(ask, ids, cached, server_ended=ended)
         # Each token is [log-probability, id, text].
         logprobs = [entry[0] for entry in about["output_token_logprobs"]]
-        top = [entry[0] for entry in about["output_top_logprobs"][0]] if ids else []
-        return Reply.of(ask, ids, cached, logprobs, top, server_ended=ended)
+        top = [[entry[0] for entry in entries] for entries in about["output_top_logprobs"]]
+        reply = Reply.of(ask, ids, cached, logprobs, top, server_ended=ended)
+        if not ask.options:
+            return reply
+        said = {entry[1]: entry[0] for entry in about["output_token_ids_logprobs"][0]}
+        return replace(reply, option_logprobs=[said[one] for one in ask.options])
 
     def _needs(self) -> str:
         return "it must be an SGLang server; others are spoken to by the engine 'openai'"

@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +128,8 @@ class _Live:
     rule: AnswerStop | None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    option_logprobs: list[float | None] = field(default_factory=list)
     cached_tokens: int = 0
 
 
@@ -162,7 +163,8 @@ class _Stepper:
             seed=ask.seed if self._seeded else None,
             stop_token_ids=sorted(ask.end_ids),
             ignore_eos=True,  # what ends a text stands in stop_token_ids
-            logprobs=ENTROPY_TOKENS if ask.scored else None,
+            logprobs=ENTROPY_TOKENS if ask.scored and not ask.options else None,
+            logprob_token_ids=list(ask.options) or None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if ask.stop else RequestOutputKind.FINAL_ONLY,
         )
@@ -209,7 +211,8 @@ class _Stepper:
             if part.logprobs is not None:
                 scores = part.logprobs[place]
                 live.logprobs.append(scores[token].logprob)
-                live.top_logprobs = live.top_logprobs or [s.logprob for s in scores.values()]
+                live.top_logprobs.append([s.logprob for s in scores.values()])
+                live.option_logprobs = [scores[one].logprob for one in live.ask.options]
             if live.rule is not None and live.rule.push(token):
                 if not output.finished:
                     self._llm.abort_request([output.request_id])
@@ -221,6 +224,7 @@ class _Stepper:
     def _answer(self, name: str, live: _Live) -> None:
         del self._live[name]
         if not live.reply.done():
-            live.reply.set_result(
-                Reply.of(live.ask, live.ids, live.cached_tokens, live.logprobs, live.top_logprobs)
+            reply = Reply.of(
+                live.ask, live.ids, live.cached_tokens, live.logprobs, live.top_logprobs
             )
+            live.reply.set_result(replace(reply, option_logprobs=live.option_logprobs))

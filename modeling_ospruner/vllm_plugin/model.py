@@ -9,6 +9,7 @@ preemption hold for both. Stop logits travel to the sampler behind the hidden st
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from modeling_ospruner.loading_ospruner import (
 from modeling_ospruner.policy_ospruner import LORA_SCALE
 
 from .gemma3 import TappedGemma3ForCausalLM
+from .pages import Pages, check_queries
 from .plugin import HARMONY_PARSER, PROCESSOR
 
 __all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "merge_adapters"]
@@ -109,18 +111,36 @@ _BASES = {  # by model_type
 }
 
 
+_DRAFTS = ("ngram", "ngram_gpu", "draft_model")
+
+
 class StopHead(nn.Linear):
-    """H to 1, or to 6 for every price, in float32; it holds what it said of the sampled rows.
+    """H to 1, or to 6 for every price, in float32; it tells what it says of the sampled rows.
 
     Attributes:
-        outputs: (B, 1 or 6) float32.
-        positions: (B,) int32, each row's last position that has been computed.
+        outputs: (B, 1 or 6) float32, where it has said it of all rows.
+        positions: (B,) int32, each row's last position that has been computed; likewise.
+        pages: gives what it reads, with a policy of queries only; else None.
+        arrivals: who comes and leaves, in model runner V2 (`slot_processor.Arrivals`).
     """
 
     def __init__(self, hidden_size: int, outputs: int) -> None:
         super().__init__(hidden_size, outputs, dtype=torch.float32)
         self.outputs = torch.empty(0, outputs)
         self.positions = torch.empty(0, dtype=torch.int32)
+        self.pages: Pages | None = None
+        self.arrivals: Any = None
+
+    def ask(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it says of rows of the batch, (K, 1 or 6) float32, and their last positions, (K,).
+
+        Args:
+            rows: their places in the batch, (K,) int64.
+        """
+        if self.pages is None:
+            return self.outputs[rows], self.positions[rows]
+        lengths, places = self.pages.ends(rows)
+        return self(self.pages.hidden(rows, lengths, places).float()), lengths - 1
 
 
 @support_torch_compile(dynamic_arg_dims={"positions": 0, "hidden": 0})
@@ -183,6 +203,7 @@ class OSPrunerVLLM(nn.Module):
         self.base: Any = base
         self.tail: _Tail | None = None
         self._adapters = config.tuning == "lora"
+        self._pages: Pages | None = None  # with a policy of queries only
         n = config.num_policy_layers
         if n:
             base.model._set_aux_hidden_state_layers((text.num_hidden_layers - n,))
@@ -192,6 +213,15 @@ class OSPrunerVLLM(nn.Module):
                 )
         self.head = StopHead(text.hidden_size, 1 if config.prices is None else 1 + PRICE_RAMPS)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
+        if self.tail is not None and config.tuning == "queries":
+            self._pages = Pages(vllm_config, self.tail, base.model.layers, text.hidden_size)
+            self.head.pages = self._pages
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """What model runner V2 keeps beside the model."""
+        found: type = importlib.import_module(f"{__package__}.slot_processor").Arrivals
+        return found
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The base's token embeddings."""
@@ -209,13 +239,17 @@ class OSPrunerVLLM(nn.Module):
 
         Behind them stand what the head says of each token (float32) and its position (int32), their
         bits in columns of the hidden states' dtype: vLLM picks the rows that it samples, of both at
-        once, also where it replays a graph.
+        once, also where it replays a graph. With a policy of queries only nothing stands there.
         """
         output = self.base(input_ids, positions, intermediate_tensors, inputs_embeds)
         if self.tail is None:
             hidden = last = output
         else:
             hidden, (entering,) = output
+            if self._pages is not None:  # asked later, where steps have ended
+                self._pages.keep(entering)
+                whole: torch.Tensor = hidden
+                return whole
             last = self.tail(positions, entering)
         said = self.head(last.float())  # (T, 1 or 6)
         told = torch.cat([said.view(torch.int32), positions[:, None].to(torch.int32)], dim=1)
@@ -223,6 +257,9 @@ class OSPrunerVLLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The base's logits of rows of `forward`; what the head said of them is kept in it."""
+        if self._pages is not None:
+            plain: torch.Tensor | None = self.base.compute_logits(hidden)
+            return plain
         size = self.head.in_features
         told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2 or 7)
         self.head.outputs = told[:, :-1].view(torch.float32)
@@ -238,6 +275,9 @@ class OSPrunerVLLM(nn.Module):
             weights = merge_adapters(weights, total, n)
         mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
+        if self._pages is not None and self.tail is not None:
+            keys = {f"tail.{name}" for name, _ in self.tail.named_parameters()}
+            loaded |= {name for name in keys if self._pages.unread(name)}
         if self.tail is not None and not self._adapters:
             # Never trained: it shows which base the policy was made for.
             own, theirs = self.tail.norm.weight, self.base.model.norm.weight
@@ -282,15 +322,22 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"the base {where!r} is a {kind}; inside vLLM the policy works with "
             f"{', '.join(_BASES)}. Serve it with transformers: model.generate(stop_policy=True)"
         )
-    if vllm_config.use_v2_model_runner:
+    if vllm_config.use_v2_model_runner and config.tuning != "queries":
         raise ValueError(
-            "vLLM's model runner V2 does not take the processor that stops: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment (`ospruner serve` does)"
+            f"vLLM's model runner V2 is on, and takes policies of tuning 'queries' only; this one "
+            f"has {config.tuning!r}: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
         )
-    if vllm_config.speculative_config is not None:
+    speculative = vllm_config.speculative_config
+    if speculative is not None and not vllm_config.use_v2_model_runner:
         raise ValueError(
-            "speculative decoding is on, and vLLM skips the processor that stops with it: leave "
-            "--speculative-config out"
+            "speculative decoding is on, and vLLM's model runner V1 skips the processor that stops "
+            "with it: leave --speculative-config out, or use a policy of tuning 'queries' with "
+            "VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    if speculative is not None and speculative.method not in _DRAFTS:
+        raise ValueError(
+            f"speculative decoding's method is {speculative.method!r}, which reads the hidden "
+            f"states of vLLM's own model of the base; a policy works with {', '.join(_DRAFTS)}"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError(
@@ -322,6 +369,8 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"loaded: {error}"
         ) from error
     check_base(config, base_config, where)
+    if config.tuning == "queries" and config.num_policy_layers:
+        check_queries(vllm_config)
     if (switch := position_switch(base_config)) is not None:
         raise ValueError(
             f"the base {where!r} has rope_type {switch[0]!r}, whose positions change with the "

@@ -8,21 +8,23 @@ folder, `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 from prometheus_client import Counter
 
+from modeling_ospruner.common.traffic import bin_of, observed
 from modeling_ospruner.configuration_ospruner import shown
+from modeling_ospruner.serving.requests import DEFAULTS, StopRequest, check_body, in_json
 from modeling_ospruner.stopping_ospruner import StopRecord
 
 from .plugin import HARMONY_PARSER
-from .requests import DEFAULTS, StopRequest, check_body
 
-__all__ = ["StopRoutes", "count"]
+__all__ = ["StopRoutes", "count", "count_promised"]
 
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _LABELS = ("group", "reason")
@@ -35,12 +37,30 @@ _TOKENS = Counter(
     "ospruner_thinking_tokens_total", "Thinking tokens of the requests that have ended it", _LABELS
 )
 
+_PROMISED = Counter(
+    "ospruner_promised_total",
+    "Requests that stopped as a calibration promised, by the bins of the calibration's traces",
+    ("max_loss", "confidence", "signal", "bin"),
+)
+
 
 def count(record: StopRecord, control: bool) -> None:
     """Counts a request whose thinking has ended."""
     labels = ("control" if control else "policy", record.reason)
     _ENDED.labels(*labels).inc()
     _TOKENS.labels(*labels).inc(record.thinking_tokens)
+
+
+def count_promised(record: StopRecord, promise: Mapping[str, Any]) -> None:
+    """Counts a request that stopped as promised, for `ospruner doctor drift`.
+
+    Args:
+        record: of the request, whose thinking has ended.
+        promise: the calibration, an entry of the configuration's `calibrations`.
+    """
+    for signal, value in observed(asdict(record)).items():
+        place = bin_of(promise["traffic"][signal]["edges"], value)
+        _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
 
 
 class StopRoutes:
@@ -97,9 +117,4 @@ async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
             f"no request had the stop_id {shown(stop_id)}, or its policy was off, or it is long "
             "ago",
         )
-    record: dict[str, Any] = records[0]
-    # JSON has no NaN: a step at which the policy gave none. Nor has it inf: a price above all.
-    for name in ("probabilities", "prices"):
-        record[name] = [None if math.isnan(x) else x for x in record[name]]
-    record["prices"] = ["inf" if x == math.inf else x for x in record["prices"]]
-    return record
+    return in_json(records[0])

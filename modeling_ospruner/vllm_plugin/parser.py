@@ -11,6 +11,7 @@ it drops the thinking, or raises.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,10 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning import ReasoningParser
 from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
 
-__all__ = ["HarmonyThinkingParser", "ThinkingParser"]
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+
+__all__ = ["HarmonyThinkingParser", "MarkerThinkingParser", "ThinkingParser"]
 
 _MARKER = re.compile(r"<\|(start|channel|constrain|message|end|return|call)\|>")
 _THINKING, _ANSWER = "thinking", "answer"
@@ -34,6 +38,107 @@ class ThinkingParser(DeepSeekR1ReasoningParser):
         ids = list(token_ids)
         thinking = ids[: ids.index(self.end_token_id)] if self.end_token_id in ids else ids
         return len(thinking) - thinking.count(self.start_token_id)
+
+
+class MarkerThinkingParser(ReasoningParser):
+    """`--reasoning-parser ospruner_markers`, where what ends the thinking is several tokens.
+
+    The policy's format says which. What could be the beginning of a marker is held back in a
+    stream until the next part decides.
+
+    Raises:
+        ValueError: the tokenizer lies beside no policy whose thinking such a marker ends.
+    """
+
+    engine_based_streaming = True  # the answer's part of a stream comes here too
+
+    def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(tokenizer, *args, **kwargs)
+        literals = _literals(str(tokenizer.name_or_path))
+        if literals not in _FORMATS:  # once a server: a parser is made for each request
+            form = ReasoningFormat.from_dict(dict(literals))
+            _FORMATS[literals] = TokenFormat.compile(form, tokenizer)
+        fmt = _FORMATS[literals]
+        if fmt.end_marker is None or fmt.in_reply:
+            raise ValueError(
+                f"--reasoning-parser ospruner_markers: of the format {fmt.format.name!r}, no marker"
+                f" of several tokens ends the thinking (think_end {fmt.format.think_end!r}): leave "
+                "the option to `ospruner serve`"
+            )
+        self._fmt = fmt
+        self._end = fmt.end_marker.literal
+        self._start = fmt.format.think_start
+        self._text = ""
+        self._sent = [0, 0]
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """The thinking and the answer of a whole reply."""
+        thinking, answer = self._split(model_output, True)
+        return thinking or None, answer or None
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> DeltaMessage | None:
+        """What has come to either since the last call."""
+        self._text += delta_text  # vLLM gathers none for parsers with `engine_based_streaming`
+        return self._send(False)
+
+    def finish_streaming(self) -> DeltaMessage | None:
+        """What was held back, because it looked like a part of a marker."""
+        return self._send(True)
+
+    def has_engine_confirmed_reasoning_end(self) -> bool:
+        """Never: vLLM would pass on what follows as it is, with the marker's rest."""
+        return False
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        """Whether an answer is being written: from there on, a grammar holds."""
+        return self._fmt.thinking_span(input_ids).closed
+
+    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+        """The tokens of the answer."""
+        state = self._fmt.follow([], input_ids)
+        return input_ids[state.thinking_tokens + state.end_tokens :] if state.ended else []
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """The tokens of the thinking, without the markers."""
+        tokens = self._fmt.thinking_span(token_ids, 0).end
+        start = self._fmt.start_marker
+        places = [] if start is None else start.places(token_ids[:tokens])
+        return tokens - sum(after - first for first, after in places)
+
+    def _send(self, final: bool) -> DeltaMessage | None:
+        wholes = self._split(self._text, final)
+        parts = [part[sent:] for part, sent in zip(wholes, self._sent, strict=True)]
+        self._sent = [len(whole) for whole in wholes]
+        return _delta(*parts)
+
+    def _split(self, text: str, final: bool) -> tuple[str, str]:
+        """The thinking and the answer; unless `final`, without what may become a marker."""
+        if self._start and text.startswith(self._start):
+            text = text[len(self._start) :]
+        elif not final and self._start.startswith(text):
+            return "", ""
+        thinking, end, answer = text.partition(self._end)
+        if not end and not final:
+            held = max(n for n in range(len(self._end)) if text.endswith(self._end[:n]))
+            thinking = thinking[: len(thinking) - held]
+        return thinking, answer
+
+
+_FORMATS: dict[tuple[tuple[str, str], ...], TokenFormat] = {}  # by literals
+
+
+@functools.cache
+def _literals(folder: str) -> tuple[tuple[str, str], ...]:
+    """The literals of a policy's format, by its folder or Hub id."""
+    return tuple((OSPrunerConfig.from_pretrained(folder).reasoning_format or {}).items())
 
 
 class HarmonyThinkingParser(ReasoningParser):

@@ -29,13 +29,16 @@ PARSER = "ospruner"
 HARMONY_PARSER = "ospruner_harmony"
 """What it is given for Harmony, the format of GPT-OSS."""
 
+MARKER_PARSER = "ospruner_markers"
+"""What it is given where a marker of several tokens ends the thinking."""
+
 WORKER_EXTENSION = "modeling_ospruner.vllm_plugin.plugin.StopRecords"
 """What `--worker-extension-cls` is given, where requests' records are to be read."""
 
 _MODULES = {
     "OSPrunerVLLM": "model",
-    "StopProcessor": "processor",
-    "StopRecords": "processor",
+    "StopProcessor": "admission",
+    "StopRecords": "admission",
 }
 
 
@@ -46,7 +49,11 @@ def register() -> None:
 
     importlib.import_module("modeling_ospruner")  # registers the configuration
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:OSPrunerVLLM")
-    for name, parser in ((PARSER, "ThinkingParser"), (HARMONY_PARSER, "HarmonyThinkingParser")):
+    for name, parser in (
+        (PARSER, "ThinkingParser"),
+        (HARMONY_PARSER, "HarmonyThinkingParser"),
+        (MARKER_PARSER, "MarkerThinkingParser"),
+    ):
         ReasoningParserManager.register_lazy_module(name, f"{__package__}.parser", parser)
 
 

@@ -8,20 +8,23 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from itertools import pairwise
 from typing import Any, NoReturn
+
+from transformers import AutoTokenizer
 
 from modeling_ospruner.common.optional import needed
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.serving.requests import DEFAULTS, StopRequest, value_of
 from ospruner_vllm import check_version
 
 from .plugin import (
     HARMONY_PARSER,
+    MARKER_PARSER,
     PARSER,
     PROCESSOR,
     WORKER_EXTENSION,
 )
-from .requests import DEFAULTS, StopRequest
 
 __all__ = ["serve", "server_command", "vllm_options"]
 
@@ -47,17 +50,20 @@ def server_command(
     asked = StopRequest(defaults, "the server's defaults", server=True)
     if ours := [one for one in arguments if one.partition("=")[0] in _OURS]:
         raise ValueError(f"{', '.join(ours)}: `ospruner serve` sets it by itself; leave it out")
-    revision = _value_of("--revision", arguments)
+    revision = value_of("--revision", arguments)
     config = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
     asked.settle(config)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy]
     command += ["--logits-processors", PROCESSOR, "--worker-extension-cls", WORKER_EXTENSION]
     command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)})]
-    parser = _PARSERS.get((config.reasoning_format or {}).get("name", ""))
-    if parser is not None and _value_of("--reasoning-parser", arguments) is None:
-        command += ["--reasoning-parser", parser]
+    if value_of("--reasoning-parser", arguments) is None:
+        parser = _parser(policy, revision, config)
+        command += [] if parser is None else ["--reasoning-parser", parser]
+    # V2 takes policies of queries only, and is as its user says.
+    wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    runner = wanted if config.tuning == "queries" else "0"
     return [*command, *arguments], {
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 does not take the processor
+        "VLLM_USE_V2_MODEL_RUNNER": runner,
         "VLLM_PLUGINS": ",".join(_plugins()),
     }
 
@@ -89,13 +95,26 @@ def vllm_options(engine_args: Mapping[str, Any]) -> list[str]:
     return options
 
 
-def _value_of(name: str, arguments: Sequence[str]) -> str | None:
-    for one, following in pairwise([*arguments, ""]):
-        if one == name:
-            return following
-        if one.startswith(f"{name}="):
-            return one.partition("=")[2]
-    return None
+def _parser(policy: str, revision: str | None, config: OSPrunerConfig) -> str | None:
+    """The reasoning parser of a policy's format; None where all of a reply is its content.
+
+    Raises:
+        ValueError: the tokenizer cannot write the format's markers.
+    """
+    literals = config.reasoning_format or {}
+    parser = _PARSERS.get(literals.get("name", ""))
+    if not literals.get("think_end"):
+        return parser
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            policy, revision=revision or "main", config=config
+        )
+    except (OSError, ValueError):  # without one, the server says so itself
+        return parser
+    if literals["think_end"] in tokenizer.get_added_vocab():
+        return parser
+    fmt = TokenFormat.compile(ReasoningFormat.from_dict(literals), tokenizer)
+    return parser if fmt.end_marker is None else MARKER_PARSER
 
 
 def _plugins() -> list[str]:

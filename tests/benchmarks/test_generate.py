@@ -30,7 +30,7 @@ def test_it_prints_its_keys_on_the_last_line(repo_dir: Path, tmp_path: Path) -> 
     done = subprocess.run(
         [
             *(sys.executable, str(repo_dir / "benchmarks" / "generate.py"), "--shape", "tiny"),
-            *("--prompt-tokens", "8", "--trace-tokens", "64", "--pairs", "1", "--batches", "1"),
+            *("--prompt-tokens", "8", "--trace-tokens", "64", "--runs", "2", "--batches", "1"),
             *("8", "--seed", "3", "--json", str(file)),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -42,14 +42,19 @@ def test_it_prints_its_keys_on_the_last_line(repo_dir: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == json.loads(file.read_text())
-    for key in ("never_stop_ratio_batch1", "never_stop_ratio_batch8", "half_stop_time_ratio"):
+    keys = ("never_stop_ratio_batch1", "never_stop_ratio_batch8", "half_stop_time_ratio")
+    for key in (*keys, *(f"queries_{key}" for key in keys)):
         assert math.isfinite(found[key])
         assert found[key] > 0
         low, high = found[f"{key}_interval"]
         assert low <= found[key] <= high
     memory = found["memory_batch8"]
-    assert memory["cache_over_base"] <= 2 / 4  # n/L; the policy has not seen the last paragraph
-    assert "extra memory, batch 8" in done.stdout
+    assert 0 < memory["cache_over_base"] <= 2 / 4  # n/L; it has not seen the last paragraph
+    assert found["queries_memory_batch8"]["cache_mib"] == 0
+    assert 0 < found["queries_memory_batch8"]["tail_mib"] < memory["tail_mib"]
+    for name in ("policy_share_batch8", "queries_policy_share_batch8"):
+        assert 0 < found[name] < 1
+    assert "extra memory, queries, batch 8" in done.stdout
 
 
 def test_the_interval_holds_the_median_at_its_confidence(timing: ModuleType) -> None:
@@ -60,6 +65,15 @@ def test_the_interval_holds_the_median_at_its_confidence(timing: ModuleType) -> 
     assert (three.median, three.low, three.high) == (2, 1, 4)
     assert three.confidence == pytest.approx(0.75)
     assert timing.median_ratio([1.0, 2.0]).median == 1.5
+
+
+def test_the_least_time_of_each_step_counts(timing: ModuleType) -> None:
+    plain, other = [[1.0, 2.0], [1.5, 1.0], [9.0, 9.0]], [[2.0, 2.0, 8.0], [3.0, 1.0, 2.0]]
+    found = timing.floor_ratio(plain, other)
+    assert found.median == pytest.approx((2 + 1 + 2) / (1 + 1))
+    assert found.low < found.median < found.high
+    same = timing.floor_ratio(plain, plain[:1])
+    assert same.median == pytest.approx(3 / 2)
 
 
 def test_arms_are_timed_in_turn(timing: ModuleType) -> None:

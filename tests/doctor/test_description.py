@@ -65,7 +65,7 @@ def test_describe_harmony(real_harmony: Compiled) -> None:
         ("{{ messages[0].content }}<think></think>\n\n", {}, "already closes the thinking"),
         ("{{ messages[0].content }}", {}, "appends nothing that opens the model's turn"),
         ("", {"box_prefix": "The answer is "}, "does not leave one brace open"),
-        ("", {"think_start": "Hm:"}, "think_start 'Hm:' has no marker in this tokenizer"),
+        ("", {"think_start": "</think>"}, "think_start '</think>' has no marker"),
         ("", {}, None),
     ],
 )

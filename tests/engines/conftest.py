@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -62,6 +62,30 @@ def fork_all(
     """Forced answers at every cut, as labels take them."""
     fmt = reasoner.token_format
     return engine.fork(requests, fmt.forced_suffix(), ANSWER_TOKENS, fmt.box_state)
+
+
+def choose_all(
+    engine: Engine, reasoner: Reasoner, requests: Sequence[ForkRequest], letters: str = "ABCDE"
+) -> list[list[ForkedAnswer]]:
+    """The likeliest of letters at every cut; the reasoner knows of none, and finds all unlikely."""
+    options = [reasoner.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in letters]
+    asked = [replace(request, options=options) for request in requests]
+    return fork_all(engine, reasoner, asked)
+
+
+def check_choices(
+    ours: Sequence[Sequence[ForkedAnswer]], theirs: Sequence[Sequence[ForkedAnswer]]
+) -> None:
+    """Equal letters with equal probabilities; a near tie may fall either way."""
+    told = set()
+    for left, right in zip(ours, theirs, strict=True):
+        for one, other in zip(left, right, strict=True):
+            assert one.option_logprobs is not None
+            assert one.option_logprobs == pytest.approx(other.option_logprobs, abs=1e-3)
+            best, second = sorted(one.option_logprobs)[:-3:-1]
+            assert one.ids == other.ids or best - second < 1e-3
+            told.add(tuple(one.ids))
+    assert len(told) > 1
 
 
 def check_agreement(

@@ -29,6 +29,7 @@ class Generated:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[float, int]]] = field(default_factory=list)
+    all: list[list[float]] = field(default_factory=list)
     reason: str = "length"
     matched: int | str | None = None
 
@@ -43,6 +44,7 @@ class LocalServer:
         most_at_once: how many requests were inside together at most.
         others_inside: for each request so far, how many were inside when it came.
         gives_ids: whether answers hold token ids.
+        knows_allowed: whether `allowed_token_ids` is looked at.
     """
 
     def __init__(self, reasoner: Reasoner) -> None:
@@ -53,6 +55,7 @@ class LocalServer:
         self.most_at_once = 0
         self.others_inside: list[int] = []
         self.gives_ids = True
+        self.knows_allowed = True
         self._inside = 0
         self._lock = threading.Lock()
         app = FastAPI()
@@ -60,6 +63,7 @@ class LocalServer:
         app.post("/generate")(self._generate)
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen()  # so that requests wait while uvicorn's thread starts
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
@@ -112,6 +116,10 @@ class LocalServer:
                 [v, i, None] for v, i in zip(made.logprobs, made.ids, strict=True)
             ]
             about["output_top_logprobs"] = [[[v, i, None] for v, i in row] for row in made.top]
+        if wanted := body.get("token_ids_logprob"):
+            about["output_token_ids_logprobs"] = [
+                [[row[i], i, None] for i in wanted] for row in made.all
+            ]
         return JSONResponse({"output_ids": made.ids, "meta_info": about})
 
     async def _fault(self, prompt: list[int]) -> Response | None:
@@ -136,6 +144,7 @@ class LocalServer:
     @torch.inference_mode()
     def _decode(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:
         model, tokenizer = self.reasoner.model, self.reasoner.tokenizer
+        allowed = sampling.get("allowed_token_ids") if self.knows_allowed else None
         ends = set(sampling["stop_token_ids"])
         stops = sampling.get("stop") or []
         made, cache, feed = Generated(), DynamicCache(config=model.config), prompt
@@ -148,12 +157,14 @@ class LocalServer:
                     heat = (logits / sampling["temperature"]).softmax(-1)
                     token = int(torch.multinomial(heat, 1))
                 else:
-                    token = int(scores.argmax())
+                    # What is allowed shapes the choice, not the log-probabilities.
+                    token = max(allowed or range(len(scores)), key=scores.tolist().__getitem__)
                 values, places = scores.topk(20)
                 made.ids.append(token)
                 made.logprobs.append(float(scores[token]))
                 made.top.append(list(zip(values.tolist(), places.tolist(), strict=True)))
-                text = tokenizer.decode([token])
+                made.all.append(scores.tolist())
+                text = tokenizer.decode(made.ids[-8:])  # texts may be cut by tokens
                 if token in ends or any(stop in text for stop in stops):
                     made.reason, made.matched = "stop", token if token in ends else stops[0]
                     break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ospruner.train.labels.folder import read_labels
 from ospruner.train.labels.making import label
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
-from .conftest import GREEDY, Traces, check_agreement, fork_all
+from .conftest import GREEDY, Traces, check_agreement, check_choices, choose_all, fork_all
 from .local_server import LocalServer
 
 ENGINES: dict[str, type[OpenAIEngine] | type[SGLangEngine]] = {
@@ -226,6 +227,27 @@ def test_a_server_without_token_ids_is_refused(
         engine.sample(traces.prompts[:1], GREEDY, reasoner.token_format)
     with pytest.raises(ValueError, match="lacks .*token_id:.*SGLang's is spoken to by"):
         fork_all(engine, reasoner, [replace(traces.requests[0], cuts=[3])])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_letters_are_read_where_they_are_unlikely(
+    name: str, servers: list[LocalServer], reasoner: Reasoner, traces: Traces
+) -> None:
+    """OpenAI's interface tells of the 20 likeliest tokens: a letter beyond is asked for alone."""
+    engine = open_over(servers[:1], reasoner, name)
+    requests = [replace(request, cuts=request.cuts[-3:]) for request in traces.requests]
+    ours = choose_all(reasoner.engine, reasoner, requests)
+    check_choices(ours, choose_all(engine, reasoner, requests))
+    cuts = sum(len(request.cuts) for request in requests)
+    if name == "sglang":
+        assert len(servers[0].prompts) == cuts
+        return
+    assert cuts < len(servers[0].prompts) <= 6 * cuts
+    servers[0].knows_allowed = False
+    with pytest.raises(ValueError, match=r"where only \[.*were allowed .allowed_token_ids.*decode"):
+        choose_all(engine, reasoner, requests[:1])
+    with pytest.raises(ValueError, match="26 options, of which a server .* tells 20 apart"):
+        choose_all(engine, reasoner, requests[:1], string.ascii_uppercase)
 
 
 def test_each_row_has_its_own_seed(

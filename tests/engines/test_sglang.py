@@ -1,11 +1,7 @@
-"""The SGLang engine against a real SGLang server, in the environment that `make test-sglang` makes.
-
-Its kernels want CUDA; on a CPU plain decoding calls none of them, and two stand-ins let it start.
-"""
+"""The SGLang engine against a real server, in the environment that `make test-sglang` makes."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,31 +11,28 @@ import pytest
 from modeling_ospruner.engines.sglang import SGLangEngine
 from ospruner.train.toy.shipped import Reasoner
 
-from ..server_process import free_port, running_server
-from .conftest import GREEDY, Traces, check_agreement, fork_all, make_traces
+from ..server_process import SGLANG_PYTHON, running_sglang
+from .conftest import (
+    GREEDY,
+    Traces,
+    check_agreement,
+    check_choices,
+    choose_all,
+    fork_all,
+    make_traces,
+)
 
-PYTHON = os.environ.get("OSPRUNER_SGLANG_PYTHON")
 pytestmark = pytest.mark.skipif(
-    PYTHON is None, reason="SGLang has an environment of its own: run `make test-sglang`"
+    SGLANG_PYTHON is None, reason="SGLang has an environment of its own: run `make test-sglang`"
 )
 
 
 @pytest.fixture(scope="module")
 def url(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(reasoner.folder)]
-    command += ["--device", "cpu", "--attention-backend", "torch_native"]
-    command += ["--sampling-backend", "pytorch", "--dtype", "float32"]
+    command = ["-m", "sglang.launch_server", "--model-path", str(reasoner.folder)]
     command += ["--disable-overlap-schedule", "--max-total-tokens", "8192"]
-    command += ["--mem-fraction-static", "0.2", "--skip-server-warmup"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    environment = {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "PYTHONPATH": str(Path(__file__).with_name("sglang_stubs")),
-    }
     log: Path = tmp_path_factory.mktemp("sglang") / "server.log"
-    with running_server(command, address, environment, log):
+    with running_sglang(command, log) as address:
         yield address
 
 
@@ -53,6 +46,10 @@ def test_the_real_server_gives_the_same_labels(
     assert engine.sample_counts.computed <= 1.2 * engine.sample_counts.unique
     fork_all(engine, reasoner, traces.requests)
     assert engine.counts.computed <= engine.counts.unique  # the traces were computed by sampling
+    check_choices(
+        choose_all(reasoner.engine, reasoner, traces.requests[:2]),
+        choose_all(engine, reasoner, traces.requests[:2]),
+    )
     free = engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
     ours = reasoner.engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
     check_agreement(reasoner, traces.requests[:1], ours, free)

@@ -103,28 +103,29 @@ def from_scratch(
     box = fmt.box_state()
     ids: list[int] = []
     logprobs: list[float] = []
-    entropy: float | None = None
+    entropies: list[float] = []
     while True:
         text = torch.tensor([[*prefix, *suffix, *ids]])
         probabilities = base(input_ids=text, use_cache=False).logits[0, -1].double().softmax(-1)
         token = int(probabilities.argmax())
-        if entropy is None:
-            top = probabilities.sort(descending=True).values[:20]
-            entropy = sum(-float(p / top.sum()) * math.log(float(p / top.sum())) for p in top)
+        top = probabilities.sort(descending=True).values[:20]
+        entropies.append(sum(-float(p / top.sum()) * math.log(float(p / top.sum())) for p in top))
+        entropy, whole = entropies[0], math.fsum(entropies)
         if token == eos:
-            return ForkedAnswer(ids, "eos", logprobs, entropy)
+            return ForkedAnswer(ids, "eos", logprobs, entropy, whole)
         ids.append(token)
         logprobs.append(math.log(float(probabilities[token])))
         if box.push(token):
-            return ForkedAnswer(ids, "closed", logprobs, entropy)
+            return ForkedAnswer(ids, "closed", logprobs, entropy, whole)
         if len(ids) == limit:
-            return ForkedAnswer(ids, "length", logprobs, entropy)
+            return ForkedAnswer(ids, "length", logprobs, entropy, whole)
 
 
 def assert_same(got: ForkedAnswer, expected: ForkedAnswer) -> None:
     assert (got.ids, got.ended) == (expected.ids, expected.ended)
     assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert got.entropy == pytest.approx(expected.entropy, abs=1e-4)
+    assert got.whole_entropy == pytest.approx(expected.whole_entropy, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -150,6 +151,46 @@ def test_forks_equal_encoding_each_prefix_from_scratch(
     assert done == dict(enumerate(answers))
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_options_are_read_in_the_suffix_s_forward(
+    name: str, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
+) -> None:
+    base = make_base(name, tiny_tokenizer)
+    engine = TransformersEngine(base, tiny_tokenizer, batch_size=3)
+    options = tiny_tokenizer.encode("ABCD", add_special_tokens=False)
+    suffix = fmt.forced_suffix()
+    asked = [
+        dataclasses.replace(request, options=(options[i % 4 :] + options)[: 2 + i % 3])
+        for i, request in enumerate(requests(fmt))
+    ]
+    asked.append(dataclasses.replace(asked[0], options=()))  # its like is decoded beside it
+    answers = engine.fork(asked, suffix, 12, fmt.box_state)
+    spent = engine.counts.computed
+    assert {answer.option_logprobs is None for answer in answers[-1]} == {True}
+    told = set()
+    for request, row in zip(asked[:-1], answers[:-1], strict=True):
+        for cut, answer in zip(request.cuts, row, strict=True):
+            text = [*request.prompt_ids, *request.trace_ids[:cut], *suffix]
+            with torch.no_grad():
+                logits = base(torch.tensor([text]), use_cache=False).logits[0, -1].double()
+            shares = (logits[list(request.options)] - logits.max()).exp()
+            shares = shares / shares.sum()
+            assert answer.option_logprobs == pytest.approx(shares.log().tolist(), abs=1e-4)
+            best = int(shares.argmax())
+            assert (answer.ids, answer.ended) == ([request.options[best]], "closed")
+            assert answer.logprobs == [max(answer.option_logprobs or [])]
+            entropy = -float((shares * shares.log()).sum())
+            assert (answer.entropy, answer.whole_entropy) == pytest.approx((entropy,) * 2, abs=1e-4)
+            told.add(best)
+    assert len(told) > 1
+    engine.fork(asked[:-1], suffix, 12, fmt.box_state)
+    forwards = sum(len(one.prompt_ids) + len(one.trace_ids) for one in asked[:-1] if one.cuts)
+    forks = sum(len(set(one.cuts)) * len(suffix) for one in asked[:-1])
+    assert engine.counts.computed - spent <= forwards + forks  # nothing was decoded
+    with pytest.raises(ValueError, match="options is .5, 5.; it must hold two or more different"):
+        dataclasses.replace(asked[0], options=[5, 5])
+
+
 def test_answers_close_their_box_or_end(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat
 ) -> None:
@@ -161,8 +202,8 @@ def test_answers_close_their_box_or_end(
     entropy = math.log(top) - 5 * math.exp(5) / top
     logprob = 5 - math.log(everything)
     expected = {
-        brace: ForkedAnswer([brace], "closed", [logprob], entropy),
-        eos: ForkedAnswer([], "eos", [], entropy),
+        brace: ForkedAnswer([brace], "closed", [logprob], entropy, entropy),
+        eos: ForkedAnswer([], "eos", [], entropy, entropy),
     }
     for token, answer in expected.items():
         tiny_base.lm_head = torch.nn.Linear(32, len(tiny_tokenizer))

@@ -14,7 +14,14 @@ from modeling_ospruner.engines.openai import OpenAIEngine
 from ospruner.train.toy.shipped import Reasoner
 
 from ..server_process import free_port, running_server
-from .conftest import GREEDY, Traces, check_agreement, fork_all
+from .conftest import (
+    GREEDY,
+    Traces,
+    check_agreement,
+    check_choices,
+    choose_all,
+    fork_all,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,6 +58,10 @@ def test_the_real_server_gives_the_same_labels(
     assert {answer.ended for row in answers for answer in row} >= {"closed"}
     print(f"computed/unique {engine.counts.computed / engine.counts.unique:.3f}")
     assert engine.counts.computed < 1.5 * engine.counts.unique  # the server says what was cached
+    check_choices(
+        choose_all(reasoner.engine, reasoner, traces.requests[:2]),
+        choose_all(engine, reasoner, traces.requests[:2]),
+    )
     free = engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
     ours = reasoner.engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
     check_agreement(reasoner, traces.requests[:1], ours, free)

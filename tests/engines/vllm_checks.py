@@ -16,7 +16,14 @@ from modeling_ospruner.engines import ForkedAnswer, ForkRequest, SamplingSetting
 from modeling_ospruner.engines.vllm import VLLMEngine
 from ospruner.train.toy.shipped import Reasoner
 
-from .conftest import GREEDY, check_agreement, fork_all, make_traces
+from .conftest import (
+    GREEDY,
+    check_agreement,
+    check_choices,
+    choose_all,
+    fork_all,
+    make_traces,
+)
 
 LONGEST = 6144  # tokens of prompt and trace in the test of costs
 
@@ -54,6 +61,15 @@ def test_gives_the_labels_of_the_transformers_engine(
         traces.sampled[0].trace_ids[:5],
         [],
         "cap",
+    )
+
+
+def test_reads_the_letters_of_the_transformers_engine(
+    engine: VLLMEngine, reasoner: Reasoner
+) -> None:
+    requests = make_traces(reasoner, 6).requests
+    check_choices(
+        choose_all(reasoner.engine, reasoner, requests), choose_all(engine, reasoner, requests)
     )
 
 

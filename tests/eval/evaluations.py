@@ -37,7 +37,9 @@ def views() -> list[dict[str, Any]]:
         return {"text": text, "tokens": tokens, "answer": answer, "correct": correct}
 
     def method(name: str, stop: int, tokens: float, pi: list[float] | None) -> dict[str, Any]:
-        return {"name": name, "stop": stop, "tokens": tokens, "correct": 1.0, "pi": pi}
+        group, _, setting = name.partition(" λ")
+        named = {"name": name, "group": group, "setting": f"λ{setting}" if setting else ""}
+        return named | {"stop": stop, "tokens": tokens, "correct": 1.0, "pi": pi}
 
     first = [
         step("3x = 48, </script><b>x</b> is 16.", 10, "16", 1.0),
@@ -70,6 +72,22 @@ def views() -> list[dict[str, Any]]:
             "methods": [
                 method("full trace", 1, 12, None),
                 method("OS-Pruner λ=1e-4", 0, 8, [0.95, 0.5]),
+            ],
+        },
+        {
+            "id": "p2/0",
+            "problem": "Solve 3x+54=102 for x, at every price.",
+            "reference": "16",
+            "family": "equation",
+            "ended": "natural",
+            "steps": first,
+            "methods": [
+                method("full trace", 2, 40, None),
+                *(
+                    method(f"OS-Pruner, one policy λ={price}e-4", 2 - price // 3, 20, [0.1, 0.5, 0])
+                    for price in range(1, 8)
+                ),
+                method("OS-Pruner λ=1e-4", 1, 18.5, [0.2, 0.7, 0.9]),
             ],
         },
     ]

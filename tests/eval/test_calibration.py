@@ -15,7 +15,7 @@ from ospruner.eval.calibration import (
     losses,
     problems_needed,
 )
-from ospruner.eval.replay import replay_at, replay_full
+from ospruner.eval.replay import replay, replay_at, replay_full
 from ospruner.eval.table import FloatArray, TraceTable
 
 CALIBRATIONS = 2000
@@ -100,6 +100,32 @@ def test_the_whole_search_keeps_its_word() -> None:
         assert found.test == "exact"
         served.append(3 - int(found.value) if found.value is not None else -1)
     broken = np.mean([truth[step] > 0.02 for step in served if step >= 0] + [False])
+    assert broken <= BOUND
+    assert np.mean([step >= 0 for step in served]) > 0.5
+
+
+def test_the_search_over_expected_losses_keeps_its_word() -> None:
+    """A rule that draws: losses of any size, one of its settings exactly at the limit."""
+    mixing = [1.0, 0.9, 0.7, 0.4]  # how often it stops at the end, from careful to bold
+    rates = (0.25, 0.05)  # of problems that stopping early harms and helps
+    limit = (1 - mixing[2]) * (rates[0] - rates[1])  # what the third loses
+    truth = [(1 - share) * (rates[0] - rates[1]) for share in mixing]
+    served = []
+    for seed in range(CALIBRATIONS):
+        draws = np.random.default_rng(seed)
+        u = draws.random(400)
+        late = draws.random(400) < 0.7
+        early = np.where(u < rates[0], False, np.where(u < sum(rates), True, late))
+        late = np.where(u < rates[0], True, np.where(u < sum(rates), False, late))
+        traces = table(np.stack([early, late], axis=1).astype(float))
+        settings = [
+            Candidate(share, replay(traces, np.tile([1 - share, 0.0], (400, 1))))
+            for share in mixing
+        ]
+        found = calibrate(traces, settings, limit, variance=0.005)
+        assert found.test == "betting"
+        served.append(-1 if found.value is None else mixing.index(found.value))
+    broken = np.mean([step >= 0 and truth[step] >= limit for step in served])
     assert broken <= BOUND
     assert np.mean([step >= 0 for step in served]) > 0.5
 

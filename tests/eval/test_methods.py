@@ -7,7 +7,9 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from modeling_ospruner.rules_ospruner import LearnedPolicy
 from ospruner.eval.methods import PAPER_THRESHOLDS, parse_policies, refuse_other_base
+from ospruner.eval.schema import MATH_TASK
 
 
 def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: Any) -> Path:
@@ -71,6 +73,20 @@ def test_training_seeds_are_policies_of_one_method_and_parameter(tmp_path: Path)
     ]  # fmt: skip
 
 
+def test_a_window_of_steps_stands_after_the_at(tmp_path: Path) -> None:
+    path = str(save(tmp_path / "terminator", method="terminator", num_policy_layers=1))
+    uses = parse_policies([f"{path}@vote10:.7,.8", f"{path}@mean5:.7", f"{path}@.7"])
+    assert [(use.window, use.by, use.threshold) for use in uses] == [
+        (10, "vote", 0.7), (10, "vote", 0.8), (5, "mean", 0.7), (1, "vote", 0.7),
+    ]  # fmt: skip
+    assert [use.method for use in uses[1:]] == [
+        "TERMINATOR (vote of 10)", "TERMINATOR (mean of 5)", "TERMINATOR",
+    ]  # fmt: skip
+    assert uses[1].rule == LearnedPolicy("threshold", 0.8, window=10)
+    with pytest.raises(ValueError, match="after @ stand thresholds in"):
+        parse_policies([f"{path}@vote:.7"])
+
+
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
     use = parse_policies([str(save(tmp_path / "ours"))])[0]
     literals = DEEPSEEK_R1.to_dict()
@@ -79,7 +95,8 @@ def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
         refuse_other_base(use, "org/other", "abc", literals, 1)
     with pytest.raises(ValueError, match="at revision abc, the traces are of org/base at def"):
         refuse_other_base(use, "org/base", "def", literals, 1)
+    other = {**literals, "box_prefix": "Answer: {"}
     with pytest.raises(ValueError, match="was trained on traces with box_prefix"):
-        refuse_other_base(use, "org/base", "abc", {**literals, "box_prefix": "Answer: {"}, 1)
+        refuse_other_base(use, "org/base", "abc", other, 1, MATH_TASK)
     with pytest.raises(ValueError, match=r"decides at every 1\. step, here every 2\."):
         refuse_other_base(use, "org/base", "abc", literals, 2)

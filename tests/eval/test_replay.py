@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -8,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_ospruner.common.results_file import Results
+from modeling_ospruner.rules_ospruner import LearnedPolicy
 from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
-from ospruner.eval.replay import pool, replay, replay_at, replay_budget, replay_full, replay_step
-from ospruner.eval.results import Rule, compare, pool_seeds, summarise
+from ospruner.eval.replay import (
+    Outcome,
+    pool,
+    replay,
+    replay_at,
+    replay_budget,
+    replay_full,
+    replay_step,
+    windowed,
+)
+from ospruner.eval.results import Choice, Rule, compare, pool_seeds, summarise
 from ospruner.eval.table import FloatArray, TraceTable
 
 
@@ -48,6 +61,70 @@ def simulate(table: TraceTable, pi: FloatArray, draws: int) -> tuple[FloatArray,
             correct[n] += table.correct[n, step] / draws
             tokens[n] += table.lengths[n, step] / draws
     return correct, tokens
+
+
+def test_a_window_is_replayed_as_generate_decides() -> None:
+    """Each trace stops where the rule of `LearnedPolicy` would stop it."""
+    table = make_table(3, traces=30)
+    pi = np.random.default_rng(4).random(table.mask.shape)
+    by: Literal["vote", "mean"]
+    for by in ("vote", "mean"):
+        rule = LearnedPolicy("threshold", 0.6, window=3, by=by)
+        outcome = replay(table, windowed(table, pi, 3, by), "threshold", 0.6)
+        for n in range(len(table)):
+            row, stop = rule.for_row(), int(table.last[n])
+            for step in range(stop):
+                end = SimpleNamespace(step=step, stop_probability=partial(float, pi[n, step]))
+                if row.at_step_end(end).stop:
+                    stop = step
+                    break
+            assert outcome.tokens[n] == table.lengths[n, stop]
+    np.testing.assert_array_equal(windowed(table, pi, 1, "vote"), pi)
+
+
+def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
+    table = make_table(5, traces=40, per_problem=1)
+    first, full = replay_step(table, 1), replay_full(table)
+
+    def accurate(accuracy: FloatArray, tokens: FloatArray, base: float, length: float) -> int:
+        assert length > tokens[0]
+        return int(accuracy[1] > accuracy[0])
+
+    def rule(wins: int) -> Rule:
+        """Chosen where the first of two is right on so many of 40 problems, the second on 20."""
+        right = np.zeros((2, 40))
+        right[0, :wins], right[1, 20:] = 1, 1
+        nothing = np.zeros(40)
+        short, long = (
+            Outcome(row, np.full(40, k + 1.0), *[nothing] * 7) for k, row in enumerate(right)
+        )
+        choice = Choice(
+            [[short], [long]],
+            lambda k: [[first], [full]][k],
+            replace(long, tokens=np.full(40, 9.0)),
+            np.arange(40),
+            accurate,
+        )
+        return Rule("chosen", [first, full][int(wins < 20)], choice=choice)
+
+    plain = summarise([Rule("first", first), Rule("full", full)], full, table.problem_index)
+    # Always right and never right: no resample chooses otherwise.
+    for wins, same in ((40, plain[0]), (0, plain[1])):
+        one = rule(wins)
+        assert one.choice is not None
+        assert set(one.choice.picks(200).tolist()) == {int(wins < 20)}
+        (found,) = summarise([one], full, table.problem_index)
+        assert (found.tokens, found.accuracy) == (same.tokens, same.accuracy)
+    # As often right: half of the resamples choose the other, and the interval says so.
+    even = rule(20)
+    assert even.choice is not None
+    picks = even.choice.picks(2000)
+    assert picks[0] == 0
+    assert 0.3 < picks.mean() < 0.5  # where both are as accurate, the first
+    (found,) = summarise([even], full, table.problem_index)
+    assert found.tokens.value == plain[0].tokens.value
+    assert found.tokens.high == pytest.approx(plain[1].tokens.high, rel=0.05)
+    assert found.tokens.low == pytest.approx(plain[0].tokens.low, rel=0.05)
 
 
 def test_expectation_equals_simulation() -> None:

@@ -135,7 +135,7 @@ def test_quickstart(
         train=40,
         validation=12,
         test=12,
-        length_penalties=(1e-3, 5e-4),
+        length_penalties=(),
         epochs_per_stage=1,
         baseline_epochs=1,
     )

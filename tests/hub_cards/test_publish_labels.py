@@ -59,6 +59,8 @@ def make_row(problem: str, steps: int) -> dict[str, Any]:
         "forced_answer_ids": [[3, 4]] * steps,
         "forced_logprob": [-0.5] * steps,
         "forced_entropy": [0.25] * steps,
+        "forced_answer_entropy": [0.5] * steps,
+        "option_probabilities": [None] * steps,
         "ungraded_reasons": [None] * steps,
         "natural_answer": "2",
         "natural_correct": 1.0,

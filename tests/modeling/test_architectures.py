@@ -18,7 +18,8 @@ from transformers import (
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
+from modeling_ospruner.configuration_ospruner import decoder_layers
+from modeling_ospruner.policy_ospruner import Reader, StoppingPolicy
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -249,13 +250,95 @@ def test_tail_equals_the_base(base: PreTrainedModel) -> None:
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=0)
 
 
+# Bases whose last two layers keep something else than keys and values, and what.
+NO_KEYS = {
+    "nemotron_h": "LinearAttentionLayer",
+    "deepseek_v2": "latent keys",
+    "deepseek_v3": "latent keys",
+    "deepseek_v32": "DynamicIndexedLayer, latent keys",
+    "glm4_moe_lite": "latent keys",
+    "glm_moe_dsa": "DynamicIndexedLayer, latent keys",
+    "falcon_h1": "LinearAttentionAndFullAttentionLayer",
+    "granitemoehybrid": "LinearAttentionLayer",
+    "olmo_hybrid": "LinearAttentionLayer",
+    "qwen3_5_text": "LinearAttentionLayer",
+    "qwen3_5_moe_text": "LinearAttentionLayer",
+    "qwen3_next": "LinearAttentionLayer",
+}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}  # kernels for other shapes round otherwise
+# Parameters that no gradient reaches in the base's own layers either.
+WITHOUT_GRADIENT = ("expert_bias", "e_score_correction_bias")
+
+
+def keeps_keys(base: PreTrainedModel) -> bool:
+    """Whether its last two layers may be queries only; asserts that it is refused if not."""
+    if base.config.model_type not in NO_KEYS:
+        return True
+    with pytest.raises(ValueError, match=f"some keep {NO_KEYS[base.config.model_type]}"):
+        StoppingPolicy.from_base(base, 2, "queries")
+    return False
+
+
+@torch.no_grad()
+def test_queries_equal_the_base(base: PreTrainedModel) -> None:
+    """On the base's keys and values, copies without their own give its last hidden states.
+
+    All positions at once, a few of them, and in pieces on a cache of transformers.
+    """
+    if not keeps_keys(base):
+        return
+    inputs = padded_prompts(20)
+    mask = inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    real = mask.bool()
+    for n in (1, 2, base.config.num_hidden_layers):
+        policy = StoppingPolicy.from_base(base, n, "queries")
+        names = [name for name, _ in policy.layers.named_parameters()]
+        assert not [name for name in names if {"k_proj", "v_proj"} & set(name.split("."))]
+        torch.nn.init.normal_(policy.head.weight)
+        with Reader(base, n, queries=True) as reader:
+            last = base.get_decoder()(**inputs, position_ids=positions).last_hidden_state
+            hidden, keys = reader.hidden, reader.keys
+        expected = policy.head(last.float())[..., 0]
+        with torch.enable_grad():
+            whole = policy(hidden, positions, mask, None, None, keys)
+            whole[real].sum().backward()
+        torch.testing.assert_close(whole[real], expected[real], **CLOSE)
+        reached = {name for name, p in policy.layers.named_parameters() if p.grad is not None}
+        assert [name for name in set(names) - reached if not name.endswith(WITHOUT_GRADIENT)] == []
+        columns = torch.tensor([[7, 19, 12], [6, 5, 18]])
+        index = columns[..., None].expand(-1, -1, hidden.shape[-1])
+        few = hidden.gather(1, index), positions.gather(1, columns)
+        some = policy(*few, mask, None, None, keys, columns)
+        torch.testing.assert_close(some, expected.gather(1, columns), **CLOSE)
+        cache = DynamicCache(config=base.get_decoder().config)
+        for i, j in PIECES:
+            with Reader(base, n, queries=True) as reader:
+                last = base.get_decoder()(
+                    input_ids=inputs["input_ids"][:, i:j],
+                    attention_mask=mask[:, :j],
+                    position_ids=positions[:, i:j],
+                    past_key_values=cache,
+                ).last_hidden_state
+                columns = torch.arange(i, j)[None]
+                part = policy(
+                    reader.hidden, positions[:, i:j], mask[:, :j], None, None, reader.keys, columns
+                )
+            wanted = policy.head(last.float())[..., 0]
+            seen = real[:, i:j]
+            torch.testing.assert_close(part[seen], wanted[seen], **CLOSE)
+
+
+@pytest.mark.parametrize("tuning", ["layers", "queries"])
 def test_saved_loaded_and_generating(
-    base: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    base: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, tuning: str
 ) -> None:
     """A policy with weights of its own, in a fresh model: same probabilities, on and offline."""
+    if tuning == "queries" and not keeps_keys(base):
+        return
     base.save_pretrained(tmp_path / "base")
     model = OSPrunerForCausalLM.untrained(
-        base, tiny_tokenizer, base_model_name_or_path=str(tmp_path / "base")
+        base, tiny_tokenizer, tuning=tuning, base_model_name_or_path=str(tmp_path / "base")
     )
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,8 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import (
-    PLAIN,
-    BoundaryState,
-    ReasoningFormat,
-    TokenFormat,
-    kind_of,
-)
+from modeling_ospruner.formats_ospruner import PLAIN, ReasoningFormat, TokenFormat
+from modeling_ospruner.states_ospruner import BoundaryState, kind_of
 
 from .test_formats_generate import ALWAYS, NEVER, write
 
@@ -92,6 +88,42 @@ def test_the_literals() -> None:
         ReasoningFormat("x", "", "", "So ", "\\boxed{", "<think>")
     with pytest.raises(ValueError, match="steps is 'lines'; it must be '' or 'prose'"):
         ReasoningFormat("x", "", "", "So ", "\\boxed{", steps="lines")
+
+
+def test_answer_phrases_are_checked() -> None:
+    phrase = "The final answer is"
+    assert replace(PLAIN, answer_phrase=phrase).to_dict()["answer_phrase"] == phrase
+    assert "answer_phrase" not in PLAIN.to_dict()
+    with pytest.raises(ValueError, match="'So' ends the thinking: leave one of them empty"):
+        ReasoningFormat("x", "", "So", "So The", "\\boxed{", answer_phrase="The")
+    with pytest.raises(ValueError, match="answer_phrase is 'Answer:', which must stand in closing"):
+        replace(PLAIN, answer_phrase="Answer:")
+
+
+@pytest.fixture
+def phrasing(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> OSPrunerForCausalLM:
+    form = replace(PLAIN, answer_phrase="The final answer is")
+    return OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, reasoning_format=form)
+
+
+def test_the_model_s_own_phrase_is_the_natural_end(phrasing: OSPrunerForCausalLM) -> None:
+    assert phrasing.tokenizer is not None
+    thought = "It is.\n\nSo I check.\n\n"
+    script = f"{thought}The final answer is 5, as.\n\nI said."
+    kept = len(phrasing.tokenizer.encode(thought, add_special_tokens=False))
+    text, record = write(phrasing, script, **NEVER)
+    assert text.startswith(f"{thought}The final answer is \\boxed{{")
+    assert (record.reason, record.thinking_tokens) == ("natural", kept)
+    assert record.step_ends[-1] == kept
+    free, record = write(phrasing, script, answer="free", max_answer_tokens=40, **NEVER)
+    assert free.startswith(script)  # from there on nothing is thinking, and no step ends
+    assert (record.reason, record.thinking_tokens, len(record.step_ends)) == ("natural", kept, 2)
+    text, record = write(phrasing, script, **ALWAYS)
+    assert text.startswith("It is.\n\n\n\nThe final answer is \\boxed{")
+    text, record = write(phrasing, "It is 5.<|end|>", **NEVER)  # the end of the turn ends it, too
+    assert (text, record.reason) == ("It is 5.<|end|>", "natural")
 
 
 @pytest.fixture

@@ -7,13 +7,8 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_ospruner.formats_ospruner import (
-    HARMONY,
-    BoundaryState,
-    BoxState,
-    TokenFormat,
-    kind_of,
-)
+from modeling_ospruner.formats_ospruner import HARMONY, TokenFormat
+from modeling_ospruner.states_ospruner import BoundaryState, BoxState, kind_of
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 TEXTS = ("assistant", "analysis", "final", "commentary", " to=x", "a", " ", "\n", ".\n\n", "}\n\nb")

@@ -255,7 +255,7 @@ def test_harmony_trace_and_what_is_left_to_close(harmony: Family) -> None:
     # A natural end: the model has written <|end|>, and the rest is forced.
     state = fmt.boundary_state([*trace, fmt.think_end_id])
     assert (state.ended, state.closing_written, state.thinking_tokens) == (True, 1, len(trace))
-    assert harmony.tokenizer.decode(fmt.forced_suffix("forced", state.closing_written)) == (
+    assert harmony.tokenizer.decode(fmt.forced_suffix("forced", state)) == (
         f"<|start|>assistant{FINAL}\\boxed{{"
     )
     # In the final channel nothing is left, and the box prefix opens it.
@@ -274,8 +274,8 @@ def test_harmony_answer_without_analysis(harmony: Family) -> None:
     assert fmt.boundaries(written) == [False] * len(written)
     state = fmt.boundary_state(written)
     assert (state.ended, state.thinking_tokens) == (True, 0)
-    assert fmt.forced_suffix("free", state.closing_written) == []
-    assert fmt.forced_suffix("forced", state.closing_written) == list(fmt.box_prefix_ids)
+    assert fmt.forced_suffix("free", state) == []
+    assert fmt.forced_suffix("forced", state) == list(fmt.box_prefix_ids)
     prompt = harmony.prompt(ASK)
     assert fmt.thinking_span([*prompt, *written]) == (len(prompt), len(prompt), True)
     shaped = harmony.ids("<|channel|>final <|constrain|>json<|message|>{\n\n}")

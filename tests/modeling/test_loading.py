@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM, ReasoningFormat
-from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.train.toy.shipped import Reasoner
 
@@ -345,3 +345,9 @@ def test_a_checkpoint_that_only_exists_quantised(
     message = r"Qwen2ForCausalLM is quantised \(bitsandbytes\) .*only mxfp4, fp8 can"
     with pytest.raises(ValueError, match=message):
         OSPrunerForCausalLM.untrained(only, tiny_tokenizer)
+
+
+def test_json_that_nests_too_deeply_is_no_policy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 5000 + "]" * 5000)
+    with pytest.raises(OSError, match="nests too deeply"):
+        OSPrunerConfig.from_pretrained(tmp_path)

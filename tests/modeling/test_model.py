@@ -250,7 +250,10 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
         ),
         ({"default_threshold": 1.01}, r"default_threshold is 1.01; it must lie in \[0, 1\]"),
         ({"num_policy_layers": -1}, "num_policy_layers is -1; it must be 0 or more"),
-        ({"tuning": "all"}, "tuning is 'all'; it must be 'layers' or 'attention' or 'lora' or 'h"),
+        (
+            {"tuning": "all"},
+            "tuning is 'all'; it must be 'layers' or 'queries' or 'attention' or",
+        ),
         ({"method": "magic"}, "method is 'magic'; it must be 'os-pruner' or 'probe' or"),
         ({"default_mode": "never"}, "default_mode is 'never'; it must be 'sample' or 'threshold'"),
         ({"length_penalty": float("nan")}, r"\(lambda\) is nan; it must lie in \[0, inf\)"),
@@ -290,15 +293,13 @@ def test_a_custom_format_is_kept(
     tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    custom = ReasoningFormat("mine", "Box it.", "</think>", "</think>\n", "So \\boxed{")
+    custom = ReasoningFormat("mine", "Box it.", "</mine>", "</mine>\n", "So \\boxed{", "<mine>")
     model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, reasoning_format=custom)
     model.save_pretrained(tmp_path / "p")
     loaded = OSPrunerForCausalLM.from_pretrained(tmp_path / "p")
     assert loaded.token_format.format == custom
     assert loaded.config.base_model_name_or_path == str(tiny_base_dir)
-    lost = ReasoningFormat("lost", "", "</nowhere>", "</nowhere>", "")
-    with pytest.raises(ValueError, match="no thinking end marker '</nowhere>'"):
-        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, reasoning_format=lost)
+    assert loaded.token_format.end_marker is not None
 
 
 def test_trunk_and_stop_logits(saved: tuple[OSPrunerForCausalLM, Path]) -> None:

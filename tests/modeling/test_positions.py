@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from modeling_ospruner import Budget, OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK
 from modeling_ospruner.generation_ospruner import generate_with_rule
 from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.states_ospruner import BREAK
 
 SWITCH = 64
 SIZES: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2For
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
 from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.stopping_ospruner import promise_of
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.train.toy.shipped import Reasoner, draw_split
@@ -221,10 +223,19 @@ def test_the_default_price_is_the_configurations(
     settings = StopPolicyConfig().with_defaults(model.config)
     assert settings.length_penalty == 3e-4
     assert StopPolicyConfig(length_penalty=0.0).with_defaults(model.config).length_penalty == 0
-    promise: dict[str, Any] = {"max_loss": 0.02, "confidence": 0.95, "threshold": 0.5}
-    monkeypatch.setattr(model.config, "calibrations", [promise | {"length_penalty": 2e-3}])
-    kept = StopPolicyConfig(max_loss=0.02).with_defaults(model.config)
-    assert (kept.mode, kept.threshold, kept.length_penalty) == ("threshold", 0.5, 2e-3)
+    promises: list[dict[str, Any]] = [
+        {"max_loss": 0.02, "mode": "threshold", "threshold": 0.5, "length_penalty": 2e-3},
+        {"max_loss": 0.03, "mode": "sample", "threshold": None, "length_penalty": 3e-3},
+    ]
+    monkeypatch.setattr(model.config, "calibrations", [{"confidence": 0.95} | p for p in promises])
+    for promise in promises:
+        kept = StopPolicyConfig(max_loss=promise["max_loss"]).with_defaults(model.config)
+        assert {name: vars(kept)[name] for name in promise if name != "max_loss"} == {
+            name: value for name, value in promise.items() if name != "max_loss"
+        }
+        assert promise_of(kept, model.config) == {"confidence": 0.95} | promise
+        for other in ({"answer": "free"}, {"max_thinking_tokens": 9}, {"length_penalty": 1e-3}):
+            assert promise_of(replace(kept, **other), model.config) is None
 
 
 def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: Path) -> None:
@@ -276,6 +287,19 @@ def test_a_fixed_heads_file_is_no_price_policy(reasoner: Reasoner, tmp_path: Pat
             {"head": "price", "price_range": [1e-4, 1e-3], "method": "probe"},
             "method 'probe' is a classifier",
         ),
+        (
+            {"domains": {"a": {"task": {"name": "math"}, "length_penalty": 1e-3}}},
+            "domains holds a length_penalty for 'a', but the head 'fixed'",
+        ),
+        (
+            {
+                "head": "price",
+                "price_range": [1e-4, 1e-3],
+                "domains": {"a": {"task": {"name": "math"}, "length_penalty": 1.0}},
+            },
+            r"domains\['a'\]: length_penalty is 1.0, but the policy was trained for prices",
+        ),
+        ({"domains": {"a": {"name": "math"}}}, "domains holds .* for 'a'; it must have the sett"),
     ],
 )
 def test_a_configuration_that_contradicts_itself_is_refused(

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from modeling_ospruner import Budget, OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.engines.opening import ENGINES, EngineOptions, open_engine
+from modeling_ospruner.serving.requests import (
+    CONTROL,
+    ID,
+    KEYS,
+    OF_SERVERS,
+    ON,
+    StopRequest,
+    check_body,
+)
 from modeling_ospruner.vllm_plugin import server
-from modeling_ospruner.vllm_plugin.requests import CONTROL, ID, KEYS, OF_SERVERS, ON, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 from ospruner_cli import app
 
@@ -60,6 +68,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "mode": ({}, "sample", "threshold"),
     "threshold": ({}, 0.0, 1.0),
     "length_penalty": ({}, 0.0, 0.1),
+    "domain": ({}, "free", "dear"),
     "max_loss": ({}, 0.01, 0.02),
     "seed": ({"mode": "sample"}, 0, 1),
     "first_sample_index": ({"mode": "sample"}, 0, 4),
@@ -78,13 +87,18 @@ def test_every_setting_of_generate_changes_something(
     model: OSPrunerForCausalLM, as_made: OSPrunerConfig
 ) -> None:
     as_made.calibrations = [
-        {"max_loss": loss, "confidence": 0.95, "threshold": threshold, "length_penalty": None}
+        {"max_loss": loss, "confidence": 0.95, "length_penalty": None}
+        | {"mode": "threshold", "threshold": threshold}
         for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
     ]
     assert model.tokenizer is not None
     priced = OSPrunerForCausalLM.untrained(
         model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1)
     )
+    priced.config.domains = {
+        name: {"task": {"name": "math"}, "length_penalty": price}
+        for name, price in (("free", 0.0), ("dear", 0.1))
+    }
     fmt = model.token_format
     again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
     hot = {**SAMPLED, "temperature": 20.0}
@@ -94,7 +108,7 @@ def test_every_setting_of_generate_changes_something(
     }
     assert list(CHANGES) == [one.name for one in fields(StopPolicyConfig)]
     for name, (others, one, another) in CHANGES.items():
-        asked = priced if name == "length_penalty" else model
+        asked = priced if name in ("length_penalty", "domain") else model
         first, second = (
             outcome(asked, {**others, name: value}, **how.get(name, {})) for value in (one, another)
         )
@@ -116,6 +130,7 @@ REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
     "stop_mode": ({}, "sample"),
     "stop_threshold": ({}, 0.25),
     "stop_length_penalty": ({}, 1e-4),
+    "stop_domain": ({}, "math"),
     "stop_seed": ({}, 3),
     "stop_sample_index": ({"stop_seed": 3}, 2),
     "stop_answer": ({}, "tools"),
@@ -137,6 +152,49 @@ def test_every_key_of_a_request_changes_something() -> None:
     assert StopRequest({ON: False}).settings(StopRequest({ON: True})) is None
     assert StopRequest({ID: "a"}).name == "a"
     assert StopRequest({CONTROL: 0.5}, server=True).control == 0.5
+
+
+def test_a_domain_stands_for_its_price() -> None:
+    domains: dict[str, dict[str, Any]] = {
+        "math": {"task": {"name": "math"}, "length_penalty": 3e-4},
+        "quiz": {"task": {"name": "choice"}},
+    }
+    priced = OSPrunerConfig(head="price", price_range=[1e-4, 1e-3], domains=domains)
+    settings = StopPolicyConfig(domain="math").with_defaults(priced)
+    assert (settings.domain, settings.length_penalty) == (None, 3e-4)
+    unknown = r"domain is 'quiz'; it must be one of \['math'\] .a policy has a price"
+    with pytest.raises(ValueError, match=unknown):
+        StopPolicyConfig(domain="quiz").with_defaults(priced)
+    with pytest.raises(
+        ValueError, match="domain is 'math'; it must be left out: the policy has none"
+    ):
+        StopPolicyConfig(domain="math").with_defaults(OSPrunerConfig())
+    with pytest.raises(ValueError, match="domain is 'math', and so is length_penalty 0.0001 given"):
+        StopPolicyConfig(domain="math", length_penalty=1e-4)
+    with pytest.raises(ValueError, match="max_loss is 0.1, and so is domain given"):
+        StopPolicyConfig(domain="math", max_loss=0.1)
+    with pytest.raises(ValueError, match="domain are the learned policy's"):
+        StopPolicyConfig(domain="math", rule=Budget(1))
+    with pytest.raises(TypeError, match="domain is 3; it must be a text"):
+        StopPolicyConfig(domain=3)  # type: ignore[arg-type]
+
+    server = StopRequest({ON: True, "stop_domain": "math"}, server=True)
+    server.settle(priced)
+    assert server.fields["length_penalty"] == 3e-4
+    with pytest.raises(ValueError, match="the server's stop_domain: domain is 'quiz'"):
+        StopRequest({"stop_domain": "quiz"}, server=True).settle(priced)
+    asked = StopRequest({"stop_domain": "math"}).settings(
+        StopRequest({"stop_length_penalty": 1e-4}, server=True)
+    )
+    assert asked is not None
+    assert asked.price("request", priced) == 3e-4
+    other = StopRequest({"stop_length_penalty": 2e-4}).settings(server)
+    assert other is not None
+    assert other.price("request", priced) == 2e-4
+    body = {"vllm_xargs": {"stop_domain": "quiz"}}
+    with pytest.raises(ValueError, match="vllm_xargs: stop_domain is 'quiz'; it must be one of"):
+        check_body(body, server, priced, True)
+    check_body({"vllm_xargs": {"stop_domain": "math"}}, server, priced, True)
 
 
 def test_keys_that_a_server_or_request_would_not_look_at_are_refused() -> None:
@@ -197,6 +255,7 @@ SERVED = {
     "--threshold": "0.4",
     "--max-loss": "0.02",
     "--length-penalty": "2e-4",
+    "--domain": "math",
     "--answer": "free",
     "--wind-down": "So:",
     "--min-thinking-tokens": "3",
@@ -212,7 +271,8 @@ def test_every_option_of_serve_changes_what_is_served(monkeypatch: pytest.Monkey
     monkeypatch.setattr(server, "serve", lambda *arguments: told.append(arguments))
     commands: Any = typer.main.get_command(app)
     serve = commands.commands["serve"]
-    assert {one.opts[0] for one in serve.params if one.opts[0].startswith("-")} == {*SERVED}
+    known = {one.opts[0] for one in serve.params if one.opts[0].startswith("-")}
+    assert known == {*SERVED, "--engine"}  # which says whose server it is
     serve.main(["org/policy"], standalone_mode=False)
     for option, value in SERVED.items():
         given_ = [option] if value is None else [option, value]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
+from datasets import Dataset
 
 from modeling_ospruner import (
     Agreement,
@@ -24,6 +27,8 @@ from modeling_ospruner import (
 )
 from modeling_ospruner.rules_ospruner import TrialAnswer, Verdict
 from ospruner.eval.problems.problem import user_message
+from ospruner.eval.rules.thinking import thinking_entropies
+from ospruner.eval.table import TraceTable
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
 
@@ -53,6 +58,12 @@ class Ends:
 
     def next_text(self) -> str:
         return self.words[self.step]
+
+    def step_text(self) -> str:
+        raise AssertionError
+
+    def thinking_entropy(self) -> float:
+        raise AssertionError
 
 
 def verdicts(rule: StopRule, ends: Any, steps: int) -> list[Verdict]:
@@ -89,6 +100,22 @@ def test_a_strided_policy_is_asked_at_every_kth_step_end_alone() -> None:
     found = verdicts(LearnedPolicy("threshold", 0.5, step_stride=3), Ends((), probabilities), 8)
     assert [v.stop for v in found] == [False, False, True, False, False, True, False, False]
     assert [v.signal for v in found if not v.stop] == [None] * 6
+
+
+def test_a_windowed_policy_votes_or_averages() -> None:
+    """TERMINATOR: more than half of the last so many; Thought Calibration: their mean."""
+    said = [0.9, 0.1, 0.8, 0.7, 0.2, 0.3, 0.9]
+    vote = LearnedPolicy("threshold", 0.7, window=3)
+    # Of three, two: at steps 3 (.9, .8), 4 (.8, .7), 5 (.8, .7), and no more.
+    found = verdicts(vote, Ends((), said), 7)
+    assert [i for i, v in enumerate(found, 1) if v.stop] == [3, 4, 5]
+    assert [v.signal for v in found] == said
+    # Means of three, of fewer before: .9, .5, .6, .533, .567, .4, .467.
+    mean = LearnedPolicy("threshold", 0.55, window=3, by="mean")
+    found = verdicts(mean, Ends((), said), 7)
+    assert [i for i, v in enumerate(found, 1) if v.stop] == [1, 3, 5]
+    with pytest.raises(ValueError, match="window is 3, but mode 'sample' draws at each step"):
+        LearnedPolicy("sample", window=3)
 
 
 def test_a_budget_is_reached_at_a_step_end() -> None:
@@ -209,21 +236,31 @@ def test_bad_rules_are_refused(make: Any, error: type[Exception], message: str) 
         make()
 
 
+def prompts_of(reasoner: Reasoner) -> list[str]:
+    """The prompts of six problems."""
+    return [
+        str(
+            reasoner.tokenizer.apply_chat_template(
+                [{"role": "user", "content": user_message(problem, reasoner.token_format.format)}],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        )
+        for problem in draw_split("test", 6, 0)
+    ]
+
+
 def solve(
     reasoner: Reasoner, rule: StopRule | dict[str, Any]
 ) -> tuple[list[StopRecord], list[list[int]]]:
     """Greedy traces of six problems under a rule: records, and what was generated."""
     tokenizer = reasoner.tokenizer
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": user_message(problem, reasoner.token_format.format)}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        for problem in draw_split("test", 6, 0)
-    ]
     inputs = tokenizer(
-        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+        prompts_of(reasoner),
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+        add_special_tokens=False,
     )
     output, records = generate_with_rule(
         reasoner.model,
@@ -278,6 +315,53 @@ def test_training_free_rules_shorten_the_reasoners_traces(
             assert "}" in reasoner.tokenizer.decode(texts[i][kept + len(suffix) :])
 
 
+@dataclass
+class Told:
+    """Keeps what each row's step ends say of the thinking."""
+
+    found: dict[int, list[tuple[str, float]]] = field(default_factory=dict)
+    reason: Any = "policy"
+
+    @property
+    def asks(self) -> Any:
+        return frozenset({"text", "thinking_entropy"})
+
+    def for_row(self) -> Any:
+        return self
+
+    def at_step_end(self, end: Any) -> Verdict:
+        said = (end.step_text(), end.thinking_entropy())
+        self.found.setdefault(end.sample_index, []).append(said)
+        return Verdict(False)
+
+
+def test_rules_are_told_steps_and_the_thinkings_entropy(
+    reasoner: Reasoner, whole: tuple[list[StopRecord], list[list[int]]]
+) -> None:
+    """As a pass over each whole text finds them."""
+    rule = Told()
+    records, texts = solve(reasoner, rule)
+    assert texts == whole[1]
+    prompts = reasoner.tokenizer(prompts_of(reasoner), add_special_tokens=False)["input_ids"]
+    traces = [text[: r.step_ends[-1]] for text, r in zip(texts, records, strict=True)]
+    ends = [r.step_ends for r in records]
+    steps = max(len(row) for row in ends)
+    lengths = np.array([[*row, *[row[-1]] * (steps - len(row))] for row in ends])
+    table = TraceTable(
+        [], np.zeros(len(ends), np.int64), lengths, np.zeros(lengths.shape),
+        np.zeros(lengths.shape, bool), lengths, np.ones(lengths.shape, bool),
+        np.array([len(row) for row in ends]), np.zeros(len(ends)), np.zeros(len(ends), np.int64),
+        np.zeros(len(ends), bool), [], np.zeros(len(ends), np.int64),
+    )  # fmt: skip
+    dataset = Dataset.from_dict({"prompt_ids": prompts, "trace_ids": traces})
+    entropies = thinking_entropies(reasoner.model, dataset, table)
+    for i, row in enumerate(ends):
+        said = [reasoner.tokenizer.decode(traces[i][a:b]) for a, b in pairwise([0, *row])]
+        assert [text for text, _ in rule.found[i]] == said
+        np.testing.assert_allclose([h for _, h in rule.found[i]], entropies[i, : len(row)], 1e-3)
+    assert len({round(h, 6) for row in rule.found.values() for _, h in row}) > len(ends)
+
+
 def test_a_budget_needs_no_policy(
     reasoner: Reasoner, whole: tuple[list[StopRecord], list[list[int]]]
 ) -> None:
@@ -300,7 +384,9 @@ def test_a_rule_is_needed_without_a_policy(reasoner: Reasoner) -> None:
 
 
 def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="mode, threshold and length_penalty are the learned"):
+    with pytest.raises(
+        ValueError, match="mode, threshold, length_penalty and domain are the learned"
+    ):
         StopPolicyConfig(rule=Agreement(2), threshold=0.3)
     with pytest.raises(TypeError, match="rule is 'entropy'; it must be a StopRule"):
         StopPolicyConfig.of({"rule": "entropy"})

@@ -19,7 +19,7 @@ INSTALLED_AS = {
     "eval": "ospruner/eval",
     "hub_cards": "ospruner/hub_cards",
 }
-MODULES = ("ospruner_cli.py", "ospruner_vllm.py")
+MODULES = ("ospruner_cli.py", "ospruner_sglang.py", "ospruner_vllm.py")
 SEEN_FROM_OUTSIDE = """
 import importlib, importlib.util, sys
 bare = [name for name in ("train", "eval", "hub_cards") if importlib.util.find_spec(name)]
@@ -27,7 +27,7 @@ assert not bare, f"importable under bare names: {bare}"
 for name in ("ospruner.train", "ospruner.train.toy", "ospruner.eval", "ospruner.hub_cards"):
     print(importlib.util.find_spec(name).origin)
 print(importlib.util.find_spec("modeling_ospruner.engines").origin)
-for name in ("ospruner_cli", "ospruner_vllm"):
+for name in ("ospruner_cli", "ospruner_sglang", "ospruner_vllm"):
     print(importlib.util.find_spec(name).origin)
 """
 
@@ -158,6 +158,6 @@ def test_installed_wheel_takes_no_bare_name(wheel: Path, tmp_path: Path) -> None
 def test_present_install_takes_no_bare_name(tmp_path: Path, repo_dir: Path) -> None:
     """Under `make test` the present install is the editable one."""
     origins = run(sys.executable, "-c", SEEN_FROM_OUTSIDE, cwd=tmp_path).splitlines()
-    assert len(origins) == 7
+    assert len(origins) == 5 + len(MODULES)
     elsewhere = [line for line in origins if not Path(line).is_relative_to(repo_dir)]
     assert elsewhere == [], "the tests would test another tree: pip install -e . in this one"

@@ -1,6 +1,8 @@
 """Trains in the processes that accelerate launched: a program for test_several_processes.
 
-accelerate launch ... several_processes.py LABELS OUT shard|copies|price BREAK_AFTER
+accelerate launch ... several_processes.py LABELS OUT HOW BREAK_AFTER
+
+HOW is shard, copies, price, queries or queries-shard.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ PRICED = dataclasses.replace(
 )
 
 
+QUERIES = dataclasses.replace(SETTINGS, tuning="queries")
+OF = {"price": PRICED, "queries": QUERIES, "queries-shard": QUERIES}
+
+
 class BreakOffError(Exception):
     """The run is killed here."""
 
@@ -35,7 +41,7 @@ class BreakOffError(Exception):
 def main() -> None:
     """Trains until it is done, or until so many steps are taken."""
     labels, out, how, break_after = sys.argv[1:]
-    processes = open_processes(out, shard=how == "shard")
+    processes = open_processes(out, shard=how.endswith("shard"))
     steps = 0
 
     def count(phase: str, done: int, total: int, note: str = "") -> None:
@@ -48,9 +54,9 @@ def main() -> None:
         # One process takes a batch whole and runs the trunk anew, these take it in parts; copies
         # share a file of the trunk's states.
         return dataclasses.replace(
-            PRICED if how == "price" else SETTINGS,
-            gradient_checkpointing=how == "shard",
-            cache_on_disk=how == "copies",
+            OF.get(how, SETTINGS),
+            gradient_checkpointing=how.endswith("shard"),
+            cache_on_disk=how in ("copies", "queries"),
             micro_batch_tokens=400,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.common.results_file import Results
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner.eval.methods import EVERY_PRICE, parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import TraceTable
@@ -241,6 +244,49 @@ def test_a_broken_off_run_ends_with_the_same_bits(
         fit(dataclasses.replace(settings, prices_per_batch=4), labels, tmp_path / "broken")
 
 
+def test_auxiliary_losses_teach_the_tail_and_leave_with_the_training(
+    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    """Resumed bit for bit, in parts as in one; the policy that is saved has no trace of them."""
+
+    class BrokenOffError(Exception):
+        pass
+
+    def break_off(phase: str, done: int, total: int, note: str = "") -> None:
+        if phase == "train" and done == 8:
+            raise BrokenOffError
+
+    labels = make_labels(40)
+    plain = dataclasses.replace(SHORT, checkpoint_every=3)
+    settings = dataclasses.replace(plain, auxiliary_weight=0.5, auxiliary_targets=("repeats",))
+    with pytest.raises(BrokenOffError):
+        fit(settings, labels, tmp_path / "broken", progress=break_off)
+    stages = {
+        "broken": fit(settings, labels, tmp_path / "broken"),
+        "whole": fit(settings, labels, tmp_path / "whole"),
+        "parts": fit(
+            dataclasses.replace(settings, micro_batch_tokens=60), labels, tmp_path / "parts"
+        ),
+        "plain": fit(plain, labels, tmp_path / "plain"),
+    }
+    weights = {name: load_file(one[0].path / "model.safetensors") for name, one in stages.items()}
+    assert len({tuple(sorted(of.keys())) for of in weights.values()}) == 1
+    for name, tensor in weights["whole"].items():
+        assert torch.equal(tensor, weights["broken"][name]), name
+        torch.testing.assert_close(tensor, weights["parts"][name], atol=2e-4, rtol=1e-3)
+    assert not all(torch.equal(weights["whole"][name], x) for name, x in weights["plain"].items())
+    losses = [
+        [entry["loss"] for entry in log_of(tmp_path / name) if "loss" in entry]
+        for name in ("whole", "plain")
+    ]
+    # ln 2 a nat of a read-out that knows nothing; at the end it knows more.
+    assert losses[0][0] - losses[1][0] < 0.5 * math.log(2) + 0.05
+    assert losses[0][-1] - losses[1][-1] < 0.95 * (losses[0][0] - losses[1][0])
+    without = labels.remove_columns(["forced_logprob"])
+    with pytest.raises(ValueError, match="the labels hold no forced_answers and forced_logprob"):
+        fit(settings, without, tmp_path / "without")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with labels of two splits, a policy of every price and one of a lambda."""
@@ -346,8 +392,8 @@ def test_a_price_is_promised_and_kept(trained: Path, tmp_path: Path) -> None:
     (stored,) = config.calibrations
     assert (stored["threshold"], stored["length_penalty"]) == (0.5, found.value)
     card = (policy / "README.md").read_text("utf-8")
-    assert "| accuracy lost at most | confidence | price of a token |" in card
-    assert f"| 30.0 points | 0.95 | {found.value:g} | 60 |" in card
+    assert "| accuracy lost at most | confidence | mode | price of a token |" in card
+    assert f"| 30.0 points | 0.95 | threshold | {found.value:g} | 60 |" in card
     (rule,) = replay_labels(
         trained / "test", [f"{policy}@.5"], length_penalties=[stored["length_penalty"]]
     ).rules[1:2]
@@ -363,6 +409,39 @@ def test_a_price_is_promised_and_kept(trained: Path, tmp_path: Path) -> None:
         calibrate_policy(policy, trained / "test", 0.3, values=[1e-3, 1e-4])
     with pytest.raises(ValueError, match="length_penalty is 7, but the policy was trained for"):
         calibrate_policy(policy, trained / "test", 0.3, values=[1e-3, 7])
+
+
+def test_a_price_at_which_the_policy_draws_is_promised_too(trained: Path, tmp_path: Path) -> None:
+    policy = shutil.copytree(trained / "run" / "price", tmp_path / "policy")
+    command = ["calibrate", str(policy), "--labels", str(trained / "test"), "--max-loss", "0.4"]
+    done = CliRunner().invoke(app, [*command, "--mode", "sample"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "(betting test)" in " ".join(done.output.split())
+    config = OSPrunerConfig.from_pretrained(policy)
+    assert config.calibrations is not None
+    (stored,) = config.calibrations
+    assert (stored["mode"], stored["threshold"], stored["test"]) == ("sample", None, "betting")
+    # What was tested is replay's expectation over the draws.
+    price = stored["length_penalty"]
+    full, drawn = replay_labels(trained / "test", [str(policy)], length_penalties=[price]).rules[:2]
+    assert full.outcome.accuracy - drawn.outcome.accuracy == pytest.approx(stored["loss"])
+    # Of the thinking tokens' histogram the bins' shares are those of the stops that are expected.
+    tokens = stored["traffic"]["thinking_tokens"]
+    assert sum(tokens["shares"]) == pytest.approx(1, abs=1e-4)
+    assert max(tokens["shares"]) < 0.2
+    assert tokens["edges"][0] < drawn.outcome.mean_tokens < tokens["edges"][-1]
+    kept = StopPolicyConfig(max_loss=0.4).with_defaults(config)
+    assert (kept.mode, kept.threshold, kept.length_penalty) == ("sample", None, price)
+
+    fixed = next((trained / "fixed").glob("lam*/"))
+    with pytest.raises(ValueError, match="mode is 'sample', but .* is a policy of one lambda"):
+        calibrate_policy(fixed, trained / "test", 0.4, mode="sample")
+    with pytest.raises(ValueError, match="mode is 'draw'; it must be 'sample' or"):
+        calibrate_policy(fixed, trained / "test", 0.4, mode="draw")  # type: ignore[arg-type]
+    rule = ["calibrate", "budget", "--labels", str(trained / "test"), "--max-loss", "0.4"]
+    refused = CliRunner().invoke(app, [*rule, "--values", "90,20", "--mode", "sample"])
+    assert refused.exit_code == 2
+    assert "a rule such as budget does not draw" in " ".join(refused.output.split())
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_validation_result_is_that_of_the_saved_policy(
         assert (result.full_accuracy, result.full_tokens > result.tokens) == (1.0, True)
 
 
-@pytest.mark.parametrize("method", ["probe", "convergence"])
+@pytest.mark.parametrize("method", ["probe", "convergence", "terminator"])
 def test_baseline_learns_its_label_with_as_many_epochs(
     method: Any,
     fit: Callable[..., list[StageResult]],
@@ -113,7 +113,9 @@ def test_baseline_learns_its_label_with_as_many_epochs(
             "forced_correct": [1.0 - value for value in row["forced_correct"]],
         }
     )
-    (result,) = fit(SETTINGS.baseline(method), dataset)
+    settings = SETTINGS.baseline(method)
+    assert settings.num_policy_layers == (1 if method == "terminator" else 2)
+    (result,) = fit(settings, dataset)
     assert (result.name, result.length_penalty) == (method, 0.0)
     assert len([e for e in log_of(tmp_path / "run") if "epoch" in e]) == 15
     model = OSPrunerForCausalLM.from_base(tiny_base, result.path)
@@ -320,10 +322,10 @@ def test_what_cannot_be_learnt_from_is_refused(
     with pytest.raises(ValueError, match=r"there are 5 training traces .* at least 8"):
         fit(labels=make_labels(5))
     right = make_labels(20).map(lambda row: {"forced_correct": [1.0] * len(row["step_ends"])})
-    with pytest.raises(ValueError, match=r"forced_correct is 1\.0 at every step of all 20"):
+    with pytest.raises(ValueError, match="forced_correct makes the label 1 at every step of"):
         fit(labels=right)
     same = make_labels(20).map(lambda row: {"matches_final": [True] * len(row["step_ends"])})
-    with pytest.raises(ValueError, match="matches_final is True at every step"):
+    with pytest.raises(ValueError, match="matches_final makes the label 1 at every step"):
         fit(SETTINGS.baseline("convergence"), same)
     with pytest.raises(ValueError, match="64 problems are in both .* such as 'p0'"):
         fit(validation=make_labels(64))

@@ -18,6 +18,7 @@ from ospruner.train.loop import StageResult, memory_need
 from ospruner.train.processes import Processes
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
+from ospruner.train.tail import step_outputs
 from ospruner.train.trunk import LabelledTraces
 
 from .conftest import SHORT, MakeLabels
@@ -27,7 +28,7 @@ def held(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
 
-@pytest.mark.parametrize("tuning", ["layers", "attention", "lora", "head"])
+@pytest.mark.parametrize("tuning", ["layers", "queries", "attention", "lora", "head"])
 def test_the_statement_is_what_tensors_then_take(
     tuning: str,
     tiny_base: Qwen2ForCausalLM,
@@ -45,8 +46,8 @@ def test_the_statement_is_what_tensors_then_take(
     assert need.tail_bytes == held(p for n, p in model.policy.named_parameters() if n in own)
     optimizer = new_optimizer(model, settings)
     batch = traces.batch(torch.arange(8).numpy())
-    hidden = traces.states(model, batch.rows)
-    logits = model.policy(hidden).gather(1, batch.positions)
+    states = traces.states(model, batch.rows)
+    logits = step_outputs(model.policy, states, batch.positions)[..., 0]
     batch_loss("os-pruner", logits, batch, 1e-2).backward()
     assert need.gradient_bytes == held(p.grad for p in model.policy.parameters())
     optimizer.step()
@@ -88,7 +89,7 @@ def test_averaged_weights_are_part_of_the_statement(
     assert set(found) == {with_means.optimizer_bytes - without.optimizer_bytes}
 
 
-@pytest.mark.parametrize("tuning", ["layers", "lora"])
+@pytest.mark.parametrize("tuning", ["layers", "queries", "lora"])
 @pytest.mark.parametrize("kept", ["memory", "disk", "nowhere"])
 def test_the_base_leaves_the_device_once_its_states_are_kept(
     kept: str,

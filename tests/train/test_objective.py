@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ospruner.train.fresh import batch_loss
-from ospruner.train.objective import classification_loss
+from ospruner.train.objective import answer_history, auxiliary_loss, classification_loss
 from ospruner.train.trunk import Batch
 
 NUM_STEPS = (5, 1, 3)
@@ -41,8 +41,16 @@ def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float, bon
             gain = float(batch.correct[n, i]) - penalty * float(batch.lengths[n, i])
             reward += survival * stop * (gain - bonus * math.log(survival * stop))
             survival *= 1 - stop
-            target = batch.correct if method == "probe" else batch.matches_final
-            y = float(target[n, i])
+            final = [float(value) for value in batch.matches_final[n, :T]]
+            y = {
+                "os-pruner": 0.0,
+                "probe": float(batch.correct[n, i]),
+                "lynx": float(batch.correct[n, i]),
+                "convergence": min(final[i:]),
+                "final-answer": final[i],
+                "thought-calibration": final[i],
+                "terminator": max(final[: i + 1]),
+            }[method]
             entropy -= y * math.log(p) + (1 - y) * math.log(1 - p)
             steps += 1
     return -reward / len(NUM_STEPS) if method == "os-pruner" else entropy / steps
@@ -50,7 +58,16 @@ def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float, bon
 
 @pytest.mark.parametrize(
     ("method", "bonus"),
-    [("os-pruner", 0.0), ("os-pruner", 0.03), ("probe", 0.0), ("convergence", 0.0)],
+    [
+        ("os-pruner", 0.0),
+        ("os-pruner", 0.03),
+        ("probe", 0.0),
+        ("convergence", 0.0),
+        ("final-answer", 0.0),
+        ("terminator", 0.0),
+        ("lynx", 0.0),
+        ("thought-calibration", 0.0),
+    ],
 )
 def test_batch_loss_and_its_gradient(method: str, bonus: float) -> None:
     batch, penalty = make_batch(), 3e-3
@@ -78,3 +95,34 @@ def test_classifying_nothing_is_refused() -> None:
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="no real step"):
         classification_loss(torch.zeros(2, 3), torch.zeros(2, 3), nothing)
+
+
+def test_the_history_of_answers_by_hand() -> None:
+    answers = ["12", " 1 2", "7", "12", "12"]
+    logprobs = [-0.5, 0.0, None, math.log(0.25), -1.0]
+    wanted = [  # repeats, 1 - 1/run, 1 - 1/distinct, confidence
+        [0, 0, 0, math.exp(-0.5)],
+        [1, 1 / 2, 0, 1],
+        [0, 0, 1 / 2, 0],
+        [0, 0, 1 / 2, 0.25],
+        [1, 1 / 2, 1 / 2, math.exp(-1)],
+    ]
+    np.testing.assert_allclose(answer_history(answers, logprobs), wanted)
+
+
+def test_the_auxiliary_loss_weighs_traces_alike_and_ignores_padding() -> None:
+    batch = make_batch()
+    draws = torch.Generator().manual_seed(3)
+    logits = torch.randn(*batch.mask.shape, 2, generator=draws, dtype=torch.float64)
+    targets = torch.rand(*batch.mask.shape, 2, generator=draws, dtype=torch.float64)
+    by_hand = 0.0
+    for n, steps in enumerate(NUM_STEPS):
+        for t in range(steps):
+            for a in range(2):
+                x, y = float(logits[n, t, a]), float(targets[n, t, a])
+                p = 1 / (1 + math.exp(-x))
+                by_hand -= (y * math.log(p) + (1 - y) * math.log(1 - p)) / (2 * steps)
+    found = auxiliary_loss(logits, targets, batch.mask)
+    assert float(found) == pytest.approx(by_hand / len(NUM_STEPS))
+    logits[~batch.mask] = 1e4
+    assert float(auxiliary_loss(logits, targets, batch.mask)) == pytest.approx(float(found))

@@ -112,8 +112,8 @@ def test_states_of_one_base_are_not_given_to_another(
         traces.token_lengths[:, None]
     )  # what stands beyond a trace's end is not looked at
     wanted = one.trunk(traces.input_ids(rows))[real]
-    torch.testing.assert_close(traces.states(one, rows)[real], wanted)
-    assert not torch.allclose(traces.states(two, rows)[real], wanted)
+    torch.testing.assert_close(traces.states(one, rows).hidden[real], wanted)
+    assert not torch.allclose(traces.states(two, rows).hidden[real], wanted)
 
 
 def bases(tokenizer: PreTrainedTokenizerFast, tiny: PreTrainedModel) -> dict[str, PreTrainedModel]:

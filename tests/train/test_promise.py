@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, OSPrunerConfig
 from modeling_ospruner.rules_ospruner import Budget
+from modeling_ospruner.serving.requests import StopRequest
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from modeling_ospruner.vllm_plugin.requests import StopRequest
 from ospruner.eval.table import TraceTable
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
 from ospruner.train.labels.making import label
@@ -66,7 +66,7 @@ def test_the_promise_is_stored_and_kept(trained: tuple[Path, Path, Path], tmp_pa
     assert stored["data_hash"] == load_labels(labels).data_hash
     card = (policy / "README.md").read_text()
     assert "## Promise" in card
-    assert f"| 30.0 points | 0.95 | {found['value']:.3f} | 60 |" in card
+    assert f"| 30.0 points | 0.95 | threshold | {found['value']:.3f} | 60 |" in card
 
     # What was promised is what replay finds at that threshold.
     (rule,) = replay_labels(labels, [f"{policy}@{stored['threshold']}"]).rules[1:2]
@@ -103,6 +103,7 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
 def test_a_server_promises_by_its_defaults_alone() -> None:
     promises: list[dict[str, Any]] = [
         {**dict.fromkeys(CALIBRATION_FIELDS, 0.02), "threshold": 0.7, "length_penalty": None}
+        | {"mode": "threshold"}
     ]
     defaults = StopRequest({"stop_policy": True, "stop_max_loss": 0.02}, server=True)
     defaults.settle(promising(promises))
@@ -143,8 +144,15 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, 
     ("wrong", "said"),
     [
         ("none", "calibrations is 'none'; it must be a list"),
-        ([{"max_loss": 0.1}], "each must have the fields max_loss, confidence, threshold"),
-        ([dict.fromkeys(CALIBRATION_FIELDS, 2.0)], "max_loss is 2.0; it must lie in"),
+        ([{"max_loss": 0.1}], "each must have the fields max_loss, confidence, mode, threshold"),
+        (
+            [dict.fromkeys(CALIBRATION_FIELDS, 2.0)],
+            "mode is 2.0; it must be 'sample' or 'threshold'",
+        ),
+        (
+            [dict.fromkeys(CALIBRATION_FIELDS, 2.0) | {"mode": "sample"}],
+            "max_loss is 2.0; it must lie in",
+        ),
     ],
 )
 def test_an_edited_promise_is_refused(wrong: Any, said: str) -> None:

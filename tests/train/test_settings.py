@@ -30,6 +30,20 @@ from ospruner.train.settings import TrainSettings
             {"method": "probe", "length_penalties": (), "entropy_bonus": 0.01},
             "entropy_bonus is 0.01, but method 'probe' is a classifier",
         ),
+        ({"auxiliary_weight": -1.0}, "auxiliary_weight is -1.0; it must be finite and >= 0"),
+        (
+            {"auxiliary_targets": ("run", "luck")},
+            r"auxiliary_targets is \['run', 'luck'\]; it must",
+        ),
+        ({"auxiliary_targets": ()}, r"auxiliary_targets is \[\]; it must hold some of repeats"),
+        (
+            {"auxiliary_weight": 0.1, "tuning": "head"},
+            "auxiliary_weight is 0.1, but tuning 'head' has no tail",
+        ),
+        (
+            {"auxiliary_weight": 0.1, "method": "probe", "length_penalties": ()},
+            "auxiliary_weight is 0.1, but method 'probe'",
+        ),
         ({"final_learning_rate_share": 1.5}, "final_learning_rate_share is 1.5"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
     ],

@@ -20,7 +20,7 @@ from ospruner.train.from_labels import train_from_labels
 from ospruner.train.processes import Processes, open_processes
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
-from .several_processes import PRICED, SETTINGS
+from .several_processes import PRICED, QUERIES, SETTINGS
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
 EVER = 10_000
@@ -114,6 +114,16 @@ def test_two_processes_train_every_price_as_one_does(labels: Path, tmp_path: Pat
     )
     for key, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[key], atol=2e-3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["queries", "queries-shard"])
+def test_two_processes_train_queries_as_one_does(how: str, labels: Path, tmp_path: Path) -> None:
+    train_from_labels(labels, tmp_path / "alone", lambda table: QUERIES)
+    launch(PROGRAM, labels, tmp_path / "run", how, EVER)
+    same_curve(tmp_path / "run", tmp_path / "alone")
+    kept = sorted(one.name for one in (tmp_path / "run").glob("trunk_states.*"))
+    assert kept == (["trunk_states.train", "trunk_states.validation"] * (how == "queries"))
 
 
 def test_processes_of_several_machines_share_no_file(labels: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from vllm import SamplingParams
 from vllm.compilation.counter import compilation_counter
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from ospruner.train.toy.shipped import Reasoner
 
 from .plugin_checks import environment, record, run, start, start_policy
@@ -170,6 +170,8 @@ def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: 
     assert left is not None
     print(f"room for {left} tokens of {room}")
     share = model.config.num_policy_layers / model.config.get_text_config().num_hidden_layers
+    if model.policy.queries:  # it has no pages of its own
+        share = 0
     # In tokens, for a block's bytes depend on how vLLM groups layers of two kinds.
     assert left >= int((1 - share) * room)
     seen: list[float] = []
@@ -194,6 +196,18 @@ def test_base(
 def test_adapters(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
     """Merged where they are loaded, into copies of the base's layers."""
     check(make(base_type, 2, "lora"), tmp_path)
+
+
+@pytest.mark.parametrize("base_type", BASES)
+def test_queries(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
+    """Sinks, windows, norms of keys and experts: on the base's pages, where steps end."""
+    check(make(base_type, 2, "queries"), tmp_path)
+
+
+def test_queries_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
+    """The base in vLLM's compiled graph, the tail as it is."""
+    check(make("gemma3_text", 2, "queries"), tmp_path, enforce_eager=False)
+    assert compilation_counter.num_models_seen == 2  # plain; base
 
 
 @pytest.mark.parametrize("base_type", ["qwen2", "gemma3_text"])

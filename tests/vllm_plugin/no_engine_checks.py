@@ -21,7 +21,9 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import price_logits, price_places
-from modeling_ospruner.formats_ospruner import BREAK, HARMONY, VISIBLE
+from modeling_ospruner.formats_ospruner import HARMONY
+from modeling_ospruner.serving.requests import DEFAULTS
+from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from modeling_ospruner.vllm_plugin.model import (
     STOP_HEAD,
     StopHead,
@@ -29,10 +31,10 @@ from modeling_ospruner.vllm_plugin.model import (
     check_start,
     merge_adapters,
 )
+from modeling_ospruner.vllm_plugin.pages import check_queries
 from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
 from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, register
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
-from modeling_ospruner.vllm_plugin.requests import DEFAULTS
 from ospruner.train.toy.shipped import Reasoner
 
 from ..broken_tensors import BROKEN, break_tensors
@@ -87,8 +89,16 @@ def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> 
     olmo = changed(model)
     olmo.text_config.model_type = "olmo2"
     for differing, message in (
-        ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"v2": True}, "takes policies of tuning 'queries' only.*VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
+        (
+            {
+                "v2": True,
+                "config": changed(model, tuning="queries"),
+                "speculative": SimpleNamespace(method="eagle3"),
+            },
+            "'eagle3', which reads the hidden.*works with ngram, ngram_gpu, draft_model",
+        ),
         ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
         ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
         (
@@ -107,6 +117,29 @@ def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> 
     absent = changed(model, base_model_name_or_path="/nowhere/at/all")
     with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
         check_start(started(model, config=absent))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("cache_dtype", "fp8", "kv_cache_dtype is 'fp8'.*leave --kv-cache-dtype out"),
+        ("data_parallel_size", 2, "'data_parallel_size': 2.*use --tensor-parallel-size"),
+        ("decode_context_parallel_size", 2, "'decode_context_parallel_size': 2"),
+        ("prefill_context_parallel_size", 4, "'prefill_context_parallel_size': 4"),
+        ("use_ubatching", True, "micro-batching is on.*leave --enable-dbo out"),
+    ],
+)
+def test_what_queries_cannot_do_is_refused_at_start(field: str, value: Any, message: str) -> None:
+    fields = {"cache_dtype": "auto", "data_parallel_size": 1, "use_ubatching": False}
+    fields |= {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(**fields), parallel_config=SimpleNamespace(**fields)
+    )
+    check_queries(config)
+    for part in (config.cache_config, config.parallel_config):
+        setattr(part, field, value)
+    with pytest.raises(ValueError, match=message):
+        check_queries(config)
 
 
 def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
@@ -294,6 +327,7 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     model.config.length_penalty = 1e-3
     model.save_pretrained(tmp_path)
     model.config._name_or_path = str(tmp_path)
+    model.config.domains = {"quiz": {"task": {"name": "choice"}, "length_penalty": 1e-3}}
     known = model.config.prices
     assert known is not None
     ids = reasoner.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)
@@ -303,10 +337,16 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     texts: list[list[int]] = [[], [], []]
     asked = (2e-4, 1e-3, 1e-2)  # the server's default, and what requests say
     params = [SamplingParams(extra_args=extra | {"stop_id": name}) for name in "abc"]
-    for one, price in zip(params[1:], asked[1:], strict=True):
-        one.extra_args = {**(one.extra_args or {}), "stop_length_penalty": price}
+    said_so: tuple[dict[str, Any], ...] = (
+        {"stop_domain": "quiz"},
+        {"stop_length_penalty": asked[2]},
+    )
+    for one, extra_args in zip(params[1:], said_so, strict=True):
+        one.extra_args = {**(one.extra_args or {}), **extra_args}
     batch.update([], {i: (params[i], ids, texts[i]) for i in range(3)})
-    assert [one.length_penalty for one in batch.processor._requests.values()] == list(asked)
+    assert [one.admitted.length_penalty for one in batch.processor._requests.values()] == list(
+        asked
+    )
     batch.step()
     for text in texts:
         text.append(end)
@@ -326,9 +366,10 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
         with pytest.raises(ValueError, match="length_penalty"):
             Batch(model, **wrong)
     # Over HTTP it is refused; an error in the engine would end all requests.
-    beyond = SamplingParams(extra_args=extra | {"stop_length_penalty": 0.5})
-    batch.update([], {3: (beyond, ids, [])})
-    assert 3 not in batch.processor._requests
+    for unknown in ({"stop_length_penalty": 0.5}, {"stop_domain": "law"}):
+        beyond = SamplingParams(extra_args=extra | unknown)
+        batch.update([], {3: (beyond, ids, [])})
+        assert 3 not in batch.processor._requests
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.serving.requests import StopRequest
 from modeling_ospruner.stopping_ospruner import Phase
 from modeling_ospruner.vllm_plugin.plugin import PROCESSOR, WORKER_EXTENSION
 from modeling_ospruner.vllm_plugin.processor import StopProcessor
-from modeling_ospruner.vllm_plugin.requests import StopRequest
 from ospruner.train.toy.shipped import Reasoner
 
 from .plugin_replay import TOLERANCE, make_policy, make_prompts, replay
@@ -244,7 +244,9 @@ def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
     ]
     defaults = {"stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.0}
     monkeypatch.setattr(
-        processor, "_defaults", StopRequest(defaults | {"stop_control": 0.5}, server=True)
+        processor._admission,
+        "_defaults",
+        StopRequest(defaults | {"stop_control": 0.5}, server=True),
     )
     before = counted()
     params = [greedy({"stop_id": f"k{i}"}) for i in range(40)]

@@ -18,13 +18,16 @@ PRICE = 2e-3
 ASKED = (PRICE, 1e-4, 1e-2)  # the first is the server's
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "tuning"), [("float32", "layers"), ("bfloat16", "layers"), ("float32", "queries")]
+)
 def test_it_is_served_at_the_prices_of_server_and_requests(
-    reasoner: Reasoner, tmp_path: Path, dtype: str
+    reasoner: Reasoner, tmp_path: Path, dtype: str, tuning: str
 ) -> None:
     model = OSPrunerForCausalLM.untrained(
         reasoner.model,
         reasoner.tokenizer,
+        tuning=tuning,
         price_range=(5e-5, 1e-2),
         base_model_name_or_path=str(reasoner.folder),
     )

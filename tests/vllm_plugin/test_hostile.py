@@ -30,8 +30,8 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
+from modeling_ospruner.serving.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 from modeling_ospruner.stopping_ospruner import StopRecord
-from modeling_ospruner.vllm_plugin.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 from ospruner.train.toy.shipped import Reasoner
 
 from ..conftest import Fuzzed
@@ -100,6 +100,7 @@ def is_allowed(key: str, value: Any) -> bool:
         "stop_answer": value in ("forced", "free", "tools"),
         "stop_threshold": isinstance(value, int | float) and 0 <= value <= 1,
         "stop_length_penalty": value == 0 and isinstance(value, int | float),
+        "stop_domain": False,  # this policy has none
         "stop_seed": whole,
         "stop_sample_index": whole and value >= 0,
         "min_thinking_tokens": whole and value >= 0,
@@ -140,9 +141,7 @@ def contradictions() -> Iterator[Case]:
     for key in ALL_KEYS:
         beside = request({}, **{key: 1})
         yield Case("keys beside vllm_xargs", beside, (f"['{key}']", "within 'vllm_xargs'"))
-        extra = {
-            key: next(value for value in ("x", "free", "sample", 1, 0) if is_allowed(key, value))
-        }
+        extra = {key: next((v for v in ("x", "free", "sample", 1, 0) if is_allowed(key, v)), "x")}
         extra = {"stop_seed": 1} | extra
         says = ("use_beam_search is True", f"'{key}'", "leave one of them out")
         yield Case("keys in a beam search", request(extra, use_beam_search=True), says)
@@ -377,7 +376,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
             return made
 
     config = OSPrunerConfig(head="price", price_range=[1e-4, 1.0])
-    promise: dict[str, Any] = {"threshold": 0.5, "length_penalty": 0.2}
+    promise: dict[str, Any] = {"mode": "threshold", "threshold": 0.5, "length_penalty": 0.2}
     config.calibrations = [promise | {"max_loss": 0.0, "confidence": 0.95}]
     unknown = 0
     for _ in range(500):
@@ -392,9 +391,9 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
         assert (settings is not None) == bool(on)
         for name, value in asked.fields.items():
             assert settings is None or vars(settings)[name] == value
-        if settings is not None and "length_penalty" not in asked.fields:
+        if settings is not None and not {"length_penalty", "domain"} & set(asked.fields):
             settings.with_defaults(config)  # of a price that it does not know, an engine is told
-    assert 0 < unknown < 100
+    assert 0 < unknown < 150
     fuzzed("random keys", accepted=accepted, refused=refused)
     assert not nameless
 

@@ -10,7 +10,7 @@ import pytest
 
 from modeling_ospruner import StopPolicyConfig
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.vllm_plugin.requests import StopRequest, check_body
+from modeling_ospruner.serving.requests import StopRequest, check_body
 
 from ..own_process import run_checks
 
@@ -22,7 +22,9 @@ needs_vllm = pytest.mark.skipif(
 
 CHECKS = [
     "plugin_checks.py",
+    "queries_checks.py",
     "price_checks.py",
+    "marker_checks.py",
     "no_engine_checks.py",
     "async_checks.py",
     "graph_checks.py",

@@ -298,7 +298,9 @@ def test_plain_vllm_without_the_processor_fails_at_start(
     assert f"Start vLLM with --logits-processors {PROCESSOR}" in done.stdout
 
 
-def test_the_command_of_a_server(policy: tuple[OSPrunerForCausalLM, Path]) -> None:
+def test_the_command_of_a_server(
+    policy: tuple[OSPrunerForCausalLM, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(policy[1])
     defaults = {"stop_policy": True, "stop_control": 0.1}
     command, environment = server_command(folder, defaults, ["--port", "81"])
@@ -307,6 +309,11 @@ def test_the_command_of_a_server(policy: tuple[OSPrunerForCausalLM, Path]) -> No
     assert command[command.index("--logits-processors") + 1] == PROCESSOR
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert server_command(folder, {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    policy[0].config.tuning = "queries"
+    policy[0].config.save_pretrained(tmp_path)
+    assert server_command(str(tmp_path), {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     own, _ = server_command(folder, {}, ["--reasoning-parser=qwen3"])
     assert own.count("--reasoning-parser") == 0
     with pytest.raises(ValueError, match=r"--logits-processors: `ospruner serve` sets it"):

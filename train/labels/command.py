@@ -21,15 +21,17 @@ from modeling_ospruner.engines.opening import (
     open_engine,
 )
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from ospruner.eval.problems.problem import Columns, Problem, user_message
+from ospruner.eval.problems.problem import Columns, Problem
+from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
-from ospruner.eval.problems.task import prompt_token_ids
-from ospruner.eval.schema import LabelSettings
+from ospruner.eval.problems.task import Task, prompt_token_ids
+from ospruner.eval.schema import MATH_TASK, LabelSettings
 
 from .folder import check_folder
 from .importing import ImportedTraces, read_traces
 from .making import label
 from .on_ray import EngineWorker, RayOptions, label_with_ray
+from .rows import OptionIds
 
 __all__ = [
     "ProblemOptions",
@@ -64,8 +66,12 @@ class ProblemOptions:
     exclude: Sequence[str] = ()
 
 
-def load_run_problems(options: ProblemOptions) -> Loaded:
+def load_run_problems(options: ProblemOptions, task: Task | None = None) -> Loaded:
     """The problems of a run, without those of `exclude`; how many were dropped is in `source`.
+
+    Args:
+        options: which problems.
+        task: reads their rows (`Task.read_row`); None takes these as they are.
 
     Raises:
         FileNotFoundError, ValueError: see `load_source`; or nothing is left.
@@ -79,12 +85,13 @@ def load_run_problems(options: ProblemOptions) -> Loaded:
         columns=options.columns,
         revision=options.revision,
         limit=None if options.exclude else options.limit,
+        read=None if task is None else task.read_row,
     )
     if not options.exclude:
         return loaded
     others: list[Problem] = []
     for name in options.exclude:
-        others += load_source(name).problems
+        others += load_source(name, read=None if task is None else task.read_row).problems
     problems, dropped = drop_overlaps(loaded.problems, others)
     if not problems:
         raise ValueError(f"all {len(dropped)} problems are also in {', '.join(options.exclude)}")
@@ -95,7 +102,10 @@ def load_run_problems(options: ProblemOptions) -> Loaded:
 
 
 def read_format(
-    name: str | None, tokenizer: PreTrainedTokenizerBase, wind_down: str | None = None
+    name: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    wind_down: str | None = None,
+    task: Task | None = None,
 ) -> TokenFormat:
     """The reasoning format of a base.
 
@@ -104,6 +114,7 @@ def read_format(
             fits the tokenizer's markers.
         tokenizer: the base's.
         wind_down: a sentence forced before the closing; None: the format's own.
+        task: shapes the forced answer; None for the format's own, an open box.
 
     Raises:
         ValueError: no such preset, or a format that does not fit the tokenizer.
@@ -111,6 +122,8 @@ def read_format(
     chosen = guess(tokenizer) if name is None else ReasoningFormat.named(name)
     if wind_down is not None:
         chosen = replace(chosen, wind_down=wind_down)
+    if task is not None:
+        chosen = task.shape(chosen)
     return TokenFormat.compile(chosen, tokenizer)
 
 
@@ -126,6 +139,7 @@ def run_label(
     chunk_traces: int = 128,
     ray: RayOptions | None = None,
     retry_failed: bool = False,
+    allow_code: bool = False,
     progress: Progress = silent,
 ) -> Dataset:
     """Labels problems with a base. Whatever can be refused is refused before the engine starts.
@@ -141,6 +155,7 @@ def run_label(
         chunk_traces: traces begun and not committed, at most: what a kill may lose.
         ray: spreads the run over a Ray cluster; its `chunk_traces` take the place of these.
         retry_failed: try those again that failed in an earlier run.
+        allow_code: whether programs that the model wrote may be run, as the task `code` does.
         progress: called with phases "sample", "fork" and "grade", in traces.
 
     Returns:
@@ -150,12 +165,20 @@ def run_label(
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
     _check_engine(engine_name)
-    loaded = load_run_problems(problems)
+    task = open_task(settings.get("task", MATH_TASK), allow_code)
+    if ray is not None and "allow_code" in vars(task):
+        raise ValueError(
+            f"--scale ray with the task {settings['task']['name']} would run the model's programs "
+            "on every node: label on one machine"
+        )
+    task.check()
+    loaded = load_run_problems(problems, task)
     tokenizer = load_tokenizer(engine_options.base, engine_options.revision)
-    fmt = read_format(format_name, tokenizer, wind_down)
+    fmt = read_format(format_name, tokenizer, wind_down, task)
     wanted = _settings(engine_options, fmt, settings)
     check_folder(out_dir, wanted)
-    _refuse_beyond_positions(loaded.problems, engine_options, tokenizer, fmt, wanted)
+    OptionIds(task, tokenizer, fmt, wanted.answer).check(loaded.problems)
+    _refuse_beyond_positions(loaded.problems, engine_options, tokenizer, fmt, wanted, task)
     if ray is not None:
         return label_with_ray(
             loaded.problems,
@@ -177,6 +200,7 @@ def run_label(
         chunk_traces=chunk_traces,
         retry_failed=retry_failed,
         source=loaded.source | {"engine": engine_name},
+        allow_code=allow_code,
         progress=progress,
     )
 
@@ -193,6 +217,7 @@ def run_import(
     format_name: str | None = None,
     chunk_traces: int = 128,
     retry_failed: bool = False,
+    allow_code: bool = False,
     progress: Progress = silent,
 ) -> Dataset:
     """Labels traces that others made: their answers are forced by a base of yours.
@@ -208,21 +233,25 @@ def run_import(
         format_name: see `read_format`.
         chunk_traces: traces begun and not committed, at most.
         retry_failed: try those again that failed in an earlier run.
+        allow_code: whether programs that the model wrote may be run, as the task `code` does.
         progress: called with phases "sample", "fork" and "grade", in traces.
 
     Raises:
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
     _check_engine(engine_name)
+    task = open_task(settings.get("task", MATH_TASK), allow_code)
+    task.check()
     traces = read_traces(file, columns=columns, limit=limit)
     tokenizer = load_tokenizer(engine_options.base, engine_options.revision)
-    fmt = read_format(format_name, tokenizer)
+    fmt = read_format(format_name, tokenizer, task=task)
     samples = 1 + max(trace.key.sample_index for trace in traces)
     given = {**settings, "samples_per_problem": samples, "imported_from": Path(file).name}
     wanted = _settings(engine_options, fmt, given)
     check_folder(out_dir, wanted)
+    OptionIds(task, tokenizer, fmt, wanted.answer).check([one.key.problem for one in traces])
     problems = {trace.key.problem.id: trace.key.problem for trace in traces}
-    _refuse_beyond_positions(list(problems.values()), engine_options, tokenizer, fmt, wanted)
+    _refuse_beyond_positions(list(problems.values()), engine_options, tokenizer, fmt, wanted, task)
     engine = open_engine(engine_name, tokenizer, engine_options)
     return label(
         list(problems.values()),
@@ -235,6 +264,7 @@ def run_import(
         traces=[trace.key for trace in traces],
         retry_failed=retry_failed,
         source={"traces": Path(file).name, "engine": engine_name},
+        allow_code=allow_code,
         progress=progress,
     )
 
@@ -262,6 +292,7 @@ def _refuse_beyond_positions(
     tokenizer: PreTrainedTokenizerBase,
     fmt: TokenFormat,
     settings: LabelSettings,
+    task: Task,
 ) -> None:
     """Refuses a run whose longest text would not fit into the base's positions."""
     fields, _ = PreTrainedConfig.get_config_dict(options.base, revision=options.revision)
@@ -271,7 +302,7 @@ def _refuse_beyond_positions(
     if limit is None:
         return
     prompts = {
-        p.id: len(prompt_token_ids(p.id, user_message(p, fmt.format), tokenizer, fmt))
+        p.id: len(prompt_token_ids(p.id, task.message(p, fmt.format), tokenizer, fmt))
         for p in problems
     }
     longest = max(prompts, key=lambda problem_id: prompts[problem_id])

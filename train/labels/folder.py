@@ -29,6 +29,7 @@ from modeling_ospruner.common.durable import LOCK, DamagedError, partial_of, rea
 from ospruner.eval.schema import (
     COLUMNS,
     FEATURES,
+    LATER_COLUMNS,
     PREFIX_COLUMNS,
     PREFIX_FEATURES,
     LabelSettings,
@@ -153,7 +154,9 @@ def read_shard(path: Path, chunk: StoredChunk, columns: list[str] | None = None)
             f"{_fault_of(path / chunk.file)}: {_AGAIN} labels its {chunk.rows} traces anew and "
             f"keeps the others; `ospruner labels check {path}` looks at every file"
         )
-    table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
+    table = with_later_columns(
+        pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
+    )
     if set(table.column_names) != set(FEATURES):
         raise ValueError(
             f"{path / chunk.file} has the columns {sorted(table.column_names)}, labelled traces "
@@ -162,6 +165,16 @@ def read_shard(path: Path, chunk: StoredChunk, columns: list[str] | None = None)
     names = columns or list(FEATURES)
     kinds = Features({name: FEATURES[name] for name in names})
     return Dataset(table.select(names).cast(kinds.arrow_schema))
+
+
+def with_later_columns(table: pa.Table) -> pa.Table:
+    """Labelled traces with nulls at each step in the columns that they were made too early for."""
+    for name in LATER_COLUMNS:
+        if name not in table.column_names and "step_ends" in table.column_names:
+            nulls = [[None] * len(ends) for ends in table.column("step_ends").to_pylist()]
+            kind = FEATURES.arrow_schema.field(name).type
+            table = table.append_column(name, pa.array(nulls, kind))
+    return table
 
 
 def content_of(file: Path, sha256: str) -> bytes | None:

@@ -22,14 +22,15 @@ from modeling_ospruner.engines.asking import EnginesDownError
 from modeling_ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.loading_ospruner import base_fingerprint
-from ospruner.eval.grading.boxed import check_grader
-from ospruner.eval.problems.problem import Problem, user_message
-from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.problems.registry import open_task
+from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings, validate_row
 from ospruner.hub_cards.facts import PROVENANCE_FILE, provenance, read_provenance
 
 from .folder import TokenCosts, data_hash
 from .rows import (
+    OptionIds,
     TraceKey,
     grade_rows,
     labelled_step_ends,
@@ -54,6 +55,7 @@ def label(
     traces: Sequence[TraceKey] | None = None,
     retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
+    allow_code: bool = False,
     progress: Progress = silent,
 ) -> Dataset:
     """Samples traces of the problems, labels every step, and keeps all in a folder.
@@ -75,15 +77,16 @@ def label(
         problems: what to reason about; ids are unique.
         engine: runs the base.
         tokenizer: the base's.
-        fmt: the base's reasoning format.
-        settings: of the run; an empty `reasoning_format` and an unknown `base_fingerprint` are
-            filled in.
+        fmt: the base's reasoning format, in the task's shape (`Task.shape`).
+        settings: of the run, its task included; an empty `reasoning_format` and an unknown
+            `base_fingerprint` are filled in.
         out_dir: an empty folder, or one of an earlier run with the same settings.
         chunk_traces: traces that may be begun and not committed: a kill loses at most these. Give
             a third more than the engine works on at once.
         traces: which traces of the problems; by default `samples_per_problem` of each.
         retry_failed: try those again that failed in an earlier run.
         source: where the problems come from, JSON values; kept in the manifest.
+        allow_code: whether programs that the model wrote may be run, as the task `code` does.
         progress: called with phases "sample", "fork" and "grade", in traces.
 
     Returns:
@@ -98,7 +101,15 @@ def label(
     if chunk_traces < 1:
         raise ValueError(f"chunk_traces is {chunk_traces}; it must be 1 or more")
     settings = _with_format(settings, fmt)
-    check_grader()
+    task = open_task(settings.task, allow_code)
+    if task.shape(fmt.format) != fmt.format:
+        raise ValueError(
+            f"the reasoning format forces {fmt.format.box_prefix!r}, but the task "
+            f"{settings.task['name']} {task.box_prefix or 'a box'!r}: compile `Task.shape` of it"
+        )
+    task.check()
+    options = OptionIds(task, tokenizer, fmt, settings.answer)
+    options.check(problems)
     source = dict(source or {})
     if settings.base_fingerprint is None:
         where, revision = settings.base_model, settings.base_revision
@@ -120,7 +131,9 @@ def label(
                 todo = [k for k in traces if (k.problem.id, k.sample_index) not in folder.done]
                 counter = _Counter(progress, len(traces) - len(todo), len(traces))
                 with ThreadPoolExecutor(1) as grader:
-                    work = _Work(engine, tokenizer, fmt, settings, grader, order, counter)
+                    work = _Work(
+                        engine, tokenizer, fmt, settings, task, options, grader, order, counter
+                    )
                     work.do(todo, chunk_traces, folder.commit)
                 folder.sort(order)
                 return _finished(folder, settings)
@@ -155,6 +168,8 @@ class _Work:
         tokenizer: the base's.
         fmt: the base's reasoning format.
         settings: of the run.
+        task: asks, reads and grades.
+        options: among which answers are chosen.
         grader: a thread that grades beside the engine.
         order: the place of each trace among the wanted ones.
         counter: is told of progress.
@@ -164,6 +179,8 @@ class _Work:
     tokenizer: PreTrainedTokenizerBase
     fmt: TokenFormat
     settings: LabelSettings
+    task: Task
+    options: OptionIds
     grader: Executor
     order: Mapping[tuple[str, int], int]
     counter: _Counter
@@ -260,14 +277,14 @@ class _Desk:
             self.in_flight[key.name] = key
             self._work.counter.begun()
             try:
-                message = user_message(key.problem, self._work.fmt.format)
+                message = self._work.task.message(key.problem, self._work.fmt.format)
                 ids = prompt_token_ids(
                     key.problem.id, message, self._work.tokenizer, self._work.fmt
                 )
             except ValueError as error:  # such as a chat template that takes no such text
                 self._suspect(key.name, error)
                 continue
-            return TraceRequest(ids, key.name)
+            return TraceRequest(ids, key.name, self._work.options.of(key.problem))
         return None
 
     def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
@@ -296,8 +313,9 @@ class _Desk:
             ends,
             answers,
             self._work.tokenizer,
+            self._work.task,
             forced,
-            in_reply=not self._work.fmt.think_end_ids,
+            fmt=self._work.fmt,
         )
         self._ungraded.append(row)
         self._collect()
@@ -349,7 +367,7 @@ class _Desk:
                 self._work.counter("grade", f"{row['problem_id']}/{row['sample_index']}")
         if self._ungraded and self._grading is None:
             rows, self._ungraded = self._ungraded, []
-            self._grading = self._work.grader.submit(_grade, rows), rows
+            self._grading = self._work.grader.submit(_grade, rows, self._work.task), rows
 
     def _hand_on(self) -> None:
         """Commits what is finished."""
@@ -361,8 +379,8 @@ class _Desk:
         self._commit(replace(chunk, costs=TokenCosts(**costs)))
 
 
-def _grade(rows: list[dict[str, Any]]) -> None:
-    grade_rows(rows)
+def _grade(rows: list[dict[str, Any]], task: Task) -> None:
+    grade_rows(rows, task)
     for row in rows:
         validate_row(row)
 

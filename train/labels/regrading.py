@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling_ospruner.common.progress import Progress, silent
-from ospruner.eval.grading.boxed import check_grader
+from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance, write_provenance
 
@@ -34,7 +34,7 @@ class Regraded:
     ungraded: Counter[str] = field(default_factory=Counter)
 
 
-def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
+def regrade(path: str | Path, progress: Progress = silent, allow_code: bool = False) -> Regraded:
     """Grades every stored answer of a label folder again.
 
     The new shards take the old ones' places at once, when all are graded: a run that was killed
@@ -43,14 +43,16 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
     Args:
         path: the label folder.
         progress: called with phase "grade", in traces.
+        allow_code: whether programs that the model wrote may be run, as the task `code` does.
 
     Raises:
         ValueError: it is no label folder, holds no traces, or is being written; or the grader
             is broken.
     """
-    check_grader()
     path = Path(path)
     settings = LabelSettings.from_dict(read_manifest(path)["settings"])
+    task = open_task(settings.task, allow_code)
+    task.check()
     result = Regraded()
     read_labels(path)  # a damaged shard is refused: opening to write would set it aside
     with LabelFolder(path, settings) as folder:
@@ -59,7 +61,7 @@ def regrade(path: str | Path, progress: Progress = silent) -> Regraded:
         def change(rows: list[dict[str, Any]]) -> None:
             nonlocal done
             before = [list(row["forced_correct"]) for row in rows]
-            grade_rows(rows)
+            grade_rows(rows, task)
             for row, old in zip(rows, before, strict=True):
                 result.steps += len(old)
                 for was, now in zip(old, row["forced_correct"], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.eval.grading.boxed import Verdict, compare_many, extract_boxed, read_box
 from ospruner.eval.problems.problem import Problem
+from ospruner.eval.problems.task import Grade, Task
 from ospruner.eval.schema import LabelSettings
 
 __all__ = [
     "GRADE_COLUMNS",
+    "OptionIds",
     "TraceKey",
     "grade_rows",
     "labelled_step_ends",
@@ -73,36 +75,48 @@ def sampling_settings(settings: LabelSettings) -> SamplingSettings:
 GRADE_COLUMNS = ("forced_correct", "matches_final", "ungraded_reasons", "natural_correct")
 """The columns that `grade_rows` fills in."""
 
-_Pair = tuple[str | None, str | None]
 
-
-def grade_rows(rows: Sequence[dict[str, Any]]) -> None:
+def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
     """Fills in `GRADE_COLUMNS` from the answers in the rows.
+
+    A label is the grade of its answer; by `Task.labels_expect` it is the expected grade of the
+    options, E[A] = sum_k p_k A(k), which has the mean of a drawn answer's grade and no variance.
 
     Most steps of a trace give one of a few answers: each is graded, and compared with the answer
     forced at the last step, once.
 
     Args:
         rows: labelled traces; changed in place.
+        task: grades and compares.
     """
-    wanted: dict[_Pair, None] = {}
-    for row in rows:
-        for answer in {*row["forced_answers"], row["natural_answer"]}:
-            wanted[row["answer"], answer] = None
+    asked: dict[tuple[str, Problem], None] = {}
+    pairs: dict[tuple[str, str], None] = {}
+    problems = [
+        Problem(row["problem_id"], row["problem"], row["answer"], row["family"]) for row in rows
+    ]
+    for row, problem in zip(rows, problems, strict=True):
+        options = _answers(task, problem) if task.labels_expect else ()
+        for answer in {*row["forced_answers"], row["natural_answer"], *options}:
+            asked[answer, problem] = None
         for answer in set(row["forced_answers"]):
-            wanted[row["forced_answers"][-1], answer] = None
-    verdicts: dict[_Pair, Verdict] = dict(zip(wanted, compare_many(list(wanted)), strict=True))
-    for row in rows:
+            pairs[row["forced_answers"][-1], answer] = None
+    grades: dict[tuple[str, Problem], Grade] = dict(
+        zip(asked, task.grade_many(list(asked)), strict=True)
+    )
+    same = dict(zip(pairs, task.equal_many(list(pairs)), strict=True))
+    for row, problem in zip(rows, problems, strict=True):
         answers, final = row["forced_answers"], row["forced_answers"][-1]
-        graded = [verdicts[row["answer"], answer] for answer in answers]
-        row["forced_correct"] = [_number(verdict) for verdict in graded]
-        row["ungraded_reasons"] = [verdict.reason for verdict in graded]
-        row["matches_final"] = [verdicts[final, answer].correct for answer in answers]
-        row["natural_correct"] = _number(verdicts[row["answer"], row["natural_answer"]])
-
-
-def _number(verdict: Verdict) -> float | None:
-    return None if verdict.correct is None else float(verdict.correct)
+        graded = [grades[answer, problem] for answer in answers]
+        row["forced_correct"] = [grade.value for grade in graded]
+        row["ungraded_reasons"] = [grade.reason for grade in graded]
+        if task.labels_expect:
+            worth = [grades[option, problem].value for option in _answers(task, problem)]
+            for step, shares in enumerate(row["option_probabilities"]):
+                if shares is not None and None not in worth:
+                    terms = (p * (a or 0.0) for p, a in zip(shares, worth, strict=True))
+                    row["forced_correct"][step] = min(1.0, math.fsum(terms))
+        row["matches_final"] = [same[final, answer] for answer in answers]
+        row["natural_correct"] = grades[row["natural_answer"], problem].value
 
 
 def labelled_step_ends(
@@ -126,8 +140,9 @@ def ungraded_row(
     step_ends: Sequence[int],
     answers: Sequence[ForkedAnswer],
     tokenizer: PreTrainedTokenizerBase,
+    task: Task,
     forced: bool,
-    in_reply: bool = False,
+    fmt: TokenFormat | None = None,
 ) -> dict[str, Any]:
     """A row of a trace, which `grade_rows` completes.
 
@@ -138,12 +153,27 @@ def ungraded_row(
         step_ends: where answers were forked off it, by `labelled_step_ends`.
         answers: the answers there.
         tokenizer: the base's.
-        forced: whether the answers began in a box.
-        in_reply: whether the trace is the reply, so that its own answer stands in it.
+        task: reads the answers.
+        forced: whether the answers began with the task's prefix.
+        fmt: says whether the trace is the reply, so that its own answer stands in it, and where its
+            own answer begins after a marker of several tokens; None for one of one token.
     """
     problem, texts = key.problem, _Texts(tokenizer)
-    contents = [_content(texts.of(answer.ids), forced) for answer in answers]
-    own_ids = trace.trace_ids if in_reply and trace.ended == "natural" else trace.answer_ids
+    read = task.read_forced if forced else task.read_free
+    options = _answers(task, problem) if forced else ()
+
+    def said(answer: ForkedAnswer) -> str:
+        if answer.option_logprobs is None:
+            return read(texts.of(answer.ids)) or ""
+        return options[answer.option_logprobs.index(max(answer.option_logprobs))]
+
+    contents = [said(answer) for answer in answers]
+    own = texts.of(trace.answer_ids)
+    if trace.end_ids and fmt is not None and fmt.end_marker is not None:
+        own = texts.of([*trace.end_ids, *trace.answer_ids])
+        own = own[own.find(fmt.end_marker.literal) + len(fmt.end_marker.literal) :]
+    elif fmt is not None and fmt.in_reply and trace.ended == "natural":
+        own = texts.of(trace.trace_ids)
     return {
         "problem_id": problem.id,
         "sample_index": key.sample_index,
@@ -158,11 +188,86 @@ def ungraded_row(
         "forced_answer_ids": [answer.ids for answer in answers],
         "forced_logprob": [_mean(answer.logprobs) for answer in answers],
         "forced_entropy": [answer.entropy for answer in answers],
-        "natural_answer": extract_boxed(texts.of(own_ids)) or "",
+        "forced_answer_entropy": [answer.whole_entropy for answer in answers],
+        "option_probabilities": [
+            None
+            if answer.option_logprobs is None
+            else [math.exp(value) for value in answer.option_logprobs]
+            for answer in answers
+        ],
+        "natural_answer": task.read_free(own) or "",
         "natural_answer_tokens": len(trace.answer_ids),
         "natural_answer_ids": list(trace.answer_ids),
         "ended": trace.ended,
     }
+
+
+class OptionIds:
+    """The tokens of the options that labels choose among; see `Task.options`.
+
+    Args:
+        task: has the options.
+        tokenizer: the base's.
+        fmt: the base's reasoning format, in the task's shape.
+        answer: the labels' answer mode; free answers are decoded.
+
+    Raises:
+        ValueError: the labels are expected grades of options, and answers are free.
+    """
+
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat, answer: str
+    ) -> None:
+        if answer == "free" and task.labels_expect:
+            raise ValueError(
+                "labels of probabilities (labels=probability) are read behind what is forced, but "
+                "the answer mode is free: take --answer-mode forced, or other labels"
+            )
+        self._task = task
+        self._tokenizer = tokenizer
+        prefix = fmt.format.box_prefix
+        # As `TokenFormat.compile` tokenises them: together, unless a token reaches over the seam.
+        self._before = (
+            (fmt.format.closing + prefix, [*fmt.closing_ids, *fmt.box_prefix_ids]),
+            (prefix, [*fmt.box_prefix_ids]),
+        )
+        self._free = answer == "free"
+        self._known: dict[str, int] = {}
+
+    def of(self, problem: Problem) -> tuple[int, ...]:
+        """The ids of a problem's options; () where its answers are decoded.
+
+        Raises:
+            ValueError: see `Task.options`; or an option is not one token of its own.
+        """
+        return () if self._free else tuple(map(self._id, self._task.options(problem)))
+
+    def check(self, problems: Sequence[Problem]) -> None:
+        """Refuses problems as `of` does."""
+        for problem in problems:
+            self.of(problem)
+
+    def _id(self, option: str) -> int:
+        if option not in self._known:
+            written = [
+                (self._tokenizer.encode(text + option, add_special_tokens=False), before)
+                for text, before in self._before
+            ]
+            found = next((ids[-1] for ids, before in written if ids[:-1] == before), None)
+            if found is None:
+                prefix, (ids, before) = self._before[-1][0], written[-1]
+                raise ValueError(
+                    f"the option {option.strip()!r} is not one token of its own behind {prefix!r}: "
+                    f"these are the tokens {before}, with it {ids}. Decode the answers "
+                    "(--task choice:labels=decoded)"
+                )
+            self._known[option] = found
+        return self._known[option]
+
+
+def _answers(task: Task, problem: Problem) -> tuple[str, ...]:
+    """The options as answers."""
+    return tuple(option.strip() for option in task.options(problem))
 
 
 class _Texts:
@@ -182,11 +287,6 @@ class _Texts:
                 )
             )
         return self._known[key]
-
-
-def _content(text: str, forced: bool) -> str:
-    """What stands in the box; "" where it never closes."""
-    return (read_box(text) if forced else extract_boxed(text)) or ""
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from modeling_ospruner.common.results_file import Difference, Result, Results
+from ospruner.eval.compute import Compute
 from ospruner.eval.frontier.grids import policy_grid
-from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
-from ospruner.eval.methods import FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
+from ospruner.eval.limits import budget_candidates, hindsight_oracle, hindsight_oracle_no_loss
+from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
 from ospruner.eval.replay import Outcome, pool, replay, replay_budget, replay_full
-from ospruner.eval.results import Rule, compare, summarise
-from ospruner.eval.selection import Criterion, best_aes, choose
-from ospruner.eval.table import TraceTable
+from ospruner.eval.results import Choice, Rule, compare, summarise
+from ospruner.eval.selection import best_aes, choose, largest_reduction
+from ospruner.eval.table import FloatArray, TraceTable
 
 MAX_LOSS = 0.01
 MIN_REDUCTION = 0.35
+MIN_PROMISED = 0.35
+MIN_PROBLEMS = 300
+"""With fewer test problems chance decides on more than the policies do."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Predictions:
         validation: For each seed, (N, T) on the validation traces.
         test: For each seed, (N, T) on the test traces.
         eligible: Whether this policy may be chosen; else it is only shown.
+        layers: Of its tail.
+        every_price: Whether this is one price of a policy that knows them all.
     """
 
     method: str
@@ -38,6 +45,23 @@ class Predictions:
     validation: list[npt.NDArray[np.float32]]
     test: list[npt.NDArray[np.float32]]
     eligible: bool = True
+    layers: int = 2
+    every_price: bool = False
+
+
+@dataclass(frozen=True)
+class Promised:
+    """A promise that was made on the validation traces, and what became of it on test.
+
+    Attributes:
+        max_loss: Accuracy that may be lost, as a share.
+        told: What `ospruner calibrate` said.
+        rule: The policy as promised on the test traces; None where no price passed.
+    """
+
+    max_loss: float
+    told: str
+    rule: Result | None
 
 
 @dataclass(frozen=True)
@@ -48,10 +72,12 @@ class Comparison:
         results: Every rule on the test traces.
         limits: The hindsight oracle and the best fixed budget.
         chosen: OS-Pruner's policy chosen on validation: the fewest tokens within 1 point of the
-            full trace, else the best AES.
+            full trace, else the best AES. Of a policy of every price the price of the best AES.
         accurate: Whether a policy was within that point on validation.
         rivals: The results the chosen policy is held against; the best fixed budget is the last.
         differences: Chosen policy less each rival, paired.
+        promised: Of a policy of every price, what was promised; None for others.
+        every_price: Whether the policy is one of every price, whose frontier `results` holds.
     """
 
     results: list[Result]
@@ -60,6 +86,13 @@ class Comparison:
     accurate: bool
     rivals: list[Result]
     differences: list[Difference]
+    promised: Promised | None = None
+    every_price: bool = False
+
+    @property
+    def frontier(self) -> list[Result]:
+        """OS-Pruner's results, by rising lambda where one policy knows them all."""
+        return [result for result in self.results if result.method == self.chosen.method]
 
     @property
     def drawn(self) -> list[Result]:
@@ -69,6 +102,8 @@ class Comparison:
 
     def claims(self) -> list[tuple[str, bool, str]]:
         """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""
+        if self.every_price:
+            return self._claims_of_every_price()
         chosen, full = self.chosen, self.results[0]
         loss = full.accuracy.value - chosen.accuracy.value
         claims = [
@@ -84,21 +119,51 @@ class Comparison:
                 f"{100 * chosen.reduction.value:.1f} %",
             ),
         ]
-        for rival in self.rivals:
-            claims.append(
-                (
-                    f"AES above {rival.method}",
-                    chosen.aes.value > rival.aes.value,
-                    f"{chosen.aes.value:.3f} against {rival.aes.value:.3f}",
-                )
-            )
-        return claims
+        return claims + self._above(self.rivals)
 
-    def to_results(self, setting: str) -> Results:
+    def _above(self, rivals: list[Result]) -> list[tuple[str, bool, str]]:
+        ours = self.chosen.aes.value
+        return [
+            (
+                f"AES above {rival.method}",
+                ours > rival.aes.value,
+                f"{ours:.3f} against {rival.aes.value:.3f}",
+            )
+            for rival in rivals
+        ]
+
+    def _claims_of_every_price(self) -> list[tuple[str, bool, str]]:
+        tokens = [result.tokens.value for result in self.frontier]
+        falls = f"{tokens[0]:.0f} to {tokens[-1]:.0f} over {len(tokens)} prices"
+        claims = [
+            ("thinking tokens fall as their price rises", tokens == sorted(tokens)[::-1], falls)
+        ]
+        if self.results[0].problems < MIN_PROBLEMS:
+            return claims
+        if self.promised is not None and self.promised.rule is not None:
+            kept = self.promised.rule
+            loss = self.results[0].accuracy.value - kept.accuracy.value
+            points = 100 * self.promised.max_loss
+            claims += [
+                (
+                    f"the promise of at most {points:g} points lost is kept",
+                    loss <= self.promised.max_loss,
+                    f"{-100 * loss:+.2f} points",
+                ),
+                (
+                    f"and saves at least {100 * MIN_PROMISED:.0f} % of the thinking tokens",
+                    kept.reduction.value >= MIN_PROMISED,
+                    f"{100 * kept.reduction.value:.1f} %",
+                ),
+            ]
+        return claims + self._above(self.rivals)
+
+    def to_results(self, setting: str, run: Mapping[str, Any]) -> Results:
         """Every number, for the file.
 
         Args:
             setting: how it was measured, in a line.
+            run: by which command, code and settings; JSON values.
         """
         return Results(
             dataset="embedded reasoner, test problems",
@@ -108,24 +173,29 @@ class Comparison:
             chosen=self.results.index(self.chosen),
             differences=self.differences,
             about={
+                "run": run,
+                **({} if self.promised is None else {"promise": self.promised.told}),
                 "claims": [
                     {"claim": claim, "holds": held, "numbers": numbers}
                     for claim, held, numbers in self.claims()
-                ]
+                ],
             },
         )
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A rule with its outcome on both splits."""
+    """A rule with its outcome on both splits, of which the training seeds have one each."""
 
     rule: Rule
-    validation: Outcome
+    validation: list[Outcome]
 
 
 def compare_methods(
-    validation: TraceTable, test: TraceTable, predictions: list[Predictions]
+    validation: TraceTable,
+    test: TraceTable,
+    predictions: list[Predictions],
+    compute: Compute | None = None,
 ) -> Comparison:
     """Choose lambda, thresholds and budget on validation; measure on test.
 
@@ -137,34 +207,32 @@ def compare_methods(
         validation: Labelled traces to choose on.
         test: Labelled traces of other problems, looked at here and nowhere else.
         predictions: Every policy's stop probabilities on both.
+        compute: What the test traces cost; None counts no operations.
     """
+    if compute is not None:
+        test = compute.charge(test)
     base = replay_full(validation)
     ours = [p for p in predictions if p.method == "os-pruner"]
-    frontier = [_candidate(p, validation, test) for p in ours]
+    frontier = [_candidate(p, validation, test, compute) for p in ours]
     eligible = [i for i, p in enumerate(ours) if p.eligible]
-    on_validation = [frontier[i].validation for i in eligible]
-    accurate = choose(on_validation, base, "reduction", max_loss=MAX_LOSS)
-    if accurate is None:
-        number = best_aes(
-            [outcome.accuracy for outcome in on_validation],
-            [outcome.mean_tokens for outcome in on_validation],
-            base.accuracy,
-            base.mean_tokens,
-        )
-    else:
-        number = accurate
-    number = eligible[number]
+    every_price = any(p.every_price for p in ours)
+    open_to_choice = [frontier[i] for i in eligible]
+    pick = best_aes if every_price else _accurate_else_aes
+    first, choice = _chosen(open_to_choice, base, validation, pick)
+    accurate = choose([pool(c.validation) for c in open_to_choice], base, max_loss=MAX_LOSS)
+    number = eligible[first]
+    taken = replace(frontier[number].rule, choice=choice)
+    frontier[number] = replace(frontier[number], rule=taken)
     baselines, rivals = [], []
     for p in (p for p in predictions if p.method != "os-pruner"):
-        paper = [_candidate(p, validation, test, threshold) for threshold in PAPER_THRESHOLDS]
+        paper = [_candidate(p, validation, test, compute, t) for t in PAPER_THRESHOLDS]
         baselines += [c.rule for c in paper]
-        rivals.append(_pick(paper, base, "aes", "paper"))
+        rivals.append(_pick(paper, base, validation, best_aes, "paper"))
         grid = reversed(policy_grid(validation, np.stack(p.validation)))
-        tuned = [_candidate(p, validation, test, threshold) for threshold in grid]
-        rivals.append(_pick(tuned, base, "reduction", "1 point"))
-        rivals.append(_pick(tuned, base, "aes", "AES"))
-    budget = best_fixed_budget(validation, "aes")
-    rivals.append(Rule("best fixed budget", replay_budget(test, budget), float(budget), "tokens"))
+        tuned = [_candidate(p, validation, test, compute, threshold) for threshold in grid]
+        rivals.append(_pick(tuned, base, validation, _accurate_else_careful, "1 point"))
+        rivals.append(_pick(tuned, base, validation, best_aes, "AES"))
+    rivals.append(_best_budget(validation, test, base))
     rules = [Rule(FULL, replay_full(test)), *(c.rule for c in frontier), *baselines, *rivals]
     limits = [
         Rule(ORACLE, hindsight_oracle(test)),
@@ -172,7 +240,6 @@ def compare_methods(
     ]
     summaries = summarise([*rules, *limits], rules[0].outcome, test.problem_index)
     results, bounds = summaries[: len(rules)], summaries[len(rules) :]
-    taken = frontier[number].rule
     against = [rules[0], *rivals]
     return Comparison(
         results=results,
@@ -183,32 +250,106 @@ def compare_methods(
         differences=[
             compare(taken, rule, rules[0].outcome, test.problem_index) for rule in against
         ],
+        every_price=every_price,
     )
+
+
+def promised_result(
+    test: TraceTable, probabilities: npt.NDArray[np.float32], threshold: float, price: float
+) -> Result:
+    """What a policy of every price does on the test traces as a calibration promised.
+
+    Args:
+        test: N labelled traces.
+        probabilities: (N, T) of a stop, at the price.
+        threshold: from which on it stops.
+        price: of a token.
+    """
+    outcome, full = replay(test, probabilities, "threshold", threshold), replay_full(test)
+    rule = Rule(f"{EVERY_PRICE} (promise)", outcome, price, "λ")
+    return summarise([Rule(FULL, full), rule], full, test.problem_index)[1]
 
 
 def _candidate(
     predictions: Predictions,
     validation: TraceTable,
     test: TraceTable,
+    compute: Compute | None,
     threshold: float | None = None,
 ) -> _Candidate:
-    """Replay a policy's seeds on both splits and pool them."""
+    """Replay a policy's seeds on both splits."""
     mode: Literal["sample", "threshold"] = "sample" if threshold is None else "threshold"
+    paid = test if compute is None else compute.charge_tail(test, predictions.layers)
     on_validation, on_test = (
-        pool([replay(table, pi, mode, threshold) for pi in probabilities])
+        [replay(table, pi, mode, threshold) for pi in probabilities]
         for table, probabilities in (
             (validation, predictions.validation),
-            (test, predictions.test),
+            (paid, predictions.test),
         )
     )
-    name = METHOD_NAMES[predictions.method]
-    if threshold is None:
-        return _Candidate(Rule(name, on_test, predictions.length_penalty, "λ"), on_validation)
-    return _Candidate(Rule(name, on_test, threshold, "threshold"), on_validation)
+    parameter, name = (predictions.length_penalty, "λ") if threshold is None else (threshold, "")
+    rule = Rule(
+        EVERY_PRICE if predictions.every_price else METHOD_NAMES[predictions.method],
+        pool(on_test),
+        parameter,
+        name or "threshold",
+        tuple(on_test) if len(on_test) > 1 else (),
+    )
+    return _Candidate(rule, on_validation)
 
 
-def _pick(candidates: list[_Candidate], base: Outcome, criterion: Criterion, name: str) -> Rule:
-    """The candidate that validation chooses (the most careful one where none qualifies)."""
-    number = choose([c.validation for c in candidates], base, criterion, max_loss=MAX_LOSS)
-    rule = candidates[-1 if number is None else number].rule
-    return Rule(f"{rule.method} ({name})", rule.outcome, rule.parameter, rule.parameter_name)
+Pick = Callable[[FloatArray, FloatArray, float, float], int]
+
+
+def _accurate_else_aes(
+    accuracy: FloatArray, tokens: FloatArray, base_accuracy: float, base_tokens: float
+) -> int:
+    """The fewest tokens within 1 point of the full trace, else the best AES."""
+    number = largest_reduction(accuracy, tokens, base_accuracy, MAX_LOSS)
+    return best_aes(accuracy, tokens, base_accuracy, base_tokens) if number is None else number
+
+
+def _accurate_else_careful(
+    accuracy: FloatArray, tokens: FloatArray, base_accuracy: float, base_tokens: float
+) -> int:
+    """The fewest tokens within 1 point of the full trace, else the last, most careful one."""
+    number = largest_reduction(accuracy, tokens, base_accuracy, MAX_LOSS)
+    return len(accuracy) - 1 if number is None else number
+
+
+def _chosen(
+    candidates: list[_Candidate], base: Outcome, validation: TraceTable, pick: Pick
+) -> tuple[int, Choice]:
+    """The candidate that validation chooses, and how it does."""
+    choice = Choice(
+        [c.validation for c in candidates],
+        lambda k: candidates[k].rule.seeds or [candidates[k].rule.outcome],
+        base,
+        validation.problem_index,
+        pick,
+    )
+    return int(choice.picks(1)[0]), choice
+
+
+def _pick(
+    candidates: list[_Candidate], base: Outcome, validation: TraceTable, pick: Pick, name: str
+) -> Rule:
+    """The candidate that validation chooses, with its choice."""
+    number, choice = _chosen(candidates, base, validation, pick)
+    rule = candidates[number].rule
+    return replace(rule, method=f"{rule.method} ({name})", choice=choice)
+
+
+def _best_budget(validation: TraceTable, test: TraceTable, base: Outcome) -> Rule:
+    """The fixed budget of the best AES on validation, with its choice."""
+    budgets = budget_candidates(validation)
+    choice = Choice(
+        [[replay_budget(validation, budget)] for budget in budgets],
+        lambda k: [replay_budget(test, budgets[k])],
+        base,
+        validation.problem_index,
+        best_aes,
+    )
+    budget = budgets[int(choice.picks(1)[0])]
+    name = "best fixed budget"
+    return Rule(name, replay_budget(test, budget), float(budget), "tokens", choice=choice)

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -19,23 +19,36 @@ from modeling_ospruner.common.durable import replace_file
 from modeling_ospruner.common.progress import PhaseBars
 from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.common.text import penalty_name
+from modeling_ospruner.doctor.arithmetic import ModelWork
+from ospruner.eval.compute import Compute
 from ospruner.eval.report.pictures import save_pareto
 from ospruner.eval.report.terminal import differences_table, results_table
 from ospruner.eval.schema import LabelSettings
-from ospruner.hub_cards.facts import hash_files, provenance
+from ospruner.eval.table import TraceTable
+from ospruner.hub_cards.facts import hash_files, provenance, read_provenance
 from ospruner.hub_cards.render import write_policy_card
 
-from ..fresh import predict
+from ..fresh import predict, predict_outputs
 from ..loop import StageResult, train
+from ..replay_labels import PRICE_THRESHOLD, calibrate_policy
 from ..settings import TrainSettings
 from ..tail import no_denormals
 from ..trunk import LabelledTraces
-from .comparison import Comparison, Predictions, compare_methods
+from .comparison import (
+    MIN_PROBLEMS,
+    Comparison,
+    Predictions,
+    Promised,
+    compare_methods,
+    promised_result,
+)
 from .fresh_process import generate_side_by_side
 from .problems import Split
 from .shipped import Reasoner, draw_split
 
 STEEP_RUN = "os-pruner-steep"
+CONFIDENCE = 0.95
+SHOWN_EVERY = 6  # of the frontier's 31 prices, in the printed table
 BASELINES: tuple[Literal["probe", "convergence"], ...] = ("probe", "convergence")
 
 
@@ -54,11 +67,15 @@ class DemoSize:
             stays with its early stops (docs/training.md).
         length_penalties: The annealed lambdas.
         not_chosen: How many of all these, the highest, are shown, but not chosen from.
-        epochs_per_stage: Passes over the training traces for each lambda.
+        epochs_per_stage: Passes over the training traces for each lambda, or for all at once.
         baseline_epochs: Passes for each baseline, which would overfit with as many in all.
         swa_share: Share of a stage's last steps whose weights are averaged, at constant learning
             rates; 0 keeps the last weights, at rates that fall to a tenth.
-        entropy_bonus: Of the annealed and the steep policies, in reward a nat.
+        entropy_bonus: Of OS-Pruner's policies, in reward a nat.
+        price_range: Low and high of the prices of one policy of every price, which then takes the
+            place of the annealed and the steep ones; () for these.
+        max_loss: What `calibrate` shall promise of it on the validation traces, as a share.
+        layers: Layers of the base that policies copy.
     """
 
     name: str
@@ -73,19 +90,45 @@ class DemoSize:
     baseline_epochs: int
     swa_share: float = 0.0
     entropy_bonus: float = 0.0
+    price_range: tuple[float, ...] = ()
+    max_loss: float = 0.0
+    layers: int = 2
 
 
-STEEP_PENALTIES = (5e-3,)
-LENGTH_PENALTIES = (1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 0.0)
-QUICK = DemoSize("quick", 96, 48, 64, 1, (), (2e-3, 1e-3, 5e-4), 1, 2, 4)
-STANDARD = DemoSize("standard", 1200, 400, 500, 1, STEEP_PENALTIES, LENGTH_PENALTIES, 3, 2, 4)
+PRICE_RANGE = (5e-5, 1e-2)
+QUICK = DemoSize(
+    "quick",
+    train=96,
+    validation=48,
+    test=64,
+    seeds=1,
+    steep_penalties=(),
+    length_penalties=(),
+    not_chosen=0,
+    epochs_per_stage=6,
+    baseline_epochs=4,
+    swa_share=0.5,
+    entropy_bonus=0.01,
+    price_range=PRICE_RANGE,
+    max_loss=0.1,
+    layers=1,
+)
+STANDARD = dataclasses.replace(
+    QUICK,
+    name="standard",
+    train=1200,
+    validation=600,
+    test=500,
+    epochs_per_stage=8,
+    max_loss=0.03,
+)
 FULL = DemoSize(
     "full",
     train=12000,
     validation=1500,
     test=6000,
     seeds=3,
-    steep_penalties=STEEP_PENALTIES,
+    steep_penalties=(5e-3,),
     length_penalties=(1e-3, 5e-4, 2e-4),
     not_chosen=2,
     epochs_per_stage=4,
@@ -98,7 +141,10 @@ FULL = DemoSize(
 def train_settings(size: DemoSize, seed: int, length_penalties: Sequence[float]) -> TrainSettings:
     """The toy's optimiser settings (the paper's learning rate is for 7B models)."""
     return TrainSettings(
+        head="price" if size.price_range else "fixed",
+        price_range=size.price_range,
         length_penalties=length_penalties,
+        num_policy_layers=size.layers,
         epochs_per_stage=size.epochs_per_stage,
         batch_size=32,
         learning_rate=5e-4,
@@ -139,11 +185,15 @@ def run_demo(
     _claim(out_dir, size, seed, reasoner)
     traces = _label_splits(reasoner, out_dir, size, seed, console)
     runs = _train_all(reasoner, traces, out_dir, size, seed, console)
+    predictions = _predict_all(reasoner, runs, traces, size, console)
+    compute = _compute(reasoner, traces["test"])
     comparison = compare_methods(
-        traces["validation"].table,
-        traces["test"].table,
-        _predict_all(reasoner, runs, traces["test"], size.not_chosen, console),
+        traces["validation"].table, traces["test"].table, predictions, compute
     )
+    policy = _save_policy(reasoner, runs, comparison, out_dir, seed)
+    if size.price_range:
+        paid = compute.charge_tail(compute.charge(traces["test"].table), size.layers)
+        comparison = _promise(comparison, policy, predictions, paid, out_dir, size)
     picture = out_dir / "pareto.png"
     save_pareto(
         comparison.drawn,
@@ -152,9 +202,10 @@ def run_demo(
         chosen=comparison.chosen,
     )
     seeds = f"{size.seeds} training seed" + "s pooled" * (size.seeds > 1)
-    results = comparison.to_results(f"replay, {seeds}")
+    results = comparison.to_results(f"replay, {seeds}", _how(policy, size, seed))
     _print(comparison, results, size, picture, differences, console)
-    policy = _save_policy(reasoner, runs, results, out_dir, seed)
+    shutil.copyfile(picture, policy / "pareto.png")
+    write_policy_card(policy, name="OS-Pruner demo policy", license="apache-2.0", results=results)
     generate_side_by_side(policy, out_dir, seed, console)
     for path in (out_dir / RESULTS_FILE, json_file):
         if path is not None:
@@ -249,29 +300,93 @@ def _train_all(
 def _predict_all(
     reasoner: Reasoner,
     runs: Sequence[dict[str, list[StageResult]]],
-    test: LabelledTraces,
-    not_chosen: int,
+    traces: Mapping[Split, LabelledTraces],
+    size: DemoSize,
     console: Console,
 ) -> list[Predictions]:
-    """Stop probabilities of every saved policy, loaded from its folder, on the test traces."""
+    """Stop probabilities of every saved policy, loaded from its folder, on both other splits."""
     predictions = []
+    validation, test = traces["validation"], traces["test"]
     with PhaseBars(console, "test") as bars:
         total = sum(len(stages) for by_method in runs for stages in by_method.values())
+        done = 0
         for method in runs[0]:
             for position, stage in enumerate(runs[0][method]):
                 stages = [by_method[method][position] for by_method in runs]
                 policies = [OSPrunerForCausalLM.from_base(reasoner.model, s.path) for s in stages]
-                predictions.append(
-                    Predictions(
-                        method,
-                        stage.length_penalty,
-                        [s.validation_probabilities() for s in stages],
-                        [predict(policy, test) for policy in policies],
-                        eligible=method != "os-pruner" or position >= not_chosen,
+                prices = policies[0].config.prices
+                if prices is None:
+                    predictions.append(
+                        Predictions(
+                            method,
+                            stage.length_penalty,
+                            [s.validation_probabilities() for s in stages],
+                            [predict(policy, test) for policy in policies],
+                            eligible=method != "os-pruner" or position >= size.not_chosen,
+                            layers=policies[0].config.num_policy_layers,
+                        )
                     )
-                )
-                bars("policies", len(predictions) * len(runs), total)
+                else:  # each says everything in one pass
+                    on_validation, on_test = (
+                        [predict_outputs(p, t) for p in policies] for t in (validation, test)
+                    )
+                    predictions += [
+                        Predictions(
+                            method,
+                            price,
+                            [one.probabilities(price) for one in on_validation],
+                            [one.probabilities(price) for one in on_test],
+                            every_price=True,
+                            layers=policies[0].config.num_policy_layers,
+                        )
+                        for price in prices.grid()
+                    ]
+                done += len(runs)
+                bars("policies", done, total)
     return predictions
+
+
+def _promise(
+    comparison: Comparison,
+    policy: Path,
+    predictions: Sequence[Predictions],
+    test: TraceTable,
+    out_dir: Path,
+    size: DemoSize,
+) -> Comparison:
+    """Calibrates the policy on the validation traces, and measures the promise on test.
+
+    Nothing of the policy but its default price was chosen on the validation traces, and the
+    calibration does not read that.
+    """
+    labels = out_dir / "labels" / "validation"
+    found = calibrate_policy(policy, labels, size.max_loss, CONFIDENCE)
+    rule = None
+    if found.value is not None:
+        pi = next(p.test[0] for p in predictions if p.length_penalty == found.value)
+        rule = promised_result(test, pi, PRICE_THRESHOLD, found.value)
+    promised = Promised(size.max_loss, found.told(size.max_loss, CONFIDENCE), rule)
+    return dataclasses.replace(comparison, promised=promised)
+
+
+def _how(policy: Path, size: DemoSize, seed: int) -> dict[str, Any]:
+    """By which command, code and settings the numbers came about."""
+    record = dataclasses.asdict(read_provenance(policy))
+    names = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
+    return {
+        **{name: record[name] for name in (*names, "platform")},
+        "seed": seed,
+        "settings": json.loads(json.dumps(vars(size))),
+    }
+
+
+def _compute(reasoner: Reasoner, traces: LabelledTraces) -> Compute:
+    """What the base computes on these traces' prompts."""
+    return Compute(
+        ModelWork.of_config(reasoner.model.config),
+        traces.token_lengths - traces.table.full_tokens,
+        len(reasoner.token_format.forced_suffix()),
+    )
 
 
 def _print(
@@ -284,40 +399,66 @@ def _print(
 ) -> None:
     title = f"{results.dataset}: {results.setting}"
     console.print()
-    console.print(results_table(results.results, results.limits, title=title))
+    shown = results.results
+    if comparison.every_price:
+        left_out = {
+            result.name
+            for place, result in enumerate(comparison.frontier)
+            if place % SHOWN_EVERY and result != comparison.chosen
+        }
+        shown = [result for result in shown if result.name not in left_out]
+        if comparison.promised is not None and comparison.promised.rule is not None:
+            shown = [*shown, comparison.promised.rule]
+    console.print(results_table(shown, results.limits, title=title))
     console.print(
         "Of the classifiers' thresholds validation chose: (paper) among the paper's five, by AES; "
         "(1 point) the fewest tokens within 1 point of the full trace; (AES) the best AES."
     )
-    penalties = (*size.steep_penalties, *size.length_penalties)[: size.not_chosen]
-    highest = ", ".join(penalty_name(penalty) for penalty in penalties)
-    console.print(f"λ = {highest}: the frontier's short end, shown, but not chosen from.")
-    why = "fewest tokens within 1 point of the full trace" if comparison.accurate else "best AES"
-    if not comparison.accurate:
-        console.print("No λ kept the accuracy within 1 point on validation.")
-    console.print(f"Chosen on validation: {comparison.chosen.name} ({why}).")
+    if comparison.every_price:
+        console.print(
+            f"One policy knows all {len(comparison.frontier)} prices λ of a token; the table shows "
+            f"some, the picture and the file all. Validation chose {comparison.chosen.name} "
+            "(best AES)."
+        )
+        if comparison.promised is not None:
+            console.print(f"Calibrated on validation: {comparison.promised.told}")
+    else:
+        penalties = (*size.steep_penalties, *size.length_penalties)[: size.not_chosen]
+        highest = ", ".join(penalty_name(penalty) for penalty in penalties)
+        console.print(f"λ = {highest}: the frontier's short end, shown, but not chosen from.")
+        why = "fewest tokens within 1 point of the full trace"
+        if not comparison.accurate:
+            why = "best AES"
+            console.print("No λ kept the accuracy within 1 point on validation.")
+        console.print(f"Chosen on validation: {comparison.chosen.name} ({why}).")
     if differences:
         console.print(differences_table(comparison.differences))
     bars = Table(title="What should hold", show_header=False)
     for claim, held, numbers in comparison.claims():
         bars.add_row(claim, numbers, "holds" if held else "DOES NOT HOLD")
     console.print(bars)
+    if comparison.every_price and results.results[0].problems < MIN_PROBLEMS:
+        console.print(
+            f"{results.results[0].problems} test problems are too few to claim more: leave --quick "
+            "out for that."
+        )
     console.print(f"Pareto plot: {picture}")
 
 
 def _save_policy(
     reasoner: Reasoner,
     runs: Sequence[dict[str, list[StageResult]]],
-    results: Results,
+    comparison: Comparison,
     out_dir: Path,
     seed: int,
 ) -> Path:
-    """Save the chosen policy as a repository folder with card, results and provenance."""
-    assert results.chosen is not None
-    penalty = float(results.results[results.chosen].parameter or 0.0)
-    stage = next(s for s in runs[0]["os-pruner"] if s.length_penalty == penalty)
+    """Save the chosen policy as a repository folder with its provenance."""
+    penalty = float(comparison.chosen.parameter or 0.0)
+    stages = runs[0]["os-pruner"]
+    stage = next((s for s in stages if s.length_penalty == penalty), stages[0])
     folder = out_dir / "policy"
     model = OSPrunerForCausalLM.from_base(reasoner.model, stage.path)
+    model.config.length_penalty = penalty
     model.save_pretrained(folder)
     provenance(
         folder,
@@ -326,6 +467,4 @@ def _save_policy(
         data_hash=_hash_folder(out_dir / "labels" / "train" / "data"),
         details={"length_penalty": penalty},
     )
-    shutil.copyfile(out_dir / "pareto.png", folder / "pareto.png")
-    write_policy_card(folder, name="OS-Pruner demo policy", license="apache-2.0", results=results)
     return folder

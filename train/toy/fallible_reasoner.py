@@ -17,7 +17,7 @@ from .problems import Step, ToyProblem, apply
 RECHECK_CARE = 0.5
 """Factor on the slip rates while rechecking."""
 
-MAX_ATTEMPTS = {"product": 4}
+MAX_ATTEMPTS = {"product": 4, "product option": 4}
 """Attempts after which the reasoner gives up and keeps what it believes, where it is not 5."""
 
 
@@ -117,24 +117,37 @@ class _Writer:
         self.trace.paragraphs.append(text)
         self.trace.beliefs.append(self.belief)
 
-    def maybe(self, chance: float, phrases: tuple[str, ...], *values: int) -> None:
+    def maybe(self, chance: float, phrases: tuple[str, ...], *values: int | str) -> None:
         if self.rng.random() < chance:
             self.say(self.rng.choice(phrases).format(*values))
+
+    def conclude(self, chance: float) -> None:
+        """Perhaps say what the answer is."""
+        self.maybe(chance, CONCLUSIONS, self.problem.written(self.belief or 0))
 
     def vote(self, value: int) -> None:
         """Record a finished attempt; the belief changes with the paragraph that ended it."""
         self.votes.append(value)
         self.trace.beliefs[-1] = self.belief
 
-    def compute(self, a: int, symbol: str, b: int, care: float) -> int:
-        """Write one operation and return what the reasoner takes its value to be."""
+    def compute(self, a: int, symbol: str, b: int, care: float, letter: str = "") -> int:
+        """Write one operation and return what the reasoner takes its value to be.
+
+        Args:
+            a: Left number.
+            symbol: Between them.
+            b: Right number.
+            care: Factor on the slip rate.
+            letter: Of the option that says this operation.
+        """
         right = apply(a, symbol, b)
         wrong = self.rng.random() < slip_rate(a, symbol, b) * care
         value = slipped(a, symbol, b) if wrong else right
         middle = ""
         if symbol == "*" and a > 9 and b > 9:
             middle = f"{a * 10}+{a * (b - 10)}="
-        self.say(f"{a}{symbol}{b}={middle}{value}.")
+        said = f"{letter}. " if letter else ""
+        self.say(f"{said}{a}{symbol}{b}={middle}{value}.")
         if wrong and self.rng.random() < 0.25:
             self.say(f"Wait, {a}{symbol}{b} is {right}.")
             return right
@@ -156,6 +169,9 @@ class _Writer:
             "pair": self._attempt_pair,
             "compare": self._attempt_compare,
             "product": self._attempt_product,
+            "equal": self._attempt_equal,
+            "option": self._attempt_option,
+            "product option": self._attempt_option,
         }.get(self.problem.family, self._attempt_plan)
         self.vote(solve(care))
 
@@ -216,9 +232,41 @@ class _Writer:
             total = value
         return total
 
+    def _attempt_equal(self, care: float) -> int:
+        """Work out what the options say, in their order, up to the one that is asked for."""
+        wanted, values = self.problem.start, list[int]()
+        for index, step in enumerate(self.problem.plan):
+            letter = self.problem.written(index)
+            values.append(self.compute(step.left or 0, step.symbol, step.right, care, letter))
+            if values[-1] == wanted:
+                self.say(f"Yes, {letter}.")
+                return index
+            self.say("No.")
+        return self._nearest(values, wanted)
+
+    def _attempt_option(self, care: float) -> int:
+        """Solve the problem, then look the value up among the options."""
+        hard = self.problem.family == "product option"
+        value = (self._attempt_product if hard else self._attempt_plan)(care)
+        values = [int(option) for option in self.problem.options]
+        for index, one in enumerate(values):
+            # As the prompt writes it: the line begins with the letter, in the same tokens.
+            self.say(f"{self.problem.written(index)}. {one}, {'yes' if one == value else 'no'}.")
+            if one == value:
+                return index
+        return self._nearest(values, value)
+
+    def _nearest(self, values: list[int], wanted: int) -> int:
+        """Where no option has this value: the nearest one, as a guess."""
+        guess = min(range(len(values)), key=lambda index: abs(values[index] - wanted))
+        self.say(f"None fits, {self.problem.written(guess)} is nearest.")
+        return guess
+
     def check_backwards(self) -> bool:
         """Undo the plan from the belief; return whether the start comes out."""
         value = self.belief or 0
+        if self.problem.options:
+            value = int(self.problem.options[value])
         inverse = {"+": "-", "-": "+", "*": "/", "/": "*"}
         self.maybe(0.7, BACKWARDS)
         for step in reversed(self.problem.plan):
@@ -235,7 +283,7 @@ class _Writer:
         content = self.habits.content
         while len(self.votes) < MAX_ATTEMPTS.get(family, 5):
             before = self.belief
-            reversible = family in ("chain", "single", "equation")
+            reversible = family in ("chain", "single", "equation", "chain_sum", "option")
             if reversible and self.rng.random() < (0.7 if family == "equation" else 0.3):
                 agrees = self.check_backwards()
                 if not agrees:
@@ -249,7 +297,7 @@ class _Writer:
                     self.maybe(0.7, DISAGREEMENTS)
             if agrees:
                 self.maybe(0.4, AGREEMENTS)
-            self.maybe(0.25, CONCLUSIONS, self.belief or 0)
+            self.conclude(0.25)
             self.maybe(0.25, FILLERS)
             if agrees:
                 content += 0.35
@@ -270,12 +318,13 @@ def write_trace(problem: ToyProblem, rng: Random, habits: Habits = SECOND_CYCLE)
     """
     writer = _Writer(problem, rng, habits)
     writer.maybe(0.3, FILLERS)
-    if habits.plan and rng.random() < habits.plan:
+    listed = problem.family == "equal"  # its options are the plan
+    if habits.plan and not listed and rng.random() < habits.plan:
         writer.plan()
     writer.attempt(1.0)
-    writer.maybe(0.35, CONCLUSIONS, writer.belief or 0)
+    writer.conclude(0.35)
     writer.maybe(0.25, FILLERS)
     if rng.random() < 0.97:
         writer.settle()
-    writer.maybe(0.4, CONCLUSIONS, writer.belief or 0)
+    writer.conclude(0.4)
     return writer.trace

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
+from string import ascii_uppercase
 from typing import Literal
 
 from ospruner.eval.problems.problem import Problem
@@ -36,6 +37,17 @@ _NAMES = ("Ivy", "Tom", "Ana", "Ben", "Mia", "Leo")
 _THINGS = ("coins", "cards", "books", "pens")
 
 
+def split_of(text: str) -> Split:
+    """The split of the problem with this text."""
+    digest = hashlib.sha256(b"split:" + text.encode()).digest()
+    point = int.from_bytes(digest[:8], "big") / 2**64
+    for name, share in SPLIT_SHARES.items():
+        if point < share:
+            return name
+        point -= share
+    return "test"
+
+
 @dataclass(frozen=True)
 class Step:
     """One operation of a plan: `left symbol right`; `left` None means the running total."""
@@ -51,10 +63,11 @@ class ToyProblem:
 
     Attributes:
         problem: The text shown to the model, without any instruction.
-        answer: The whole-number answer.
-        family: One of `FAMILY_SHARES`.
+        answer: The whole-number answer; of a choice the number of the right option, from 0.
+        family: One of `FAMILY_SHARES`, or of `domains.CHOICE_SHARES`, or `domains.GYM_FAMILY`.
         start: First number of the plan (the running total before its first step).
         plan: What a flawless solver would do, in order; the writer of traces follows it.
+        options: Of a choice, the texts behind the letters.
     """
 
     problem: str
@@ -62,6 +75,7 @@ class ToyProblem:
     family: str
     start: int
     plan: tuple[Step, ...]
+    options: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -70,18 +84,16 @@ class ToyProblem:
 
     def as_problem(self) -> Problem:
         """The problem as labelling and evaluation take it."""
-        return Problem(self.id, self.problem, str(self.answer), self.family)
+        return Problem(self.id, self.problem, self.written(self.answer), self.family)
+
+    def written(self, answer: int) -> str:
+        """An answer as it stands in the box: a number, or the letter of an option."""
+        return ascii_uppercase[answer] if self.options else str(answer)
 
     @property
     def split(self) -> Split:
         """The split this problem belongs to, whatever seed generated it."""
-        digest = hashlib.sha256(b"split:" + self.problem.encode()).digest()
-        point = int.from_bytes(digest[:8], "big") / 2**64
-        for name, share in SPLIT_SHARES.items():
-            if point < share:
-                return name
-            point -= share
-        return "test"
+        return split_of(self.problem)
 
 
 def apply(value: int, symbol: str, right: int) -> int:
@@ -199,7 +211,7 @@ def _product(rng: Random, max_steps: int) -> ToyProblem:
     return ToyProblem(text, a * b, "product", a, (Step("*", b),))
 
 
-_MAKERS: dict[str, Callable[[Random, int], ToyProblem]] = {
+MAKERS: dict[str, Callable[[Random, int], ToyProblem]] = {
     "single": _single,
     "chain": _chain,
     "equation": _equation,
@@ -220,11 +232,18 @@ def draw_problem(rng: Random, max_steps: int = 7, with_product: bool = True) -> 
     """
     shares = {k: v for k, v in FAMILY_SHARES.items() if with_product or k != "product"}
     family = rng.choices(list(shares), weights=list(shares.values()))[0]
-    return _MAKERS[family](rng, max_steps)
+    return MAKERS[family](rng, max_steps)
 
 
-def iterate_problems(split: Split, seed: int) -> Iterator[ToyProblem]:
+def iterate_problems(
+    split: Split, seed: int, draw: Callable[[Random], ToyProblem] = draw_problem
+) -> Iterator[ToyProblem]:
     """Yield distinct problems of one split, for ever, in an order fixed by `seed`.
+
+    Args:
+        split: Which one.
+        seed: Of the order.
+        draw: Draws a problem of any split.
 
     Raises:
         ValueError: `split` is unknown.
@@ -234,7 +253,7 @@ def iterate_problems(split: Split, seed: int) -> Iterator[ToyProblem]:
     rng = Random(f"{split}/{seed}")
     seen: set[str] = set()
     while True:
-        problem = draw_problem(rng)
+        problem = draw(rng)
         if problem.split == split and problem.problem not in seen:
             seen.add(problem.problem)
             yield problem

@@ -1,4 +1,4 @@
-"""The embedded reasoner that ships with the package, and how the toy's commands run one."""
+"""The embedded reasoners that ship with the package, and how the toy's commands run one."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -18,12 +18,15 @@ from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.eval.problems.problem import Problem
+from ospruner.eval.problems.task import Math, Task
 from ospruner.eval.schema import LabelSettings
 
 from ..labels.making import label
 from .problems import Split, iterate_problems
 
 SHIPPED = Path(__file__).with_name("reasoner")
+MIXED_SHIPPED = Path(__file__).with_name("reasoner-mixed")
+"""The one that knows every domain of `domains.DOMAINS`; the other knows mathematics."""
 
 MAX_THINKING_TOKENS = 800
 MAX_ANSWER_TOKENS = 16
@@ -63,18 +66,29 @@ class Reasoner:
         self.token_format = TokenFormat.compile(DEEPSEEK_R1, self.tokenizer)
         self.engine = TransformersEngine(self.model, self.tokenizer)
 
-    def label_settings(self, seed: int) -> LabelSettings:
-        """How the toy's traces are made: temperature 0.6, top-p 0.95, forced answers."""
+    def label_settings(self, seed: int, task: Task | None = None) -> LabelSettings:
+        """How the toy's traces are made: temperature 0.6, top-p 0.95, forced answers.
+
+        Args:
+            seed: Of the sampling.
+            task: Whose problems; None for mathematics.
+        """
         return LabelSettings(
             base_model=str(self.folder),
             reasoning_format=DEEPSEEK_R1.to_dict(),
             seed=seed,
             max_new_tokens=MAX_THINKING_TOKENS,
             max_answer_tokens=MAX_ANSWER_TOKENS,
+            task=(task or Math()).settings,
         )
 
     def label(
-        self, problems: Sequence[Problem], out_dir: Path, seed: int, progress: Progress = silent
+        self,
+        problems: Sequence[Problem],
+        out_dir: Path,
+        seed: int,
+        progress: Progress = silent,
+        task: Task | None = None,
     ) -> Dataset:
         """Sample and label one trace a problem in `out_dir`; a stopped run continues."""
         return label(
@@ -82,7 +96,7 @@ class Reasoner:
             self.engine,
             self.tokenizer,
             self.token_format,
-            self.label_settings(seed),
+            self.label_settings(seed, task),
             out_dir,
             chunk_traces=256,
             progress=progress,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from modeling_ospruner.configuration_ospruner import max_positions
+from modeling_ospruner.configuration_ospruner import input_device, max_positions
 from modeling_ospruner.engines.interface import (
     AnswerStop,
     Engine,
@@ -32,7 +32,6 @@ from modeling_ospruner.engines.interface import (
     unique_fork_tokens,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.policy_ospruner import input_device
 
 from .budget import MemoryBudget
 from .cache import SlotCache, fast_attention, takes_fast_attention
@@ -382,7 +381,7 @@ class _Stream:
         except ValueError as error:
             self._failed(begun, error)
             return
-        fork = ForkRequest(request.prompt_ids, trace.trace_ids, cuts)
+        fork = ForkRequest(request.prompt_ids, trace.trace_ids, cuts, request.options)
         self._finished.append((begun, trace, fork))
 
     def _begin(self, free: int) -> list[SamplingRow]:
@@ -450,11 +449,26 @@ LIKELIHOOD_TOLERANCE = 0.1
 
 @torch.inference_mode()
 def mean_logprob(
-    model: PreTrainedModel, token_ids: Sequence[int], answer_ids: Sequence[int]
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    options: Sequence[int] | None = None,
 ) -> float:
-    """The mean log-probability, in nats a token, of an answer after a text."""
+    """The mean log-probability, in nats a token, of an answer after a text.
+
+    Args:
+        model: a causal LM.
+        token_ids: the text.
+        answer_ids: the answer; at least one token.
+        options: where the answer is one of these tokens, and its probability is among them alone.
+    """
     ids = torch.tensor([[*token_ids, *answer_ids]], device=input_device(model))
-    said = model(ids).logits[0, -len(answer_ids) - 1 : -1].float().log_softmax(-1)  # (A, V)
+    said = model(ids).logits[0, -len(answer_ids) - 1 : -1].float()  # (A, V)
+    if options is not None:
+        among = torch.full_like(said, -torch.inf)
+        among[:, list(options)] = said[:, list(options)]
+        said = among
+    said = said.log_softmax(-1)
     chosen = torch.tensor(list(answer_ids), device=said.device)[:, None]
     return float(said.gather(-1, chosen).mean())
 
@@ -469,19 +483,19 @@ def _distinct(
         it gets: the request's index, and which of its cuts.
     """
     trie = TokenTrie()
-    first: dict[int, tuple[int, int]] = {}
+    first: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
     own, places = [], []
     for i, request in enumerate(requests):
         kept: list[int] = []
         path = trie.add([*request.prompt_ids, *request.trace_ids[: max(request.cuts, default=0)]])
         row = []
         for cut in request.cuts:
-            node = path[len(request.prompt_ids) + cut]
+            node = path[len(request.prompt_ids) + cut], tuple(request.options)
             if node not in first:
                 first[node] = (i, len(kept))
                 kept.append(cut)
             row.append(first[node])
-        own.append(ForkRequest(request.prompt_ids, request.trace_ids, kept))
+        own.append(replace(request, cuts=kept))
         places.append(row)
     return own, places
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.engines.interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
-from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
 from .cache import SlotCache
-from .rows import Branch, batch_noise, greedy_alone, is_close
+from .rows import Branch, batch_noise, greedy_alone, is_close, option_scores
 
 __all__ = ["prefill_shared"]
 
@@ -217,10 +217,6 @@ class PackedForks:
         real = s * sum(map(len, self.branches))
         self._count(real, R * own)
         self.ends = ends + s
-        entropies = top_entropy(logits).tolist()
-        for row, branches in enumerate(self.branches):
-            for k, branch in enumerate(branches):
-                branch.entropy = entropies[row][k]
         self._push(logits, list(range(R)), [list(range(len(row))) for row in self.branches])
 
     def _drop_finished(self) -> bool:
@@ -273,16 +269,26 @@ class PackedForks:
     def _push(self, logits: torch.Tensor, rows: list[int], forks: list[list[int]]) -> None:
         """Gives forks their next tokens from logits (R, K, V), whose places they fill in order."""
         tokens, logprobs = (values.tolist() for values in greedy(logits))
-        close = is_close(logits, self.noise).tolist()
+        close, entropies = is_close(logits, self.noise).tolist(), top_entropy(logits).tolist()
         for place, (row, ks) in enumerate(zip(rows, forks, strict=True)):
             request = self.requests[row]
             for i, k in enumerate(ks):
                 branch, token, logprob = self.branches[row][k], tokens[place][i], logprobs[place][i]
+                kept = [*request.prompt_ids, *request.trace_ids[: branch.cut]]
+                text = [*kept, *self.suffix_ids, *branch.ids]
+                if request.options:
+                    own = logits[place, i]
+                    branch.choose(
+                        request.options,
+                        option_scores(
+                            self.model, own, request.options, text, self.noise, self.count
+                        ),
+                    )
+                    continue
                 if close[place][i]:
-                    kept = [*request.prompt_ids, *request.trace_ids[: branch.cut]]
-                    text = [*kept, *self.suffix_ids, *branch.ids]
                     token, logprob = greedy_alone(self.model, text, self.count)
-                branch.push(token, logprob, self.max_new_tokens, self.eos_ids)
+                entropy = entropies[place][i]
+                branch.push(token, logprob, entropy, self.max_new_tokens, self.eos_ids)
 
     def _widen(self, columns: int) -> None:
         if columns > self.mask.shape[-1]:

@@ -7,6 +7,7 @@ a few roundings, so a choice that roundings could turn is made again from the ro
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.engines.interface import (
     AnswerStop,
     ForkedAnswer,
@@ -26,8 +28,8 @@ from modeling_ospruner.engines.interface import (
     TokenCount,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import greedy, mix64
+from modeling_ospruner.states_ospruner import BoundaryState
 
 _U64 = np.uint64
 _FEW = 64
@@ -126,6 +128,32 @@ def greedy_alone(
     """The most likely token after a text that runs by itself, and its log-probability."""
     token, logprob = greedy(run_alone(model, token_ids, count))
     return int(token), float(logprob)
+
+
+def option_scores(
+    model: PreTrainedModel,
+    logits: torch.Tensor,
+    options: Sequence[int],
+    token_ids: Sequence[int],
+    noise: float,
+    count: TokenCount,
+) -> list[float]:
+    """The logits of options after a text; of the text run alone where noise could turn the best.
+
+    Args:
+        model: runs the text alone.
+        logits: (V,), of a batch.
+        options: token ids.
+        token_ids: the text.
+        noise: of the logits, relative to the largest; see `batch_noise`.
+        count: where tokens are counted.
+    """
+    scores = logits[list(options)].float()
+    best = scores.topk(2).values
+    if noise and best[0] - best[1] < 2 * noise * _largest(logits):
+        scores = run_alone(model, token_ids, count)[0, list(options)].float()
+    found: list[float] = scores.tolist()
+    return found
 
 
 def is_close(logits: torch.Tensor, noise: float) -> torch.Tensor:
@@ -243,6 +271,10 @@ class SamplingRow:
         state: what its draws come from.
         thinking: whether it is before the end marker.
         tokens: everything sampled, end marker and end-of-text token included.
+        trace_length: how many of them are thinking.
+        end_length: then, how many are the end marker.
+        ended: how the thinking has ended.
+        marked: follows it, where the end marker is several tokens.
     """
 
     index: int
@@ -251,7 +283,9 @@ class SamplingRow:
     thinking: bool = True
     tokens: list[int] = field(default_factory=list)
     trace_length: int = 0
+    end_length: int = 1
     ended: Literal["natural", "cap"] = "natural"
+    marked: BoundaryState | None = None
 
     @classmethod
     def start(cls, index: int, prompt: Sequence[int], key: str, seed: int) -> SamplingRow:
@@ -266,11 +300,20 @@ class SamplingRow:
         if token in eos_ids and token != fmt.think_end_id:
             return True
         if not self.thinking:
-            return len(self.tokens) - self.trace_length - 1 >= settings.max_answer_tokens
+            answered = len(self.tokens) - self.trace_length - self.end_length
+            return answered >= settings.max_answer_tokens
         if token == fmt.think_end_id:
             self.thinking = False
             return False
         self.trace_length += 1
+        if fmt.end_marker is not None:
+            self.marked = self.marked or fmt.end_state()
+            self.marked.push(token)
+            if self.marked.ended:
+                self.thinking = False
+                self.trace_length = self.marked.thinking_tokens
+                self.end_length = self.marked.end_tokens
+                return False
         if self.trace_length >= settings.max_new_tokens:
             self.ended = "cap"
             return True
@@ -278,10 +321,13 @@ class SamplingRow:
 
     def sampled(self, eos_ids: frozenset[int]) -> Sampled:
         """The finished row's result."""
-        answer = [] if self.thinking else self.tokens[self.trace_length + 1 :]
+        end = self.trace_length + self.end_length
+        answer = [] if self.thinking else self.tokens[end:]
         if answer and answer[-1] in eos_ids:
             answer = answer[:-1]
-        return Sampled(self.tokens[: self.trace_length], answer, self.ended)
+        marked = not self.thinking and self.marked is not None
+        marker = self.tokens[self.trace_length : end] if marked else []
+        return Sampled(self.tokens[: self.trace_length], answer, self.ended, marker)
 
 
 class Branch:
@@ -296,12 +342,16 @@ class Branch:
         self.cut = cut
         self.ids: list[int] = []
         self.logprobs: list[float] = []
-        self.entropy = 0.0
+        self.entropies: list[float] = []
         self.ended: Literal["closed", "eos", "length"] | None = None
         self._rule = stop() if stop is not None else None
+        self._chosen: ForkedAnswer | None = None
 
-    def push(self, token: int, logprob: float, limit: int, eos_ids: frozenset[int]) -> None:
+    def push(
+        self, token: int, logprob: float, entropy: float, limit: int, eos_ids: frozenset[int]
+    ) -> None:
         """Takes the next token; sets `ended` where it completes the answer."""
+        self.entropies.append(entropy)
         if token in eos_ids:
             self.ended = "eos"
             return
@@ -312,6 +362,11 @@ class Branch:
         elif len(self.ids) >= limit:
             self.ended = "length"
 
+    def choose(self, options: Sequence[int], scores: Sequence[float]) -> None:
+        """Takes the likeliest of options, which completes the answer."""
+        self.ended = "closed"
+        self._chosen = ForkedAnswer.chosen(options, scores)
+
     def finished(self) -> ForkedAnswer:
         """The answer.
 
@@ -320,4 +375,7 @@ class Branch:
         """
         if self.ended is None:
             raise RuntimeError(f"the fork at {self.cut} thinking tokens is not finished")
-        return ForkedAnswer(self.ids, self.ended, self.logprobs, self.entropy)
+        if self._chosen is not None:
+            return self._chosen
+        whole = math.fsum(self.entropies)
+        return ForkedAnswer(self.ids, self.ended, self.logprobs, self.entropies[0], whole)

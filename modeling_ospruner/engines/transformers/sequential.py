@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.engines.interface import (
     AnswerStop,
     ForkedAnswer,
@@ -20,7 +21,6 @@ from modeling_ospruner.engines.interface import (
     TokenCount,
 )
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.policy_ospruner import input_device
 from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
 
 from .cache import forked, own_cache
@@ -31,6 +31,7 @@ from .rows import (
     choose,
     greedy_alone,
     is_close,
+    option_scores,
     run_alone,
     uniforms,
 )
@@ -129,14 +130,18 @@ def fork_one(
         branch = Branch(cut, stop)
         logits = _feed(model, suffix_ids, end, fork, count)
         position = end + len(suffix_ids)
-        branch.entropy = float(top_entropy(logits))
         while True:
+            if request.options:
+                kept = [*text[:end], *suffix_ids]
+                scores = option_scores(model, logits, request.options, kept, noise, count)
+                branch.choose(request.options, scores)
+                break
             best, score = greedy(logits)
             token, logprob = int(best), float(score)
             if is_close(logits, noise):
                 kept = [*text[:end], *suffix_ids, *branch.ids]
                 token, logprob = greedy_alone(model, kept, count)
-            branch.push(token, logprob, max_new_tokens, eos_ids)
+            branch.push(token, logprob, float(top_entropy(logits)), max_new_tokens, eos_ids)
             if branch.ended is not None:
                 break
             logits = _feed(model, branch.ids[-1:], position, fork, count)

@@ -29,6 +29,7 @@ def drawn(seed: int, traces: int = 300) -> Known:
         "forced_answers": [["1" if x else "0" for x in row] for row in right],
         "forced_correct": right.astype(float).tolist(),
         "forced_entropy": [[0.1 if x else 1.5 for x in row] for row in right],
+        "forced_answer_entropy": [[0.1 if x else 1.5 for x in row] for row in right],
         "forced_logprob": [[-0.1 if x else -1.5 for x in row] for row in right],
         "matches_final": [[bool(x == row[-1]) for x in row] for row in right],
         "forced_answer_tokens": [[1] * STEPS] * traces,

@@ -46,7 +46,11 @@ def test_a_policy_s_thresholds_are_its_own() -> None:
     assert policy_grid(table, odd) == grid
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "deer"])
+# Two traces of four steps hold no texts, and are over before Dynasor has two answers.
+ELSEWHERE = {"deer", "dynasor", "just-enough", "refrain", "puma"}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ELSEWHERE])
 def test_a_rule_s_numbers_run_from_never_to_at_once(name: str) -> None:
     dataset, table = labelled()
     grid = rule_grid(name, dataset, table)

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.vllm_plugin.requests import StopRequest
+from modeling_ospruner.serving.requests import StopRequest
 from ospruner.eval.harness.replies import Asked, LocalPolicy
 from ospruner.eval.problems.problem import user_message
 from ospruner.train.toy.shipped import Reasoner, draw_split
@@ -62,6 +62,7 @@ class ChatServer:
         app.get("/ospruner/stops/{stop_id}")(self._stop)
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen()  # so that requests wait while uvicorn's thread starts
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self._thread = threading.Thread(

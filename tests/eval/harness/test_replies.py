@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.eval.harness.replies import AnswerStrings, Asked, _parts, cut, open_policy
+from ospruner.train.toy.shipped import Reasoner
 
 from .conftest import ChatServer
 
@@ -171,3 +173,35 @@ def test_server_without_stops_is_refused(rows: Rows, chat_server: ChatServer) ->
     nowhere = open_policy("toy", url=f"{chat_server.url}/other")
     with pytest.raises(ValueError, match="ospruner serve"):
         nowhere.ask(conversations(rows)[:1], Asked(5))
+
+
+def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
+    reasoner: Reasoner, rows: Rows, tmp_path: Path
+) -> None:
+    """With or without words for the final answer, which end the thinking that is counted."""
+    form = replace(
+        reasoner.token_format.format,
+        **{"name": "reply", "think_end": "", "think_start": "", "closing": "\n\nThat fits "},
+        answer_phrase="That fits",
+    )
+    OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        base_model_name_or_path=str(reasoner.folder),
+        reasoning_format=form,
+    ).save_pretrained(tmp_path)
+    opened = open_policy(str(tmp_path), **HERE, threshold=1.0, answer="free")
+    replies = opened.ask(conversations(rows), Asked(200))
+    assert any("That fits" in reply.answer for reply in replies)
+    tokenizer: Any = reasoner.tokenizer
+    for reply in replies:
+        assert reply.thinking == ""
+        ids = tokenizer.encode(reply.answer, add_special_tokens=False)
+        assert abs(len(ids) - reply.tokens) <= 1  # the token that ends the text, for one
+        if "That fits" in reply.answer:
+            before = tokenizer.encode(
+                reply.answer.partition("That fits")[0], add_special_tokens=False
+            )
+            assert (reply.thinking_tokens, reply.reason) == (len(before), "natural")
+    stopped = opened.ask(conversations(rows), Asked(200, ("That",)))
+    assert [reply.answer for reply in stopped] == [cut(one.answer, ("That",)) for one in replies]

@@ -28,7 +28,7 @@ from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.online.evaluation import Evaluation
 from ospruner.eval.online.runners import EngineRunner, HookRunner, Setup
 from ospruner.eval.online.settings import OnlineSettings, preset
-from ospruner.eval.problems.task import Task
+from ospruner.eval.problems.task import Math, ProblemSet, Task
 from ospruner.eval.replay import replay, replay_budget, replay_full
 from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.table import TraceTable
@@ -80,8 +80,8 @@ def evaluate(
     out: Path, runner: Counting, methods: Sequence[Method] = METHODS, **changes: Any
 ) -> Evaluation:
     settings = dataclasses.replace(SETTINGS, batch_problems=2, **changes)
-    task = Task("toy", PROBLEMS)
-    return evaluate_online(task, methods, runner, settings, {"model": "toy"}, out)
+    toy = ProblemSet("toy", PROBLEMS, Task())
+    return evaluate_online(toy, methods, runner, settings, {"model": "toy"}, out)
 
 
 def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
@@ -199,25 +199,29 @@ def check_agreement(
     assert online.rules[1].outcome.tokens.mean() < 0.8 * online.rules[0].outcome.tokens.mean()
 
 
-def setup_of(reasoner: Reasoner, settings: OnlineSettings, problems: int) -> Setup:
-    task = Task("toy", draw_split("test", problems, 0))
+def setup_of(reasoner: Reasoner, settings: OnlineSettings) -> Setup:
     work = ModelWork.of_config(reasoner.model.config)
-    return Setup(reasoner.tokenizer, reasoner.token_format, task, settings, work)
+    return Setup(reasoner.tokenizer, reasoner.token_format, Math(), settings, work)
 
 
 def test_an_engine_and_replay_agree(
     reasoner: Reasoner, policy: Path, labelled: Dataset, tmp_path: Path
 ) -> None:
-    setup = setup_of(reasoner, dataclasses.replace(SETTINGS, batch_problems=48), 48)
+    setup = setup_of(reasoner, dataclasses.replace(SETTINGS, batch_problems=48))
     runner = EngineRunner(setup, reasoner.engine, lambda: reasoner.model)
     about = {"model": "toy"}
     online = evaluate_online(
-        setup.task, methods_of(policy), runner, setup.settings, about, tmp_path
+        ProblemSet("toy", draw_split("test", 48, 0), setup.task),
+        methods_of(policy),
+        runner,
+        setup.settings,
+        about,
+        tmp_path,
     )
     check_agreement(online, labelled, reasoner, policy)
     assert np.isnan(online.full.seconds).all()  # not measured, and said so
-    with pytest.raises(ValueError, match="answer entropy tries answers at every step"):
-        next(runner.run([_entropy()], Batch(0, setup.task.problems[:1], 1)))
+    with pytest.raises(ValueError, match="answer entropy asks at each step for what"):
+        next(runner.run([_entropy()], Batch(0, draw_split("test", 48, 0)[:1], 1)))
 
 
 def by_key(
@@ -234,8 +238,8 @@ def _entropy() -> Method:
 def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, policy: Path) -> None:
     """Greedy traces are the same in both; so must be stops, answers and grades."""
     settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
-    setup = setup_of(reasoner, settings, 6)
-    batch = Batch(0, setup.task.problems, 1)
+    setup = setup_of(reasoner, settings)
+    batch = Batch(0, draw_split("test", 6, 0), 1)
     methods = [Method("full trace", None, "", None), *methods_of(policy)]
     ours = by_key(HookRunner(setup, reasoner.model).run(methods, batch))
     theirs = by_key(
@@ -257,7 +261,7 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
 ) -> None:
     """Counted, not timed: the tokens that the base passes within the time that is taken."""
     settings = dataclasses.replace(SETTINGS, samples=2)
-    setup = setup_of(reasoner, settings, 4)
+    setup = setup_of(reasoner, settings)
     never = parse_policies([f"{policy}@1"])[0]
     methods = [
         Method("full trace", None, "", None),
@@ -283,7 +287,7 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
         return counted
 
     monkeypatch.setattr(HookRunner, "_call", counting)
-    rows = by_key(runner.run(methods, Batch(0, setup.task.problems, 2)))
+    rows = by_key(runner.run(methods, Batch(0, draw_split("test", 4, 0), 2)))
     full, policys, budgets = (passed[method.key] for method in methods)
     assert full == policys > budgets > 0
     one, other = (rows[method.key] for method in methods[:2])
@@ -298,9 +302,9 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
 def test_a_sentence_before_the_closing_is_generated(reasoner: Reasoner, policy: Path) -> None:
     """Forked and generated answers agree where the policy or a budget stops; so do lengths."""
     settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
-    setup = setup_of(reasoner, settings, 8)
+    setup = setup_of(reasoner, settings)
     soft = setup.fmt.winding_down("So I have it:", setup.tokenizer)
-    batch = Batch(0, setup.task.problems, 1)
+    batch = Batch(0, draw_split("test", 8, 0), 1)
     methods = methods_of(policy)
     found = []
     for fmt in (setup.fmt, soft):
@@ -324,12 +328,12 @@ def test_an_engine_of_other_weights_than_the_policy_s_base_is_refused(
 ) -> None:
     """A server's files are out of sight: how likely it finds its answers tells."""
     settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
-    setup = setup_of(reasoner, settings, 2)
+    setup = setup_of(reasoner, settings)
     other, generator = copy.deepcopy(reasoner.model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
-    batch = Batch(0, setup.task.problems, 1)
+    batch = Batch(0, draw_split("test", 2, 0), 1)
     engine = TransformersEngine(other, reasoner.tokenizer)
     runner = EngineRunner(setup, engine, lambda: reasoner.model)
     full = Method("full trace", None, "", None)
@@ -342,7 +346,7 @@ def test_the_base_is_loaded_once_after_the_engine_and_for_policies_alone(
     reasoner: Reasoner, policy: Path
 ) -> None:
     settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
-    setup = setup_of(reasoner, settings, 2)
+    setup = setup_of(reasoner, settings)
     loaded = []
 
     def load_base() -> Any:
@@ -350,7 +354,7 @@ def test_the_base_is_loaded_once_after_the_engine_and_for_policies_alone(
         return reasoner.model
 
     runner = EngineRunner(setup, reasoner.engine, load_base)
-    batch = Batch(0, setup.task.problems, 1)
+    batch = Batch(0, draw_split("test", 2, 0), 1)
     full = Method("full trace", None, "", None)
     by_key(runner.run([full, methods_of(policy)[1]], batch))
     assert loaded == []
@@ -363,8 +367,8 @@ def test_free_answers_and_trial_rules_are_generated(reasoner: Reasoner, policy: 
     settings = dataclasses.replace(
         SETTINGS, samples=1, temperature=0.0, answer="free", max_answer_tokens=60
     )
-    setup = setup_of(reasoner, settings, 3)
-    batch = Batch(0, setup.task.problems, 1)
+    setup = setup_of(reasoner, settings)
+    batch = Batch(0, draw_split("test", 3, 0), 1)
     full = Method("full trace", None, "", None)
     rows = by_key(HookRunner(setup, reasoner.model).run([full, _entropy()], batch))
     ended = [row for row in rows[full.key] if row.reason == "natural"]
@@ -382,9 +386,9 @@ def test_free_answers_and_trial_rules_are_generated(reasoner: Reasoner, policy: 
 def test_generate_and_replay_agree(
     reasoner: Reasoner, policy: Path, labelled: Dataset, tmp_path: Path
 ) -> None:
-    setup = setup_of(reasoner, SETTINGS, 48)
+    setup = setup_of(reasoner, SETTINGS)
     online = evaluate_online(
-        setup.task,
+        ProblemSet("toy", draw_split("test", 48, 0), setup.task),
         methods_of(policy),
         HookRunner(setup, reasoner.model),
         SETTINGS,
@@ -404,9 +408,8 @@ def test_labels_and_engine_share_their_traces(
     problems = draw_split("test", 8, 3)
     labels = reasoner.label(problems, tmp_path / "labels", seed=5)
     settings = dataclasses.replace(SETTINGS, samples=1, seed=5, batch_problems=8)
-    task = Task("toy", problems)
     work = ModelWork.of_config(reasoner.model.config)
-    setup = Setup(reasoner.tokenizer, reasoner.token_format, task, settings, work)
+    setup = Setup(reasoner.tokenizer, reasoner.token_format, Math(), settings, work)
     methods = methods_of(policy)
     batch = Batch(0, problems, 1)
     rows = by_key(EngineRunner(setup, reasoner.engine, lambda: reasoner.model).run(methods, batch))

@@ -95,6 +95,10 @@ def test_benchmarks_by_their_hub_ids(name: str, split: str | None) -> None:
     if name == "deepscaler":
         assert loaded.source["left_out"] == {"without_answer": 1, "duplicates": 1}
     assert load_source(name, split=split, limit=1).problems == EXPECTED[name, split][:1]
+    first = split or BENCHMARKS[name].splits[0]
+    last = load_source(name, split=f"{first}[-1:]")
+    assert last.problems == EXPECTED[name, split][-1:]
+    assert last.source["split"] == f"{first}[-1:]"
 
 
 @pytest.mark.usefixtures("hub")
@@ -127,8 +131,12 @@ def test_a_benchmark_from_a_file_in_the_dataset_s_own_columns(tmp_path: Path) ->
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"problem": "1?", "answer": "1"}])
-    with pytest.raises(ValueError, match=r"gsm8k has the splits \['train', 'test'\], not 'dev'"):
+    with pytest.raises(ValueError, match=r"gsm8k has the splits \['train', 'test'\], .* not 'dev'"):
         load_source("gsm8k", split="dev")
+    with pytest.raises(ValueError, match=r"splits .* or a slice such as 'train\[:100\]', not 'tr"):
+        load_source("gsm8k", split="train[1%:]")
+    with pytest.raises(ValueError, match=r"split 'train\[1:\]' is empty: gsm8k has 1 problems"):
+        load_source("gsm8k", files=[path], split="train[1:]")
     with pytest.raises(ValueError, match="is a file, which has no splits"):
         load_source(path, split="train")
     with pytest.raises(ValueError, match="they go with the name of a benchmark"):

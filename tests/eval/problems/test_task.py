@@ -4,9 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.task import PROMPT_PRESETS, Task, load_task_class, prompt_token_ids
+from ospruner.eval.problems.task import (
+    PROMPT_PRESETS,
+    ProblemSet,
+    Task,
+    load_task_class,
+    prompt_token_ids,
+)
 
 PROBLEMS = [Problem("a", "What is 6*7?", "42")]
 
@@ -24,14 +30,8 @@ class MultipleChoice(Task):
 '''
 
 
-class Format:
-    user_instruction = DEEPSEEK_R1.user_instruction
-    format = DEEPSEEK_R1
-
-
 def message(prompt: str) -> str:
-    fmt: TokenFormat = Format()  # type: ignore[assignment]  # only its literals are read
-    return Task("toy", PROBLEMS, prompt).message(PROBLEMS[0], fmt)
+    return Task(prompt).message(PROBLEMS[0], DEEPSEEK_R1)
 
 
 def test_a_preset_stands_between_problem_and_instruction() -> None:
@@ -43,10 +43,11 @@ def test_a_preset_stands_between_problem_and_instruction() -> None:
         DEEPSEEK_R1.user_instruction,
     ]
     assert "5 words at most" in draft
+    assert "check it in a different way" in message("check")
 
 
 def test_mathematics_reads_and_grades() -> None:
-    task = Task("toy", PROBLEMS)
+    task = Task()
     assert task.read_forced("42} is it") == "42"
     assert task.read_free("so \\boxed{42}.") == "42"
     assert task.grade("42", PROBLEMS[0]) is True
@@ -57,18 +58,17 @@ def test_mathematics_reads_and_grades() -> None:
 def test_another_domain_is_one_file(tmp_path: Path) -> None:
     path = tmp_path / "choice.py"
     path.write_text(CHOICE)
-    task = load_task_class(path)("quiz", [Problem("q", "Which?", "B")])
-    assert task.grade(" (b). ", task.problems[0]) is True
-    assert task.grade("C", task.problems[0]) is False
-    assert task.grade("perhaps B", task.problems[0]) is None
-    assert load_task_class(None) is Task
+    task, problem = load_task_class(path)(), Problem("q", "Which?", "B")
+    assert task.grade(" (b). ", problem) is True
+    assert task.grade("C", problem) is False
+    assert task.grade("perhaps B", problem) is None
 
 
 def test_bad_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the benchmark 'toy' is empty: give at least one problem"):
-        Task("toy", [])
+        ProblemSet("toy", [], Task())
     with pytest.raises(ValueError, match="prompt is 'shout'; it must be one of .'default', 'conc"):
-        Task("toy", PROBLEMS, "shout")
+        Task("shout")
     with pytest.raises(FileNotFoundError, match="no task at .*nothing.py"):
         load_task_class(tmp_path / "nothing.py")
     (tmp_path / "none.py").write_text("x = 1\n")
@@ -84,4 +84,4 @@ def test_a_tokenizer_without_template_is_refused() -> None:
         chat_template = None
 
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        prompt_token_ids("a", "hi", Bare(), Format())  # type: ignore[arg-type]
+        prompt_token_ids("a", "hi", Bare(), None)  # type: ignore[arg-type]

@@ -107,6 +107,35 @@ def test_the_viewer_draws_what_going_on_pays(browser: Browser, page: str) -> Non
     assert browser.errors() == []
 
 
+def test_a_methods_many_settings_stand_together(browser: Browser, page: str) -> None:
+    browser.open(page + "#traces")
+    browser.press("j", "j")
+    assert shown(browser)["trace"] == "p2/0"
+    rows = (
+        "[...document.querySelectorAll('#trace table tbody tr')].map(r => r.cells[0].textContent)"
+    )
+    many = "OS-Pruner, one policy λ=4e-4 · one of 7 settings"
+    assert browser.run(rows) == ["full trace", many, "OS-Pruner λ=1e-4"]
+    label = "document.querySelector('#pick-method optgroup').label"
+    assert browser.run(label) == "OS-Pruner, one policy"
+    assert browser.run("document.querySelectorAll('#pick-method optgroup option').length") == 7
+    browser.press("m")
+    assert shown(browser)["method"] == "OS-Pruner, one policy λ=4e-4"
+    browser.press("]")
+    assert shown(browser)["method"] == "OS-Pruner, one policy λ=5e-4"
+    assert browser.run(rows)[1].startswith("OS-Pruner, one policy λ=5e-4")
+    browser.press("[", "[", "[", "[", "[", "[")
+    assert shown(browser)["method"] == "OS-Pruner, one policy λ=1e-4"
+    assert "OS-Pruner, one policy λ=3e-4 to λ=5e-4 (3)" in browser.text("#step-2")
+    assert "stops here: OS-Pruner, one policy λ=6e-4 to λ=7e-4 (2)" in browser.text("#step-1")
+    browser.press("m")
+    assert shown(browser)["method"] == "OS-Pruner λ=1e-4"
+    browser.press("m")
+    assert shown(browser)["method"] == "full trace"
+    keep(browser, "viewer-groups")
+    assert browser.errors() == []
+
+
 def test_an_address_shows_its_trace_method_and_step(browser: Browser, page: str) -> None:
     name = "DeepSeek-R1-Distill-Qwen-7B%2C+MATH-500%2C+forced%2C+replay"
     browser.open(f"{page}#evaluation={name}&trace=p1%2F0&method=OS-Pruner+%CE%BB%3D1e-4&step=2")

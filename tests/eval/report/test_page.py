@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -10,6 +11,7 @@ import pytest
 
 from modeling_ospruner.common.durable import checked_line
 from ospruner.eval.report.page import write_report
+from ospruner.eval.report.summary import never_right, never_right_told
 
 from ..evaluations import make_evaluation
 
@@ -128,3 +130,22 @@ def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
     make_evaluation().save(tmp_path / "one")
     with pytest.raises(ValueError, match="has no log.jsonl: give the folder of a training run"):
         write_report(tmp_path, dynamics=[tmp_path])
+
+
+def test_what_is_saved_on_traces_that_are_never_right_is_told(written: dict[str, Path]) -> None:
+    evaluation = make_evaluation()
+    ever = evaluation.limits[0].outcome.correct >= 0.5
+    found = never_right(evaluation)["never_right"]
+    assert found["traces"] == pytest.approx(1 - ever.mean())
+    full = evaluation.full.tokens
+    assert found["tokens"] == pytest.approx(full[~ever].sum() / full.sum())
+    rule = evaluation.rules[1]
+    saved = full - rule.outcome.tokens
+    assert found["saved"][rule.name] == pytest.approx(saved[~ever].sum() / saved.sum())
+    results, _ = evaluation.results()
+    told = never_right_told(results, never_right(evaluation))
+    assert f"{100 * (1 - ever.mean()):.1f} % of the traces are right at no step" in told
+    assert f"probe ≥.70 {100 * found['saved']['probe ≥.70']:.0f} %" in told or "probe ≥.90" in told
+    assert told.partition(";")[0] in written["report.html"].read_text("utf-8")
+    assert never_right(dataclasses.replace(evaluation, limits=[])) == {}
+    assert never_right_told(results, {}) == ""

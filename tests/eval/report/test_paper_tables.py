@@ -3,14 +3,17 @@ from __future__ import annotations
 import csv
 import io
 import re
+from dataclasses import replace
 
 import pytest
 
 from modeling_ospruner.common.results_file import Estimate
+from ospruner.eval.online.evaluation import Evaluation
 from ospruner.eval.report.tables import (
     AVERAGE,
     average,
     best_aes_table,
+    by_domain,
     chosen_parameters,
     full_table,
 )
@@ -40,6 +43,19 @@ def test_best_rows_are_chosen_per_benchmark_and_averaged() -> None:
         (first[2].estimate.value + second[2].estimate.value) / 2
     )
     assert "on these very traces" in table.caption
+
+
+def test_evaluations_of_several_tasks_stand_by_task() -> None:
+    quiz = make_evaluation(benchmark="ARC", seed=2)
+    replayed = {"label_settings": {"task": {"name": "choice"}}}
+    generated = {"task": {"name": "choice", "force": "answer"}}
+    for told in (replayed, generated):
+        asked = replace(quiz, settings=quiz.settings | told)
+        table = best_aes_table([THREE[0], asked, THREE[1]])
+        assert table.groups == ("math: GSM8K", "math: MATH-500", "choice: ARC", AVERAGE)
+        assert best_aes_table([asked]).groups == ("ARC",)
+        pairs = by_domain([THREE[0], asked, THREE[1]])
+        assert [name for name, _ in pairs] == ["math", "math", "choice"]
 
 
 def test_the_best_is_bold_and_the_second_underlined_and_the_full_trace_neither() -> None:
@@ -139,3 +155,31 @@ def test_an_average_of_independent_benchmarks_is_narrower() -> None:
     assert mean.value == pytest.approx(0.6)
     assert mean.low == pytest.approx(0.6 - 0.1 / 2**0.5)
     assert mean.high == pytest.approx(0.6 + 0.1 / 2**0.5)
+
+
+def charged(evaluation: Evaluation) -> Evaluation:
+    """The same, where each thinking token takes a thousand operations."""
+    rules = [
+        replace(rule, outcome=replace(rule.outcome, flops=1000 * rule.outcome.tokens))
+        for rule in evaluation.rules
+    ]
+    return replace(evaluation, rules=rules)
+
+
+def test_compute_stands_beside_where_it_was_counted() -> None:
+    """In percent of the full trace's operations; it competes for nothing."""
+    plain = best_aes_table(THREE).columns
+    counted = [charged(one) for one in THREE]
+    table = best_aes_table(counted)
+    assert table.columns == (*plain, "Comp")
+    assert "Comp: all that was computed, in % of the full trace's operations" in table.caption
+    full, ours = table.sections[0][1][:2]
+    assert [cell[3].text() for cell in full.cells if cell is not None] == ["100"] * 3
+    for evaluation, cell in zip(counted, ours.cells, strict=False):
+        assert cell is not None
+        rows = [r for r in evaluation.results()[0] if r.method == "OS-Pruner"]
+        best = max(rows, key=lambda r: r.aes.value)
+        assert cell[3].text() == f"{100 * best.flops_ratio.value:.0f}"
+        assert cell[3].mark == ""
+    assert full_table(counted, MODEL).columns[-1] == "Comp"
+    assert "Comp" not in full_table(THREE, MODEL).caption

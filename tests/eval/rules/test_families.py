@@ -18,6 +18,15 @@ from ospruner.eval.compute import Compute
 from ospruner.eval.replay import replay_budget, replay_step
 from ospruner.eval.rules.families import AtStep, parse_rule
 from ospruner.eval.rules.replayed import replay_rule
+from ospruner.eval.rules.rivals import (
+    Deer,
+    Dynasor,
+    HaltCot,
+    Puma,
+    Refrain,
+    RunJump,
+    ThinkJustEnough,
+)
 from ospruner.eval.table import TraceTable
 
 ROWS = {
@@ -38,6 +47,7 @@ def labelled() -> tuple[Dataset, TraceTable]:
         "forced_answer_tokens": [[s[1] for s in steps] for steps in ROWS.values()],
         "forced_logprob": [[s[2] for s in steps] for steps in ROWS.values()],
         "forced_entropy": [[s[3] for s in steps] for steps in ROWS.values()],
+        "forced_answer_entropy": [[2 * s[3] for s in steps] for steps in ROWS.values()],
         "natural_correct": [1.0, 0.0],
         "natural_answer_tokens": [4, 4],
         "ended": ["natural", "natural"],
@@ -56,8 +66,14 @@ SUFFIX = 4  # tokens forced before every trial answer
         ("step:5", AtStep, "fixed step", 5.0),
         ("entropy:0.4", AnswerEntropy, "answer entropy", 0.4),
         ("confidence:.95", TrialConfidence, "trial confidence", 0.95),
-        ("deer:.9", TrialConfidence, "DEER", 0.9),
+        ("deer:.9", Deer, "DEER", 0.9),
         ("agreement:3", Agreement, "answer agreement", 3.0),
+        ("dynasor:3", Dynasor, "Dynasor", 3.0),
+        ("es-cot:10", RunJump, "ES-CoT", 10.0),
+        ("halt-cot:.6", HaltCot, "HALT-CoT", 0.6),
+        ("just-enough:.5", ThinkJustEnough, "Think Just Enough", 0.5),
+        ("refrain:.7", Refrain, "REFRAIN", 0.7),
+        ("puma:.98", Puma, "PUMA-like", 0.98),
     ],
 )
 def test_rules_by_name(text: str, kind: type, method: str, parameter: float) -> None:
@@ -79,6 +95,11 @@ def test_rules_by_name(text: str, kind: type, method: str, parameter: float) -> 
         ("entropy:9", "threshold"),
         ("confidence:2", "threshold"),
         ("agreement:1", "count"),
+        ("es-cot:0", "jump"),
+        ("halt-cot:-1", "threshold"),
+        ("refrain:1.5", "threshold"),
+        ("puma:2", "confidence"),
+        ("neat:0.5", "rule 'neat:0.5' cannot be had: NEAT .* activations of chosen neurons"),
     ],
 )
 def test_bad_rules_are_refused(text: str, message: str) -> None:
@@ -165,7 +186,7 @@ def test_rules_that_read_lengths_cost_nothing() -> None:
 def test_what_labels_do_not_tell_is_refused() -> None:
     dataset, table = labelled()
     watching = TrialConfidence(transition_words=("Wait",))
-    with pytest.raises(ValueError, match="transition words: give replay_rule .* decode"):
+    with pytest.raises(ValueError, match="reads the thinking: give replay_rule the tok.* decode"):
         replay_rule(dataset, table, watching, SUFFIX)
     nulls = [[None] * len(steps) for steps in ROWS.values()]
     old = dataset.remove_columns("forced_entropy").add_column("forced_entropy", nulls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import shutil
 from collections.abc import Callable
@@ -16,12 +17,15 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import hash_files, provenance, read_provenance
 from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.folder import (
+    StoredChunk,
     chunks_of,
     content_of,
     data_hash,
     faults_of,
+    parquet_bytes,
     read_labels,
     read_manifest,
+    read_shard,
 )
 from ospruner.train.labels.looking import stats_of
 from ospruner.train.labels.regrading import regrade
@@ -203,3 +207,22 @@ def test_data_of_another_record_are_refused(make_labels: MakeLabels, tmp_path: P
     with pytest.raises(ValueError, match=r"provenance\.json has data_hash .* beside it have"):
         load_labels(folder)
     assert "data_hash" in faults_of(folder)[0]
+
+
+def test_labels_from_before_a_column_are_read_with_nulls(
+    make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    later = ["forced_answer_entropy", "option_probabilities"]
+    old = make_labels(3).remove_columns(later)
+    whole = parquet_bytes(old.data.table)
+    (tmp_path / "old.parquet").write_bytes(whole)
+    chunk = StoredChunk("old.parquet", hashlib.sha256(whole).hexdigest(), 3)
+    found = read_shard(tmp_path, chunk)
+    assert found.remove_columns(later).to_list() == old.to_list()
+    for name in later:
+        assert found[name][:] == [[None] * len(row) for row in old["step_ends"]]
+    nothing = parquet_bytes(old.remove_columns("step_ends").data.table)
+    (tmp_path / "old.parquet").write_bytes(nothing)
+    chunk = StoredChunk("old.parquet", hashlib.sha256(nothing).hexdigest(), 3)
+    with pytest.raises(ValueError, match="were they made by another version"):
+        read_shard(tmp_path, chunk)

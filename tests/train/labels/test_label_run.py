@@ -263,7 +263,11 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
             tmp_path / name,
             chunk_traces=chunk,
         )
-        exact = set(FEATURES) - {"forced_logprob", "forced_entropy"}
+        exact = set(FEATURES) - {
+            "forced_logprob",
+            "forced_entropy",
+            "forced_answer_entropy",
+        }
         return [{key: row[key] for key in exact} for row in read_labels(tmp_path / name)]
 
     def stop(phase: str, done: int, total: int, note: str = "") -> None:

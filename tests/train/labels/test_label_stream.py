@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner.engines.asking import Ask, AskingEngine, Reply, Server
-from modeling_ospruner.engines.interface import ENTROPY_TOKENS, SamplingSettings
+from modeling_ospruner.engines.interface import SamplingSettings
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
@@ -78,7 +78,7 @@ class _Script:
             await asyncio.sleep(0)
         if kind != "fork":
             return Reply(ids, min(ask.end_ids - engine.eos_ids or ask.end_ids), 0, [], [])
-        return Reply(ids, None, 0, [-0.5] * len(ids), [-1.0] * ENTROPY_TOKENS)
+        return Reply(ids, None, 0, [-0.5] * len(ids), [1.0] * len(ids))
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_killed_at_random_moments(kills: int, run: Run, tmp_path: Path, fuzzed: 
     undisturbed = run(tmp_path / "undisturbed", problems).to_list()
     for row, other in zip(finished, undisturbed, strict=True):  # greedy: equal but for rounding
         for name in row:
-            if name not in ("forced_logprob", "forced_entropy"):
+            if name not in ("forced_logprob", "forced_entropy", "forced_answer_entropy"):
                 assert row[name] == other[name]
 
 

@@ -199,18 +199,19 @@ def test_a_broken_grader_is_found_before_anything_is_sampled(
     make_worker: Callable[..., Worker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_worker()
+    given = (worker.engine, worker.tokenizer, worker.fmt, worker.settings)
+    label(PROBLEMS[:1], *given, tmp_path / "made")
+    worker.engine.calls.clear()  # type: ignore[attr-defined]
     boxed.check_grader.cache_clear()
     unreadable = Verdict(None, "unreadable")
     monkeypatch.setattr(GradingPool, "compare", lambda *_: unreadable)
     broken = r"the grader is broken: of '0.5' .* it says None \(unreadable\), which is True: .* pip"
     with pytest.raises(ValueError, match=broken):
-        label(
-            PROBLEMS, worker.engine, worker.tokenizer, worker.fmt, worker.settings, tmp_path / "out"
-        )
+        label(PROBLEMS, *given, tmp_path / "out")
     assert worker.engine.calls == []  # type: ignore[attr-defined]
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=broken):
-        regrade(tmp_path)
+        regrade(tmp_path / "made")
     with pytest.raises(ValueError, match=broken):
         run_online(OnlineRequest(dataset="absent", base="absent"), tmp_path / "online")
 

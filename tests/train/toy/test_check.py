@@ -1,11 +1,20 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from ospruner.train.toy.check import Gate, first_recheck, gates, repairs_and_breaks
+from ospruner.train.toy.check import (
+    Family,
+    Gate,
+    first_recheck,
+    gates,
+    repairs_and_breaks,
+    scored_card,
+)
+from ospruner.train.toy.shipped import SHIPPED
 from ospruner_cli import app
 
 
@@ -55,6 +64,30 @@ def test_gates_measure_what_they_name() -> None:
 def test_a_gate_includes_its_ends() -> None:
     assert Gate("x", 0.6, 0.6, 0.9).passed
     assert not Gate("x", 0.5999, 0.6, 0.9).passed
+
+
+def test_the_tables_replace_what_stood_under_their_heading() -> None:
+    card = "# R\n\n## What it scores\n\nold\n\n## Limits\n\nMany.\n"
+    measured = {
+        "math": ([Gate("g", 0.5, 0.0, 1.0)], [Family("chain", 3, 0.1, 0.2, 0.3, 40.4)]),
+        "choice": ([Gate("g", 2.0, 0.0, 1.0)], []),
+    }
+    written = scored_card(card, measured, "ospruner toy check")
+    assert "old" not in written
+    assert "| g | 0.500 (0 to 1) | 2.000 (0 to 1: FAILED) |" in written
+    assert "| math: chain | 3 | 0.100 | 0.200 | 0.300 | 40 |" in written
+    assert written.startswith("# R\n\n## What it scores\n")
+    assert written.endswith("\n## Limits\n\nMany.\n")
+    assert scored_card(written, measured, "ospruner toy check") == written
+
+
+def test_a_card_without_the_heading_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(SHIPPED, tmp_path / "reasoner")
+    (folder / "README.md").write_text("# R\n")
+    command = ["toy", "check", "--limit", "1", "--write-card", "--reasoner", str(folder)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "has no line '## What it scores'" in str(result.exception)
 
 
 def test_limit_below_one_is_refused() -> None:

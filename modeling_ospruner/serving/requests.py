@@ -1,12 +1,15 @@
-"""What a request to a vLLM server says about stopping: flat keys, and what they mean.
+"""What a request to a server says about stopping: flat keys, and what they mean.
 
-Offline they stand in `SamplingParams(extra_args=...)`, over HTTP in `vllm_xargs`.
+To vLLM they stand in `vllm_xargs` (offline in `SamplingParams(extra_args=...)`), to SGLang in
+`custom_params`.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, check_number, shown
@@ -15,6 +18,7 @@ from modeling_ospruner.stopping_ospruner import StopPolicyConfig, asked_price
 __all__ = [
     "CONTROL",
     "DEFAULTS",
+    "DOMAIN",
     "ID",
     "KEYS",
     "MAX_LOSS",
@@ -23,6 +27,10 @@ __all__ = [
     "PRICE",
     "StopRequest",
     "check_body",
+    "check_price",
+    "check_tools",
+    "in_json",
+    "value_of",
 ]
 
 DEFAULTS = "ospruner"
@@ -33,12 +41,14 @@ ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
 MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
 PRICE = "stop_length_penalty"
+DOMAIN = "stop_domain"
 WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
 OF_SERVERS = (MAX_LOSS, WIND_DOWN)
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
     PRICE: "length_penalty",
+    DOMAIN: "domain",
     MAX_LOSS: "max_loss",
     "stop_seed": "seed",
     "stop_sample_index": "first_sample_index",
@@ -53,7 +63,7 @@ KEYS = {
 
 _MOST_ID_CHARACTERS = 256  # the server keeps thousands of them
 _LIKE_OURS = re.compile(
-    r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id|length)"
+    r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id|length|domain)"
     r"|(min|max)[\W_]?(thinking|answer))"
 )
 _DRAWS = ("stop_seed", "stop_sample_index")
@@ -124,18 +134,22 @@ class StopRequest:
             )
 
     def settle(self, config: OSPrunerConfig) -> None:
-        """Puts what the policy's calibration found in the place of `stop_max_loss`.
+        """Puts what the policy found in the place of `stop_max_loss` and `stop_domain`.
 
         Args:
             config: the policy's, for a server's defaults.
 
         Raises:
-            ValueError: no calibration promises as little, or the policy does not know the price.
+            ValueError: no calibration promises as little, or the policy does not know the price or
+                the domain.
         """
         if "max_loss" in self.fields:
             kept = StopPolicyConfig(max_loss=self.fields.pop("max_loss")).with_defaults(config)
             for name in ("mode", "threshold", "length_penalty"):
                 self.fields[name] = vars(kept)[name]
+        if (domain := self.fields.pop("domain", None)) is not None:
+            price = config.domain_price(f"the server's {DOMAIN}", domain)
+            self.fields["length_penalty"] = price
         asked_price(f"the server's {PRICE}", config, self.fields.get("length_penalty"))
 
     def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
@@ -146,6 +160,10 @@ class StopRequest:
         fields = {**defaults.fields, **self.fields}
         if fields.get("mode") == "sample":
             fields.pop("threshold", None)  # of the defaults
+        if "domain" in self.fields:
+            fields.pop("length_penalty", None)  # likewise
+        elif "length_penalty" in self.fields:
+            fields.pop("domain", None)
         least, most = fields.get("min_thinking_tokens", 0), fields.get("max_thinking_tokens")
         if most is not None and least > most:  # the request's word is the later one
             fields.pop(
@@ -169,7 +187,8 @@ def check_body(
 
     Raises:
         ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it; the
-            policy does not know the price; or tools are offered where none could be called.
+            policy does not know the price or the domain; or tools are offered where none could be
+            called.
     """
     if not isinstance(body, dict):
         return
@@ -184,27 +203,75 @@ def check_body(
             "beam search does not stop with the policy; leave one of them out"
         )
     request = StopRequest(extra if isinstance(extra, dict) else None)
-    try:
-        asked_price("stop_policy", config, request.fields.get("length_penalty"))
-    except ValueError as error:
-        raise ValueError(f"vllm_xargs: {_in_keys(str(error))}") from None
-    choice = body.get("tool_choice", "auto")
-    if not body.get("tools") or choice == "none":
-        return
-    if not parses_calls:
+    check_price(request, config, "vllm_xargs")
+    if body.get("tools") and not parses_calls and body.get("tool_choice", "auto") != "none":
         raise ValueError(
             "tools are offered, but of a GPT-OSS policy's replies calls are not parsed here: "
             "send tool_choice 'none', or the rendered prompt to /v1/completions with stop_answer "
             "'tools', and parse the text"
         )
+    check_tools(body.get("tools"), body.get("tool_choice", "auto"), request, defaults, "vllm_xargs")
+
+
+def check_price(request: StopRequest, config: OSPrunerConfig, owner: str) -> None:
+    """Refuses a request of a price, or of a domain, that the policy does not know.
+
+    Raises:
+        ValueError: naming it and those that it knows.
+    """
+    price, domain = request.fields.get("length_penalty"), request.fields.get("domain")
+    try:
+        StopPolicyConfig(length_penalty=price, domain=domain).price("stop_policy", config)
+    except ValueError as error:
+        raise ValueError(f"{owner}: {_in_keys(str(error))}") from None
+
+
+def check_tools(
+    tools: object, choice: object, request: StopRequest, defaults: StopRequest, owner: str
+) -> None:
+    """Refuses tools in a request whose answer is forced into a box.
+
+    Args:
+        tools: those that are offered.
+        choice: which may be called.
+        request: its keys.
+        defaults: the server's.
+        owner: what the keys belong to, for messages.
+
+    Raises:
+        ValueError: no call would fit.
+    """
     settings = request.settings(defaults)
     # With another choice than "auto" a grammar holds, under which the policy does not stop.
-    if choice == "auto" and settings is not None and settings.answer == "forced":
+    if tools and choice == "auto" and settings is not None and settings.answer == "forced":
         raise ValueError(
             "tools are offered, but stop_answer is 'forced', whose box no call fits in: send "
-            "stop_answer 'tools' in vllm_xargs (`ospruner serve --answer tools` makes it the "
+            f"stop_answer 'tools' in {owner} (`ospruner serve --answer tools` makes it the "
             "default), or stop_policy false, or tool_choice 'none'"
         )
+
+
+def in_json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A `StopRecord`, as a dict, for JSON, which has no NaN and no inf.
+
+    NaN, a step at which the policy gave no probability, becomes None; inf, a price above all that
+    it knows, "inf".
+    """
+    told = dict(record)
+    for name in ("probabilities", "prices"):
+        told[name] = [None if math.isnan(x) else x for x in told[name]]
+    told["prices"] = ["inf" if x == math.inf else x for x in told["prices"]]
+    return told
+
+
+def value_of(name: str, arguments: Sequence[str]) -> str | None:
+    """What a command line gives to an option: `--name value` or `--name=value`; None for none."""
+    for one, following in pairwise([*arguments, ""]):
+        if one == name:
+            return following
+        if one.startswith(f"{name}="):
+            return one.partition("=")[2]
+    return None
 
 
 def _flag(owner: str, key: str, value: Any) -> bool:

@@ -1,0 +1,59 @@
+"""For how many seeds the demo's claims hold.
+
+    python benchmarks/demo_seeds.py [--seeds 0-9] [--size standard] [--out runs/demo-seeds]
+
+Each seed is an `ospruner demo` of its own, from nothing; a stopped one continues, and those that
+are finished are only read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from timing import environment, print_last_line
+
+from modeling_ospruner.common.results_file import RESULTS_FILE, Results
+
+
+def claims_of(folder: Path, seed: int, size: str) -> dict[str, bool]:
+    """The claims of one seed's demo, which is run where it is not finished."""
+    if not (folder / "side_by_side.json").is_file() or not (folder / RESULTS_FILE).is_file():
+        options = [] if size == "standard" else [f"--{size}"]
+        command = [sys.executable, "-m", "ospruner_cli", "demo", "--out", str(folder), *options]
+        subprocess.run([*command, "--seed", str(seed)], check=True)
+    about = Results.read(folder / RESULTS_FILE).about
+    if (about["run"]["seed"], about["run"]["settings"]["name"]) != (seed, size):
+        raise SystemExit(f"{folder} holds a demo of another seed or size: choose another --out")
+    return {claim["claim"]: claim["holds"] for claim in about["claims"]}
+
+
+def main() -> None:
+    """Runs the demos, prints how often each claim held, and the numbers as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--seeds", default="0-9", help="FIRST-LAST")
+    parser.add_argument("--size", default="standard", choices=("quick", "standard"))
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-seeds"))
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    first, last = map(int, args.seeds.split("-"))
+    found: dict[str, dict[str, bool]] = {}
+    for seed in range(first, last + 1):
+        found[str(seed)] = claims_of(args.out / f"{args.size}-seed{seed}", seed, args.size)
+    counts: dict[str, list[int]] = {}
+    for claims in found.values():
+        for claim, held in claims.items():
+            counts.setdefault(claim, []).append(int(held))
+    for claim, held in counts.items():
+        print(f"{sum(held):3} of {len(held):3}  {claim}")
+    everything = sum(all(claims.values()) for claims in found.values())
+    print(f"{everything:3} of {len(found):3}  all of them")
+    result: dict[str, Any] = {"size": args.size, "seeds": found, "all": everything}
+    print_last_line(result | environment(), args.json)
+
+
+if __name__ == "__main__":
+    main()

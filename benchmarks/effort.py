@@ -1,0 +1,153 @@
+"""How many passes a baseline should get: its validation curve, on the labels of a finished demo.
+
+    ospruner demo --full
+    OMP_NUM_THREADS=1 python benchmarks/effort.py --run runs/demo-full [--json FILE]
+
+Each baseline is trained anew with 1, 2, 4, ... passes, up to as many as all of OS-Pruner's stages
+together take, with the same rates, averaging, seeds and batches. Of each the command prints, on the
+validation traces: the mean cross-entropy of its own labels, and the area under its frontier, whose
+thresholds are chosen on one half of the problems and measured on the other, both ways round. More
+passes hurt where the curve turns. The test traces are not read. A killed run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from timing import environment, print_last_line
+
+from modeling_ospruner.common.progress import PhaseBars
+from ospruner.eval.frontier.areas import Family, areas
+from ospruner.eval.frontier.grids import policy_grid
+from ospruner.eval.replay import replay
+from ospruner.eval.table import FloatArray, TraceTable, classifier_targets
+from ospruner.train.from_labels import load_labels
+from ospruner.train.loop import train
+from ospruner.train.settings import Baseline
+from ospruner.train.toy.demo import BASELINES, DemoSize, train_settings
+from ospruner.train.toy.shipped import Reasoner
+from ospruner.train.trunk import LabelledTraces
+
+
+def passes(size: DemoSize) -> list[int]:
+    """1, 2, 4, ... and as many as OS-Pruner's annealed stages take together."""
+    whole = train_settings(size, 0, size.length_penalties).total_epochs
+    return sorted({whole, *(2**k for k in range(whole.bit_length()) if 2**k <= whole)})
+
+
+def cross_entropy(table: TraceTable, pi: FloatArray, method: str) -> float:
+    """Mean over steps of the negative log-probability of a classifier's own labels, in nats."""
+    labels = classifier_targets(method, table.correct, table.matches_final, table.mask)[table.mask]
+    said = np.clip(pi[table.mask].astype(np.float64), 1e-7, 1 - 1e-7)
+    return float(-(labels * np.log(said) + (1 - labels) * np.log1p(-said)).mean())
+
+
+def halved_area(table: TraceTable, seeds: Sequence[FloatArray]) -> float:
+    """The area where thresholds are chosen on half of the problems and measured on the other."""
+    found = []
+    for part in (0, 1):
+        first = table.problem_index % 2 == part
+        halves = [(table.subset(rows), [pi[rows] for pi in seeds]) for rows in (first, ~first)]
+        # A half may have fewer steps.
+        halves = [(t, [pi[:, : t.mask.shape[1]] for pi in said]) for t, said in halves]
+        grid = policy_grid(halves[0][0], np.stack(halves[0][1]))
+        rules = [
+            [[replay(t, pi, "threshold", value) for pi in said] for value in grid]
+            for t, said in halves
+        ]
+        family = Family("", rules[0], rules[1])
+        found.append(areas([family], halves[0][0], halves[1][0], 1)[0, 0])
+    return float(np.mean(found))
+
+
+def measure(run: Path, methods: Sequence[Baseline], console: Console) -> list[dict[str, Any]]:
+    """Trains what is missing; one entry for each baseline and number of passes."""
+    claim = json.loads((run / "demo.json").read_text())["demo"]
+    fields = {field.name for field in dataclasses.fields(DemoSize)}
+    size = DemoSize(**{name: value for name, value in claim.items() if name in fields})
+    reasoner = Reasoner()
+    traces = {
+        split: LabelledTraces.from_dataset(load_labels(run / "labels" / split).traces)
+        for split in ("train", "validation")
+    }
+    table = traces["validation"].table
+    found = []
+    for method in methods:
+        for count in passes(size):
+            seeds = []
+            for seed in range(claim["seed"], claim["seed"] + size.seeds):
+                settings = train_settings(size, seed, size.length_penalties).baseline(method)
+                name = f"{method}, {count} passes, seed {seed}"
+                with PhaseBars(console, name) as bars:
+                    (stage,) = train(
+                        reasoner.model,
+                        reasoner.tokenizer,
+                        traces["train"],
+                        traces["validation"],
+                        dataclasses.replace(settings, epochs_per_stage=count),
+                        reasoner.label_settings(claim["seed"]),
+                        run / "effort" / f"{method}-{count}" / f"seed{seed}",
+                        progress=bars,
+                    )
+                seeds.append(stage.validation_probabilities())
+            found.append(
+                {
+                    "method": method,
+                    "passes": count,
+                    "seeds": len(seeds),
+                    "cross_entropy": float(
+                        np.mean([cross_entropy(table, pi, method) for pi in seeds])
+                    ),
+                    "area": halved_area(table, seeds),
+                    "used": count == size.baseline_epochs,
+                }
+            )
+    return found
+
+
+def report(found: Sequence[dict[str, Any]], console: Console) -> None:
+    """Prints the curves; the best of each is marked, and what the demo uses."""
+    table = Table(title="Baselines on validation, by passes over the training traces")
+    for heading in ("baseline", "passes", "cross-entropy, nats", "area, %", ""):
+        table.add_column(heading, justify="left" if heading in ("baseline", "") else "right")
+    for one in found:
+        rivals = [other for other in found if other["method"] == one["method"]]
+        notes = [
+            "lowest cross-entropy"
+            if one["cross_entropy"] == min(r["cross_entropy"] for r in rivals)
+            else "",
+            "largest area" if one["area"] == max(r["area"] for r in rivals) else "",
+            "the demo's" if one["used"] else "",
+        ]
+        table.add_row(
+            one["method"],
+            str(one["passes"]),
+            f"{one['cross_entropy']:.4f}",
+            f"{100 * one['area']:.2f}",
+            ", ".join(note for note in notes if note),
+        )
+    console.print(table)
+
+
+def main() -> None:
+    """Trains, prints the curves, and the numbers as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    console = Console()
+    found = measure(args.run, BASELINES, console)
+    report(found, console)
+    print_last_line({"curves": found, **environment()}, args.json)
+
+
+if __name__ == "__main__":
+    main()

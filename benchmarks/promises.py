@@ -1,0 +1,188 @@
+"""How often a choice on calibration problems breaks its word: the naive one, and what is promised.
+
+    ospruner demo
+    OMP_NUM_THREADS=1 python benchmarks/promises.py --policy runs/demo/policy \
+        --labels runs/demo/labels/test [--json FILE]
+
+The labelled problems are taken for all that there are. Calibrations of n of them are drawn, with
+replacement, and each chooses the boldest of the policy's 31 prices. "Naive" takes the boldest whose
+measured loss is small enough; "betting" and "exact" are those of `ospruner calibrate`, in mode
+"sample" and in mode "threshold". A choice is broken where the price loses more on all problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from timing import environment, print_last_line
+
+from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
+from ospruner.eval.methods import parse_policies
+from ospruner.eval.replay import replay, replay_full
+from ospruner.eval.table import BoolArray, FloatArray, IntArray, TraceTable
+from ospruner.hub_cards.facts import git_state
+from ospruner.train.from_labels import load_labels
+from ospruner.train.replay_labels import PRICE_THRESHOLD, predictions
+
+LEVEL = 0.05
+Rejects = Callable[[FloatArray, float], BoolArray]
+
+
+def calibrations(lost: FloatArray, picks: IntArray, max_loss: float, rejects: Rejects) -> IntArray:
+    """(C,) the last price before the first that is not rejected; -1 where the first is not.
+
+    Args:
+        lost: (J, P) the problems' losses at J prices, from careful to bold.
+        picks: (C, n) the problems of C calibrations.
+        max_loss: of the null.
+        rejects: the test, of (C, n) losses.
+    """
+    chosen = np.full(len(picks), -1)
+    alive = np.arange(len(picks))
+    for price, of_price in enumerate(lost):
+        alive = alive[rejects(of_price[picks[alive]], max_loss)]
+        if not len(alive):
+            break
+        chosen[alive] = price
+    return chosen
+
+
+def naive(lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
+    """(C,) the boldest price whose measured loss is at most `max_loss`; -1 where none is."""
+    allowed = np.stack([of_price[picks].mean(axis=1) <= max_loss for of_price in lost])  # (J, C)
+    boldest = len(lost) - 1 - allowed[::-1].argmax(axis=0)
+    return np.where(allowed.any(axis=0), boldest, -1)
+
+
+def measure(
+    policy: str, labels: str, numbers: list[int], limits: list[float], resamples: int, seed: int
+) -> dict[str, Any]:
+    """What each choice saves, and how often it is broken."""
+    ours = load_labels(labels)
+    table = TraceTable.from_dataset(ours.traces)
+    use = parse_policies([policy])[0]
+    if use.config.prices is None:
+        raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
+    said = _predict(use, ours)
+    full = replay_full(table)
+    lost: dict[str, FloatArray] = {}
+    saved: dict[str, FloatArray] = {}
+    for mode in ("sample", "threshold"):
+        threshold = PRICE_THRESHOLD if mode == "threshold" else None
+        outcomes = [
+            replay(table, said.probabilities(price), mode, threshold)  # type: ignore[arg-type]
+            for price in use.config.prices.grid()
+        ]
+        lost[mode] = np.stack([losses(table, outcome) for outcome in outcomes])
+        saved[mode] = np.array([1 - one.mean_tokens / full.mean_tokens for one in outcomes])
+    rows = []
+    for max_loss in limits:
+        for n in numbers:
+            draws = np.random.default_rng([seed, n, round(1e4 * max_loss)])
+            picks = draws.integers(0, lost["sample"].shape[1], (resamples, n))
+            chosen = {
+                "naive": ("sample", naive(lost["sample"], picks, max_loss)),
+                "betting": (
+                    "sample",
+                    calibrations(lost["sample"], picks, max_loss, _betting),
+                ),
+                "naive, threshold": (
+                    "threshold",
+                    naive(lost["threshold"], picks, max_loss),
+                ),
+                "exact": (
+                    "threshold",
+                    calibrations(lost["threshold"], picks, max_loss, _exact),
+                ),
+            }
+            for name, (mode, prices) in chosen.items():
+                served = prices >= 0
+                truth = lost[mode].mean(axis=1)
+                rows.append(
+                    {
+                        "choice": name,
+                        "mode": mode,
+                        "max_loss": max_loss,
+                        "problems": n,
+                        "saved": float(np.where(served, saved[mode][prices], 0.0).mean()),
+                        "broken": float((served & (truth[prices] > max_loss)).mean()),
+                        "served": float(served.mean()),
+                    }
+                )
+    commit, modified = git_state()
+    return {
+        "rows": rows,
+        "population": len(table.problem_ids),
+        "resamples": resamples,
+        "seed": seed,
+        "labels": ours.data_hash,
+        "git_commit": commit,
+        "git_modified": modified,
+        **environment(),
+    }
+
+
+def _predict(use: Any, ours: Any) -> Any:
+    from modeling_ospruner.common.progress import silent
+    from modeling_ospruner.engines.opening import device_named
+
+    return predictions([use], ours.traces, ours, None, None, device_named(None), silent)[use.path]
+
+
+def _betting(lost: FloatArray, max_loss: float) -> BoolArray:
+    return betting_rejects(lost, max_loss, LEVEL)
+
+
+def _exact(lost: FloatArray, max_loss: float) -> BoolArray:
+    return exact_rejects(lost, max_loss, LEVEL)
+
+
+def report(found: dict[str, Any]) -> None:
+    """Prints tokens saved, and how often the word was broken."""
+    print(
+        f"{found['population']} problems, {found['resamples']} calibrations each, seed "
+        f"{found['seed']}, commit {(found['git_commit'] or 'unknown')[:12]}"
+        f"{' and changes' if found['git_modified'] else ''}; tokens saved % (word broken %)"
+    )
+    cases = list(dict.fromkeys((r["max_loss"], r["problems"]) for r in found["rows"]))
+    heads = [f"{100 * loss:g} pt, n={n}" for loss, n in cases]
+    print(f"{'':18}" + "".join(f"{head:>16}" for head in heads))
+    for name in dict.fromkeys(r["choice"] for r in found["rows"]):
+        cells = [
+            f"{100 * r['saved']:.0f} ({100 * r['broken']:.0f})"
+            for case in cases
+            for r in found["rows"]
+            if (r["choice"], r["max_loss"], r["problems"]) == (name, *case)
+        ]
+        print(f"{name:18}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+def main() -> None:
+    """Measures, prints the table, and the numbers as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--policy", default="runs/demo/policy", help="of every price")
+    parser.add_argument("--labels", type=Path, default=Path("runs/demo/labels/test"))
+    parser.add_argument("--problems", default="500,1500", help="of a calibration")
+    parser.add_argument("--max-loss", default=".01,.02,.03")
+    parser.add_argument("--resamples", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    found = measure(
+        args.policy,
+        str(args.labels),
+        [int(x) for x in args.problems.split(",")],
+        [float(x) for x in args.max_loss.split(",")],
+        args.resamples,
+        args.seed,
+    )
+    report(found)
+    print_last_line(found, args.json)
+
+
+if __name__ == "__main__":
+    main()

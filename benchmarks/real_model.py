@@ -1,0 +1,199 @@
+"""Labels, trains and compares on a pretrained model without thinking markers, by one command.
+
+    python benchmarks/real_model.py --base FOLDER_OR_ID --out runs/real-model [--files DIR]
+        [--share 0.25] [--json FILE]
+
+runs these commands one after the other, each as one would type it; all of them are printed:
+
+    ospruner label        GSM8K's train problems (800 to train on, 200 for validation), 300 of its
+                          test problems, 60 of MATH-500
+    ospruner train        one policy of every price, and the baselines on the same pass of the base
+    ospruner eval frontier, replay      on both sets of test problems
+    ospruner eval online  in transformers, on the first test problems: seconds
+
+A command that was stopped goes on when this one runs again; finished evaluations are not repeated
+while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
+that share of each number of problems; a larger one later goes on from the smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from timing import environment, print_last_line
+
+from ospruner.train.labels.looking import stats_of
+
+PROBLEMS = {
+    "train": ("gsm8k", "train[:6000]", "gsm8k_train", 800),
+    "validation": ("gsm8k", "train[6000:]", "gsm8k_train", 200),
+    "gsm8k": ("gsm8k", "test", "gsm8k_test", 300),
+    "math500": ("math500", None, "math500", 60),
+}
+"""Of each set of labels: dataset, split, local file, number of problems."""
+
+TESTS = ("gsm8k", "math500")
+PRICES = "1e-5,1e-2"
+GAPS = "1e-3,3e-4,1e-4"
+BASELINES = ("probe", "convergence", "final-answer")
+SEED = 1
+
+
+class Commands:
+    """Runs `ospruner` commands, and keeps what each has cost.
+
+    Args:
+        out: folder of everything.
+        base: the base, as each command is given it.
+        seed: of sampling and training.
+        max_tokens: a trace's thinking tokens at the most.
+    """
+
+    def __init__(self, out: Path, base: str, seed: int, max_tokens: int) -> None:
+        self.out, self.base, self.seed, self.max_tokens = out, base, seed, max_tokens
+        self.file = out / "commands.json"
+        self.kept: dict[str, Any] = {}
+        if self.file.is_file():
+            self.kept = json.loads(self.file.read_text("utf-8"))
+
+    def run(self, name: str, words: Sequence[object], depends_on: Sequence[Path] = ()) -> None:
+        """Runs one command, unless it has finished with the same words and inputs.
+
+        Args:
+            name: of its entry in `commands.json`.
+            words: what follows `ospruner`.
+            depends_on: files whose content the command reads; with none it runs each time.
+
+        Raises:
+            SystemExit: it failed.
+        """
+        texts = [str(word) for word in words]
+        said = shlex.join(["ospruner", *texts])
+        inputs = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in depends_on}
+        before = self.kept.get(name, {})
+        same = before.get("command") == said and before.get("inputs") == inputs
+        if depends_on and same and before.get("finished"):
+            return
+        print(f"$ {said}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run([sys.executable, "-m", "ospruner_cli", *texts]).returncode
+        earlier = before.get("seconds", 0.0) if same or not depends_on else 0.0
+        self.kept[name] = {
+            "command": said,
+            "inputs": inputs,
+            "finished": code == 0,
+            "seconds": earlier + time.monotonic() - start,
+        }
+        self.file.write_text(json.dumps(self.kept, indent=1), "utf-8")
+        if code:
+            raise SystemExit(f"{said}: exit status {code}; run this again to go on")
+
+
+def label(commands: Commands, files: Path | None, share: float) -> None:
+    """Labels the four sets of problems."""
+    for name, (dataset, split, file, count) in PROBLEMS.items():
+        words: list[object] = ["label", "--base", commands.base, "--engine", "transformers"]
+        words += ["--format", "plain", "--prompt", "check", "--temperature", 0.7, "--top-p", 0.95]
+        words += ["--max-tokens", commands.max_tokens, "--seed", commands.seed]
+        words += ["--batch-size", 64, "--chunk", 96]
+        words += ["--dataset", dataset, "--limit", max(1, round(share * count))]
+        words += [] if split is None else ["--split", split]
+        words += [] if files is None else ["--file", files / f"{file}.jsonl.gz"]
+        commands.run(f"label {name}", [*words, "--out", commands.out / "labels" / name])
+
+
+def train(commands: Commands) -> Path:
+    """Trains the policy of every price and the baselines, on one pass of the base each."""
+    labels, policies = commands.out / "labels", commands.out / "policies"
+    inputs = [labels / name / "manifest.json" for name in ("train", "validation")]
+    words: list[object] = ["train", "--labels", labels / "train", "--validation"]
+    words += [labels / "validation", "--base", commands.base, "--tuning", "queries", "--epochs", 16]
+    words += ["--learning-rate", 1e-4, "--head-learning-rate", 1e-3, "--swa-share", 0.5]
+    words += ["--batch-size", 16, "--seed", commands.seed]
+    ours = [*words, "--head", "price", "--lambdas", PRICES]
+    commands.run("train price", [*ours, "--out", policies / "price"], inputs)
+    for method in BASELINES:
+        theirs = [*words, "--method", method, "--out", policies / method]
+        commands.run(f"train {method}", theirs, inputs)
+    return policies
+
+
+def compare(commands: Commands, policies: Path) -> None:
+    """Frontiers and replays on the test problems."""
+    labels = commands.out / "labels"
+    validation, records = labels / "validation", sorted(policies.glob("*/run.json"))
+    for name in TESTS:
+        inputs = [*records, validation / "manifest.json", labels / name / "manifest.json"]
+        shared: list[object] = ["--validation", validation, "--base", commands.base]
+        for folder in sorted(policies.iterdir()):
+            shared += ["--policies", folder]
+        out = commands.out / "frontier" / name
+        words: list[object] = ["eval", "frontier", labels / name, *shared, "--lambdas", GAPS]
+        words += ["--train", labels / "train", "--json", out / "numbers.json", "--out", out]
+        commands.run(f"frontier {name}", words, inputs)
+        out = commands.out / "replay" / name
+        words = ["eval", "replay", "--labels", labels / name, *shared, "--name", name]
+        words += ["--length-penalty", "frontier", "--lambdas", GAPS]
+        for rule in ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3"):
+            words += ["--rules", rule]
+        words += ["--json", out / "numbers.json", "--out", out]
+        commands.run(f"replay {name}", words, inputs)
+
+
+def online(commands: Commands, policies: Path, files: Path | None, share: float) -> None:
+    """Seconds, by real generation on the first test problems."""
+    out = commands.out / "online"
+    words: list[object] = ["eval", "online", "--dataset", "gsm8k", "--engine", "transformers"]
+    words += ["--policies", policies / "price", "--samples", 1, "--temperature", 0.7]
+    words += ["--top-p", 0.95, "--prompt", "check"]
+    words += ["--max-thinking-tokens", commands.max_tokens]
+    words += ["--batch-problems", 8, "--limit", max(1, round(64 * share)), "--seed", commands.seed]
+    words += [] if files is None else ["--files", files / "gsm8k_test.jsonl.gz"]
+    words += ["--json", out / "numbers.json", "--out", out]
+    commands.run("online gsm8k", words, sorted(policies.glob("price/run.json")))
+
+
+def collect(commands: Commands) -> dict[str, Any]:
+    """Everything that was measured, as one JSON object."""
+    out, found = commands.out, dict[str, Any](commands=commands.kept, seed=commands.seed)
+    manifest = json.loads((out / "labels" / "train" / "manifest.json").read_text("utf-8"))
+    found["label_settings"] = manifest["settings"]
+    found["problems"] = {name: stats_of(out / "labels" / name) for name in PROBLEMS}
+    for kind in ("frontier", "replay", "online"):
+        for file in sorted((out / kind).glob("**/numbers.json")):
+            name = file.parent.name if kind != "online" else "gsm8k"
+            found.setdefault(kind, {})[name] = json.loads(file.read_text("utf-8"))
+    return {**found, **environment()}
+
+
+def main() -> None:
+    """Runs everything that is not yet there, and writes all numbers as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--base", required=True, help="folder or Hub id of the model")
+    parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
+    parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")
+    parser.add_argument("--share", type=float, default=1.0, help="of the problems")
+    parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    commands = Commands(args.out, args.base, args.seed, args.max_tokens)
+    label(commands, args.files, args.share)
+    policies = train(commands)
+    compare(commands, policies)
+    online(commands, policies, args.files, args.share)
+    print_last_line(collect(commands), args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Tasks beside mathematics whose answers are short: letters of options, and exact texts."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+from .problem import Problem
+from .task import Task
+
+__all__ = ["Choice", "Exact"]
+
+_LETTER = re.compile(r"(?:option|answer|choice)?[\s:*({\[]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
+_LISTED = re.compile(r"^[ \t]*[(\[]?([A-Z])[.):\]][ \t]", re.MULTILINE)
+_TEXTED = re.compile(r"^\\(?:text|mathrm|textbf|mathbf)\{(.*)\}$")
+_SAID_LAST = re.compile(r"answer(?:\s+is)?\s*:?[\s*({\[]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
+
+
+class Choice(Task):
+    r"""Questions whose answer is the letter of an option.
+
+    Args:
+        prompt: see `Task`.
+        force: what is forced before the letter: "box" (`\boxed{`) or "answer" (`Answer:`, ended by
+            a line break).
+        labels: what labels hold: "letter", the grade of the question's likeliest letter, read in
+            one forward; "probability", the right letter's share of the probability of all of the
+            question's letters, in the same forward; "decoded", the grade of an answer that is
+            decoded, as in generation.
+    """
+
+    name = "choice"
+    max_answer_tokens = 8
+
+    def __init__(self, prompt: str = "default", force: str = "box", labels: str = "letter") -> None:
+        super().__init__(prompt)
+        if force not in ("box", "answer"):
+            raise ValueError(f"choice: force is {force!r}; it must be 'box' or 'answer'")
+        if labels not in ("letter", "probability", "decoded"):
+            raise ValueError(
+                f"choice: labels is {labels!r}; it must be 'letter', 'probability' or 'decoded'"
+            )
+        self.force = force
+        self.labels = labels
+        self.labels_expect = labels == "probability"
+        where = r"within \boxed{}" if force == "box" else 'after "Answer: "'
+        self.instruction = (
+            "Please reason step by step, and put the letter of the right option, and nothing else, "
+            f"{where}."
+        )
+        if force == "answer":
+            self.box_prefix, self.answer_end = "Answer:", "\n"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `Task.settings`."""
+        chosen = {} if self.force == "box" else {"force": self.force}
+        if self.labels != "letter":
+            chosen["labels"] = self.labels
+        return super().settings | chosen
+
+    def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row with its options written below the question, each behind a letter.
+
+        Rows of ARC (`choices` with `text` and `label`, `answerKey`), of MMLU (`choices`, and the
+        number of the right one from 0 in `answer`), or of the same shapes. A row without `choices`
+        is taken as it is: its options stand in its text.
+
+        Raises:
+            ValueError: the right one is none of the options, or there are more than 26.
+        """
+        if (choices := row.get("choices")) is None:
+            return row
+        if isinstance(choices, Mapping):
+            texts, labels = list(choices["text"]), [str(label) for label in choices["label"]]
+        else:
+            texts, labels = list(choices), list(string.ascii_uppercase[: len(choices)])
+        right = row.get("answerKey", row.get("answer"))
+        letters = string.ascii_uppercase[: len(texts)]
+        if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(letters):
+            answer = letters[right]
+        elif str(right) in labels and len(letters) == len(texts):  # ARC has some with 1 to 4
+            answer = letters[labels.index(str(right))]
+        else:
+            raise ValueError(
+                f"the right option is {right!r}, of {len(texts)} options {labels}: it must be the "
+                "letter of one of at most 26, or its number from 0"
+            )
+        options = "\n".join(
+            f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)
+        )
+        question = row.get("question", row.get("problem"))
+        return {**row, "problem": f"{question}\n\n{options}", "answer": answer}
+
+    def options(self, problem: Problem) -> tuple[str, ...]:
+        """The letters of the options that the question lists, a line each; see `Task.options`."""
+        if self.labels == "decoded":
+            return ()
+        letters = _listed(problem.problem)
+        if len(letters) < 2:
+            raise ValueError(
+                f"problem {problem.id!r} lists no options: give the column `choices`, or write "
+                'each on a line of its own ("A. ..."), or decode the answers '
+                "(--task choice:labels=decoded)"
+            )
+        if _letter(problem.answer) not in letters:
+            raise ValueError(
+                f"problem {problem.id!r}: its answer is {problem.answer!r}, its options are "
+                f"{', '.join(letters)}: the answer must be the letter of one"
+            )
+        return tuple(f" {one}" if self.force == "answer" else one for one in letters)
+
+    def read_forced(self, text: str) -> str | None:
+        """The letter; what stands there where it is none; None where the answer never ended."""
+        found = super().read_forced(text) if self.force == "box" else text.partition("\n")[0]
+        return None if found is None else _letter(found) or found.strip() or None
+
+    def read_free(self, text: str) -> str | None:
+        """The letter in the last box, or after the last "answer is"; None where there is none."""
+        if boxed := super().read_free(text):
+            return _letter(boxed) or boxed
+        said = _SAID_LAST.findall(text)
+        return said[-1].upper() if said else None
+
+    def grade(self, answer: str | None, problem: Problem) -> float | None:
+        """Whether it is the right letter; what is no letter is wrong."""
+        letter, right = _letter(answer or ""), _letter(problem.answer)
+        if right is None:
+            raise ValueError(
+                f"problem {problem.id!r}: its answer is {problem.answer!r}; of a choice it must be "
+                "the letter of an option"
+            )
+        return letter == right if answer else None
+
+    def equal(self, one: str, other: str) -> bool | None:
+        """Whether both are the same letter, or the same text where they are none."""
+        return (_letter(one) or one.strip()) == (_letter(other) or other.strip())
+
+
+def _letter(text: str) -> str | None:
+    r"""The letter that an answer such as `B`, `(b)`, `\text{B}` or `B. 42` names."""
+    text = text.strip()
+    if inner := _TEXTED.match(text):
+        text = inner[1].strip()
+    found = _LETTER.match(text)
+    return found[1].upper() if found else None
+
+
+def _listed(text: str) -> list[str]:
+    """The letters A, B, ... of the last list of options in a question."""
+    found: list[str] = []
+    for letter in _LISTED.findall(text):
+        if letter == "A":
+            found = ["A"]
+        elif found and ord(letter) == ord(found[-1]) + 1:
+            found.append(letter)
+    return found
+
+
+class Exact(Task):
+    """Short answers that must be the reference, but for case, spaces, punctuation and articles."""
+
+    name = "exact"
+    instruction = (
+        "Please reason step by step, and put your final answer, as short as you can, within "
+        r"\boxed{}."
+    )
+
+    def grade(self, answer: str | None, problem: Problem) -> float | None:
+        """Whether it is the reference; "a || b" names several that are right."""
+        wanted = {normalised(one) for one in problem.answer.split("||")}
+        said = normalised(answer or "")
+        return None if not said else said in wanted
+
+    def equal(self, one: str, other: str) -> bool | None:
+        """Whether both are the same once normalised."""
+        return normalised(one) == normalised(other)
+
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_DROPPED = re.compile(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|[^\w\s.,+\-*/=<>%^]|_")
+
+
+def normalised(text: str) -> str:
+    """A short answer without case, punctuation, articles and spaces at its ends.
+
+    Signs of arithmetic and a number's points and commas stay.
+    """
+    text = text.strip()
+    if inner := _TEXTED.match(text):
+        text = inner[1]
+    text = unicodedata.normalize("NFKC", text).casefold()
+    kept = " ".join(_DROPPED.sub(" ", text).split())
+    return " ".join(_ARTICLES.sub(" ", kept).split()) or kept

@@ -1,0 +1,1 @@
+"""The policy served inside SGLang; only this room knows SGLang's internals."""

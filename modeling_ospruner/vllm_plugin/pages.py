@@ -1,0 +1,220 @@
+"""A policy of queries only inside vLLM: it reads the base's pages where steps end.
+
+Its layers are vLLM's own of the base's class. Their attention has no pages: it shares those of the
+base's layer of the same number (`kv_sharing_target_layer_name`), which vLLM has filled by the time
+that a token is sampled. vLLM prepares their attention at each step, and that only notes where each
+row's pages are; once rows have ended a step, the layers run on these rows, one token each, after
+the base's forward and outside of its graphs. Nothing is computed for all other rows, and nothing
+stays from one step to the next: chunked prefill, prefix caching and preemption are the base's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
+
+__all__ = ["Pages", "check_queries", "share_pages"]
+
+_NORMS_OF_KEYS = ("k_norm", "k_layernorm")
+
+
+@dataclass
+class _Noted:
+    """What is known of one layer's pages.
+
+    Attributes:
+        builder: makes the attention of any rows; None until vLLM has made the pages.
+        batch: where the rows of this step are, their block table included.
+    """
+
+    builder: Any = None
+    batch: CommonAttentionMetadata | None = None
+
+
+def check_queries(vllm_config: VllmConfig) -> None:
+    """Refuses what a policy of queries only was never run with, and might be silently wrong with.
+
+    Raises:
+        ValueError: naming what was asked for and what to do.
+    """
+    stored = vllm_config.cache_config.cache_dtype
+    if stored not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"kv_cache_dtype is {stored!r}, and the policy (tuning 'queries') reads the base's "
+            "keys and values unquantised only: leave --kv-cache-dtype out"
+        )
+    parallel = vllm_config.parallel_config
+    many = {
+        "data_parallel_size": parallel.data_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+    }
+    if given := {name: size for name, size in many.items() if size > 1}:
+        raise ValueError(
+            f"{given}: the policy (tuning 'queries') runs where steps end, which other ranks do "
+            "not know of; use --tensor-parallel-size, or one server for each replica"
+        )
+    if parallel.use_ubatching:
+        raise ValueError(
+            "micro-batching is on, under which a step's rows are prepared in parts, and the policy "
+            "(tuning 'queries') reads them as one: leave --enable-dbo out"
+        )
+
+
+def _attention_of(layer: nn.Module) -> Attention:
+    [found] = [one for one in layer.modules() if isinstance(one, Attention)]
+    return found
+
+
+def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
+    """Lets a layer of the tail attend to the pages of a base's layer, and make none of its own.
+
+    Args:
+        layer: of the tail, as vLLM makes it.
+        base_layer: of the same number.
+
+    Returns:
+        What vLLM will tell of these pages.
+    """
+    own, theirs = _attention_of(layer), _attention_of(base_layer)
+    noted = _Noted()
+    usual: Any = own.attn_backend.get_builder_cls()
+
+    class Builder(usual):
+        """Notes the batch in place of preparing attention for all of its rows."""
+
+        supports_update_block_table = False  # of what it did not prepare
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            noted.builder = self
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
+        ) -> CommonAttentionMetadata:
+            noted.batch = common_attn_metadata
+            return common_attn_metadata
+
+        def build_for_rows(self, rows: CommonAttentionMetadata) -> Any:
+            return super().build(0, rows)
+
+    # By its own name, so that each layer is an attention group of its own.
+    name = f"OSPruner{own.layer_name.replace('.', '_')}"
+    own.attn_backend = subclass_attention_backend(name, own.attn_backend, Builder)
+    own.kv_sharing_target_layer_name = theirs.layer_name
+    own.impl.kv_sharing_target_layer_name = theirs.layer_name
+    return noted
+
+
+class Pages:
+    """Asks a tail of queries only about rows of vLLM's batch.
+
+    Args:
+        vllm_config: of the engine.
+        tail: copies of the base's last n layers and of its final norm.
+        base_layers: the base's, all of them.
+        hidden_size: H.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        tail: Any,
+        base_layers: nn.ModuleList,
+        hidden_size: int,
+    ) -> None:
+        self._config = vllm_config
+        self._tail = tail
+        n = len(tail.layers)
+        self._layers = {
+            _attention_of(own).layer_name: share_pages(own, theirs)
+            for own, theirs in zip(tail.layers, list(base_layers)[-n:], strict=True)
+        }
+        most = max(  # or a graph's size, up to which a batch is padded
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
+        model = vllm_config.model_config
+        # Filled by copying, which a graph records: what a replay computes lands here, too.
+        self._entering = torch.zeros(most, hidden_size, dtype=model.dtype)  # (T, H)
+        for module in tail.modules():
+            if isinstance(module, QKVParallelLinear):  # of which queries alone are loaded
+                for parameter in module.parameters():
+                    parameter.data.zero_()
+
+    def keep(self, entering: torch.Tensor) -> None:
+        """Keeps what entered layer L-n, (T, H), until rows are asked about."""
+        self._entering[: entering.shape[0]].copy_(entering)
+
+    @staticmethod
+    def unread(name: str) -> bool:
+        """Whether a parameter of the tail belongs to keys, which are the base's."""
+        return any(part in _NORMS_OF_KEYS for part in name.split("."))
+
+    def ends(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where rows of vLLM's batch end.
+
+        Args:
+            rows: their places in the batch, (K,) int64.
+
+        Returns:
+            Their lengths, (K,) int32, and the places of their last tokens in the step, (K,).
+        """
+        batch = next(iter(self._layers.values())).batch
+        assert batch is not None
+        return batch.seq_lens[rows], batch.query_start_loc[1:][rows] - 1
+
+    def hidden(
+        self, rows: torch.Tensor, lengths: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        """What the head reads of tokens of vLLM's batch, (K, H), after the final norm.
+
+        Args:
+            rows: the places of their rows in the batch, (K,) int64.
+            lengths: of the texts that end with them, (K,) int32.
+            places: theirs in the step, (K,).
+        """
+        attention = {}
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32)
+        for name, noted in self._layers.items():
+            batch = noted.batch
+            assert batch is not None
+            device = batch.seq_lens.device
+            asked = CommonAttentionMetadata(
+                query_start_loc=starts.to(device),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                num_reqs=len(rows),
+                num_actual_tokens=len(rows),
+                max_query_len=1,
+                max_seq_len=batch.max_seq_len,
+                block_table_tensor=batch.block_table_tensor[rows],
+                slot_mapping=torch.full((len(rows),), -1, device=device),  # nothing is written
+            )
+            attention[name] = noted.builder.build_for_rows(asked)
+        entering = self._entering[places.long()]  # (K, H)
+        with set_forward_context(
+            attention, self._config, num_tokens=len(rows), slot_mapping={}, skip_compiled=True
+        ):
+            self._to_own_experts()
+            hidden: torch.Tensor = self._tail.forward(lengths.long() - 1, entering)
+        return hidden
+
+    @staticmethod
+    def _to_own_experts() -> None:
+        """Experts find themselves by counting; those of the base come first."""
+        context = get_forward_context()
+        named = context.all_moe_layers or []
+        own = [i for i, name in enumerate(named) if name.startswith("tail.")]
+        context.moe_layer_index = own[0] if own else 0

@@ -1,0 +1,55 @@
+"""The run on a pretrained model, as small as it goes, on SmolLM2-135M-Instruct."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from modeling_ospruner.common.results_file import Results
+
+from .conftest import RunScript
+
+FOLDER = os.environ.get("OSPRUNER_SMOLLM2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        FOLDER is None, reason="OSPRUNER_SMOLLM2 names no folder of SmolLM2-135M-Instruct"
+    ),
+]
+COUNTS = {"gsm8k_train": 6030, "gsm8k_test": 20, "math500": 20}
+
+
+def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_path: Path) -> None:
+    """Sums as problems: what is right does not matter here."""
+    files = tmp_path / "files"
+    files.mkdir()
+    for place, (name, count) in enumerate(COUNTS.items()):
+        rows = [
+            {"problem": f"What is {n} + {7 + place}?", "answer": str(n + 7 + place)}
+            for n in range(count)
+        ]
+        with gzip.open(files / f"{name}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    arguments = ["--base", str(FOLDER), "--out", str(tmp_path / "run"), "--files", str(files)]
+    arguments += ["--max-tokens", "250", "--share", "0.04"]
+    found, printed = run_script("real_model.py", *arguments)
+    assert {name: stats["traces"] for name, stats in found["problems"].items()} == {
+        "train": 32,
+        "validation": 8,
+        "gsm8k": 12,
+        "math500": 2,
+    }
+    for name in ("gsm8k", "math500"):
+        names = {one.method for one in Results.from_dict(found["frontier"][name]).frontiers}
+        assert {"OS-Pruner, one policy", "probe", "answer agreement", "fixed budget"} <= names
+        assert Results.from_dict(found["replay"][name]).results[0].name == "full trace"
+    assert Results.from_dict(found["online"]["gsm8k"]).results[0].time_ratio.value == 1
+    assert "$ ospruner train" in printed
+    again, printed = run_script("real_model.py", *arguments)
+    assert "$ ospruner train" not in printed
+    assert "$ ospruner eval" not in printed
+    assert again["frontier"] == found["frontier"]

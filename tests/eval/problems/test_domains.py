@@ -1,0 +1,229 @@
+"""The built-in tasks: how each asks, forces, reads, grades and compares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.eval.grading.sandbox import check_sandbox
+from ospruner.eval.problems.domains import Choice, Exact
+from ospruner.eval.problems.generated import Generated
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.problems.programs import ANSWER_LINE, Code
+from ospruner.eval.problems.registry import TASKS, open_task, parse_task
+from ospruner.eval.problems.sources import load_source
+from ospruner.eval.problems.task import Grade, Math, Task
+
+B = Problem("q", "Which?", "B")
+
+
+def sandboxed() -> None:
+    try:
+        check_sandbox()
+    except ValueError as why:
+        pytest.skip(str(why))
+
+
+def test_mathematics_is_as_it_was() -> None:
+    task = parse_task("math")
+    assert task.settings == {"name": "math"}
+    assert task.shape(DEEPSEEK_R1) == DEEPSEEK_R1
+    assert task.message(B, DEEPSEEK_R1) == f"Which?\n\n{DEEPSEEK_R1.user_instruction}"
+    half = Problem("h", "?", "0.5")
+    asked = [(r"\frac{1}{2}", half), ("3", half), ("", half)]
+    assert task.grade_many(asked) == [Grade(1.0), Grade(0.0), Grade(None, "no answer")]
+    assert task.equal_many([("1", "1.0"), ("1", "2"), ("", "1")]) == [True, False, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [("b}", "B"), ("(B)}", "B"), (r"\text{C}}", "C"), ("B. 42}", "B"), ("Option d}", "D"),
+     ("Boron}", "Boron"), ("42}", "42")],
+)  # fmt: skip
+def test_a_choice_is_a_letter(text: str, letter: str) -> None:
+    task = Choice()
+    assert task.read_forced(text) == letter
+    assert task.grade(letter, B) is (letter == "B")
+    assert task.read_forced("B") is None
+
+
+def test_choices_are_compared_by_letter_and_read_from_prose() -> None:
+    task = Choice()
+    assert task.equal("b", "(B)") is True
+    assert task.equal("B", "C") is False
+    assert task.same("B", "") is False
+    assert task.read_free("I say \\boxed{A}, no, \\boxed{C}.") == "C"
+    assert task.read_free("Therefore the answer is (B).") == "B"
+    assert task.read_free("Nobody knows.") is None
+    assert task.grade_many([("", B), ("B", B)]) == [Grade(None, "no answer"), Grade(1.0)]
+    with pytest.raises(ValueError, match="its answer is '42'; of a choice it must be the letter"):
+        task.grade("B", Problem("q", "?", "42"))
+
+
+def test_a_choice_may_be_forced_after_words() -> None:
+    task = parse_task("choice:force=answer")
+    assert task.settings == {"name": "choice", "force": "answer"}
+    shape = task.shape(DEEPSEEK_R1)
+    assert (shape.box_prefix, shape.answer_end) == ("Answer:", "\n")
+    assert task.read_forced("C\n") == "C"
+    assert 'after "Answer: "' in task.message(B, shape)
+    # Another task on a policy's format gets its own box back.
+    assert Math().shape(shape) == DEEPSEEK_R1
+    with pytest.raises(ValueError, match="force is 'shout'; it must be 'box' or 'answer'"):
+        parse_task("choice:force=shout")
+
+
+def test_a_choice_knows_its_letters() -> None:
+    listed = Problem(
+        "q", "Plan A. is bad.\nA. old\nB. list\n\nWhich?\n\nA. one\n(B) two\nC) three", "c"
+    )
+    assert Choice().options(listed) == ("A", "B", "C")
+    assert Choice(force="answer").options(listed) == (" A", " B", " C")
+    assert Choice(labels="decoded").options(listed) == ()
+    assert Math().options(listed) == ()
+    assert [Choice(labels=name).labels_expect for name in ("letter", "probability")] == [
+        False,
+        True,
+    ]
+    with pytest.raises(ValueError, match="its answer is 'D', its options are A, B, C"):
+        Choice().options(Problem("q", listed.problem, "D"))
+    with pytest.raises(ValueError, match="problem 'q' lists no options.*labels=decoded"):
+        Choice().options(B)
+    with pytest.raises(ValueError, match="labels is 'guess'; it must be 'letter', 'probability'"):
+        parse_task("choice:labels=guess")
+
+
+def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
+    arc = {"question": "Sky?", "answerKey": "2", "id": "a",
+           "choices": {"text": ["red", "blue"], "label": ["1", "2"]}}  # fmt: skip
+    mmlu = {"question": "Sky?", "choices": ["red", "blue"], "answer": 1, "id": "m"}
+    path = tmp_path / "quiz.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (arc, mmlu)))
+    one, two = load_source(str(path), read=Choice().read_row).problems
+    assert one.problem == two.problem == "Sky?\n\nA. red\nB. blue"
+    assert one.answer == two.answer == "B"
+    with pytest.raises(ValueError, match="the right option is 7, of 2 options"):
+        Choice().read_row({**mmlu, "answer": 7})
+    named = load_source("arc-easy", files=[path], read=Choice().read_row)
+    assert [problem.answer for problem in named.problems] == ["B"]  # one question, twice
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted", "right"),
+    [
+        ("The Eiffel Tower.", "eiffel tower", True),
+        (r"\text{blue}", "Blue", True),
+        ("3.5", "35", False),
+        ("-3", "3", False),
+        ("cat", "feline || cat", True),
+        ("a", "A", True),
+        ("dog", "cat", False),
+    ],
+)
+def test_short_answers_are_normalised(said: str, wanted: str, right: bool) -> None:
+    assert Exact().grade(said, Problem("x", "?", wanted)) is right
+
+
+CODE = Problem("f", "Write add.", f"import math\n{ANSWER_LINE}\nassert add(1, 2) == 3\n")
+
+
+def test_a_program_is_graded_by_its_tests() -> None:
+    sandboxed()
+    task = Code(allow_code=True)
+    assert task.read_forced("def add(a, b):\n    return a + b\n```\n") is not None
+    assert task.read_forced("def add(a, b):") is None
+    assert task.read_free("```python\nx = 1\n```\nand\n```\ny = 2\n```\n") == "y = 2"
+    right = "from __future__ import annotations\ndef add(a, b):\n    return a + b"
+    wrong, broken = "def add(a, b): return a - b", "def add(a, b:"
+    loops = "while True: pass"
+    quick = Code(seconds=2, allow_code=True)
+    asked = [(right, CODE), (wrong, CODE), (broken, CODE), ("", CODE), (loops, CODE)]
+    grades = quick.grade_many(asked)
+    assert grades == [Grade(1.0), Grade(0.0), Grade(0.0), Grade(None, "no answer"), Grade(0.0)]
+    leaves = "import sys\ndef add(a, b): sys.exit(0)"
+    assert task.grade(leaves, CODE) == 0.0
+    assert task.grade("def add(a, b): return a + b\nresult = object()", CODE) == 1.0
+    assert task.equal("x = 1 # one", "x=1") is True
+    assert task.equal("x = 1", "x = 2") is False
+
+
+def test_programs_do_not_run_without_leave() -> None:
+    for task in (Code(), parse_task("code"), open_task({"name": "code"})):
+        with pytest.raises(ValueError, match="off by default: say --allow-code"):
+            task.check()
+        with pytest.raises(ValueError, match="off by default"):
+            task.grade_many([("x = 1", CODE)])
+        with pytest.raises(ValueError, match="off by default"):
+            task.grade("x = 1", CODE)
+    with pytest.raises(ValueError, match="takes the settings .*, not .'allow_code'."):
+        parse_task("code:allow_code=1")
+
+
+def test_rows_of_humaneval_become_programs(tmp_path: Path) -> None:
+    sandboxed()
+    row = {
+        "task_id": "HumanEval/0",
+        "prompt": "import math\n\ndef half(x):\n    return x / 2\n\ndef twice(x):\n    'Two x.'\n",
+        "entry_point": "twice",
+        "test": "def check(candidate):\n    assert candidate(half(4)) == 4\n",
+    }
+    path = tmp_path / "he.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    task = Code(allow_code=True)
+    problem = load_source("humaneval", files=[path], read=task.read_row).problems[0]
+    assert problem.id == "he/HumanEval/0"
+    assert "def twice(x)" in problem.problem
+    assert task.grade("def twice(x): return 2 * x", problem) == 1.0  # half is there, too
+    assert task.grade("def twice(x): return x", problem) == 0.0
+
+
+def test_problems_that_reasoning_gym_makes() -> None:
+    sandboxed()
+    pytest.importorskip("reasoning_gym")
+    task = Generated()
+    problems = load_source("reasoning-gym:leg_counting+chain_sum:2:1", read=task.read_row).problems
+    families = ["leg_counting", "chain_sum", "leg_counting", "chain_sum"]
+    assert [problem.family for problem in problems] == families
+    right = [json.loads(problem.answer)["answer"] for problem in problems]
+    asked = list(zip(right, problems, strict=True))
+    grades = task.grade_many([*asked, ("no number", problems[1]), ("", problems[0])])
+    assert [grade.value for grade in grades[:4]] == [1.0] * 4
+    assert grades[4].value is not None
+    assert grades[4].value < 0.5
+    assert grades[5] == Grade(None, "no answer")
+    other = Problem("o", "?", problems[0].answer.replace(f'"{right[0]}"', '"other"'))
+    assert task.grade_many([("1", other)])[0].reason == "another version of reasoning-gym"
+
+
+def test_what_reasoning_gym_did_not_make_is_refused() -> None:
+    with pytest.raises(ValueError, match="grades problems that reasoning-gym made here"):
+        Generated().read_row({"problem": "?", "answer": "4"})
+    with pytest.raises(ValueError, match="write reasoning-gym:FAMILY"):
+        load_source("reasoning-gym:")
+
+
+def test_tasks_are_named_and_come_back_from_their_settings(tmp_path: Path) -> None:
+    for name in TASKS:
+        assert open_task(parse_task(name).settings).settings == {"name": name}
+    concise = parse_task("exact", prompt="concise")
+    assert open_task(concise.settings).message(B, DEEPSEEK_R1).split("\n\n")[1] == "Be concise."
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from ospruner.eval.problems.domains import Choice\n\n\nclass Mine(Choice):\n    pass\n"
+    )
+    mine = parse_task(f"{file}:force=answer")
+    assert mine.settings["name"] == "Mine"
+    assert isinstance(open_task(mine.settings), Task)
+    assert open_task(mine.settings).settings == mine.settings
+    file.write_text(file.read_text() + "# changed\n")
+    with pytest.raises(ValueError, match=r"the task .*mine.py has changed since it was used here"):
+        open_task(mine.settings)
+    with pytest.raises(ValueError, match="task is 'maths'; it must be one of math, choice"):
+        parse_task("maths")
+    with pytest.raises(ValueError, match=r"the task exact takes the settings .'prompt'., not"):
+        parse_task("exact:force=box")
+    with pytest.raises(ValueError, match=r"'force'. are no settings; write name:setting=value"):
+        parse_task("choice:force")

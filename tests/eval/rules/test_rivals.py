@@ -1,0 +1,178 @@
+"""Each rival's definition, on sequences whose stops are found by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from modeling_ospruner.rules_ospruner import StopRule, TrialAnswer
+from ospruner.eval.rules.rivals import (
+    Deer,
+    Dynasor,
+    HaltCot,
+    Puma,
+    Refrain,
+    RunJump,
+    ThinkJustEnough,
+    similarity,
+    student_tail,
+)
+
+
+@dataclass
+class End:
+    """A step end with what a rule may find there."""
+
+    answers: Sequence[TrialAnswer] = ()
+    texts: Sequence[str] = ()
+    words: Sequence[str] = ()
+    entropies: Sequence[float] = ()
+    every: int = 10
+    sample_index: int = 0
+    may_stop: bool = True
+    step: int = 0
+    tried: list[int] = field(default_factory=list)
+
+    @property
+    def thinking_tokens(self) -> int:
+        return (self.step + 1) * self.every
+
+    def stop_probability(self) -> float:
+        raise AssertionError
+
+    def trial_answer(self, max_tokens: int) -> TrialAnswer:
+        self.tried.append(self.step)
+        return self.answers[self.step]
+
+    def next_text(self) -> str:
+        return self.words[self.step]
+
+    def step_text(self) -> str:
+        return self.texts[self.step]
+
+    def thinking_entropy(self) -> float:
+        return self.entropies[self.step]
+
+
+def stops(rule: StopRule, end: End, steps: int) -> list[int]:
+    """At which steps, from 1, a rule would stop, were it never obeyed."""
+    row, found = rule.for_row(), []
+    for step in range(steps):
+        end.step = step
+        if row.at_step_end(end).stop:
+            found.append(step + 1)
+    return found
+
+
+def said(text: str, sure: float = 1.0, ended: Any = "closed", bits: float = 0.0) -> TrialAnswer:
+    log = math.log(sure)
+    return TrialAnswer((0, 0), ended, (log, log), 0.0, text, bits * math.log(2))
+
+
+def test_dynasor_wants_k_equal_answers_none_of_which_hesitates() -> None:
+    answers = ["3", "7", "7.0", "7", "wait, 7", "7", "7", "7", "", "7"]
+    end = End([said(text) for text in answers], every=64)
+    assert stops(Dynasor(3), end, len(answers)) == [4, 8]
+    # Every 64 tokens: with steps of 40 tokens, an answer is tried at 80, 160, 240, 320 of them.
+    end = End([said("7")] * 8, every=40)
+    assert stops(Dynasor(3), end, 8) == [6, 8]
+    assert end.tried == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "tail"),
+    # The .95 quantiles of printed tables, and what is exact.
+    [(6.3138, 1, 0.05), (2.9200, 2, 0.05), (2.3534, 3, 0.05), (2.1318, 4, 0.05), (1.8125, 10, 0.05),
+     (0.0, 7, 0.5), (-1.0, 1, 0.75)],
+)  # fmt: skip
+def test_students_tail(t: float, freedom: int, tail: float) -> None:
+    assert student_tail(t, freedom) == pytest.approx(tail, abs=1e-5)
+
+
+def test_es_cot_stops_where_the_run_jumps() -> None:
+    # Runs of 1, 3, 2, 1, and then of 7s: with the 0 before the first, the earlier differences are
+    # 1, 2, -1, -1, of mean .25 and deviation 1.5. A run of r 7s has the difference r - 1.
+    answers = ["1", "2", "2", "2", "3", "3", "4", *["7"] * 8]
+    end = End([said(text) for text in answers])
+    # t = (d - .25) 2 / 1.5 is above the quantile 2.353 of 3 degrees from d = 3 on: r = 4.
+    assert stops(RunJump(1), end, len(answers))[-5:] == [11, 12, 13, 14, 15]
+    assert stops(RunJump(5), end, len(answers)) == [13, 14, 15]
+    assert stops(RunJump(3), end, len(answers)) == [11, 12, 13, 14, 15]
+    # At step 4 the only earlier difference is 1: nothing to test, so the 2 alone decides.
+    assert 4 in stops(RunJump(2), end, len(answers))
+
+
+def test_es_cot_without_a_change_and_with_incomplete_answers() -> None:
+    assert stops(RunJump(3), End([said("7")] * 5), 5) == [3, 4, 5]
+    broken = [said("7"), said("7"), said("7", ended="length"), said("7"), said("7")]
+    assert stops(RunJump(3), End(broken), 5) == []
+
+
+def test_halt_cot_wants_two_entropies_in_a_row_below_theta() -> None:
+    bits = [0.5, 0.7, 0.59, 0.6, 0.5, 0.1, 0.2]
+    end = End([said("7", bits=value) for value in bits])
+    assert stops(HaltCot(0.6), end, 7) == [6, 7]
+    unclear = [said("7", bits=0.1), said("7", bits=0.1, ended="length"), said("7", bits=0.1)]
+    assert stops(HaltCot(0.6), End(unclear), 3) == []
+    assert stops(HaltCot(0.0), End([said("7")] * 3), 3) == []
+
+
+def test_deer_must_be_above_its_threshold_before_wait_and_tries_ten_times() -> None:
+    words = ["So", " Wait", "Alternatively", "Wait", "Wait"]
+    sure = [0.99, 0.95, 0.99, 0.96, 0.94]
+    end = End([said("7", value) for value in sure], words=words)
+    assert stops(Deer(0.95), end, 5) == [4]
+    assert end.tried == [1, 3, 4]
+    later = [said("7", 0.5)] * 10 + [said("7", 0.99)] * 2
+    end = End(later, words=["Wait"] * 12)
+    assert stops(Deer(0.95), end, 12) == []
+    assert end.tried == list(range(10))
+    assert stops(dataclasses.replace(Deer(0.95), trials=12), end, 12) == [11, 12]
+
+
+def test_think_just_enough_compares_the_mean_entropy_in_bits() -> None:
+    end = End(entropies=[math.log(4), math.log(2), 0.5 * math.log(2)])
+    assert stops(ThinkJustEnough(0.99), end, 3) == [3]
+    assert stops(ThinkJustEnough(2.5), end, 3) == [1, 2, 3]
+
+
+def test_similarity_is_the_cosine_of_word_counts() -> None:
+    one, other = Counter(["a", "a", "b"]), Counter(["a", "b", "c"])
+    assert similarity(one, other) == pytest.approx(3 / math.sqrt(5 * 3))
+    assert similarity(one, Counter()) == 0.0
+
+
+def test_refrain_wants_reflection_on_an_answer_that_repeats_a_step() -> None:
+    texts = [
+        "Wait, two and two is four.",  # reflective, but nothing is answered yet
+        "So the answer is four.",
+        "Now two and two is four.",  # a repetition without reflection
+        "Hmm, two and two is four.",
+        "Hmm, what of seven?",  # reflection on something new
+    ]
+    # To the first step: 4 of 6 words each with two "two"s: (4+1+1+1) / 8 = 7 / 8.
+    assert stops(Refrain(0.87), End(texts=texts), 5) == [4]
+    assert stops(Refrain(0.9), End(texts=texts), 5) == []
+    # Of step 5's four words "hmm" alone is in step 4, whose norm is the root of 8.
+    assert stops(Refrain(1 / math.sqrt(4 * 8) - 1e-9), End(texts=texts), 5) == [4, 5]
+
+
+def test_puma_verifies_at_two_redundant_steps() -> None:
+    texts = ["a b", "c d", "c d e", "c d e", "c d", "x", "x", "x"]
+    answers = ["1", "2", "7", "7", "8", "9", "9", "9"]
+    sure = [1.0, 1.0, 0.99, 0.97, 0.99, 1.0, 0.99, 0.95]
+    end = End([said(a, s) for a, s in zip(answers, sure, strict=True)], texts)
+    rule = Puma(confidence=0.98, first_step=1)
+    # Steps 3, 4, 5, 7 and 8 repeat the one before. 4 confirms 3; 5 says something else; 8 is less
+    # sure than 7 by more than .03.
+    assert stops(rule, end, 8) == [4]
+    assert end.tried == [2, 3, 4, 6, 7]
+    assert stops(dataclasses.replace(rule, confidence=0.995), end, 8) == []
+    assert stops(dataclasses.replace(rule, drop=0.05), end, 8) == [4, 8]
+    assert stops(dataclasses.replace(rule, first_step=5), end, 8) == []

@@ -1,0 +1,232 @@
+"""Tuning "queries" while generating: at step ends alone, on whatever cache the base holds."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
+from transformers.cache_utils import Cache, QuantizedLayer
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.loading_ospruner import WEIGHTS
+from modeling_ospruner.policy_ospruner import LayerKeys, Reader, StoppingPolicy
+
+from .test_architectures import make_base, padded_prompts
+
+NEVER = {"mode": "threshold", "threshold": 1.0}
+ALWAYS = {"mode": "threshold", "threshold": 0.0}
+WIDTH, LENGTH = 12, 30
+
+
+class Rounded(QuantizedLayer):
+    """Keeps all but the last few keys in half precision."""
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return tensor.bfloat16()
+
+    def _dequantize(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float()
+
+
+CACHES: dict[str, Any] = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=WIDTH + LENGTH + 9),
+    "quantised": lambda config: Cache(
+        layers=[Rounded(residual_length=5) for _ in range(config.num_hidden_layers)]
+    ),
+}
+BASES = ("qwen2", "gemma3_text", "gpt_oss")  # full attention, windows of 8, those and sinks
+
+
+def policy_on(
+    name: str, tokenizer: PreTrainedTokenizerFast, n: int = 3, **fields: Any
+) -> OSPrunerForCausalLM:
+    """A policy whose weights are not the base's; the base ends a step every few tokens."""
+    base = make_base(name, tokenizer, **fields)
+    model = OSPrunerForCausalLM.untrained(base, tokenizer, n, "queries")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
+        for parameter in model.policy.layers.parameters():
+            parameter.mul_(1.1)
+    texts = [str(tokenizer.decode([i])) for i in range(len(tokenizer))]
+    breaks = [i for i, text in enumerate(texts) if text.strip() and "\n\n" in text]
+    ends = [model.token_format.think_end_id, tokenizer.eos_token_id]
+    bias = {**{(i,): 10.0 for i in breaks}, **{(i,): -100.0 for i in ends}}
+    model.base.generation_config.sequence_bias = bias
+    return model
+
+
+def written(model: OSPrunerForCausalLM, stop_policy: Any, batch: int = 2, **extra: Any) -> Any:
+    inputs = padded_prompts(WIDTH)
+    more = {name: value.repeat(batch // 2, 1) for name, value in inputs.items()}
+    settings = {"max_new_tokens": LENGTH, "do_sample": True, "temperature": 2.0, "top_k": 0}
+    torch.manual_seed(0)
+    return model.generate(**more, **(settings | extra), stop_policy=stop_policy)
+
+
+def offline(model: OSPrunerForCausalLM, ids: torch.Tensor) -> list[list[float]]:
+    """Probabilities from one pass over each row's text."""
+    mask = padded_prompts(WIDTH)["attention_mask"].repeat(len(ids) // 2, 1)
+    said = []
+    for row, real in zip(ids, mask, strict=True):
+        text = row[WIDTH - int(real.sum()) :]
+        found = model.stop_probabilities(text, prompt_length=int(real.sum()))
+        said.append(found[~found.isnan()].tolist())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # transformers' quantised caches have no windows
+    [(name, kind) for name in BASES for kind in CACHES if name == "qwen2" or kind != "quantised"],
+)
+def test_on_every_cache_it_says_what_one_pass_over_the_text_says(
+    name: str, kind: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = policy_on(name, tiny_tokenizer)
+    config = model.base.config
+    plain = written(model, False, 6, past_key_values=CACHES[kind](config))
+    watched = written(model, NEVER, 6, past_key_values=CACHES[kind](config))
+    assert torch.equal(plain, watched)
+    wanted = offline(model, watched)
+    found = [record.probabilities for record in model.last_stop]
+    assert sum(map(len, found)) > 20
+    tolerance = 5e-2 if kind == "quantised" else 1e-5
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs[: len(ours)], abs=tolerance)
+    if kind == "quantised":  # the rounded keys were those that it saw
+        assert found != [pytest.approx(one, abs=1e-6) for one in wanted]
+
+
+def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_policy(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy_on("qwen2", tiny_tokenizer)
+    asked: list[tuple[int, ...]] = []
+    held: list[int] = []
+    outputs, update = model.policy.outputs, DynamicCache.update
+
+    def counted(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(tuple(hidden.shape[:2]))
+        return outputs(hidden, *args, **kwargs)
+
+    def watched(self: Any, keys: Any, *args: Any) -> Any:
+        held.append(keys.shape[-2])
+        return update(self, keys, *args)
+
+    monkeypatch.setattr(model.policy, "outputs", counted)
+    monkeypatch.setattr(DynamicCache, "update", watched)
+    ids = written(model, NEVER, 4, return_dict_in_generate=True)
+    ends = [record.step_ends for record in model.last_stop]
+    columns = {end for row in ends for end in row if end < LENGTH}
+    assert [tokens for _, tokens in asked] == [1] * len(columns)
+    assert sum(rows for rows, _ in asked) == sum(end < LENGTH for row in ends for end in row)
+    assert max(rows for rows, _ in asked) > 1
+    assert len(held) == LENGTH * 4  # the base's own layers, once a token: the policy adds nothing
+    assert ids.past_key_values.get_seq_length() == WIDTH + LENGTH - 1
+
+
+def test_nothing_is_kept_between_steps(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy_on("qwen2", tiny_tokenizer)
+    seen: list[tuple[bool, int]] = []
+    before = Reader._before_layer
+
+    def looked(self: Reader, *args: Any) -> Any:
+        seen.append((self.listening, len(self.keys)))
+        return before(self, *args)
+
+    monkeypatch.setattr(Reader, "_before_layer", looked)
+    written(model, NEVER)
+    assert {keys for listening, keys in seen if not listening} == {0}
+    assert 0 < sum(listening for listening, _ in seen) < len(seen)
+    assert model.policy.new_cache() is None
+
+
+@pytest.mark.parametrize("extra", [{"prefill_chunk_size": 5}, {"num_return_sequences": 2}])
+def test_options_of_generate(
+    extra: dict[str, Any], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = policy_on("gemma3_text", tiny_tokenizer)
+    plain, watched = (written(model, how, 2, **extra) for how in (False, NEVER))
+    assert torch.equal(plain, watched)
+    mask = padded_prompts(WIDTH)["attention_mask"]
+    for number, record in enumerate(model.last_stop):
+        length = int(mask[number * 2 // len(watched)].sum())
+        wanted = model.stop_probabilities(watched[number, WIDTH - length :], prompt_length=length)
+        found = record.probabilities
+        assert found == pytest.approx(wanted[: len(found)].tolist(), abs=1e-5)
+    stopped = written(model, ALWAYS, 2, **extra)
+    for row, record in enumerate(model.last_stop):
+        cut = WIDTH + record.step_ends[0]
+        assert stopped[row, :cut].tolist() == plain[row, :cut].tolist()
+        assert record.reason == "policy"
+
+
+def test_threads_share_a_base(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = policy_on("qwen2", tiny_tokenizer)
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None}
+    alone = written(model, NEVER, **greedy)
+    wanted = [record.probabilities for record in model.last_stop]
+    results: list[Any] = []
+
+    def work() -> None:
+        for _ in range(3):
+            ids = written(model, NEVER, **greedy)
+            results.append((ids, [record.probabilities for record in model.last_stop]))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 9
+    for ids, found in results:
+        assert torch.equal(ids, alone)
+        assert found == wanted
+
+
+def test_no_layers_are_a_head_alone(tiny_base: Qwen2ForCausalLM) -> None:
+    policy = StoppingPolicy.from_base(tiny_base, 0, "queries")
+    assert not policy.queries
+    assert policy(torch.randn(1, 3, 32)).shape == (1, 3)
+
+
+def test_a_file_with_keys_of_its_own_is_refused(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tiny_base_dir: Path,
+    tmp_path: Path,
+) -> None:
+    model = OSPrunerForCausalLM.untrained(
+        tiny_base, tiny_tokenizer, base_model_name_or_path=str(tiny_base_dir)
+    )
+    model.save_pretrained(tmp_path)
+    config = OSPrunerConfig.from_pretrained(tmp_path)
+    config.tuning = "queries"
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / WEIGHTS).is_file()
+    with pytest.raises(
+        ValueError, match=r"missing: none, unknown: \['policy\.tail\.layers\.0\.sel"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_keys_that_are_not_those_of_its_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:
+    policy = StoppingPolicy.from_base(tiny_base, 2, "queries")
+    one = LayerKeys(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
+    with pytest.raises(ValueError, match=r"the policy's 2 layers .* and those of 1 layers were g"):
+        policy(torch.zeros(1, 3, 32), keys=[one])

@@ -1,0 +1,253 @@
+"""What the policy inside SGLang refuses, and which versions it takes; without SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.sglang_plugin.custom_params import (
+    DEFAULTS_VARIABLE,
+    check_params,
+    excluded,
+    server_defaults,
+)
+from modeling_ospruner.sglang_plugin.launching import server_command, sglang_options
+from modeling_ospruner.sglang_plugin.tapped import BASES, check_policy, check_server
+from ospruner_sglang import SGLANG_VERSIONS, UNTESTED, check_version
+
+PLAIN = {
+    "custom_params": None,
+    "n": 1,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "min_new_tokens": 0,
+    "beam_width": None,
+}
+
+
+def params(**said: Any) -> SimpleNamespace:
+    """What of SGLang's `SamplingParams` is looked at."""
+    return SimpleNamespace(**{**PLAIN, **said})
+
+
+def test_keys_that_a_request_may_have() -> None:
+    config = OSPrunerConfig(length_penalty=1e-3)
+    assert check_params(params(), config).on is None
+    own = {"__sglang_reasoning_in_grammar": True, "thinking_budget": 3}  # SGLang's own keys
+    assert check_params(params(custom_params=own), config).on is None
+    asked = {"stop_seed": 3, "stop_length_penalty": 1e-3}
+    assert check_params(params(custom_params=asked), config).fields["seed"] == 3
+    assert check_params(params(custom_params={"stop_policy": True}, n=4), config).on
+    assert check_params(params(custom_params={"stop_policy": False}, regex="a"), config).on is False
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"custom_params": {"stop_threshold": 2}}, "custom_params: stop_threshold is 2; it must"),
+        ({"custom_params": {"stop_treshold": 2}}, r"no \['stop_treshold'\]; the policy's keys"),
+        ({"custom_params": {"stop_id": "a"}}, "stop_id is 'a'; SGLang tells what happened"),
+        ({"custom_params": {"stop_seed": 3}, "n": 2}, "stop_seed is 3 and n is 2, and nothing"),
+        (
+            {"custom_params": {"stop_length_penalty": 5e-4}},
+            "custom_params: stop_length_penalty is 0.0005, but .* for 0.001 alone",
+        ),
+        *(
+            ({"custom_params": {"stop_policy": True}, name: value}, re.escape(str({name: value})))
+            for name, value in (
+                ("json_schema", "{}"),
+                ("regex", "a+"),
+                ("ebnf", "root"),
+                ("structural_tag", "x"),
+                ("min_new_tokens", 5),
+                ("beam_width", 2),
+            )
+        ),
+    ],
+)
+def test_what_is_refused_is_named(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_params(params(**said), OSPrunerConfig(length_penalty=1e-3))
+
+
+def test_one_beam_excludes_nothing() -> None:
+    assert excluded(params(beam_width=1)) == {}
+
+
+def test_defaults_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEFAULTS_VARIABLE, raising=False)
+    assert server_defaults().on is None
+    monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps({"stop_policy": True, "stop_answer": "free"}))
+    assert server_defaults().on
+    monkeypatch.setenv(DEFAULTS_VARIABLE, '{"stop_mode": "now"}')
+    with pytest.raises(ValueError, match=f"{DEFAULTS_VARIABLE}: stop_mode is 'now'; it must be"):
+        server_defaults()
+
+
+GOOD = {
+    "speculative_algorithm": None,
+    "pp_size": 1,
+    "enable_dp_attention": False,
+    "attn_dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "kv_cache_dtype": "auto",
+    "quantization": None,
+    "enable_lora": None,
+    "lora_paths": None,
+    "disaggregation_mode": "null",
+    "enable_pdmux": False,
+    "enable_two_batch_overlap": False,
+    "enable_hisparse": False,
+    "dllm_algorithm": None,
+    "device": "cuda",
+    "disable_prefill_cuda_graph": True,
+}
+
+
+def test_servers_in_which_the_policy_works() -> None:
+    check_server(SimpleNamespace(**GOOD))
+    check_server(SimpleNamespace(**{**GOOD, "kv_cache_dtype": "bfloat16", "enable_lora": False}))
+    check_server(SimpleNamespace(**{**GOOD, "device": "cpu", "disable_prefill_cuda_graph": False}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("speculative_algorithm", "EAGLE3", "leave --speculative-algorithm out"),
+        ("pp_size", 2, "use --tp-size"),
+        ("enable_dp_attention", True, "leave --enable-dp-attention out"),
+        ("kv_cache_dtype", "fp8_e4m3", "leave --kv-cache-dtype out"),
+        ("quantization", "fp8", "leave --quantization out"),
+        ("enable_lora", True, "leave --enable-lora out"),
+        ("lora_paths", ["a"], "leave --lora-paths out"),
+        ("disaggregation_mode", "prefill", "leave --disaggregation-mode out"),
+        ("disable_prefill_cuda_graph", False, "start with --disable-prefill-cuda-graph"),
+    ],
+)
+def test_servers_that_are_refused(name: str, value: object, advice: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}.*{advice}"):
+        check_server(SimpleNamespace(**{**GOOD, name: value}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tuning": "layers"}, "tuning 'layers' and 2 layers; inside SGLang policies of tuning"),
+        ({"tuning": "queries", "num_policy_layers": 0}, "'queries' and 0 layers; inside SGLang"),
+        ({"tuning": "queries", "method": "flashthink"}, "is a verifier, which reads another"),
+        (
+            {"tuning": "queries", "text_config": {"model_type": "olmo2"}},
+            f"is a olmo2; inside SGLang the policy works with {', '.join(BASES)}",
+        ),
+    ],
+)
+def test_policies_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    whole = {"text_config": {"model_type": "qwen2"}, "base_model_name_or_path": "base", **fields}
+    with pytest.raises(ValueError, match=message):
+        check_policy(OSPrunerConfig(**whole), "policy", None, None)
+
+
+def save_config(folder: Path, **fields: Any) -> str:
+    config = OSPrunerConfig(
+        text_config={"model_type": "qwen2"}, base_model_name_or_path="base", **fields
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    policy = save_config(tmp_path, tuning="queries", reasoning_format={"name": "deepseek-r1"})
+    defaults = {"stop_policy": True, "stop_threshold": 0.5, "stop_control": 0.0}
+    command, environment = server_command(policy, defaults, ["--port", "1"])
+    start = ["-m", "sglang.launch_server", "--model-path", policy, "--disable-prefill-cuda-graph"]
+    assert command == [*start, "--reasoning-parser", "deepseek-r1", "--port", "1"]
+    assert environment == {DEFAULTS_VARIABLE: json.dumps(defaults)}
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    given = ["--reasoning-parser=qwen3", "--disable-prefill-cuda-graph"]
+    command, environment = server_command(policy, defaults, given)
+    assert command == [*start[:-1], *given]
+    assert environment["SGLANG_PLUGINS"] == "ospruner,other"
+    options = {"tp_size": 2, "trust_remote_code": True, "enable_metrics": False, "dtype": "half"}
+    assert sglang_options(options) == ["--tp-size", "2", "--trust-remote-code", "--dtype", "half"]
+
+
+def test_commands_that_are_refused(tmp_path: Path) -> None:
+    good = save_config(tmp_path / "good", tuning="queries")
+    layers = save_config(tmp_path / "layers")
+    with pytest.raises(ValueError, match="has tuning 'layers'; inside SGLang policies of tuning"):
+        server_command(layers, {}, [])
+    with pytest.raises(ValueError, match="stop_control is 0.1, but SGLang's /metrics has no"):
+        server_command(good, {"stop_control": 0.1}, [])
+    with pytest.raises(ValueError, match="--model-path=a: `ospruner serve` sets it by itself"):
+        server_command(good, {}, ["--model-path=a"])
+    with pytest.raises(ValueError, match="the policy promises nothing"):
+        server_command(good, {"stop_max_loss": 0.02}, [])
+
+
+def test_other_versions_of_sglang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(UNTESTED, raising=False)
+    for known in ("0.5.23", "0.5.23.post1", "0.5.23+cpu"):
+        check_version(known)
+    for other in ("0.5.22", "0.5.24", "0.6.0", "1.0", "not installed"):
+        with pytest.raises(ValueError, match=rf"SGLang is {re.escape(other)}; .* version 0.5.23"):
+            check_version(other)
+    monkeypatch.setenv(UNTESTED, "1")
+    check_version("0.6.0")
+
+
+def test_the_entry_point_and_the_environment_are_those_of_the_version(repo_dir: Path) -> None:
+    project = tomllib.loads((repo_dir / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["sglang.srt.plugins"] == {"ospruner": "ospruner_sglang:register"}
+    first = ".".join(map(str, SGLANG_VERSIONS[0]))
+    assert f"\nsglang=={first}\n" in (repo_dir / "constraints-sglang.txt").read_text()
+
+
+LOADED = """
+import sys
+from ospruner_sglang import register
+register()
+print(sorted({"torch", "transformers", "sglang", "modeling_ospruner"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        ("0.6.1", "SGLang is 0.6.1; the policy inside SGLang works with version 0.5.23"),
+        ("0.5.23", "SGLang starts without stopping policies: this SGLang is broken"),
+    ],
+)
+def test_no_sglang_fails_to_start_for_this_package(
+    tmp_path: Path, repo_dir: Path, version: str, told: str
+) -> None:
+    """Of a version that is not taken nothing is imported, nor of ours; and errors are warnings."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text(
+        "raise AttributeError('this SGLang is broken')"
+    )
+    metadata = tmp_path / f"sglang-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(repo_dir)])}
+    environment.pop(UNTESTED, None)
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    if version != "0.5.23":
+        assert done.stdout == "[]\n"

@@ -1,0 +1,278 @@
+"""Requests inside SGLang, followed without it: a small scheduler in its place.
+
+It does with requests what SGLang does: slots are used again, requests are put back and come into
+others' slots, prompts are computed in chunks, and steps are scheduled before the last one's tokens
+are known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.serving.requests import StopRequest
+from modeling_ospruner.sglang_plugin.custom_params import DEFAULTS_VARIABLE
+from modeling_ospruner.sglang_plugin.stopper import Stopper
+from modeling_ospruner.stopping_ospruner import RowPlan, StopRow
+from ospruner.train.toy.shipped import Reasoner
+
+from .test_custom_params import params
+
+SLOTS = 4
+
+
+@dataclass(eq=False)
+class Request:
+    """What of SGLang's `Req` is looked at."""
+
+    origin_input_ids: list[int]
+    sampling_params: Any
+    script: list[int]  # what the base would write
+    output_ids: list[int] = field(default_factory=list)
+    kv: Any = field(default_factory=lambda: SimpleNamespace(req_pool_idx=None))
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def output_ids_through_stop(self) -> list[int]:
+        return self.output_ids
+
+
+def said(tokens: list[int]) -> float:
+    """A stop logit, of a text that ends with the last token."""
+    return 4 * math.sin(17.0 * len(tokens) + tokens[-1])
+
+
+class Engine:
+    """A scheduler over slots, and the model's part of the stopper."""
+
+    def __init__(self, policy: OSPrunerForCausalLM, folder: Path) -> None:
+        pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS, 1))
+        arguments = SimpleNamespace(
+            tokenizer_path=None, model_path=str(folder), revision=None, random_seed=None
+        )
+        runner = SimpleNamespace(
+            server_args=arguments,
+            model_config=SimpleNamespace(hf_config=policy.config),
+            device="cpu",
+            req_to_token_pool=pool,
+            attn_backend=None,
+            model=self,
+        )
+        self.vocabulary = policy.config.get_text_config().vocab_size
+        self.texts: dict[int, list[int]] = {}  # by slot, what has been computed
+        self.stopper = Stopper(runner)
+
+    def hold(self, num_slots: int) -> None:
+        assert num_slots == SLOTS
+
+    def ask(self, backend: Any, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        pairs = zip(slots.tolist(), lengths.tolist(), strict=True)
+        return torch.tensor([[said(self.texts[slot][:length])] for slot, length in pairs])
+
+    def compute(self, requests: list[Request], lengths: list[int] | None = None) -> list[int]:
+        """One batch, by default of whole texts: the tokens that follow."""
+        self.stopper.meet(requests)
+        tokens, ends, slots = [], [], []
+        for i, request in enumerate(requests):
+            text = [*request.origin_input_ids, *request.output_ids]
+            text = text if lengths is None else text[: lengths[i]]
+            self.texts[request.kv.req_pool_idx] = text
+            tokens += text[-3:]  # as if all before were found in the cache
+            ends.append(len(text))
+            slots.append(request.kv.req_pool_idx)
+        logits = torch.zeros(len(requests), self.vocabulary)
+        for i, request in enumerate(requests):
+            logits[i, request.script[min(len(request.output_ids), len(request.script) - 1)]] = 9.0
+        batch = SimpleNamespace(
+            req_pool_indices=torch.tensor(slots, dtype=torch.int32),
+            seq_lens=torch.tensor(ends),
+            input_ids=torch.tensor(tokens),
+            extend_start_loc=torch.arange(len(slots)) * 3,
+            extend_seq_lens=torch.full((len(slots),), 3),
+            forward_mode=SimpleNamespace(is_decode=lambda: False),
+        )
+        self.stopper.step(logits, batch)
+        chosen: list[int] = logits.argmax(-1).tolist()
+        return chosen
+
+
+@pytest.fixture(scope="module")
+def policy(
+    reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OSPrunerForCausalLM, Path]:
+    folder = tmp_path_factory.mktemp("policy")
+    made = OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        1,
+        tuning="queries",
+        base_model_name_or_path=str(reasoner.folder),
+    )
+    made.save_pretrained(folder)
+    return made, folder
+
+
+@pytest.fixture
+def engine(policy: tuple[OSPrunerForCausalLM, Path]) -> Engine:
+    return Engine(*policy)
+
+
+def make_request(policy: OSPrunerForCausalLM, i: int, **keys: Any) -> Request:
+    """Of a prompt that thinks, with a script of paragraphs; each fourth one ends by itself."""
+    tokenizer: Any = policy.tokenizer
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"Solve {i + 2}x = 6."}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    ends = i % 4 == 3
+    written = "".join(f"Step {j}: {i + 3} + {j}.\n\n" for j in range(2 if ends else 8))
+    script = tokenizer.encode(written, add_special_tokens=False)
+    extra = {"stop_seed": 5, "stop_sample_index": i, **keys}
+    if ends:
+        extra["stop_threshold"] = 1.0
+        script.append(policy.token_format.think_end_id)
+    ignored = {"ignore_eos": False, "stop_token_ids": None}
+    return Request(list(prompt), params(custom_params=extra, **ignored), script)
+
+
+def by_rows(policy: OSPrunerForCausalLM, request: Request, most: int) -> tuple[list[int], Any]:
+    """The text that `StopRow` allows, with its record."""
+    settings = StopRequest(request.sampling_params.custom_params).settings(StopRequest(None))
+    assert settings is not None
+    settings, fmt = settings.with_defaults(policy.config), policy.token_format
+    eos = frozenset(fmt.eos_ids)
+    plan = RowPlan(settings, settings.chosen_rule(1), fmt, eos)
+    row = StopRow(plan, request.origin_input_ids, settings.first_sample_index)
+    text: list[int] = []
+    while len(text) < most:
+        if row.at_boundary:
+            logit = torch.tensor(said([*request.origin_input_ids, *text]))
+            row.decide(partial(float, torch.sigmoid(logit)), nothing, nothing)
+        if row.forced:
+            token = row.forced[0]
+        else:
+            token = request.script[min(len(text), len(request.script) - 1)]
+        text.append(token)
+        if row.push(token) or token in eos:
+            break
+    return text, row.record
+
+
+def nothing(*_: Any) -> Any:
+    raise AssertionError("the learned policy asks for nothing else")
+
+
+MOST = 40
+
+
+def check(engine: Engine, policy: OSPrunerForCausalLM, request: Request) -> str:
+    """Compares a request that is done; why its thinking ended."""
+    record = engine.stopper.record(request)
+    assert record is not None
+    wanted, told = by_rows(policy, request, MOST)
+    assert request.output_ids[: len(wanted)] == wanted
+    assert len(request.output_ids) <= len(wanted) + 1  # the end, which is forced here
+    assert record["reason"] == told.reason
+    assert record["thinking_tokens"] == told.thinking_tokens
+    assert record["step_ends"] == told.step_ends
+    assert record["probabilities"] == pytest.approx(told.probabilities, abs=1e-6, nan_ok=True)
+    assert engine.stopper.record(request) is None  # told once
+    json.dumps(record, allow_nan=False)
+    return str(record["reason"])
+
+
+def is_done(policy: OSPrunerForCausalLM, request: Request) -> bool:
+    ended = bool(request.output_ids) and request.output_ids[-1] in policy.token_format.eos_ids
+    return ended or len(request.output_ids) == MOST
+
+
+def test_more_requests_than_slots(engine: Engine, policy: tuple[OSPrunerForCausalLM, Path]) -> None:
+    model = policy[0]
+    waiting = [make_request(model, i, max_answer_tokens=3) for i in range(12)]
+    running: list[Request] = []
+    reasons = []
+    while waiting or running:
+        free = set(range(1, SLOTS)) - {one.kv.req_pool_idx for one in running}
+        for slot in sorted(free)[: len(waiting)]:
+            waiting[0].kv.req_pool_idx = slot
+            running.append(waiting.pop(0))
+        for request, token in zip(running, engine.compute(running), strict=True):
+            request.output_ids.append(token)
+        for request in [one for one in running if is_done(model, one)]:
+            running.remove(request)
+            reasons.append(check(engine, model, request))
+    assert {"policy", "natural"} <= set(reasons)
+
+
+def test_requests_that_are_put_back_go_on_in_others_slots(
+    engine: Engine, policy: tuple[OSPrunerForCausalLM, Path]
+) -> None:
+    """After each few steps all are put back, and their slots exchanged; one token is lost."""
+    model = policy[0]
+    requests = [make_request(model, i, max_answer_tokens=3) for i in (3, 5, 6)]
+    done: list[Request] = []
+    for step in range(200):
+        running = [one for one in requests if one not in done]
+        if not running:
+            break
+        for i, request in enumerate(running):
+            request.kv.req_pool_idx = 1 + (i + step // 4) % (SLOTS - 1)
+        if step % 4 == 0:  # the prompts' first parts are computed apart
+            lengths = [len(one.origin_input_ids) - 2 for one in running]
+            engine.compute(running, lengths)
+        tokens = engine.compute(running)
+        if step % 4 == 3:  # what was computed ahead is lost
+            continue
+        for request, token in zip(running, tokens, strict=True):
+            request.output_ids.append(token)
+            if is_done(model, request):
+                done.append(request)
+                engine.compute([request])  # scheduled before its end was known
+                check(engine, model, request)
+    assert len(done) == 3
+
+
+def test_requests_that_do_not_ask_are_left_alone(
+    engine: Engine, policy: tuple[OSPrunerForCausalLM, Path]
+) -> None:
+    model = policy[0]
+    asking, other = make_request(model, 0), make_request(model, 1)
+    other.sampling_params.custom_params = None
+    wrong = make_request(model, 2, stop_treshold=1)  # which the server refuses
+    for slot, request in enumerate((asking, other, wrong), start=1):
+        request.kv.req_pool_idx = slot
+    for _ in range(MOST):
+        requests = [asking, other, wrong]
+        for request, token in zip(requests, engine.compute(requests), strict=True):
+            request.output_ids.append(token)
+    wanted = [*other.script, *[other.script[-1]] * MOST][:MOST]
+    assert other.output_ids == wanted
+    assert wrong.output_ids[: len(wrong.script)] == wrong.script[:MOST]
+    assert engine.stopper.record(other) is engine.stopper.record(wrong) is None
+
+
+def test_defaults_stop_all(
+    policy: tuple[OSPrunerForCausalLM, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = {"stop_policy": True, "max_thinking_tokens": 10, "stop_threshold": 1.0}
+    monkeypatch.setenv(DEFAULTS_VARIABLE, json.dumps(defaults))
+    model, folder = policy
+    engine = Engine(model, folder)
+    request = make_request(model, 0)
+    request.sampling_params.custom_params, request.kv.req_pool_idx = None, 2
+    for _ in range(MOST):
+        request.output_ids.append(engine.compute([request])[0])
+    record = engine.stopper.record(request)
+    assert record is not None
+    assert record["reason"] == "budget"
+    assert model.token_format.think_end_id in request.output_ids

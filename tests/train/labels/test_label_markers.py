@@ -1,0 +1,82 @@
+"""Labels of models whose thinking ends with several tokens, and the same in generate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.generation_ospruner import generate_with_rule
+from modeling_ospruner.rules_ospruner import Budget
+from ospruner.eval.harness.replies import _parts
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.making import label
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+SETTINGS = LabelSettings(
+    base_model="toy", temperature=0.0, max_new_tokens=300, max_answer_tokens=12
+)
+
+
+WORDS = {
+    "marker": {"think_end": "That gives", "closing": "That gives "},
+    "phrase": {
+        **{"think_end": "", "think_start": "", "answer_phrase": "That gives"},
+        "closing": "So.\n\nThat gives ",
+    },
+}
+
+
+@pytest.fixture(scope="module", params=WORDS)
+def fmt(request: pytest.FixtureRequest, reasoner: Reasoner) -> TokenFormat:
+    """The reasoner's own last words, taken for an end marker or for those of its answer."""
+    form = replace(reasoner.token_format.format, name="last", **WORDS[request.param])
+    return TokenFormat.compile(form, reasoner.tokenizer)
+
+
+def test_labels_and_generate_end_at_the_same_token(
+    reasoner: Reasoner, fmt: TokenFormat, tmp_path: Path
+) -> None:
+    problems = draw_split("test", 6, 0)
+    rows = list(label(problems, reasoner.engine, reasoner.tokenizer, fmt, SETTINGS, tmp_path / "l"))
+    natural = 0
+    for row in rows:
+        prompt = row["prompt_ids"]
+        ids = torch.tensor([prompt])
+        output, (record,) = generate_with_rule(
+            reasoner.model,
+            reasoner.tokenizer,
+            Budget(10_000),
+            ids,
+            fmt,
+            max_new_tokens=SETTINGS.max_new_tokens,
+            do_sample=False,
+        )
+        written = output[0, len(prompt) :].tolist()
+        trace = row["trace_ids"]
+        assert written[: len(trace)] == trace
+        assert "That gives" not in reasoner.tokenizer.decode(trace)
+        assert row["step_ends"] == fmt.step_ends(trace)
+        if row["ended"] == "cap":
+            continue
+        assert (record.reason, record.thinking_tokens) == ("natural", len(trace))
+        text = str(reasoner.tokenizer.decode(written))
+        if "That gives" not in text:
+            continue
+        natural += 1
+        assert (
+            record.step_ends[: len(row["step_ends"])] == row["step_ends"][: len(record.step_ends)]
+        )
+        # The marker and what follows it are the answer's, in generate and in the labels.
+        parts = _parts(fmt, prompt, written, frozenset([reasoner.tokenizer.eos_token_id]))
+        assert parts.thinking == trace
+        state = fmt.follow(prompt, written)
+        after = len(trace) + state.end_tokens
+        assert str(reasoner.tokenizer.decode(written[len(trace) : after])).endswith("That gives")
+        assert str(reasoner.tokenizer.decode(written[after:])).startswith(" \\boxed{")
+        assert row["natural_answer_ids"]
+        assert row["natural_answer"], "its own box stands after the marker"
+    assert natural >= 2

@@ -1,0 +1,122 @@
+"""Ends of thinking that are several tokens inside vLLM, in process; run by test_plugin.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.vllm_plugin.parser import MarkerThinkingParser
+from modeling_ospruner.vllm_plugin.plugin import MARKER_PARSER, PARSER
+from modeling_ospruner.vllm_plugin.server import server_command
+from ospruner.train.toy.shipped import Reasoner
+
+from .plugin_checks import environment as environment
+from .plugin_checks import greedy, record, run, start_policy
+from .plugin_replay import make_policy, make_prompts, perturb, replay
+
+FORMS: dict[str, dict[str, str]] = {
+    "marker": {"name": "last", "think_end": "That fits", "closing": "That fits "},
+    "phrase": {
+        **{"name": "reply", "think_end": "", "think_start": "", "answer_phrase": "That fits"},
+        "closing": "So.\n\nThat fits ",
+    },
+}
+NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0}
+
+
+def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
+    """A policy whose format takes the reasoner's own last words for the end of its thinking."""
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        base_model_name_or_path=str(reasoner.folder),
+        reasoning_format=replace(reasoner.token_format.format, **FORMS[name]),
+    )
+    perturb(model)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, name: str) -> None:
+    model = made(reasoner, tmp_path, name)
+    fmt = model.token_format
+    llm = start_policy(tmp_path, additional_config={"ospruner": {"stop_policy": True}})
+    prompts = make_prompts(reasoner, 12)
+    extras: list[dict[str, Any]] = [
+        {"stop_id": f"m{i}", "stop_seed": 3, "stop_sample_index": i}
+        | ([NEVER, {**NEVER, "stop_answer": "free"}, {}][i % 3])
+        for i in range(len(prompts))
+    ]
+    outputs = run(llm, prompts, [greedy(extra) for extra in extras])
+    ended = 0
+    for i, [ids] in enumerate(outputs):
+        told = record(llm, f"m{i}")
+        replayed = replay(model, prompts[i], ids, extras[i], told["probabilities"]).record
+        assert (replayed.reason, replayed.step_ends, replayed.thinking_tokens) == (
+            told["reason"],
+            told["step_ends"],
+            told["thinking_tokens"],
+        )
+        text = str(reasoner.tokenizer.decode(ids))
+        if told["reason"] == "natural" and "That fits" in text:
+            ended += 1
+            thinking, _, answer = text.partition("That fits")
+            kept = str(reasoner.tokenizer.decode(ids[: told["thinking_tokens"]]))
+            assert thinking.rstrip(" ") == kept.rstrip(" ")
+            if i % 3 == 0:
+                assert answer.startswith(" \\boxed{")
+        if name == "marker":
+            parser = MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path))
+            if told["reason"] != "length":
+                assert parser.count_reasoning_tokens(ids) == told["thinking_tokens"]
+            state = fmt.follow(prompts[i], ids)
+            after = state.thinking_tokens + state.end_tokens
+            assert parser.extract_content_ids(ids) == (ids[after:] if state.ended else [])
+    assert ended >= 4
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        ("So 1.\n\nThen 2. That fits 5", "So 1.\n\nThen 2. ", " 5"),
+        ("<think>\nSo 1. That fits", "\nSo 1. ", None),
+        ("So That fit", "So That fit", None),  # what could have become the marker
+        ("That fits That fits 5", None, " That fits 5"),
+        ("<thi", "<thi", None),
+        ("", None, None),
+    ],
+)
+def test_replies_are_split(
+    reasoner: Reasoner, tmp_path: Path, text: str, thinking: str | None, answer: str | None
+) -> None:
+    made(reasoner, tmp_path, "marker")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert MarkerThinkingParser(tokenizer).extract_reasoning(text, None) == (thinking, answer)
+    for width in (1, 3, len(text)):  # streamed in pieces that cut markers
+        parser, parts = MarkerThinkingParser(tokenizer), []
+        for at in range(0, len(text), max(width, 1)):
+            piece = text[at : at + width]
+            parts.append(parser.extract_reasoning_streaming("", piece, piece, [], [], []))
+        parts.append(parser.finish_streaming())
+        told = [part for part in parts if part is not None]
+        assert ("".join(part.reasoning or "" for part in told) or None) == thinking
+        assert ("".join(part.content or "" for part in told) or None) == answer
+
+
+def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
+    for name, parser in (("marker", MARKER_PARSER), ("phrase", None)):
+        made(reasoner, tmp_path / name, name)
+        command, _ = server_command(str(tmp_path / name), {}, [])
+        assert (parser in command) == (parser is not None)
+        assert ("--reasoning-parser" in command) == (parser is not None)
+    make_policy(reasoner, tmp_path / "token")
+    assert PARSER in server_command(str(tmp_path / "token"), {}, [])[0]
+    for folder in ("phrase", "token"):
+        with pytest.raises(ValueError, match="no marker of several tokens ends the thinking"):
+            MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path / folder))

@@ -1,0 +1,76 @@
+"""A policy of queries only in vLLM's model runner V2, in process; run by test_runner_v2.py.
+
+The checks of V1, by the same code: what must be equal is.
+"""
+
+from __future__ import annotations
+
+from . import on_runner_v2  # isort: skip
+
+from pathlib import Path
+
+import pytest
+from vllm import LLM
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.train.toy.shipped import Reasoner
+
+from . import plugin_checks, price_checks
+from .plugin_checks import TIGHT, environment, greedy, plain, record, run, served, start_policy
+from .plugin_replay import TOLERANCE, make_prompts
+from .queries_checks import model
+
+plugin_checks.LONGEST = 120  # tokens of a text; in the interpreter a step takes its time
+
+__all__ = ["environment", "model", "on_runner_v2", "plain", "served"]
+
+
+@pytest.fixture(scope="module")
+def mixed(reasoner: Reasoner) -> list[list[int]]:
+    """36 prompts of different lengths, some of them twice, some with a long common prefix."""
+    prompts = make_prompts(reasoner, 24)
+    shared = [token for prompt in prompts[:3] for token in prompt]
+    return [*prompts, *prompts[:6], *([*shared, *prompt] for prompt in prompts[12:18])]
+
+
+test_never = plugin_checks.test_a_policy_that_never_fires_changes_nothing
+test_stops = plugin_checks.test_stops_where_generate_would
+test_natural_ends = plugin_checks.test_a_natural_end_gets_the_box_too
+test_several_texts = plugin_checks.test_several_texts_of_one_prompt_stop_on_their_own
+test_draws = plugin_checks.test_the_ith_text_draws_as_sample_index_i
+test_limits = plugin_checks.test_limits_and_stop_strings_end_requests_as_ever
+test_aborts = plugin_checks.test_requests_that_are_aborted_leave_the_others_alone
+test_closed = plugin_checks.test_a_prompt_that_closed_its_thinking_is_left_alone
+test_probabilities = plugin_checks.test_probabilities_are_those_of_transformers
+
+
+def test_it_is_served_at_the_prices_of_server_and_requests(
+    reasoner: Reasoner, tmp_path: Path
+) -> None:
+    price_checks.test_it_is_served_at_the_prices_of_server_and_requests(
+        reasoner, tmp_path, "float32", "queries"
+    )
+
+
+def test_drafted_tokens_are_decided_in_order_and_cut_at_a_stop(
+    served: LLM, model: OSPrunerForCausalLM, reasoner: Reasoner, mixed: list[list[int]]
+) -> None:
+    """The base drafts for itself: nearly every draft is accepted, unless a stop comes between."""
+    folder = model.config._name_or_path
+    drafts = {"method": "draft_model", "model": str(reasoner.folder), "num_speculative_tokens": 3}
+    ahead = start_policy(folder, **TIGHT, speculative_config=drafts)
+    prompts = mixed[:16]
+    extras = [
+        {"stop_policy": True, "stop_seed": 7, "stop_sample_index": i, "stop_id": f"d{i}"}
+        | ({"max_thinking_tokens": 30} if i % 4 == 1 else {})
+        for i in range(len(prompts))
+    ]
+    params = [greedy(extra) for extra in extras]
+    assert run(ahead, prompts, params) == run(served, prompts, params)
+    for i in range(len(prompts)):
+        told, plainly = record(ahead, f"d{i}"), record(served, f"d{i}")
+        probabilities = told.pop("probabilities")
+        assert probabilities == pytest.approx(plainly.pop("probabilities"), abs=TOLERANCE)
+        assert told == plainly
+    counts = {metric.name: metric for metric in ahead.get_metrics()}
+    assert counts["vllm:spec_decode_num_accepted_tokens"].value > 100

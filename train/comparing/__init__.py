@@ -1,0 +1,1 @@
+"""Whole methods compared on stored labels: what `ospruner eval frontier` does."""
