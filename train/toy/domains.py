@@ -5,6 +5,7 @@ below the question, each behind a letter. The training text of `generated` is ma
 reasoning-gym's own words, so that training needs no package; what is labelled, it makes itself.
 """
 
+import re
 from collections.abc import Mapping
 from itertools import islice
 from random import Random
@@ -29,15 +30,15 @@ from .problems import (
 DOMAINS: dict[str, Task] = {task.name: task for task in (Math(), Choice(), Generated())}
 """What the mixed reasoner knows; the shipped one knows `math`."""
 
-MIX = {"math": 0.3, "choice": 0.35, "generated": 0.35}
+MIX = {"math": 0.3, "choice": 0.4, "generated": 0.3}
 """Share of each domain in the mixed reasoner's training."""
 
-CHOICE_SHARES = {"equal": 0.35, "option": 0.5, "product option": 0.15}
+CHOICE_SHARES = {"largest": 0.6, "limit": 0.4}
 
 GYM_FAMILY = "chain_sum"
 _GYM_QUESTION = "State the final answer to the following arithmetic problem: {} ="
 _GYM_ROWS = 100_000
-_OPTIONS = 4
+_DIGITS = (1, 2)
 
 
 def domain_of(problem: ToyProblem) -> str:
@@ -53,10 +54,10 @@ def draw_mixed(rng: Random) -> ToyProblem:
 
 
 def draw_chain_sum(rng: Random) -> ToyProblem:
-    """Draw what reasoning-gym's chain_sum makes by default: 2 to 6 terms of 1 to 4 digits each."""
-    terms, digits = rng.randint(2, 6), rng.randint(1, 4)
+    """Draw what reasoning-gym's chain_sum makes, where `_within_reach`."""
+    digits = rng.choice(_DIGITS)
     low = 10 ** (digits - 1) if digits > 1 else 0
-    start, *rest = (rng.randint(low, 10**digits - 1) for _ in range(terms))
+    start, *rest = (rng.randint(low, 10**digits - 1) for _ in range(rng.randint(2, 6)))
     plan = tuple(Step(rng.choice("+-"), right) for right in rest)
     total = start
     for step in plan:
@@ -65,32 +66,33 @@ def draw_chain_sum(rng: Random) -> ToyProblem:
     return ToyProblem(_GYM_QUESTION.format(text), total, GYM_FAMILY, start, plan)
 
 
+def _within_reach(question: str) -> bool:
+    """Whether a reasoner of this size can learn a sum: terms of at most two digits."""
+    return all(len(number) in _DIGITS for number in re.findall(r"\d+", question))
+
+
 def draw_choice(rng: Random) -> ToyProblem:
-    """Draw a choice of four options."""
+    """Draw a choice of two to four options."""
     family = rng.choices(list(CHOICE_SHARES), weights=list(CHOICE_SHARES.values()))[0]
-    if family == "equal":
-        return _equal_term(rng)
-    inner = "product" if family == "product option" else rng.choice(("chain", "chain", "equation"))
-    return _with_options(rng, family, MAKERS[inner](rng, 4))
+    return _largest(rng) if family == "largest" else _limit(rng)
 
 
-def _equal_term(rng: Random) -> ToyProblem:
-    """Which of four terms has a given value."""
-    centre = rng.randint(30, 200)
+def _largest(rng: Random) -> ToyProblem:
+    """Which of some terms is the largest."""
+    centre, count = rng.randint(30, 200), rng.randint(2, 4)
     terms: dict[int, Step] = {}
-    while len(terms) < _OPTIONS:
+    while len(terms) < count:
         step = _term(rng, centre)
         terms.setdefault(apply(step.left or 0, step.symbol, step.right), step)
-    right = rng.randrange(_OPTIONS)
-    value, plan = list(terms)[right], tuple(terms.values())
-    question = rng.choice(("Which is equal to {}?", "Which of these gives {}?")).format(value)
+    right, plan = list(terms).index(max(terms)), tuple(terms.values())
+    question = rng.choice(("Which is the largest?", "Which of these is the largest?"))
     options = tuple(f"{step.left}{step.symbol}{step.right}" for step in plan)
-    return _written(question, right, "equal", value, plan, options)
+    return _written(question, right, "largest", 0, plan, options)
 
 
 def _term(rng: Random, centre: int) -> Step:
     """A sum, difference or product whose value lies near `centre`."""
-    value = max(12, centre + rng.randint(-12, 12))
+    value = max(12, centre + rng.randint(-10, 10))
     symbol = rng.choice("+-**")
     if symbol == "*":
         right = rng.randint(3, 9)
@@ -99,17 +101,13 @@ def _term(rng: Random, centre: int) -> Step:
     return Step(symbol, right, left=value - right if symbol == "+" else value + right)
 
 
-def _with_options(rng: Random, family: str, inner: ToyProblem) -> ToyProblem:
-    """A problem with a number as its answer, put as a choice; slips are among the options."""
-    steps = (10, 100, 1000) if family == "product option" else (1, 1, 2, 10, 10, 20)
-    values = {inner.answer}
-    while len(values) < _OPTIONS:
-        near = rng.choice(list(values)) + rng.choice((-1, 1)) * rng.choice(steps)
-        if near >= 0:
-            values.add(near)
-    shown = rng.sample(sorted(values), _OPTIONS)
-    right, options = shown.index(inner.answer), tuple(map(str, shown))
-    return _written(inner.problem, right, family, inner.start, inner.plan, options)
+def _limit(rng: Random) -> ToyProblem:
+    """Whether the answer of a problem is above a limit, which a slip may cross."""
+    inner = MAKERS[rng.choice(("chain", "chain", "equation"))](rng, 4)
+    limit = max(1, inner.answer + rng.choice((-9, -5, -1, 0, 4, 8)))
+    options = (f"at most {limit}", f"more than {limit}")
+    right = int(inner.answer > limit)
+    return _written(inner.problem, right, "limit", inner.start, inner.plan, options)
 
 
 def _written(
@@ -147,7 +145,7 @@ def _gym_problems(split: Split, count: int, seed: int) -> list[Problem]:
     rows = gym_rows(f"{GYM}{GYM_FAMILY}:{_GYM_ROWS}:{seed * _GYM_ROWS}")
     found: dict[str, Mapping[str, Any]] = {}
     for row in rows:
-        if split_of(row["problem"]) == split:
+        if split_of(row["problem"]) == split and _within_reach(row["problem"]):
             found.setdefault(row["problem"], row)
         if len(found) == count:
             break

@@ -17,7 +17,7 @@ from .problems import Step, ToyProblem, apply
 RECHECK_CARE = 0.5
 """Factor on the slip rates while rechecking."""
 
-MAX_ATTEMPTS = {"product": 4, "product option": 4}
+MAX_ATTEMPTS = {"product": 4}
 """Attempts after which the reasoner gives up and keeps what it believes, where it is not 5."""
 
 
@@ -169,9 +169,8 @@ class _Writer:
             "pair": self._attempt_pair,
             "compare": self._attempt_compare,
             "product": self._attempt_product,
-            "equal": self._attempt_equal,
-            "option": self._attempt_option,
-            "product option": self._attempt_option,
+            "largest": self._attempt_largest,
+            "limit": self._attempt_limit,
         }.get(self.problem.family, self._attempt_plan)
         self.vote(solve(care))
 
@@ -232,41 +231,32 @@ class _Writer:
             total = value
         return total
 
-    def _attempt_equal(self, care: float) -> int:
-        """Work out what the options say, in their order, up to the one that is asked for."""
-        wanted, values = self.problem.start, list[int]()
+    def _attempt_largest(self, care: float) -> int:
+        """Work out what the options say, in their order, and keep the larger of each two."""
+        best, largest = 0, 0
         for index, step in enumerate(self.problem.plan):
-            letter = self.problem.written(index)
-            values.append(self.compute(step.left or 0, step.symbol, step.right, care, letter))
-            if values[-1] == wanted:
-                self.say(f"Yes, {letter}.")
-                return index
-            self.say("No.")
-        return self._nearest(values, wanted)
-
-    def _attempt_option(self, care: float) -> int:
-        """Solve the problem, then look the value up among the options."""
-        hard = self.problem.family == "product option"
-        value = (self._attempt_product if hard else self._attempt_plan)(care)
-        values = [int(option) for option in self.problem.options]
-        for index, one in enumerate(values):
             # As the prompt writes it: the line begins with the letter, in the same tokens.
-            self.say(f"{self.problem.written(index)}. {one}, {'yes' if one == value else 'no'}.")
-            if one == value:
-                return index
-        return self._nearest(values, value)
+            letter = self.problem.written(index)
+            value = self.compute(step.left or 0, step.symbol, step.right, care, letter)
+            if index == 0:
+                largest = value
+                continue
+            before = largest
+            if value > largest:
+                best, largest = index, value
+            self.say(f"{before}, {value}: {self.problem.written(best)}.")
+        return best
 
-    def _nearest(self, values: list[int], wanted: int) -> int:
-        """Where no option has this value: the nearest one, as a guess."""
-        guess = min(range(len(values)), key=lambda index: abs(values[index] - wanted))
-        self.say(f"None fits, {self.problem.written(guess)} is nearest.")
-        return guess
+    def _attempt_limit(self, care: float) -> int:
+        """Solve the problem, and set its value beside the limit."""
+        value, limit = self._attempt_plan(care), int(self.problem.options[0].split()[-1])
+        index = int(value > limit)
+        self.say(f"{limit}, {value}: {self.problem.written(index)}.")
+        return index
 
     def check_backwards(self) -> bool:
         """Undo the plan from the belief; return whether the start comes out."""
         value = self.belief or 0
-        if self.problem.options:
-            value = int(self.problem.options[value])
         inverse = {"+": "-", "-": "+", "*": "/", "/": "*"}
         self.maybe(0.7, BACKWARDS)
         for step in reversed(self.problem.plan):
@@ -283,7 +273,7 @@ class _Writer:
         content = self.habits.content
         while len(self.votes) < MAX_ATTEMPTS.get(family, 5):
             before = self.belief
-            reversible = family in ("chain", "single", "equation", "chain_sum", "option")
+            reversible = family in ("chain", "single", "equation", "chain_sum")
             if reversible and self.rng.random() < (0.7 if family == "equation" else 0.3):
                 agrees = self.check_backwards()
                 if not agrees:
@@ -318,7 +308,7 @@ def write_trace(problem: ToyProblem, rng: Random, habits: Habits = SECOND_CYCLE)
     """
     writer = _Writer(problem, rng, habits)
     writer.maybe(0.3, FILLERS)
-    listed = problem.family == "equal"  # its options are the plan
+    listed = problem.family == "largest"  # its options are the plan
     if habits.plan and not listed and rng.random() < habits.plan:
         writer.plan()
     writer.attempt(1.0)
