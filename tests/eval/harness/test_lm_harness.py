@@ -196,3 +196,80 @@ def test_command_line_knows_the_model(policy: Policy, tasks: Path, tmp_path: Pat
         (log,) = sample["arguments"]["gen_args_0"]["arg_1"]["ospruner"]
         assert log["reason"] in ("policy", "natural", "length")
         assert log["thinking_tokens"] > 0
+
+
+@pytest.fixture(scope="module")
+def choices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of choices as ARC has them, and a YAML file of lm_eval that names them."""
+    folder = tmp_path_factory.mktemp("choices")
+    rows = [
+        {"question": question, "choices": list(options), "answer": options.index(right)}
+        for question, options, right in (
+            ("Which is the largest?", ("3+4", "5*6", "9-1"), "5*6"),
+            ("Which is the largest?", ("40-2", "6*6"), "40-2"),
+        )
+    ]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    (folder / "task.yaml").write_text(
+        "task: letters\n"
+        "class: !function ospruner.eval.harness.lm_tasks.ProblemsTask\n"
+        f"dataset_kwargs: {{dataset: {json.dumps(str(file))}, task: choice}}\n",
+        "utf-8",
+    )
+    return folder
+
+
+def test_a_task_of_ours_asks_and_grades_in_lm_eval(policy: Policy, choices: Path) -> None:
+    from ospruner.eval.problems.domains import Choice
+
+    done = evaluate(
+        choices,
+        {"policy": str(policy[1]), "dtype": "float32", "threshold": 0.1, "max_gen_toks": 300},
+        tasks=["letters"],
+        device="cpu",
+    )
+    samples = done["samples"]["letters"]
+    assert [sample["target"] for sample in samples] == ["B", "A"]
+    asked = [json.loads(sample["arguments"][0][0])[0]["content"] for sample in samples]
+    assert asked[0].startswith("Which is the largest?\n\nA. 3+4\nB. 5*6\nC. 9-1\n\n")
+    assert all(Choice().instruction in one for one in asked)
+    right = [Choice().read_free(s["resps"][0][0]) == s["target"] for s in samples]
+    assert [sample["acc"] for sample in samples] == right
+    assert done["results"]["letters"]["acc,none"] == sum(right) / 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "acc", "ungraded"),
+    [
+        ("So \\boxed{B}.", 1.0, 0.0),
+        ("The answer is A.", 0.0, 0.0),
+        ("I do not know.", 0.0, 0.0),
+    ],
+)
+def test_replies_are_read_as_the_task_reads_them(
+    choices: Path, reply: str, acc: float, ungraded: float
+) -> None:
+    from ospruner.eval.harness.lm_tasks import ProblemsTask
+
+    task = ProblemsTask(
+        {"dataset_kwargs": {"dataset": str(choices / "rows.jsonl"), "task": "choice"}}
+    )
+    row = task.dataset["test"][0]
+    assert task.process_results(row, [reply]) == {"acc": acc, "ungraded": ungraded}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "it needs `dataset`"),
+        ({"dataset": "gsm8k", "tasks": "choice"}, r"not \['tasks'\]"),
+        ({"dataset": "gsm8k", "task": "code"}, "allow"),
+        ({"dataset": "gsm8k", "task": "letters"}, "must be one of"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given: dict[str, str], said: str) -> None:
+    from ospruner.eval.harness.lm_tasks import ProblemsTask
+
+    with pytest.raises(ValueError, match=said):
+        ProblemsTask({"dataset_kwargs": given})
