@@ -35,7 +35,8 @@ for config in ("default", "prefixes"):
     for streaming in (False, True):
         splits = load_dataset(repo, config, streaming=streaming)
         out[f"{config} {streaming}"] = {name: len(list(rows)) for name, rows in splits.items()}
-row = next(iter(load_dataset(repo, "prefixes", split="test", streaming=True)))
+# A stream that is left half read may abort Python at its end (apache/arrow#45214).
+row = list(load_dataset(repo, "prefixes", split="test", streaming=True))[0]
 out["row"] = [row["problem_id"], row["end"], row["correct"]]
 open(result, "w").write(json.dumps(out))
 """
