@@ -79,7 +79,7 @@ def draw_choice(rng: Random) -> ToyProblem:
 
 def _largest(rng: Random) -> ToyProblem:
     """Which of some terms is the largest."""
-    centre, count = rng.randint(30, 200), rng.randint(2, 4)
+    centre, count = rng.randint(30, 150), rng.choice((2, 2, 3, 4))
     terms: dict[int, Step] = {}
     while len(terms) < count:
         step = _term(rng, centre)

@@ -241,17 +241,18 @@ class _Writer:
             if index == 0:
                 largest = value
                 continue
+            # The sign of a difference tells: a skill that the sums need, too.
             before = largest
             if value > largest:
                 best, largest = index, value
-            self.say(f"{before}, {value}: {self.problem.written(best)}.")
+            self.say(f"{before}-{value}={before - value}, {self.problem.written(best)}.")
         return best
 
     def _attempt_limit(self, care: float) -> int:
         """Solve the problem, and set its value beside the limit."""
         value, limit = self._attempt_plan(care), int(self.problem.options[0].split()[-1])
         index = int(value > limit)
-        self.say(f"{limit}, {value}: {self.problem.written(index)}.")
+        self.say(f"{limit}-{value}={limit - value}, {self.problem.written(index)}.")
         return index
 
     def check_backwards(self) -> bool:

@@ -102,7 +102,7 @@ def test_the_writer_says_which_option_it_holds() -> None:
         problem = draw_choice(rng)
         trace = write_trace(problem, rng)
         voted = next(i for i, belief in enumerate(trace.beliefs) if belief is not None)
-        assert trace.paragraphs[voted].endswith(f": {'ABCD'[trace.beliefs[voted] or 0]}.")
+        assert trace.paragraphs[voted].endswith(f", {'ABCD'[trace.beliefs[voted] or 0]}.")
 
 
 @pytest.mark.parametrize("domain", ["choice", "generated"])
