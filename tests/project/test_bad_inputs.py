@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
-from rich.console import Console
 
 import ospruner_cli
 from modeling_ospruner import OSPrunerForCausalLM
@@ -166,7 +165,6 @@ def test_a_bad_input_is_refused_in_clear_words(
     names = {"out": tmp_path / "out", **places}
     monkeypatch.setenv("COLUMNS", "600")
     monkeypatch.setenv("TERMINAL_WIDTH", "600")
-    monkeypatch.setattr(ospruner_cli, "console", Console())
     argv = [part.format(**names) for part in shlex.split(command)]
     monkeypatch.setattr(sys, "argv", ["ospruner", *argv])
     with pytest.raises(SystemExit) as ended:

@@ -331,7 +331,7 @@ def test_broken_rule_is_found(path: str, source: str, complaint: str) -> None:
         ),
         ("train/toy/recipe.py", "from ..loop import train\nfrom . import problems"),
         (
-            "ospruner_cli.py",
+            "ospruner_cli/toy.py",
             "from ospruner.train.toy import recipe\nimport ospruner.eval.report.terminal",
         ),
         ("tests/train/test_x.py", "from ospruner.train.labels.making import label"),
@@ -347,7 +347,7 @@ def test_kept_rules_are_not_complained_of(path: str, source: str) -> None:
         ("train/toy/recipe.py", "ospruner.train.toy.recipe"),
         ("eval/__init__.py", "ospruner.eval"),
         ("modeling_ospruner/engines/interface.py", "modeling_ospruner.engines.interface"),
-        ("ospruner_cli.py", "ospruner_cli"),
+        ("ospruner_cli/__init__.py", "ospruner_cli"),
     ],
 )
 def test_module_names_are_the_installed_ones(path: str, name: str) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import typer
 
-from ospruner_cli import DoctorGroup, app
+from ospruner_cli import app
+from ospruner_cli.serving import DoctorGroup
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "train/toy/reasoner/README.md"])

@@ -18,8 +18,9 @@ INSTALLED_AS = {
     "train": "ospruner/train",
     "eval": "ospruner/eval",
     "hub_cards": "ospruner/hub_cards",
+    "ospruner_cli": "ospruner_cli",
 }
-MODULES = ("ospruner_cli.py", "ospruner_sglang.py", "ospruner_vllm.py")
+MODULES = ("ospruner_sglang.py", "ospruner_vllm.py")
 SEEN_FROM_OUTSIDE = """
 import importlib, importlib.util, sys
 bare = [name for name in ("train", "eval", "hub_cards") if importlib.util.find_spec(name)]
