@@ -1,7 +1,7 @@
 """Labels, trains and compares on a pretrained model without thinking markers, by one command.
 
     python benchmarks/real_model.py --base FOLDER_OR_ID --out runs/real-model [--files DIR]
-        [--share 0.25] [--json FILE]
+        [--share 0.25] [--dtype bfloat16] [--json FILE]
 
 runs these commands one after the other, each as one would type it; all of them are printed:
 
@@ -56,10 +56,12 @@ class Commands:
         base: the base, as each command is given it.
         seed: of sampling and training.
         max_tokens: a trace's thinking tokens at the most.
+        dtype: what the base computes in while it writes.
     """
 
-    def __init__(self, out: Path, base: str, seed: int, max_tokens: int) -> None:
+    def __init__(self, out: Path, base: str, seed: int, max_tokens: int, dtype: str) -> None:
         self.out, self.base, self.seed, self.max_tokens = out, base, seed, max_tokens
+        self.dtype = dtype
         self.file = out / "commands.json"
         self.kept: dict[str, Any] = {}
         if self.file.is_file():
@@ -104,7 +106,7 @@ def label(commands: Commands, files: Path | None, share: float) -> None:
         words: list[object] = ["label", "--base", commands.base, "--engine", "transformers"]
         words += ["--format", "plain", "--prompt", "check", "--temperature", 0.7, "--top-p", 0.95]
         words += ["--max-tokens", commands.max_tokens, "--seed", commands.seed]
-        words += ["--batch-size", 64, "--chunk", 96]
+        words += ["--batch-size", 64, "--chunk", 96, "--dtype", commands.dtype]
         words += ["--dataset", dataset, "--limit", max(1, round(share * count))]
         words += [] if split is None else ["--split", split]
         words += [] if files is None else ["--file", files / f"{file}.jsonl.gz"]
@@ -154,7 +156,7 @@ def online(commands: Commands, policies: Path, files: Path | None, share: float)
     out = commands.out / "online"
     words: list[object] = ["eval", "online", "--dataset", "gsm8k", "--engine", "transformers"]
     words += ["--policies", policies / "price", "--samples", 1, "--temperature", 0.7]
-    words += ["--top-p", 0.95, "--prompt", "check"]
+    words += ["--top-p", 0.95, "--prompt", "check", "--dtype", commands.dtype]
     words += ["--max-thinking-tokens", commands.max_tokens]
     words += ["--batch-problems", 8, "--limit", max(1, round(64 * share)), "--seed", commands.seed]
     words += [] if files is None else ["--files", files / "gsm8k_test.jsonl.gz"]
@@ -183,11 +185,14 @@ def main() -> None:
     parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")
     parser.add_argument("--share", type=float, default=1.0, help="of the problems")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the base: bfloat16 where the CPU has units for it"
+    )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    commands = Commands(args.out, args.base, args.seed, args.max_tokens)
+    commands = Commands(args.out, args.base, args.seed, args.max_tokens, args.dtype)
     label(commands, args.files, args.share)
     policies = train(commands)
     compare(commands, policies)

@@ -8,13 +8,14 @@ table and applied to another. A `StoppingProblem` has known transitions, and is 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay_at, replay_budget, replay_full, replay_step
-from .selection import Criterion, choose
+from .results import Choice, Rule
+from .selection import best_aes
 from .table import BoolArray, FloatArray, TraceTable
 
 __all__ = [
@@ -69,52 +70,42 @@ def budget_candidates(table: TraceTable, count: int = 200) -> list[int]:
     return [int(budget) for budget in np.unique(np.append(quantiles, lengths.max()))]
 
 
-def best_fixed_budget(
-    table: TraceTable,
-    criterion: Criterion = "reduction",
-    *,
-    budgets: list[int] | None = None,
-    max_loss: float = 0.01,
-    variant: AesVariant = AES_ABSOLUTE,
-) -> int:
-    """The token budget to apply to other traces with `replay_budget`, chosen on these.
+def best_fixed_budget(validation: TraceTable, test: TraceTable) -> Rule:
+    """The token budget with the highest AES on validation, applied to other traces.
+
+    Its intervals contain the choice: each resample chooses again.
 
     Args:
-        table: the validation traces.
-        criterion: "reduction" (fewest tokens at most `max_loss` below the full accuracy) or "aes".
-        budgets: budgets to try; `budget_candidates` where None.
-        max_loss: for "reduction".
-        variant: for "aes".
-
-    Returns:
-        The budget in tokens; the longest trace's length (no stop at all) where "reduction" allows
-        none of `budgets`.
+        validation: the traces that choose, of other problems.
+        test: the traces that the rule is measured on.
     """
-    tried = budget_candidates(table) if budgets is None else budgets
-    outcomes = [replay_budget(table, budget) for budget in tried]
-    best = choose(outcomes, replay_full(table), criterion, max_loss=max_loss, variant=variant)
-    return int(table.full_tokens.max()) if best is None else tried[best]
+    budgets = budget_candidates(validation)
+    return _best("best fixed budget", "tokens", budgets, replay_budget, validation, test)
 
 
-def best_fixed_step(
-    table: TraceTable,
-    criterion: Criterion = "reduction",
-    *,
-    max_loss: float = 0.01,
-    variant: AesVariant = AES_ABSOLUTE,
-) -> int:
-    """The step (1 is the first) to apply to other traces with `replay_step`, chosen on these.
+def best_fixed_step(validation: TraceTable, test: TraceTable) -> Rule:
+    """The step (1 is the first) with the highest AES on validation; as `best_fixed_budget`."""
+    steps = range(1, int(validation.num_steps.max()) + 1)
+    return _best("best fixed step", "step", steps, replay_step, validation, test)
 
-    Args:
-        table: the validation traces.
-        criterion: "reduction" or "aes", as in `best_fixed_budget`.
-        max_loss: for "reduction".
-        variant: for "aes".
-    """
-    steps = range(1, int(table.num_steps.max()) + 1)
-    outcomes = [replay_step(table, step) for step in steps]
-    best = choose(outcomes, replay_full(table), criterion, max_loss=max_loss, variant=variant)
-    return steps[-1] if best is None else steps[best]  # the last step stops nothing: never None
+
+def _best(
+    name: str,
+    unit: str,
+    values: Sequence[int],
+    replayed: Callable[[TraceTable, int], Outcome],
+    validation: TraceTable,
+    test: TraceTable,
+) -> Rule:
+    choice = Choice(
+        [[replayed(validation, value)] for value in values],
+        lambda k: [replayed(test, values[k])],
+        replay_full(validation),
+        validation.problem_index,
+        best_aes,
+    )
+    value = values[int(choice.picks(1)[0])]
+    return Rule(name, replayed(test, value), float(value), unit, choice=choice)
 
 
 @dataclass(frozen=True, eq=False)

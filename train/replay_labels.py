@@ -41,7 +41,7 @@ from ospruner.eval.methods import (
 )
 from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.problems.registry import open_task
-from ospruner.eval.replay import replay, replay_budget, replay_full, replay_step, windowed
+from ospruner.eval.replay import replay, replay_full, windowed
 from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.results import Rule, pool_seeds
 from ospruner.eval.rules.families import parse_rule
@@ -297,12 +297,7 @@ def _limits(table: TraceTable, ours: Labels, validation: str | Path | None) -> l
             f"{len(shared)} problems, such as {min(shared)!r}, are in the labels and in the "
             "validation labels: what is chosen on a problem must not be measured on it"
         )
-    budget, step = best_fixed_budget(chosen_on, "aes"), best_fixed_step(chosen_on, "aes")
-    return [
-        Rule("best fixed budget", replay_budget(table, budget), float(budget), "tokens"),
-        Rule("best fixed step", replay_step(table, step), float(step), "step"),
-        *limits,
-    ]
+    return [best_fixed_budget(chosen_on, table), best_fixed_step(chosen_on, table), *limits]
 
 
 def predictions(

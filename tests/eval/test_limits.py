@@ -22,8 +22,8 @@ from ospruner.eval.limits import (
     theorem1_problem,
 )
 from ospruner.eval.metrics import aes
-from ospruner.eval.replay import replay, replay_at, replay_budget, replay_full, replay_step
-from ospruner.eval.selection import Criterion
+from ospruner.eval.replay import Outcome, replay, replay_at, replay_budget, replay_full, replay_step
+from ospruner.eval.results import summarise
 from ospruner.eval.table import TraceTable
 
 
@@ -168,37 +168,37 @@ def test_oracles_by_hand() -> None:
     assert no_loss.accuracy == replay_full(table).accuracy
 
 
-@pytest.mark.parametrize("criterion", ["reduction", "aes"])
-def test_best_fixed_rules_are_the_best_of_their_kind(criterion: Criterion) -> None:
-    table = make_table(seed=3, traces=200)
-    full = replay_full(table)
-    budgets = range(int(table.lengths.max()) + 2)
-    chosen = best_fixed_budget(table, criterion, budgets=list(budgets))
-    step = best_fixed_step(table, criterion)
-    if criterion == "reduction":
-        allowed = [
-            o.mean_tokens
-            for o in (replay_budget(table, b) for b in budgets)
-            if o.accuracy >= full.accuracy - 0.01 - 1e-12
-        ]
-        assert replay_budget(table, chosen).mean_tokens == min(allowed)
-        assert replay_budget(table, chosen).accuracy >= full.accuracy - 0.01 - 1e-12
-        assert replay_step(table, step).accuracy >= full.accuracy - 0.01 - 1e-12
-    else:
+def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
+    validation, test = make_table(seed=3, traces=200), make_table(seed=4)
+    full = replay_full(validation)
 
-        def score(b: int) -> float:
-            o = replay_budget(table, b)
-            return float(aes(o.accuracy, o.mean_tokens, full.accuracy, full.mean_tokens))
+    def score(outcome: Outcome) -> float:
+        return float(aes(outcome.accuracy, outcome.mean_tokens, full.accuracy, full.mean_tokens))
 
-        assert score(chosen) == max(score(b) for b in budgets)
+    budget, step = best_fixed_budget(validation, test), best_fixed_step(validation, test)
+    assert (budget.parameter_name, step.parameter_name) == ("tokens", "step")
+    for rule, replayed, values in (
+        (budget, replay_budget, range(int(validation.lengths.max()) + 2)),
+        (step, replay_step, range(1, 10)),
+    ):
+        assert rule.parameter is not None
+        chosen = int(rule.parameter)
+        assert score(replayed(validation, chosen)) == max(
+            score(replayed(validation, value)) for value in values
+        )
+        assert rule.outcome.tokens.tolist() == replayed(test, chosen).tokens.tolist()
 
 
-def test_budget_that_never_qualifies_keeps_the_full_trace() -> None:
-    table = make_table(seed=3)
-    only_at_the_end = np.arange(9) == table.last[:, None]
-    table = replace(table, correct=only_at_the_end.astype(np.float64))
-    chosen = best_fixed_budget(table, "reduction", budgets=[1, 2])
-    assert replay_budget(table, chosen).tokens.tolist() == table.full_tokens.tolist()
+def test_best_fixed_rules_are_chosen_again_in_each_resample() -> None:
+    validation, test = make_table(seed=3, traces=20), make_table(seed=4)
+    chosen = best_fixed_step(validation, test)
+    assert chosen.choice is not None
+    assert len(set(chosen.choice.picks(200).tolist())) > 1
+    held = replace(chosen, choice=None)
+    with_choice, without = summarise([chosen, held], replay_full(test), test.problem_index)
+    assert with_choice.tokens.value == without.tokens.value
+    wide, narrow = (one.tokens.high - one.tokens.low for one in (with_choice, without))
+    assert wide > narrow
 
 
 def test_budget_candidates_span_the_lengths() -> None:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from modeling_ospruner.common.results_file import Difference, Result, Results
 from ospruner.eval.compute import Compute
 from ospruner.eval.frontier.grids import policy_grid
-from ospruner.eval.limits import budget_candidates, hindsight_oracle, hindsight_oracle_no_loss
+from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
-from ospruner.eval.replay import Outcome, pool, replay, replay_budget, replay_full
+from ospruner.eval.replay import Outcome, pool, replay, replay_full
 from ospruner.eval.results import Choice, Rule, compare, summarise
 from ospruner.eval.selection import best_aes, choose, largest_reduction
 from ospruner.eval.table import FloatArray, TraceTable
@@ -232,7 +232,7 @@ def compare_methods(
         tuned = [_candidate(p, validation, test, compute, threshold) for threshold in grid]
         rivals.append(_pick(tuned, base, validation, _accurate_else_careful, "1 point"))
         rivals.append(_pick(tuned, base, validation, best_aes, "AES"))
-    rivals.append(_best_budget(validation, test, base))
+    rivals.append(best_fixed_budget(validation, test))
     rules = [Rule(FULL, replay_full(test)), *(c.rule for c in frontier), *baselines, *rivals]
     limits = [
         Rule(ORACLE, hindsight_oracle(test)),
@@ -338,18 +338,3 @@ def _pick(
     number, choice = _chosen(candidates, base, validation, pick)
     rule = candidates[number].rule
     return replace(rule, method=f"{rule.method} ({name})", choice=choice)
-
-
-def _best_budget(validation: TraceTable, test: TraceTable, base: Outcome) -> Rule:
-    """The fixed budget of the best AES on validation, with its choice."""
-    budgets = budget_candidates(validation)
-    choice = Choice(
-        [[replay_budget(validation, budget)] for budget in budgets],
-        lambda k: [replay_budget(test, budgets[k])],
-        base,
-        validation.problem_index,
-        best_aes,
-    )
-    budget = budgets[int(choice.picks(1)[0])]
-    name = "best fixed budget"
-    return Rule(name, replay_budget(test, budget), float(budget), "tokens", choice=choice)
