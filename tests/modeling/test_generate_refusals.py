@@ -244,11 +244,11 @@ def test_rules_that_ask_for_what_is_not_there(reasoner: Reasoner) -> None:
 
     fails(Agreement(2), "the rule Agreement reads texts: pass tokenizer=")
     fails(Greedy(), "the rule Greedy asks for stop probabilities, but there is no policy")
+    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer)
+    settings = StopPolicyConfig()
     with pytest.raises(
         ValueError, match="without a rule the mode and its threshold must be given here"
     ):
-        model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer)
-        settings = StopPolicyConfig()
         generate_pruned(reasoner.model, model.policy, reasoner.token_format, settings, PROMPT)
 
 
