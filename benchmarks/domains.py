@@ -59,7 +59,7 @@ class Size:
     batch: int = 32
 
 
-SIZES = {"full": Size(1500, 400, 800, 8), "quick": Size(12, 6, 8, 1, batch=4)}
+SIZES = {"full": Size(1000, 300, 600, 8), "quick": Size(12, 6, 8, 1, batch=4)}
 
 
 def settings(size: Size, seed: int) -> TrainSettings:

@@ -26,10 +26,21 @@ from .fallible_reasoner import BACKWARDS, RECHECKS
 from .shipped import MAX_ANSWER_TOKENS, MIXED_SHIPPED, Reasoner
 
 RANGES: dict[str, dict[str, tuple[float, float]]] = {
-    "choice": {"unthinking": (0.15, 0.45), "never": (0.0, 0.30), "first": (0.10, 0.60)},
-    "generated": {"unthinking": (0.0, 0.25), "never": (0.02, 0.30), "paragraphs": (5.0, 30.0)},
+    "choice": {
+        "full": (0.60, 0.97),
+        "unthinking": (0.15, 0.60),
+        "never": (0.0, 0.30),
+        "first": (0.10, 0.60),
+        "paragraphs": (5.0, 30.0),
+    },
+    "generated": {
+        "full": (0.60, 0.97),
+        "unthinking": (0.0, 0.25),
+        "never": (0.02, 0.30),
+        "paragraphs": (5.0, 30.0),
+    },
 }
-"""Where a domain's gates differ from those of mathematics: chance finds one letter in four."""
+"""Where a domain's gates differ from those of mathematics: chance finds two letters in five."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,7 @@ def gates(
     repaired, broken = repairs_and_breaks(rows, decode)
     finished = float(np.mean([row["ended"] == "natural" for row in rows]))
     return [
-        Gate("accuracy of the full trace (forced answer)", full, 0.60, 0.90),
+        Gate("accuracy of the full trace (forced answer)", full, *ranges.get("full", (0.60, 0.90))),
         Gate("forced minus natural accuracy", full - natural, -0.015, 0.015),
         Gate(
             "accuracy without thinking",

@@ -3,9 +3,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from ospruner.train.tail import no_denormals
 from ospruner.train.toy.check import (
     Family,
     Gate,
@@ -14,7 +16,8 @@ from ospruner.train.toy.check import (
     repairs_and_breaks,
     scored_card,
 )
-from ospruner.train.toy.shipped import SHIPPED
+from ospruner.train.toy.domains import DOMAINS, draw_domain
+from ospruner.train.toy.shipped import MIXED_SHIPPED, SHIPPED, Reasoner
 from ospruner_cli import app
 
 
@@ -108,3 +111,17 @@ def test_the_shipped_reasoner_meets_every_gate(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["toy", "check", "--limit", "1000", "--json", str(numbers)])
     assert result.exit_code == 0, result.output
     assert json.loads(numbers.read_text())["limit"] == 1000
+
+
+def test_the_mixed_reasoner_knows_its_domains(tmp_path: Path) -> None:
+    """On fewer problems than its card has: the last answer beats the first."""
+    reasoner = Reasoner(MIXED_SHIPPED)
+    with no_denormals():
+        for domain in ("math", "choice"):
+            problems = draw_domain(domain, "test", 32, seed=0)
+            out = tmp_path / domain
+            rows = reasoner.label(problems, out, 0, task=DOMAINS[domain]).to_list()
+            first, last = (
+                np.mean([row["forced_correct"][place] for row in rows]) for place in (0, -1)
+            )
+            assert last > max(0.45, first + 0.1), domain
