@@ -13,7 +13,7 @@ from modeling_ospruner.rules_ospruner import LearnedPolicy
 from modeling_ospruner.stopping_ospruner import asked_price
 from ospruner.hub_cards.render import is_hub_id
 
-from .schema import MATH_TASK
+from .schema import MATH_TASK, LabelSettings
 
 __all__ = [
     "EVERY_PRICE",
@@ -29,6 +29,7 @@ __all__ = [
     "parse_policies",
     "parse_prices",
     "refuse_other_base",
+    "refuse_other_trials",
 ]
 
 FULL = "full trace"
@@ -113,6 +114,8 @@ class PolicyUse:
             self.mode,
             self.threshold,
             step_stride=self.config.step_stride,
+            trial_every=self.config.trial_every,
+            trial_max_tokens=self.config.trial_max_tokens,
             window=self.window,
             by=self.by,
         )
@@ -333,6 +336,38 @@ def refuse_other_base(
             f"{use.path} decides at every {config.step_stride}. step, here every {step_stride}. "
             f"step is a decision: use labels with step_stride {config.step_stride}, or policies of "
             "one stride"
+        )
+
+
+def refuse_other_trials(use: PolicyUse, settings: LabelSettings) -> None:
+    """Refuses labels whose answers are not those that a policy would try.
+
+    Args:
+        use: the policy; one that tries no answers takes all.
+        settings: of the labels.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    config = use.config
+    if not config.trial_every:
+        return
+    literals = config.reasoning_format or {}
+    pairs = {
+        "answer": ("forced", settings.answer),
+        "max_answer_tokens": (config.trial_max_tokens, settings.max_answer_tokens),
+        **{
+            name: (literals.get(name), settings.reasoning_format.get(name))
+            for name in ("wind_down", *_OF_TASK)
+        },
+    }
+    different = [name for name, (own, theirs) in pairs.items() if (own or "") != (theirs or "")]
+    if different:
+        own, theirs = pairs[different[0]]
+        raise ValueError(
+            f"{use.path} tries answers (trial_every {config.trial_every}) with {different[0]} "
+            f"{own!r}, the labels' have {theirs!r}: their history would be another; label with the "
+            "policy's own settings"
         )
 
 

@@ -198,6 +198,9 @@ class OSPrunerConfig(PreTrainedConfig):
             the head "price" the one that it takes where none is said.
         price_range: [low, high] of `PriceRange`, for the head "price"; None for the other.
         step_stride: the policy decides at every k-th step end, as its labels did.
+        trial_every: k, at each k-th of these step ends an answer is forced on trial, and the head
+            reads how the answers so far have gone (`TRIAL_NUMBERS` of the rules); 0 for never.
+        trial_max_tokens: cap on such an answer, that of the labels.
         method: "os-pruner", or a baseline: "probe", "convergence", "flashthink" (whose base is a
             verifier that reads another model's thinking; it does not generate).
         default_mode: how generate decides with `stop_policy=True`: "sample" or "threshold".
@@ -227,6 +230,8 @@ class OSPrunerConfig(PreTrainedConfig):
     length_penalty: float = 0.0
     price_range: list[float] | None = None
     step_stride: int = 1
+    trial_every: int = 0
+    trial_max_tokens: int = 32
     method: str = "os-pruner"
     default_mode: str = "sample"
     default_threshold: float = 0.5
@@ -322,6 +327,13 @@ class OSPrunerConfig(PreTrainedConfig):
         check_number(owner, "default_threshold", self.default_threshold, 0, 1)
         check_integer(owner, "lora_rank", self.lora_rank, 1)
         check_integer(owner, "step_stride", self.step_stride, 1)
+        check_integer(owner, "trial_every", self.trial_every, 0)
+        check_integer(owner, "trial_max_tokens", self.trial_max_tokens, 1)
+        if self.trial_every and self.method != "os-pruner":
+            raise ValueError(
+                f"{owner}: trial_every is {self.trial_every}, but method {self.method!r} reads no "
+                "trial answers: set it to 0"
+            )
         check_integer(owner, "num_policy_layers", self.num_policy_layers, 0)
         if not isinstance(self.base_model_name_or_path, str):
             raise TypeError(

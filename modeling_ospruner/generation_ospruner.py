@@ -14,8 +14,8 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -148,16 +148,14 @@ class _CapturedRow:
         start: the column of the row's first token; padding stands before it.
         seen: the columns, padding included, that are in `cache`.
         cache: the policy's.
-        probability: after the last column seen.
-        price: of indifference there; NaN with a policy of a fixed lambda.
+        outputs: (1 or 6,) of the head after the last column seen.
     """
 
     def __init__(self, start: int, cache: Cache | None) -> None:
         self.start = start
         self.seen = start
         self.cache = cache
-        self.probability = float("nan")
-        self.price = float("nan")
+        self.outputs = torch.empty(0)
 
 
 class Capture:
@@ -191,6 +189,8 @@ class Capture:
         self._rows: dict[int, _CapturedRow] = {}
         self._wanted: Collection[int] | None = None
         self._running = False
+        self._listening = True
+        self._numbers: dict[int, Sequence[float]] = {}  # of rows' trial answers
 
     def __enter__(self) -> Capture:
         decoder = self._decoder
@@ -234,22 +234,40 @@ class Capture:
         for row in self._rows.keys() - set(rows):
             del self._rows[row]
 
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """In this block the base's forwards are no part of the rows."""
+        self._listening = False
+        try:
+            yield
+        finally:
+            self._listening = True
+
     @torch.no_grad()
-    def probability(self, row: int) -> float:
-        """The stop probability after a row's last token."""
-        return self._asked(row).probability
+    def probability(self, row: int, numbers: Sequence[float] = ()) -> float:
+        """The stop probability after a row's last token.
+
+        Args:
+            row: its index.
+            numbers: the `TRIAL_NUMBERS` there, of a policy that tries answers.
+        """
+        self._numbers[row] = numbers
+        said = _with_numbers(self.policy, self._asked(row), numbers)
+        return float(torch.sigmoid(self.policy.logits(said, self._length_penalty)))
 
     @torch.no_grad()
     def price(self, row: int) -> float:
-        """The price of indifference there, of a policy of every price."""
-        return self._asked(row).price
+        """The price of indifference where the probability was asked for, of every price."""
+        prices = self.policy.prices
+        if prices is None:
+            return math.nan
+        said = _with_numbers(self.policy, self._asked(row), self._numbers.get(row, ()))
+        return prices.price_at(float(price_places(said)))
 
-    def _asked(self, row: int) -> _CapturedRow:
-        """A row whose last token has been taken in."""
+    def _asked(self, row: int) -> torch.Tensor:
+        """What the head says (1 or 6,) after a row's last token, which is taken in."""
         if self.policy.tail is None:
-            state = _CapturedRow(0, None)
-            self._keep_said(state, self.policy.outputs(self._chunks[-1][1][row : row + 1]))
-            return state
+            return self.policy.outputs(self._chunks[-1][1][row : row + 1])[0, -1]
         if not self._rows:
             starts = (self._columns - 1 - self._last_positions[:, 0]).tolist()
             wanted = range(len(starts)) if self._wanted is None else self._wanted
@@ -261,14 +279,7 @@ class Capture:
         needed = min(state.seen for state in self._rows.values())
         while self._chunks and self._chunks[0][0] + self._chunks[0][1].shape[1] <= needed:
             del self._chunks[0]
-        return self._rows[row]
-
-    def _keep_said(self, state: _CapturedRow, outputs: torch.Tensor) -> None:
-        """Keeps what the head's outputs (1, S, 1 or 6) say of a row's last token."""
-        last, prices = outputs[0, -1], self.policy.prices
-        state.probability = float(torch.sigmoid(self.policy.logits(last, self._length_penalty)))
-        if prices is not None:
-            state.price = prices.price_at(float(price_places(last)))
+        return self._rows[row].outputs
 
     def _take_in(self, row: int, state: _CapturedRow) -> None:
         """Runs the tail on the columns of a row that it has not seen."""
@@ -286,12 +297,15 @@ class Capture:
         finally:
             self._running = False
         state.seen = self._columns
-        self._keep_said(state, outputs)
+        state.outputs = outputs[0, -1]
+
+    def _hears(self) -> bool:
+        return self._listening and threading.get_ident() == self._thread
 
     def _keep_positions(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if threading.get_ident() != self._thread:
+        if not self._hears():
             return
         ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
         B, S = ids.shape
@@ -303,12 +317,12 @@ class Capture:
             self._last_positions = positions[:, -1:].expand(B, 1)
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self._thread:
+        if self._hears():
             hidden = hidden_entering(args, kwargs).detach()
             self._chunks.append((self._columns - hidden.shape[1], hidden))
 
     def _keep_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if self._hears():
             hidden = output.last_hidden_state[:, -1:].detach()
             self._chunks[:] = [(self._columns - 1, hidden)]
 
@@ -345,6 +359,7 @@ class QueryCapture:
         self._reader.listening = False
         self._rows: list[int] = []
         self._column = 0  # of the token that the next forward reads
+        self._outputs = torch.empty(0)  # (R, 1 or 6) of the expected rows; empty before
         self._said: dict[int, tuple[float, float]] = {}  # by row: stop probability, price
 
     def __enter__(self) -> QueryCapture:
@@ -369,32 +384,52 @@ class QueryCapture:
     def expect(self, rows: list[int], column: int) -> None:
         """Says which rows may be asked for after the next forward, and what column it reads."""
         if rows or self._rows:
+            self._outputs = torch.empty(0)
             self._said.clear()
             self._reader.forget()
             self._reader.listening = bool(rows)
         self._rows, self._column = rows, column
 
-    def probability(self, row: int) -> float:
-        """The stop probability after a row's last token."""
-        return self._asked(row)[0]
-
-    def price(self, row: int) -> float:
-        """The price of indifference there, of a policy of every price."""
-        return self._asked(row)[1]
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """In this block the base's forwards are no part of the rows."""
+        listening, self._reader.listening = self._reader.listening, False
+        try:
+            yield
+        finally:
+            self._reader.listening = listening
 
     @torch.no_grad()
-    def _asked(self, row: int) -> tuple[float, float]:
-        if not self._said:
-            outputs = self._outputs()[:, 0]  # (R, 1 or 6)
-            logits = self.policy.logits(outputs, self._length_penalty)
-            prices, priced = self.policy.prices, [math.nan] * len(logits)
-            if prices is not None:
-                priced = [prices.price_at(place) for place in price_places(outputs).tolist()]
-            said = zip(torch.sigmoid(logits).tolist(), priced, strict=True)
-            self._said = dict(zip(self._rows, said, strict=True))
-        return self._said[row]
+    def probability(self, row: int, numbers: Sequence[float] = ()) -> float:
+        """The stop probability after a row's last token.
 
-    def _outputs(self) -> torch.Tensor:
+        Args:
+            row: its index.
+            numbers: the `TRIAL_NUMBERS` there, of a policy that tries answers.
+        """
+        if not len(self._outputs):
+            self._outputs = self._ask()[:, 0]  # (R, 1 or 6)
+        if numbers:
+            place = self._rows.index(row)
+            self._say([row], _with_numbers(self.policy, self._outputs[place], numbers)[None])
+        elif not self._said:
+            self._say(self._rows, _with_numbers(self.policy, self._outputs, numbers))
+        return self._said[row][0]
+
+    def price(self, row: int) -> float:
+        """The price of indifference where the probability was asked for, of every price."""
+        return self._said[row][1]
+
+    def _say(self, rows: Sequence[int], outputs: torch.Tensor) -> None:
+        """Keeps what the outputs (R, 1 or 6) mean for rows."""
+        logits = self.policy.logits(outputs, self._length_penalty)
+        prices, priced = self.policy.prices, [math.nan] * len(logits)
+        if prices is not None:
+            priced = [prices.price_at(place) for place in price_places(outputs).tolist()]
+        said = zip(torch.sigmoid(logits).tolist(), priced, strict=True)
+        self._said.update(zip(rows, said, strict=True))
+
+    def _ask(self) -> torch.Tensor:
         """What the head says of the expected rows, (R, 1, 1 or 6)."""
         reader, rows, column = self._reader, self._rows, self._column
         B = len(reader.hidden)
@@ -410,6 +445,14 @@ class QueryCapture:
             tokens = torch.arange(column + 1, device=columns.device) >= padding
         hidden = reader.hidden[chosen, -1:]
         return self.policy.outputs(hidden, columns - padding, tokens, None, keys, columns)
+
+
+def _with_numbers(
+    policy: StoppingPolicy, outputs: torch.Tensor, numbers: Sequence[float]
+) -> torch.Tensor:
+    """What the head says, with what `TRIAL_NUMBERS` add; () where there are none."""
+    given = torch.tensor(numbers, dtype=torch.float32) if numbers else None
+    return policy.with_history(outputs, given)
 
 
 class StopHook(LogitsProcessor):
@@ -483,16 +526,18 @@ class StopHook(LogitsProcessor):
             self._entropies[i] += entropy
 
     def _decide(self, i: int, row: StopRow, ids: torch.Tensor, scores: torch.Tensor) -> None:
+        capture = self._capture
+
         def trial_answer(max_tokens: int) -> TrialAnswer:
             assert self._trials is not None  # the rule asks for trial answers
-            answer, tokens = self._trials.answer(i, max_tokens)
+            with nullcontext() if capture is None else capture.unheard():
+                answer, tokens = self._trials.answer(i, max_tokens)
             row.record.probe_tokens += tokens
             return answer
 
-        capture = self._capture
         priced = None if capture is None or capture.policy.prices is None else capture.price
         row.decide(
-            stop_probability=lambda: self._probability(i),
+            stop_probability=partial(self._probability, i),
             trial_answer=trial_answer,
             next_text=lambda: self._text([int(scores[i].argmax())]),
             indifference=None if priced is None else partial(priced, i),
@@ -504,10 +549,10 @@ class StopHook(LogitsProcessor):
         if self._on_step is not None:
             self._on_step(i, row.record)
 
-    def _probability(self, i: int) -> float:
+    def _probability(self, i: int, numbers: Sequence[float] = ()) -> float:
         """The learned policy's for one row."""
         assert self._capture is not None  # the rule asks for stop probabilities
-        return self._capture.probability(i)
+        return self._capture.probability(i, numbers)
 
     def _text(self, ids: Sequence[int]) -> str:
         assert self._decode is not None  # the rule asks for texts
@@ -663,11 +708,15 @@ def generate_pruned(
     eos = config.eos_token_id
     eos_ids = frozenset([eos] if isinstance(eos, int) else torch.as_tensor(eos).tolist())
     refuse_closing(token_format, eos_ids)
+    own_format = token_format
     if settings.wind_down is not None:
         if tokenizer is None:
             raise ValueError("wind_down needs the base's tokenizer: pass tokenizer=")
         token_format = token_format.winding_down(settings.wind_down, tokenizer)
-    rule = settings.chosen_rule(1 if policy is None else policy.step_stride)
+    if policy is None:
+        rule = settings.chosen_rule()
+    else:
+        rule = settings.chosen_rule(policy.step_stride, policy.trial_every, policy.trial_max_tokens)
     _refuse_asks(rule, policy, tokenizer)
     if "stop_probability" in rule.asks:
         prompt_tokens = (kwargs["input_ids"] if inputs is None else inputs).shape[1]
@@ -696,10 +745,13 @@ def generate_pruned(
             else:
                 capture = stack.enter_context(Capture(base, policy, price))
         if "trial_answer" in rule.asks:
-            masked = token_format.reentry_ids if settings.mask_reentry else ()
-            ends = eos_ids.union(token_format.answer_end_ids)
-            masks = settings.mask_reentry
-            trials = TrialAnswers(base, token_format, ends, masked, decode, masks)
+            # A policy's history is of answers as its labels forced them, whatever is asked for.
+            learned = "stop_probability" in rule.asks
+            masks = settings.mask_reentry or learned
+            tried = own_format if learned else token_format
+            masked = tried.reentry_ids if masks else ()
+            ends = eos_ids.union(tried.answer_end_ids)
+            trials = TrialAnswers(base, tried, ends, masked, decode, masks)
             stack.enter_context(trials)
         hook = StopHook(settings, rule, token_format, eos_ids, capture, trials, decode, on_step)
         # The class's own generate: an instance's may be a policy's `custom_generate`.
@@ -733,11 +785,6 @@ def _refuse_asks(
         )
     if "text" in rule.asks and tokenizer is None:
         raise ValueError(f"the rule {name} reads texts: pass tokenizer=")
-    if {"stop_probability", "trial_answer"} <= rule.asks:
-        raise ValueError(
-            f"the rule {name} asks for stop probabilities and for trial answers, which cannot be "
-            "had in one generate; use two rules, one after the other"
-        )
 
 
 def generate_with_rule(

@@ -356,6 +356,12 @@ def load_policy(
     policy.head.load_state_dict(
         {name: tensors.pop(f"policy.head.{name}") for name in ("weight", "bias")}
     )
+    if policy.trial is not None:
+        policy.trial.to_empty(device=tail_device(base))
+        policy.trial.load_state_dict({"weight": tensors.pop("policy.trial.weight")})
+    policy.step_stride = config.step_stride
+    policy.trial_every = config.trial_every
+    policy.trial_max_tokens = config.trial_max_tokens
     tail = {name.removeprefix("policy.tail."): tensor for name, tensor in tensors.items()}
     if config.tuning == "lora" and policy.tail is not None:
         policy.tail.load_state_dict(tail, strict=False)
@@ -383,7 +389,11 @@ def empty_policy(config: OSPrunerConfig, base: PreTrainedModel) -> StoppingPolic
         ValueError: the base cannot carry it.
     """
     policy = StoppingPolicy.empty(
-        base, config.num_policy_layers, config.prices, config.tuning == "queries"
+        base,
+        config.num_policy_layers,
+        config.prices,
+        config.tuning == "queries",
+        config.trial_every > 0,
     )
     if config.tuning == "lora":
         policy.adapt(base, config.lora_rank)
@@ -575,7 +585,6 @@ def _loaded(base: PreTrainedModel, repository: str, hub: Mapping[str, Any]) -> _
             _, policy, tokenizer = load_parts(repository, config, base, dict(hub), {})
             chosen = ReasoningFormat.from_dict(config.reasoning_format or {})
             token_format = TokenFormat.compile(chosen, tokenizer)
-            policy.step_stride = config.step_stride
             policies[name] = _Loaded(state, config, policy, token_format, tokenizer)
         return policies[name]
 

@@ -44,7 +44,7 @@ from .loading_ospruner import (
 )
 from .loading_ospruner import generate_on as generate_on  # for CUSTOM_GENERATE
 from .policy_ospruner import LayerKeys, Reader, StoppingPolicy, TrunkDone
-from .rules_ospruner import StopRule
+from .rules_ospruner import DEFAULT_TRIAL_TOKENS, StopRule
 from .stopping_ospruner import StopPolicyConfig, StopRecord, asked_price
 
 
@@ -191,6 +191,7 @@ class PolicyScores:
         attention_mask: torch.Tensor | None = None,
         length_penalty: float | None = None,
         columns: torch.Tensor | None = None,
+        trial_numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The policy's logits (B, S), with gradient to the policy alone.
 
@@ -202,9 +203,14 @@ class PolicyScores:
             length_penalty: the price of a token; None for the configuration's.
             columns: (B, T) to be looked at; None for all. With tuning "queries" no others are
                 computed.
+            trial_numbers: `TRIAL_NUMBERS` (11,), or of each of these columns (B, S or T, 11), for a
+                policy that tries answers.
 
         Returns:
             (B, S) or (B, T) float32.
+
+        Raises:
+            ValueError: the policy tries answers, and `trial_numbers` is not given.
         """
         hidden, keys = self.reading(input_ids, attention_mask)
         positions = positions_of(input_ids, attention_mask).to(hidden.device)
@@ -215,10 +221,13 @@ class PolicyScores:
             hidden = hidden.gather(1, columns[..., None].expand(-1, -1, hidden.shape[-1]))
             positions = positions.gather(1, columns)
             return self.policy.forward(
-                hidden, positions, attention_mask, None, price, keys, columns
+                hidden, positions, attention_mask, None, price, keys, columns, trial_numbers
             )
-        logits = self.policy.forward(hidden, positions, attention_mask, None, price, keys)
-        return logits if columns is None else logits.gather(1, columns.to(logits.device))
+        outputs = self.policy.outputs(hidden, positions, attention_mask, None, keys)
+        if columns is not None:
+            index = columns.to(outputs.device)[..., None].expand(-1, -1, outputs.shape[-1])
+            outputs = outputs.gather(1, index)
+        return self.policy.logits(self.policy.with_history(outputs, trial_numbers), price)
 
     @torch.no_grad()
     def stop_probabilities(
@@ -228,6 +237,7 @@ class PolicyScores:
         attention_mask: torch.Tensor | None = None,
         prompt_length: int | Sequence[int] | None = None,
         length_penalty: float | None = None,
+        trial_numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The stop probability pi_i at each step end of given traces, in one pass.
 
@@ -238,6 +248,7 @@ class PolicyScores:
             prompt_length: the tokens before the thinking, padding not counted: one number, or
                 one a row. None finds the last `ReasoningFormat.think_start` of each row.
             length_penalty: the price of a token; None for the configuration's.
+            trial_numbers: as for `stop_logits`, (11,) or (B, T, 11).
 
         Returns:
             (T,) or (B, T) float32, in the order of `token_format.step_ends(trace)`; rows with
@@ -247,7 +258,8 @@ class PolicyScores:
         Raises:
             TypeError: the ids are no integers.
             ValueError: a text is empty, or its thinking is not found, a price that the policy does
-                not know; or see `refuse_prompts`.
+                not know, a policy that tries answers without `trial_numbers`; or see
+                `refuse_prompts`.
         """
         device = execution_device(self.base, self.base.get_input_embeddings())
         ids = torch.as_tensor(input_ids, device=device)
@@ -263,7 +275,7 @@ class PolicyScores:
         places = _step_columns(rows, mask, self.token_format, prompt_length)
         steps = max(len(row) for row in places)
         columns = torch.tensor([[*row, *[0] * (steps - len(row))] for row in places])  # (B, T)
-        logits = self.stop_logits(rows, mask, length_penalty, columns)  # (B, T)
+        logits = self.stop_logits(rows, mask, length_penalty, columns, trial_numbers)  # (B, T)
         result = torch.sigmoid(logits)
         for b, row in enumerate(places):
             result[b, len(row) :] = torch.nan
@@ -403,6 +415,8 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
         base_revision: str | None = None,
         lora_rank: int = 16,
         price_range: Sequence[float] | None = None,
+        trial_every: int = 0,
+        trial_max_tokens: int = DEFAULT_TRIAL_TOKENS,
     ) -> OSPrunerForCausalLM:
         """A fresh, untrained policy on a loaded base, which is shared and frozen.
 
@@ -417,6 +431,8 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             base_revision: the commit that the policy pins; None for a base in a folder.
             lora_rank: of the adapters, with tuning "lora".
             price_range: low and high of `PriceRange`, for the head "price"; None for the other.
+            trial_every: of `OSPrunerConfig`; 0 for a policy without trial answers.
+            trial_max_tokens: of `OSPrunerConfig`.
 
         Raises:
             ImportError: tuning "lora" without peft.
@@ -435,6 +451,8 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             lora_rank=lora_rank,
             head="fixed" if price_range is None else "price",
             price_range=None if price_range is None else list(price_range),
+            trial_every=trial_every,
+            trial_max_tokens=trial_max_tokens,
             reasoning_format=chosen.to_dict(),
             ospruner_version=VERSION,
         )
@@ -446,7 +464,9 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
             base_revision,
             lora_rank,
             config.prices,
+            trial_every > 0,
         )
+        policy.trial_every, policy.trial_max_tokens = trial_every, trial_max_tokens
         config._attn_implementation = base.config._attn_implementation
         return cls(config, base, policy, token_format, tokenizer)
 

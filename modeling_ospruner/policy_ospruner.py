@@ -49,6 +49,7 @@ from .configuration_ospruner import (
     rotary_settings,
     tail_device,
 )
+from .rules_ospruner import DEFAULT_TRIAL_TOKENS, TRIAL_NUMBERS
 
 _PEFT_NEEDED = (
     "tuning 'lora' needs the package peft, which is not installed: pip install peft (or use a "
@@ -388,6 +389,9 @@ class StoppingPolicy(nn.Module):
     With the head "price" six numbers of h_i and the price of a token give pi_i (`price_logits`);
     the tail never sees the price.
 
+    With trial answers a linear layer of the numbers of their history, at first 0, is added to what
+    the head says; so that pi_i still rises with the price.
+
     The tail's layers enter at layer L-n of the base with the hidden states that enter there. With
     n = 0 there is no tail: the head reads the base's last hidden state, after the final norm.
     With tuning "queries" they attend to the base's keys and values.
@@ -395,6 +399,7 @@ class StoppingPolicy(nn.Module):
     Attributes:
         tail: a decoder of the base's own class that holds its last n layers and its final norm.
         head: H to 1, or to 6 with the head "price", in float32.
+        trial: from `TRIAL_NUMBERS` to as many as the head, in float32; None without trial answers.
         prices: that it knows; None for the head "fixed".
         queries: whether it attends to the base's keys and values, and so needs no others.
     """
@@ -405,14 +410,20 @@ class StoppingPolicy(nn.Module):
         hidden_size: int,
         prices: PriceRange | None = None,
         queries: bool = False,
+        trial: bool = False,
     ) -> None:
         super().__init__()
         self.tail = tail
         self.queries = queries and tail is not None
         self.step_stride = 1  # it decides at every k-th step end
+        self.trial_every = 0  # of these, at every k-th an answer is tried
+        self.trial_max_tokens = DEFAULT_TRIAL_TOKENS
         self.prices = prices
         outputs = 1 if prices is None else 1 + PRICE_RAMPS
         self.head = nn.Linear(hidden_size, outputs, dtype=torch.float32)
+        self.trial: nn.Linear | None = None
+        if trial:
+            self.trial = nn.Linear(len(TRIAL_NUMBERS), outputs, bias=False, dtype=torch.float32)
         # Some decoders scale the embeddings they are given: what enters the first layer is put
         # back to what entered the base's. By thread, so that concurrent calls don't mix.
         self._entering: dict[int, torch.Tensor] = {}
@@ -442,6 +453,7 @@ class StoppingPolicy(nn.Module):
         revision: str | None = None,
         lora_rank: int = 16,
         prices: PriceRange | None = None,
+        trial: bool = False,
     ) -> StoppingPolicy:
         """A fresh policy: copies of the base's last layers, and a head that says sigmoid(bias).
 
@@ -457,13 +469,14 @@ class StoppingPolicy(nn.Module):
             revision: the commit of the base's checkpoint.
             lora_rank: of the adapters, with tuning "lora".
             prices: to be known, for the head "price"; None for the other.
+            trial: whether it reads the history of trial answers.
 
         Raises:
             ImportError: tuning "lora" without peft.
             ValueError: the base has fewer layers, its layers cannot be run on their own, or the
                 tuning finds nothing to train.
         """
-        policy = cls.empty(base, num_layers, prices, tuning == "queries")
+        policy = cls.empty(base, num_layers, prices, tuning == "queries", trial)
         if tuning == "lora":
             policy.adapt(base, lora_rank)
         elif policy.tail is not None:
@@ -477,6 +490,9 @@ class StoppingPolicy(nn.Module):
         nn.init.constant_(policy.head.bias, math.log(math.expm1(_INIT_RISE)))
         first = INIT_BIAS["fixed" if prices is None else "price"]
         nn.init.constant_(policy.head.bias[:1], first if init_bias is None else init_bias)
+        if policy.trial is not None:
+            policy.trial.to_empty(device=tail_device(base))
+            nn.init.zeros_(policy.trial.weight)
         policy.set_trainable(tuning)
         policy.eval()
         if policy.tail is not None and not is_quantised(base):
@@ -490,6 +506,7 @@ class StoppingPolicy(nn.Module):
         num_layers: int,
         prices: PriceRange | None = None,
         queries: bool = False,
+        trial: bool = False,
     ) -> StoppingPolicy:
         """A policy without weights (on the meta device) for a base.
 
@@ -506,7 +523,7 @@ class StoppingPolicy(nn.Module):
             )
         with torch.device("meta"):
             tail = _empty_tail(decoder.config, type(decoder), num_layers) if num_layers else None
-            return cls(tail, decoder.config.hidden_size, prices, queries)
+            return cls(tail, decoder.config.hidden_size, prices, queries, trial)
 
     def adapt(self, base: PreTrainedModel, lora_rank: int) -> None:
         """Makes the tail one of adapters beside the base's own modules; see `adapters_ospruner`."""
@@ -519,7 +536,8 @@ class StoppingPolicy(nn.Module):
         """Names of the tensors that are the policy's own and not the base's: what is saved."""
         names = set(self.state_dict())
         adapters = {name for name in names if is_adapter(name)}
-        return adapters | {"head.weight", "head.bias"} if adapters else names
+        beside = {name for name in names if name.partition(".")[0] in ("head", "trial")}
+        return adapters | beside if adapters else names
 
     def name_in_base(self, base: PreTrainedModel, name: str) -> str:
         """What a tensor of the tail is called in the base's decoder."""
@@ -560,13 +578,15 @@ class StoppingPolicy(nn.Module):
                 module.register_buffer(name.rpartition(".")[2], value, persistent=False)
 
     def set_trainable(self, tuning: str) -> None:
-        """Lets gradients reach the head and what `tuning` names of the copied layers.
+        """Lets gradients reach the heads and what `tuning` names of the copied layers.
 
         Raises:
             ValueError: no parameter of the layers belongs to an attention.
         """
         self.requires_grad_(False)
         self.head.requires_grad_(True)
+        if self.trial is not None:
+            self.trial.requires_grad_(True)
         if self.tail is None or tuning == "head":
             return
         chosen = [
@@ -600,6 +620,7 @@ class StoppingPolicy(nn.Module):
         length_penalty: float | None = None,
         keys: Sequence[LayerKeys] = (),
         columns: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stop logits at every position that it is given.
 
@@ -613,12 +634,38 @@ class StoppingPolicy(nn.Module):
             keys: with tuning "queries" those of the base's last n layers, of the whole text; then
                 `hidden` and `position_ids` may be of any positions of it.
             columns: (B, S) where these stand among the text's columns; None for all of them.
+            numbers: see `with_history`.
 
         Returns:
             (B, S), float32.
+
+        Raises:
+            ValueError: see `with_history` and `logits`.
         """
         outputs = self.outputs(hidden, position_ids, attention_mask, past_key_values, keys, columns)
-        return self.logits(outputs, length_penalty)
+        return self.logits(self.with_history(outputs, numbers), length_penalty)
+
+    def with_history(self, outputs: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+        """What the head says, (..., 1 or 6), with what the history of trial answers adds to it.
+
+        Args:
+            outputs: of the head.
+            numbers: `TRIAL_NUMBERS` (..., 11) in float32; None for a policy without trial answers.
+
+        Raises:
+            ValueError: the policy tries answers, and there are no numbers.
+        """
+        if self.trial is None:
+            return outputs
+        if numbers is None:
+            raise ValueError(
+                f"the policy tries an answer at every {self.trial_every}. step (trial_every) and "
+                "reads how they went, which is not known here: generate with transformers "
+                "(stop_policy=True), or replay it on labels (ospruner eval replay)"
+            )
+        with torch.autocast(outputs.device.type, enabled=False):
+            added: torch.Tensor = self.trial(numbers.to(outputs.device))
+        return outputs + added
 
     def logits(self, outputs: torch.Tensor, length_penalty: float | None) -> torch.Tensor:
         """Stop logits (...) of the head's outputs (..., 1 or 6).

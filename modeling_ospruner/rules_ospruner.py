@@ -61,6 +61,8 @@ def uniform(seed: int, sample_index: int, step: int) -> float:
 
 Ask = Literal["stop_probability", "trial_answer", "text", "thinking_entropy"]
 DEFAULT_TRIAL_TOKENS = 32
+ENTROPY_TOKENS = 20
+"""How many of the most likely tokens an answer's entropy is taken over."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ class StepEnd(Protocol):
     def may_stop(self) -> bool:
         """Whether `min_thinking_tokens` is reached; if not, a stop is ignored."""
 
-    def stop_probability(self) -> float:
-        """The learned policy's pi_i."""
+    def stop_probability(self, numbers: Sequence[float] = ()) -> float:
+        """The learned policy's pi_i; one that tries answers needs the `TRIAL_NUMBERS` of them."""
 
     def trial_answer(self, max_tokens: int) -> TrialAnswer:
         """An answer forced here, of at most so many tokens; the row is left as it is."""
@@ -175,6 +177,9 @@ class LearnedPolicy:
         by: "vote" stops where more than half of `window` probabilities reach the threshold
             (TERMINATOR), "mean" where their mean does, of fewer at the beginning (Thought
             Calibration).
+        trial_every: at each k-th step end where it is asked an answer is tried, whose history it
+            reads (`TrialHistory`), as it was trained; 0 for never.
+        trial_max_tokens: cap on such an answer, as it was trained.
     """
 
     mode: Literal["sample", "threshold"]
@@ -183,11 +188,15 @@ class LearnedPolicy:
     step_stride: int = 1
     window: int = 1
     by: Literal["vote", "mean"] = "vote"
+    trial_every: int = 0
+    trial_max_tokens: int = DEFAULT_TRIAL_TOKENS
     reason: ClassVar[Literal["policy"]] = "policy"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
         check_integer(owner, "window", self.window, 1)
+        check_integer(owner, "trial_every", self.trial_every, 0)
+        check_integer(owner, "trial_max_tokens", self.trial_max_tokens, 1)
         check_choice(owner, "by", self.by, ("vote", "mean"))
         if self.window > 1 and self.mode == "sample":
             raise ValueError(
@@ -205,18 +214,23 @@ class LearnedPolicy:
 
     @property
     def asks(self) -> frozenset[Ask]:
-        """Its stop probability."""
+        """Its stop probability, and the trial answers that it reads."""
+        if self.trial_every:
+            return frozenset({"stop_probability", "trial_answer"})
         return frozenset({"stop_probability"})
 
     def for_row(self) -> RowRule:
-        """Itself, which remembers nothing, or one with an empty window."""
-        return self if self.window == 1 else _WindowedRow(self)
+        """Itself, which remembers nothing, or one with an empty window and no trial answers."""
+        return self if self.window == 1 and not self.trial_every else _LearnedRow(self)
 
     def at_step_end(self, end: StepEnd) -> Verdict:
         """Draws, or compares with the threshold."""
         if (end.step + 1) % self.step_stride:
             return Verdict(False)
-        probability = end.stop_probability()
+        return self.verdict(end, end.stop_probability())
+
+    def verdict(self, end: StepEnd, probability: float) -> Verdict:
+        """What follows from one probability."""
         if self.threshold is not None:
             return Verdict(probability >= self.threshold, probability)
         return Verdict(uniform(self.seed, end.sample_index, end.step) < probability, probability)
@@ -237,22 +251,113 @@ def window_score(probabilities: Sequence[float], window: int, by: Literal["vote"
     return sorted(clean, reverse=True)[votes - 1] if len(clean) >= votes else 0.0
 
 
-class _WindowedRow:
-    """The learned policy on one row, by the last few probabilities."""
+class _LearnedRow:
+    """The learned policy on one row, by the last few probabilities or with trial answers."""
 
     def __init__(self, rule: LearnedPolicy) -> None:
         self._rule = rule
         self._last: list[float] = []
+        self._history = None
+        if rule.trial_every:
+            self._history = TrialHistory(rule.trial_every, rule.trial_max_tokens)
 
     def at_step_end(self, end: StepEnd) -> Verdict:
-        """Compares the window's score with the threshold; measures the step's probability."""
+        """Compares the window's score with the threshold; measures the step's probability.
+
+        Answers are tried before `min_thinking_tokens`, too: they belong to the history.
+        """
         rule = self._rule
         if (end.step + 1) % rule.step_stride:
             return Verdict(False)
-        self._last = [*self._last, end.stop_probability()][-rule.window :]
+        numbers = () if self._history is None else self._history.at_step(end.trial_answer)
+        probability = end.stop_probability(numbers) if numbers else end.stop_probability()
+        if rule.window == 1:
+            return rule.verdict(end, probability)
+        self._last = [*self._last, probability][-rule.window :]
         score = window_score(self._last, rule.window, rule.by)
         assert rule.threshold is not None  # of mode "threshold"
         return Verdict(score >= rule.threshold, self._last[-1])
+
+
+TRIAL_NUMBERS = (
+    "tried",
+    "repeats",
+    "run",
+    "log_run",
+    "distinct",
+    "log_trials",
+    "length",
+    "confidence",
+    "least_confidence",
+    "entropy",
+    "since",
+)
+"""What a policy with trial answers reads of them, all 0 before the first: 1; whether the one held
+(the last) equals the one before; 1 - 1/r and ln r of the r equal ones in a row; 1 - 1/d of the d
+different ones so far; ln of how many; the held one's tokens over their cap; its confidence, the
+exponential of its tokens' mean log-probability; the least confidence among the r; the entropy at
+its first token over ln 20; and the steps since, as a share of those from one trial to the next.
+Answers are equal where their token ids are."""
+
+
+class TrialHistory:
+    """The `TRIAL_NUMBERS` of one row, from step to step.
+
+    Args:
+        every: k, an answer is tried at each k-th step.
+        max_tokens: cap on an answer.
+    """
+
+    def __init__(self, every: int, max_tokens: int) -> None:
+        self._every = every
+        self._max_tokens = max_tokens
+        self._since = 0  # steps
+        self._trials = self._run = 0
+        self._held: tuple[int, ...] = ()
+        self._seen: set[tuple[int, ...]] = set()
+        self._least = 1.0
+        self._of_held = (0.0, 0.0, 0.0)  # length, confidence, entropy
+
+    def at_step(self, trial_answer: Callable[[int], TrialAnswer]) -> tuple[float, ...]:
+        """The numbers at the next step.
+
+        Args:
+            trial_answer: forces an answer there, of at most so many tokens; called where one is
+                due.
+        """
+        self._since += 1
+        if self._since % self._every == 0:
+            self._since = 0
+            self._take(trial_answer(self._max_tokens))
+        if not self._trials:
+            return (0.0,) * len(TRIAL_NUMBERS)
+        length, confidence, entropy = self._of_held
+        return (
+            1.0,
+            float(self._run > 1),
+            1 - 1 / self._run,
+            math.log(self._run),
+            1 - 1 / len(self._seen),
+            math.log(self._trials),
+            length,
+            confidence,
+            self._least,
+            entropy,
+            self._since / self._every,
+        )
+
+    def _take(self, answer: TrialAnswer) -> None:
+        repeats = self._trials > 0 and answer.ids == self._held
+        confidence = 0.0
+        if answer.logprobs:
+            confidence = math.exp(math.fsum(answer.logprobs) / len(answer.logprobs))
+        self._trials += 1
+        self._run = self._run + 1 if repeats else 1
+        self._least = min(self._least, confidence) if repeats else confidence
+        self._held = answer.ids
+        self._seen.add(answer.ids)
+        entropy = answer.entropy / math.log(ENTROPY_TOKENS)
+        self._of_held = (len(answer.ids) / self._max_tokens, confidence, entropy)
 
 
 @dataclass(frozen=True)
@@ -438,9 +543,6 @@ class Agreement(TrialRule):
 
         return judge
 
-
-ENTROPY_TOKENS = 20
-"""How many of the most likely tokens an answer's entropy is taken over."""
 
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)

@@ -31,7 +31,7 @@ from .configuration_ospruner import (
     shown,
 )
 from .formats_ospruner import TokenFormat
-from .rules_ospruner import Budget, LearnedPolicy, StopRule, TrialAnswer
+from .rules_ospruner import DEFAULT_TRIAL_TOKENS, Budget, LearnedPolicy, StopRule, TrialAnswer
 from .states_ospruner import BoxState, EndTextState
 
 _OWNER = "stop_policy"
@@ -258,11 +258,18 @@ class StopPolicyConfig:
             return config.domain_price(owner, self.domain)
         return asked_price(owner, config, self.length_penalty)
 
-    def chosen_rule(self, step_stride: int = 1) -> StopRule:
+    def chosen_rule(
+        self,
+        step_stride: int = 1,
+        trial_every: int = 0,
+        trial_max_tokens: int = DEFAULT_TRIAL_TOKENS,
+    ) -> StopRule:
         """The rule that stops rows: the given one, or the learned policy.
 
         Args:
             step_stride: the learned policy's, from its configuration.
+            trial_every: likewise.
+            trial_max_tokens: likewise.
 
         Raises:
             ValueError: for the learned policy, the mode or its threshold is missing.
@@ -275,7 +282,14 @@ class StopPolicyConfig:
                 "the mode and its threshold must be given here (with_defaults fills them in from "
                 "a policy)"
             )
-        return LearnedPolicy(self.mode, self.threshold, self.seed, step_stride)
+        return LearnedPolicy(
+            self.mode,
+            self.threshold,
+            self.seed,
+            step_stride,
+            trial_every=trial_every,
+            trial_max_tokens=trial_max_tokens,
+        )
 
     @classmethod
     def of(
@@ -489,7 +503,7 @@ class _RowEnd:
     step: int
     thinking_tokens: int
     may_stop: bool
-    stop_probability: Callable[[], float]
+    stop_probability: Callable[..., float]
     trial_answer: Callable[[int], TrialAnswer]
     next_text: Callable[[], str]
     step_text: Callable[[], str]
@@ -616,7 +630,7 @@ class StopRow:
 
     def decide(
         self,
-        stop_probability: Callable[[], float],
+        stop_probability: Callable[..., float],
         trial_answer: Callable[[int], TrialAnswer],
         next_text: Callable[[], str],
         indifference: Callable[[], float] | None = None,
@@ -626,7 +640,7 @@ class StopRow:
         """Decides on the step that has ended with the last token.
 
         Args:
-            stop_probability: gives the learned policy's.
+            stop_probability: gives the learned policy's; of the `TRIAL_NUMBERS`, where it has any.
             trial_answer: gives an answer forced here, of at most so many tokens.
             next_text: gives the text of the most likely next token.
             indifference: gives the price of indifference; None for a policy of a fixed lambda.

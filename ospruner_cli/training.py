@@ -76,6 +76,10 @@ def train_command(
     auxiliary_targets: Annotated[
         str, typer.Option(help="What they tell: some of repeats,run,distinct,confidence.")
     ] = "repeats,run,distinct,confidence",
+    trial_every: Annotated[
+        int,
+        typer.Option(help="Force a trial answer at every k-th step; the head reads how they went."),
+    ] = 0,
     layers: Annotated[
         int | None,
         typer.Option(help="Layers of the base that the policy copies; default: the method's."),
@@ -149,6 +153,7 @@ def train_command(
         entropy_bonus=entropy_bonus,
         auxiliary_weight=auxiliary_weight,
         auxiliary_targets=auxiliary_targets.split(","),
+        trial_every=trial_every,
         num_policy_layers=POLICY_LAYERS.get(method, 2) if layers is None else layers,
         tuning=tuning,
         lora_rank=lora_rank,

@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,7 +145,21 @@ def new_policy(
     """The base with an untrained policy, bound to the labels' base and reasoning format.
 
     Its tail is in float32 whatever the base's dtype: steps of 1e-5 would be lost in bfloat16.
+
+    Raises:
+        ValueError: it is to try answers, and the labels' were not forced, or are of several tasks.
     """
+    if settings.trial_every and (label_settings.answer != "forced" or label_settings.domains):
+        what = (
+            f"the domains {', '.join(label_settings.domains)}, each with answers of its own"
+            if label_settings.domains
+            else f"{label_settings.answer} answers"
+        )
+        raise ValueError(
+            f"trial_every is {settings.trial_every}, but the labels hold {what}; trial answers are "
+            "forced, of one task: train on labels of --answer-mode forced, one folder, or leave "
+            "trial_every out"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = OSPrunerForCausalLM.untrained(
@@ -156,6 +170,8 @@ def new_policy(
             init_bias=settings.init_bias,
             lora_rank=settings.lora_rank,
             price_range=settings.price_range or None,
+            trial_every=settings.trial_every,
+            trial_max_tokens=label_settings.max_answer_tokens,
             reasoning_format=ReasoningFormat.from_dict(label_settings.reasoning_format),
             base_model_name_or_path=label_settings.base_model,
             base_revision=label_settings.base_revision,
@@ -336,12 +352,16 @@ def predict_outputs(
     refuse_beyond_positions(model.base, traces)
     if isinstance(dataset, LabelledTraces):
         traces.cache_states(model, cache_limit_bytes)
-    return predict_with(partial(step_outputs, model.policy), model, traces, Processes())
+
+    def outputs_of(states: States, positions: Tensor, trial_numbers: Tensor | None) -> Tensor:
+        return step_outputs(model.policy, states, positions, trial_numbers=trial_numbers)
+
+    return predict_with(outputs_of, model, traces, Processes())
 
 
 @torch.no_grad()
 def predict_with(
-    outputs_of: Callable[[States, Tensor], Tensor],
+    outputs_of: Callable[[States, Tensor, Tensor | None], Tensor],
     model: Trainable,
     traces: LabelledTraces,
     processes: Processes,
@@ -349,7 +369,8 @@ def predict_with(
     """`predict_outputs`, by several processes, each of which takes some of the traces.
 
     Args:
-        outputs_of: (B, T, K) from the trunk's states and positions (B, T).
+        outputs_of: (B, T, K) from the trunk's states, positions (B, T) and, for a policy that tries
+            answers, the numbers of their history (B, T, 11).
         model: whose trunk.
         traces: N labelled traces.
         processes: those that share the work; all get the result.
@@ -359,7 +380,9 @@ def predict_with(
     for rows, new in processes.turns(list(length_batches(traces.token_lengths))):
         batch = traces.batch(rows)
         states = traces.states(model, rows)
-        said = outputs_of(states, batch.positions.to(states.device)).float().cpu()  # (B, T, K)
+        config, positions = model.config, batch.positions.to(states.device)
+        numbers = traces.trial_numbers(rows, config.trial_every, config.trial_max_tokens)
+        said = outputs_of(states, positions, numbers).float().cpu()  # (B, T, K)
         if new:
             out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
     outputs = processes.sum(out.astype(np.float64)).astype(np.float32)

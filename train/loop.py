@@ -421,6 +421,7 @@ def memory_need(
         settings.num_policy_layers,
         PriceRange(*settings.price_range) if settings.price_range else None,
         settings.tuning == "queries",
+        settings.trial_every > 0,
     )
     if settings.tuning == "lora" and policy.tail is not None:
         add_adapters(policy.tail, settings.lora_rank)

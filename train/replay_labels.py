@@ -31,7 +31,14 @@ from ospruner.eval.limits import (
     hindsight_oracle,
     hindsight_oracle_no_loss,
 )
-from ospruner.eval.methods import FULL, ORACLE, PolicyUse, parse_policies, refuse_other_base
+from ospruner.eval.methods import (
+    FULL,
+    ORACLE,
+    PolicyUse,
+    parse_policies,
+    refuse_other_base,
+    refuse_other_trials,
+)
 from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.replay import replay, replay_full, windowed
@@ -221,8 +228,12 @@ def replay_labels(
             shown[len(found)] = PricesShown(prices, use.price, use.config.prices)
         probabilities.append(pi)
         paid = compute.charge_tail(table, use.config.num_policy_layers)
+        paid, trials = compute.charge_trials(paid, use.config.trial_every)
         seen = windowed(paid, pi, use.window, use.by)
         outcome = replay(paid, seen, use.mode, use.threshold)
+        # What replay expects of a column of costs is what the stops come to in it.
+        probes = replay(trials, seen, use.mode, use.threshold).answer_tokens
+        outcome = dataclasses.replace(outcome, probe_tokens=probes)
         found.append(Rule(use.method, outcome, use.parameter, use.parameter_name))
     judged = replay_verifiers(judges, traces, table, tokenizer, ours.settings, progress, place)
     found += judged[0]
@@ -298,9 +309,15 @@ def predictions(
     device: torch.device,
     progress: Progress,
 ) -> dict[str, Predicted]:
-    """What each policy says, by its path: it runs once for all thresholds and prices."""
+    """What each policy says, by its path: it runs once for all thresholds and prices.
+
+    Raises:
+        ValueError: see `refuse_other_trials`.
+    """
     if not uses:
         return {}
+    for use in uses:
+        refuse_other_trials(use, ours.settings)
     model, _ = load_labelled_base(base, ours, force_base, device)
     labelled = LabelledTraces.from_dataset(traces)
     by_path: dict[str, Predicted] = {}

@@ -293,7 +293,10 @@ class Run:
         mine, settings = self.processes.share(rows), self.settings
         batch = self.traces.batch(mine)
         counts = self.processes.rank < len(rows)  # else a stand-in
-        outputs = self.trained(states, batch.positions.to(states.device))  # (B, T, K [+ A])
+        config = self.model.config
+        numbers = self.traces.trial_numbers(mine, config.trial_every, config.trial_max_tokens)
+        positions = batch.positions.to(states.device)
+        outputs = self.trained(states, positions, numbers)  # (B, T, K [+ A])
         width = self.model.policy.head.out_features
         logits, penalty = self._at_prices(stage, outputs[..., :width])
         loss = batch_loss(settings.method, logits, batch, penalty, settings.entropy_bonus)
@@ -559,14 +562,15 @@ def default_price(outcomes: Mapping[float, Outcome], table: TraceTable) -> float
 def new_optimizer(
     model: Trainable, settings: TrainSettings, auxiliary: nn.Linear | None = None
 ) -> torch.optim.AdamW:
-    """AdamW over what the policy trains; the head may have a learning rate of its own.
+    """AdamW over what the policy trains; its heads may have a learning rate of their own.
 
     Args:
         model: base and policy.
         settings: rates and the rest.
         auxiliary: read-outs of auxiliary losses, which learn at the head's rate.
     """
-    head = {id(p) for p in model.policy.head.parameters()}
+    heads = [one for one in (model.policy.head, model.policy.trial) if one is not None]
+    head = {id(p) for one in heads for p in one.parameters()}
     trained = [p for p in model.policy.parameters() if p.requires_grad]
     layers = [p for p in trained if id(p) not in head]
     groups: list[dict[str, Any]] = [

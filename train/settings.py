@@ -182,6 +182,8 @@ class TrainSettings:
             read-outs, which are dropped after training, say how the answers forced so far have
             gone (docs/training.md). 0 is the paper's objective. The baselines have none.
         auxiliary_targets: what they say, of `AUXILIARY_TARGETS`; without a meaning at weight 0.
+        trial_every: at every k-th step an answer is forced on trial, when generating as in the
+            labels, and the head reads how these answers have gone (docs/training.md); 0 for none.
         betas: AdamW's.
         eps: AdamW's.
         weight_decay: AdamW's.
@@ -228,6 +230,7 @@ class TrainSettings:
     entropy_bonus: float = 0.0
     auxiliary_weight: float = 0.0
     auxiliary_targets: Sequence[str] = AUXILIARY_TARGETS
+    trial_every: int = 0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -284,6 +287,7 @@ class TrainSettings:
             ("lora_rank", 1),
             ("prices_per_batch", 2),
             ("seed", 0),
+            ("trial_every", 0),
             ("checkpoint_every", 0),
             ("validate_every", 0),
             ("cache_limit_bytes", 0),
@@ -316,6 +320,15 @@ class TrainSettings:
             )
 
         self._check_auxiliary()
+        if self.trial_every and (self.method != "os-pruner" or self.auxiliary_weight):
+            other = (
+                f"method {self.method!r} reads no trial answers"
+                if self.method != "os-pruner"
+                else "auxiliary_weight teaches the tail what trial answers say already"
+            )
+            raise ValueError(
+                f"trial_every is {self.trial_every}, but {other}: leave one of them out"
+            )
 
     def _check_auxiliary(self) -> None:
         given = self.auxiliary_targets
@@ -402,6 +415,7 @@ class TrainSettings:
             length_penalties=(),
             entropy_bonus=0.0,
             auxiliary_weight=0.0,
+            trial_every=0,
             epochs_per_stage=self.total_epochs,
             first_stage_epochs=None,
             last_stage_epochs=None,

@@ -109,7 +109,13 @@ def takes_fast_tail(tail: nn.Module | None) -> bool:
     return sdpa and not sliding
 
 
-def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True) -> Tensor:
+def step_outputs(
+    policy: Any,
+    states: Any,
+    positions: Tensor,
+    fast: bool = True,
+    trial_numbers: Tensor | None = None,
+) -> Tensor:
     """What the policy's head says at step ends.
 
     Args:
@@ -118,10 +124,22 @@ def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True)
             needs no mask.
         positions: (B, T) index in S of each step's last token.
         fast: compute the last layer at step ends only, where `takes_fast_tail`.
+        trial_numbers: (B, T, 11), for a policy that tries answers.
 
     Returns:
         (B, T, K) float32: a logit, or with the head "price" what `price_logits` takes.
+
+    Raises:
+        ValueError: the policy tries answers, and there are no numbers of them.
     """
+    outputs: Tensor = _head_outputs(policy, states, positions, fast)
+    if policy.trial is not None:
+        outputs = policy.with_history(outputs, trial_numbers)
+    return outputs
+
+
+def _head_outputs(policy: Any, states: Any, positions: Tensor, fast: bool) -> Tensor:
+    """What the head says at step ends, without the history of trial answers."""
     hidden = states.hidden
     with no_scores(policy.tail, hidden.device):
         if policy.queries:
@@ -224,14 +242,17 @@ class TrainedPolicy(nn.Module):
         """The tail's layers."""
         return list(self.policy.layers)
 
-    def forward(self, states: Any, positions: Tensor) -> Tensor:
+    def forward(
+        self, states: Any, positions: Tensor, trial_numbers: Tensor | None = None
+    ) -> Tensor:
         """(B, T, K) float32; see `step_outputs`. With gradients (B, T, K + auxiliary targets)."""
+        given = states, positions, self._fast, trial_numbers
         reduced = computes_in_bfloat16(self._precision, states.device)
         with torch.autocast(states.device.type, torch.bfloat16, enabled=reduced):
             if self.auxiliary is None or not torch.is_grad_enabled():
-                return step_outputs(self.policy, states, positions, self._fast)
+                return step_outputs(self.policy, *given)
             with self.policy.head.register_forward_hook(self._read_out):
-                return step_outputs(self.policy, states, positions, self._fast)
+                return step_outputs(self.policy, *given)
 
     def _read_out(self, head: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
         assert self.auxiliary is not None

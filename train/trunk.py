@@ -32,6 +32,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
+from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
 
@@ -133,6 +134,7 @@ class LabelledTraces:
         self.cached_bytes = 0
         self._tokens = tokens
         self._answers: Dataset | None = None
+        self._numbers: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
         self._starts = np.concatenate([[0], np.cumsum(token_lengths)])
         steps = np.concatenate([[0], np.cumsum(table.num_steps)])
         self._step_starts: IntArray = steps
@@ -186,6 +188,56 @@ class LabelledTraces:
         for n, row in enumerate(rows):
             steps = len(row["forced_answers"])
             found[n, :steps] = answer_history(row["forced_answers"], row["forced_logprob"])
+        return found
+
+    def trial_numbers(self, rows: IntArray, every: int, max_tokens: int) -> Tensor | None:
+        """What a policy reads of the answers tried at every k-th step, as when generating.
+
+        Args:
+            rows: (B,) numbers of the traces.
+            every: k; 0 for a policy that tries none.
+            max_tokens: cap on an answer, with which the labels were made.
+
+        Returns:
+            (B, T, 11) float32 `TRIAL_NUMBERS`, 0 on padding; None for such a policy.
+
+        Raises:
+            ValueError: the labels do not hold decoded answers with all that is read of them.
+        """
+        if not every:
+            return None
+        key = every, max_tokens
+        if key not in self._numbers:
+            self._numbers[key] = self._all_trial_numbers(*key)
+        steps = int(self.table.num_steps[rows].max())
+        return torch.from_numpy(self._numbers[key][rows, :steps])
+
+    def _all_trial_numbers(self, every: int, max_tokens: int) -> npt.NDArray[np.float32]:
+        known = set() if self._answers is None else set(self._answers.column_names)
+        if self._answers is None or (lacking := sorted(set(_TRIED) - known)):
+            raise ValueError(
+                f"the labels hold no {', '.join(_TRIED if self._answers is None else lacking)}, of "
+                "which the history of trial answers (trial_every) is made: label the problems "
+                "anew, or leave trial_every out"
+            )
+        options = "option_probabilities" in known
+        rows = self._answers.select_columns([*_TRIED, *["option_probabilities"] * options])
+        found = np.zeros((*self.table.mask.shape, len(TRIAL_NUMBERS)), dtype=np.float32)
+        for n, row in enumerate(rows):
+            history = TrialHistory(every, max_tokens)
+            chosen = options and any(one is not None for one in row["option_probabilities"] or ())
+            for step, (ids, logprob, entropy) in enumerate(
+                zip(*(row[name] for name in _TRIED), strict=True)
+            ):
+                if chosen or ids is None or entropy is None or (logprob is None and len(ids)):
+                    raise ValueError(
+                        f"trace {n} has at step {step + 1} no decoded answer with its tokens, "
+                        "log-probability and entropy (labels of question's options have none), of "
+                        "which the history of trial answers (trial_every) is made: label anew, "
+                        "with decoded answers, or leave trial_every out"
+                    )
+                answer = TrialAnswer(tuple(ids), "closed", (logprob,) * len(ids), entropy)
+                found[n, step] = history.at_step(lambda _, answer=answer: answer)  # type: ignore[misc]
         return found
 
     def batch(self, rows: IntArray) -> Batch:
@@ -343,6 +395,9 @@ class LabelledTraces:
                     kept.steps[start:end] = out.hidden[b, : end - start]
             done = min(done + len(rows) * processes.size, len(self))
             progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
+
+
+_TRIED = ("forced_answer_ids", "forced_logprob", "forced_entropy")
 
 
 KeyShape = tuple[int, int, int]

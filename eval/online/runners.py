@@ -269,7 +269,7 @@ class HookRunner:
                 probe_tokens=records[i].probe_tokens,
                 natural_correct=natural.get(i, math.nan),
             )
-            trials = _trials(records[i]) if row.probe_tokens else []
+            trials = _trials(records[i], method.how) if row.probe_tokens else []
             rows.append(replace(row, flops=setup.flops(prompts[i], method.how, row, trials)))
         return rows
 
@@ -330,7 +330,9 @@ class EngineRunner:
         """Samples the batch once, and forks it wherever a method stops."""
         setup, settings = self.setup, self.setup.settings
         for method in methods:
-            if isinstance(method.how, StopRule) and method.how.asks:
+            how = method.how
+            tries = isinstance(how, PolicyUse) and how.config.trial_every
+            if tries or (isinstance(how, StopRule) and how.asks):
                 raise ValueError(
                     f"{method.method} asks at each step for what this engine does not give: label "
                     "the problems and use `ospruner eval replay`, or use --engine transformers"
@@ -491,8 +493,14 @@ class EngineRunner:
         return stops
 
 
-def _trials(record: StopRecord) -> list[int]:
-    """The thinking tokens after which a rule tried answers: where it measured something."""
+def _trials(record: StopRecord, how: Any) -> list[int]:
+    """The thinking tokens after which answers were tried.
+
+    A rule measures something there; a policy tries one at every k-th step where it is asked.
+    """
+    if isinstance(how, PolicyUse):
+        apart = how.config.step_stride * how.config.trial_every
+        return record.step_ends[apart - 1 :: apart]
     return [
         end
         for end, signal in zip(record.step_ends, record.signals, strict=True)
@@ -509,7 +517,7 @@ class _Passed:
     sample_index: int = 0
     may_stop: bool = True
 
-    def stop_probability(self) -> float:
+    def stop_probability(self, numbers: Sequence[float] = ()) -> float:
         """Not for such rules."""
         raise TypeError("a rule without asks asked for a stop probability")
 

@@ -61,7 +61,7 @@ class _LabelledEnd:
         """L_i."""
         return self._lengths[self.step]
 
-    def stop_probability(self) -> float:
+    def stop_probability(self, numbers: Sequence[float] = ()) -> float:
         """Not from labels alone."""
         raise ValueError("a rule asks for stop probabilities: replay the policy with `replay`")
 

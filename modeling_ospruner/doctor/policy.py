@@ -47,6 +47,7 @@ def examine_policy(where: str, revision: str | None, report: Report) -> Sections
         Finding("method", f"{config.method}, tuning {config.tuning}"),
         Finding("lambda", _lambda(config)),
         Finding("decides by", _mode(config)),
+        *_trials(config),
         _pin(config),
     ]
     found += _code(where, revision)
@@ -79,6 +80,15 @@ def _mode(config: OSPrunerConfig) -> str:
     if config.default_mode == "sample":
         return "a draw with the stop probability"
     return f"the threshold {config.default_threshold:g}"
+
+
+def _trials(config: OSPrunerConfig) -> list[Finding]:
+    """What a policy's trial answers mean for its use; nothing for one without."""
+    if not config.trial_every:
+        return []
+    told = f"at every {config.trial_every}. step, at most {config.trial_max_tokens} tokens each"
+    advice = "generate with transformers, on a cache that is copied by rows: no server takes it"
+    return [Finding("trial answers", told, "note", advice)]
 
 
 def _pin(config: OSPrunerConfig) -> Finding:

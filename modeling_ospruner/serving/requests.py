@@ -30,6 +30,7 @@ __all__ = [
     "check_price",
     "check_tools",
     "in_json",
+    "refuse_trial_answers",
     "value_of",
 ]
 
@@ -140,9 +141,10 @@ class StopRequest:
             config: the policy's, for a server's defaults.
 
         Raises:
-            ValueError: no calibration promises as little, or the policy does not know the price or
-                the domain.
+            ValueError: the policy tries answers, no calibration promises as little, or the policy
+                does not know the price or the domain.
         """
+        refuse_trial_answers(config)
         if "max_loss" in self.fields:
             kept = StopPolicyConfig(max_loss=self.fields.pop("max_loss")).with_defaults(config)
             for name in ("mode", "threshold", "length_penalty"):
@@ -211,6 +213,23 @@ def check_body(
             "'tools', and parse the text"
         )
     check_tools(body.get("tools"), body.get("tool_choice", "auto"), request, defaults, "vllm_xargs")
+
+
+def refuse_trial_answers(config: OSPrunerConfig) -> None:
+    """Refuses a policy that tries answers, which no server does on a request's cache.
+
+    Args:
+        config: the policy's.
+
+    Raises:
+        ValueError: it does.
+    """
+    if config.trial_every:
+        raise ValueError(
+            f"the policy tries an answer at every {config.trial_every}. step (trial_every), which "
+            "servers cannot: generate with transformers (model.generate(stop_policy=True)), or "
+            "serve one that was trained without --trial-every"
+        )
 
 
 def check_price(request: StopRequest, config: OSPrunerConfig, owner: str) -> None:

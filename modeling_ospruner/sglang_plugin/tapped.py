@@ -30,6 +30,7 @@ from modeling_ospruner.loading_ospruner import (
     empty_policy,
     read_tensors,
 )
+from modeling_ospruner.serving.requests import refuse_trial_answers
 
 __all__ = ["BASES", "OSPrunerSGLang", "check_policy", "check_server"]
 
@@ -208,6 +209,7 @@ def check_policy(
         ValueError: naming what was asked for and what to do; or see `read_tensors`.
         OSError: the base or the policy's file is not found.
     """
+    refuse_trial_answers(config)
     where = config.base_model_name_or_path
     kind = config.get_text_config().model_type
     if config.method == "flashthink":

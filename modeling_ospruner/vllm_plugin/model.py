@@ -36,6 +36,7 @@ from modeling_ospruner.loading_ospruner import (
     read_tensors,
 )
 from modeling_ospruner.policy_ospruner import LORA_SCALE
+from modeling_ospruner.serving.requests import refuse_trial_answers
 
 from .gemma3 import TappedGemma3ForCausalLM
 from .pages import Pages, check_queries
@@ -310,6 +311,7 @@ def check_start(vllm_config: VllmConfig) -> None:
         OSError: the base or the policy's file is not found.
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
+    refuse_trial_answers(config)
     where, revision = config.base_model_name_or_path, config.base_revision
     kind = config.get_text_config().model_type
     if config.method == "flashthink":

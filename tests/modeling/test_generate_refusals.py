@@ -244,12 +244,12 @@ def test_rules_that_ask_for_what_is_not_there(reasoner: Reasoner) -> None:
 
     fails(Agreement(2), "the rule Agreement reads texts: pass tokenizer=")
     fails(Greedy(), "the rule Greedy asks for stop probabilities, but there is no policy")
-    policy = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer).policy
-    fails(Greedy(), "asks for stop probabilities and for trial answers, which cannot", policy)
+    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer)
+    settings = StopPolicyConfig()
     with pytest.raises(
         ValueError, match="without a rule the mode and its threshold must be given here"
     ):
-        generate_pruned(reasoner.model, policy, reasoner.token_format, StopPolicyConfig(), PROMPT)
+        generate_pruned(reasoner.model, model.policy, reasoner.token_format, settings, PROMPT)
 
 
 def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:

@@ -49,7 +49,7 @@ class Ends:
     def thinking_tokens(self) -> int:
         return (self.step + 1) * self.every
 
-    def stop_probability(self) -> float:
+    def stop_probability(self, numbers: Sequence[float] = ()) -> float:
         return self.probabilities[self.step]
 
     def trial_answer(self, max_tokens: int) -> TrialAnswer:

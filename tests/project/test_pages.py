@@ -17,7 +17,7 @@ from ospruner_cli import app
 from ospruner_cli.serving import DoctorGroup
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "train/toy/reasoner/README.md"])
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("train/toy/*/README.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULES = re.compile(r"\b(?:modeling_ospruner|ospruner)(?:\.\w+)+(?<!\.py)\b")
 

@@ -31,6 +31,7 @@ from ospruner.eval.methods import (
     PolicyUse,
     parse_policies,
     refuse_other_base,
+    refuse_other_trials,
 )
 from ospruner.eval.metrics import REPLICATES
 from ospruner.eval.report.pictures import save_frontiers
@@ -136,6 +137,7 @@ def frontier_of_labels(
             ours.settings.reasoning_format,
             ours.settings.step_stride,
         )
+        refuse_other_trials(use, ours.settings)
     where = (base, None) if base else (ours.settings.base_model, ours.settings.base_revision)
     tokenizer = load_tokenizer(*where)
     model = None

@@ -43,7 +43,7 @@ class End:
     def thinking_tokens(self) -> int:
         return (self.step + 1) * self.every
 
-    def stop_probability(self) -> float:
+    def stop_probability(self, numbers: Sequence[float] = ()) -> float:
         raise AssertionError
 
     def trial_answer(self, max_tokens: int) -> TrialAnswer:
