@@ -1,7 +1,6 @@
 """Policies across domains, on the mixed reasoner: trained on one, tested on another; and rules.
 
-    OMP_NUM_THREADS=1 ospruner toy train --mixed --out runs/toy-mixed
-    OMP_NUM_THREADS=1 python benchmarks/domains.py --reasoner runs/toy-mixed/reasoner [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/domains.py [--quick] [--reasoner DIR]
 
 Traces of three domains (mathematics, choice, chain_sum of reasoning-gym) are labelled by their
 tasks. A policy of every price is trained on each, one on all of them together, and one on as many

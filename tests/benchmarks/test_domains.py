@@ -48,3 +48,13 @@ def test_tables_of_a_finished_run(repo_dir: Path, tmp_path: Path) -> None:
         "| choice | LearnStop | 48.00 [47.00, 49.00] | +2.00 [+1.00, +3.00] | 50.0 [45.0, 55.0] |"
         in lines
     )
+
+
+def test_the_page_shows_what_the_file_holds(repo_dir: Path) -> None:
+    file = repo_dir / "docs" / "domains.json"
+    command = [sys.executable, str(repo_dir / "benchmarks" / "domains.py"), "--show", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    page = (repo_dir / "docs" / "results.md").read_text("utf-8")
+    tables = [table.strip() for table in done.stdout.strip().split("\n\n")]
+    assert len(tables) == 2
+    assert all(table in page for table in tables)
