@@ -1,21 +1,15 @@
-"""Sampling and forking by single requests: what vLLM, SGLang and HTTP endpoints have in common.
-
-`Dispatcher` hands jobs of several requests to servers as these have room, and takes them back from
-dead ones.
-"""
+"""Sampling and forking by single requests: what vLLM, SGLang and HTTP endpoints have in common."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +17,7 @@ from modeling_ospruner.engines.transformers.rows import row_keys, row_state
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.rules_ospruner import mix64, top_entropy
 
+from .dispatching import Dispatcher, EnginesDownError, ServerDownError, first_error
 from .interface import (
     AnswerStop,
     Engine,
@@ -41,23 +36,9 @@ from .interface import (
     unique_fork_tokens,
 )
 
-__all__ = [
-    "Ask",
-    "AskingEngine",
-    "Dispatcher",
-    "EnginesDownError",
-    "Reply",
-    "Server",
-    "ServerDownError",
-    "first_error",
-]
-
+__all__ = ["Ask", "AskingEngine", "Reply", "Server"]
 
 _T = TypeVar("_T")
-
-
-class EnginesDownError(ConnectionError):
-    """No server is left to do the work. What was finished before has been handed on."""
 
 
 @dataclass(frozen=True)
@@ -605,168 +586,3 @@ def _check_length(reply: Reply, limit: int) -> None:
 
 def _trace_hash(prompt_ids: Sequence[int], trace_ids: Sequence[int]) -> int:
     return hash((tuple(prompt_ids), tuple(trace_ids)))
-
-
-class ServerDownError(Exception):
-    """A server cannot be used any more; another one may do its work.
-
-    Args:
-        server: its name.
-        reason: what it did.
-    """
-
-    def __init__(self, server: str, reason: str) -> None:
-        super().__init__(f"{server}: {reason}")
-
-
-@dataclass
-class _Job(Generic[_T]):
-    results: list[_T | None]
-    missing: set[int]
-
-
-class Dispatcher(Generic[_T]):
-    """Runs jobs on servers. A job is one or more requests that one server should do together.
-
-    Servers take jobs in turn, each when it has room for another request: first those that have it
-    as their home, then those without a home, then those that `more` adds, then those of servers
-    that have no room. A server gets the requests of a job in order. The jobs of a server that goes
-    down are done by the others; finished requests are kept.
-
-    Args:
-        servers: how many there are.
-        concurrency: requests a server works on at once.
-        work: does request `part` of job `index` on a server: `work(server, index, part)`. It
-            raises `ServerDownError` where the server is to blame.
-        done: called with a job's index, its results and its server, as soon as all are there. It
-            may add jobs.
-        more: called where a server has room and no job waits for it; adds one, or says that there
-            is none. While nothing runs, that is the end.
-    """
-
-    def __init__(
-        self,
-        servers: int,
-        concurrency: int,
-        work: Callable[[int, int, int], Awaitable[_T]],
-        done: Callable[[int, list[_T], int], None],
-        more: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._servers = servers
-        self._concurrency = concurrency
-        self._work = work
-        self._done = done
-        self._more = more
-        self.down: list[ServerDownError] = []
-        self._numbers = itertools.count()
-        self._jobs: dict[int, _Job[_T]] = {}  # the unfinished ones
-        self._changed = asyncio.Condition()
-        self._waiting: dict[int | None, deque[int]] = {None: deque()}
-        self._waiting |= {server: deque() for server in range(servers)}
-        self._full: set[int] = set()  # servers without room
-
-    def add(self, size: int, home: int | None = None) -> int:
-        """Adds a job; its index.
-
-        Args:
-            size: how many requests it has.
-            home: the server that knows it already, or None.
-        """
-        index = next(self._numbers)
-        if size:
-            self._jobs[index] = _Job([None] * size, set(range(size)))
-            self._waiting[home if home in self._waiting else None].append(index)
-        else:
-            self._done(index, [], 0)
-        return index
-
-    async def run(self, sizes: Sequence[int] = (), homes: Sequence[int | None] = ()) -> None:
-        """Does these jobs, and all that are added.
-
-        Args:
-            sizes: as in `add`, of each job.
-            homes: as in `add`, of each job.
-
-        Raises:
-            ServerDownError: every server went down; the first one's reason.
-        """
-        for size, home in zip(sizes, homes, strict=True):
-            self.add(size, home)
-        async with asyncio.TaskGroup() as group:
-            for server in range(self._servers):
-                group.create_task(self._serve(server))
-        if self._jobs:
-            raise self.down[0]
-
-    async def _serve(self, server: int) -> None:
-        taken: set[int] = set()
-        slots = asyncio.Semaphore(self._concurrency)
-        try:
-            async with asyncio.TaskGroup() as group:
-                await slots.acquire()
-                while (index := await self._take(server)) is not None:
-                    taken.add(index)
-                    for part in sorted(self._jobs[index].missing):
-                        group.create_task(self._part(server, index, part, slots))
-                        await self._room(server, slots)
-                    taken &= self._jobs.keys()
-                    await asyncio.sleep(0)  # the next server's turn
-        except* ServerDownError as downs:
-            error = first_error(downs)
-            assert isinstance(error, ServerDownError)
-            self.down.append(error)
-            self._full.discard(server)
-            async with self._changed:
-                back = sorted(taken & self._jobs.keys())
-                own = self._waiting.pop(server)
-                self._waiting[None].extendleft(reversed([*back, *own]))
-                self._changed.notify_all()
-
-    async def _room(self, server: int, slots: asyncio.Semaphore) -> None:
-        """Waits until a server has room for another request, which it then has to be given."""
-        if not slots.locked():
-            await slots.acquire()
-            return
-        self._full.add(server)
-        async with self._changed:
-            self._changed.notify_all()
-        await slots.acquire()
-        self._full.discard(server)
-
-    async def _take(self, server: int) -> int | None:
-        """The next job for a server; None once all are finished."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._queue(server) or not self._jobs)
-            queue = self._queue(server)
-            return queue.popleft() if queue else None
-
-    def _queue(self, server: int) -> deque[int]:
-        """Where the next job of a server waits; empty where there is none."""
-        anyone = self._waiting[None]
-        if own := self._waiting[server]:
-            return own
-        if anyone or self._more():
-            return anyone
-        others = [self._waiting[full] for full in self._full if full in self._waiting]
-        return max(others, key=len, default=anyone)
-
-    async def _part(self, server: int, index: int, part: int, slots: asyncio.Semaphore) -> None:
-        try:
-            result = await self._work(server, index, part)
-        finally:
-            slots.release()
-        job = self._jobs[index]
-        job.results[part] = result
-        job.missing.discard(part)
-        if not job.missing:
-            self._done(index, [r for r in job.results if r is not None], server)
-            del self._jobs[index]
-        async with self._changed:  # what was full has room, and `more` may have more
-            self._changed.notify_all()
-
-
-def first_error(group: BaseException) -> BaseException:
-    """The first single exception in a (nested) group."""
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group

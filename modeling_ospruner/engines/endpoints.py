@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from modeling_ospruner.common.optional import needed
 
-from .asking import Ask, AskingEngine, Reply, Server, ServerDownError
+from .asking import Ask, AskingEngine, Reply, Server
+from .dispatching import ServerDownError
 from .interface import SamplingSettings
 
 if TYPE_CHECKING:

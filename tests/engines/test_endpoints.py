@@ -14,7 +14,7 @@ import pytest
 from modeling_ospruner.common.optional import MissingPackageError
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
-from modeling_ospruner.engines.asking import EnginesDownError
+from modeling_ospruner.engines.dispatching import EnginesDownError
 from modeling_ospruner.engines.endpoints import EndpointsEngine
 from modeling_ospruner.engines.openai import OpenAIEngine
 from modeling_ospruner.engines.sglang import SGLangEngine

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.common.durable import room_needed
 from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.asking import EnginesDownError
+from modeling_ospruner.engines.dispatching import EnginesDownError
 from modeling_ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.loading_ospruner import base_fingerprint

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.engines.asking import EnginesDownError
+from modeling_ospruner.engines.dispatching import EnginesDownError
 from modeling_ospruner.engines.interface import TraceDesk, TraceRequest
 from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
