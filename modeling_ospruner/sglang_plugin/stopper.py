@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from modeling_ospruner.configuration_ospruner import price_logits, price_places
 from modeling_ospruner.serving.admitting import NAN, Admission, Admitted
+from modeling_ospruner.serving.decisions import Decisions
 from modeling_ospruner.serving.requests import StopRequest, in_json
 from modeling_ospruner.serving.slots import REASONS, StopSlots
 from modeling_ospruner.stopping_ospruner import StopRecord
@@ -53,14 +53,6 @@ class _Asked:
     done: bool = False
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """What was decided at a step: of K requests, on the device."""
-
-    asked: list[_Asked]
-    numbers: torch.Tensor  # (K, 2 or 3) float64: thinking tokens, probability, price
-
-
 class Stopper:
     """Stops requests; see the module.
 
@@ -81,7 +73,6 @@ class Stopper:
         self._admission = Admission(
             config, tokenizer, server_defaults(), arguments.random_seed or 0
         )
-        self._prices = config.prices
         self._runner = runner
         self._device = torch.device(runner.device)
         count = len(runner.req_to_token_pool.req_to_token)
@@ -89,9 +80,8 @@ class Stopper:
         self._slots = StopSlots(self._admission.token_format, count, self._device)
         # Tokens of prompt and text that have been taken in, by slot.
         self._taken = torch.full((count,), _NOBODY, device=self._device)
-        self._places = torch.zeros(count, device=self._device)
+        self._decisions = Decisions(self._slots, count, config.prices, self._device)
         self._here: dict[int, _Asked] = {}  # by slot
-        self._noted: list[_Noted] = []
         self._computed: Any = None  # an event after the last step
         self._warned = False
 
@@ -144,8 +134,7 @@ class Stopper:
         prompt, text = list(request.origin_input_ids), list(request.output_ids)
         length = len(prompt) + len(text)
         asked.slot, self._here[slot] = slot, asked
-        if self._prices is not None:
-            self._places[slot] = self._prices.place(asked.admitted.length_penalty)
+        self._decisions.enter(slot, asked.admitted.length_penalty)
         left, asked.left = asked.left, {}
         if left and length - 1 <= int(left["taken"]) <= length:
             self._slots.put_back(slot, left)
@@ -190,14 +179,8 @@ class Stopper:
 
     def _decide(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         outputs = self._runner.model.ask(self._runner.attn_backend, slots, lengths)
-        logits, told = outputs[:, 0], []
-        if self._prices is not None:
-            logits = price_logits(outputs, self._places[slots])
-            told = [price_places(outputs).double()]
-        decided = self._slots.decide(slots, torch.sigmoid(logits))
-        numbers = [decided.thinking_tokens.double(), decided.probabilities, *told]
-        asked = [self._here[slot] for slot in slots.tolist()]
-        self._noted.append(_Noted(asked, torch.stack(numbers, dim=1)))
+        records = [self._here[slot].record for slot in slots.tolist()]
+        self._decisions.note(records, self._decisions.decide(slots, outputs))
 
     def record(self, request: Any) -> dict[str, Any] | None:
         """The `StopRecord` of a request that is done, for JSON; None for one not admitted.
@@ -210,7 +193,7 @@ class Stopper:
             return None
         if self._computed is not None:  # of the stream on which steps are computed
             self._computed.synchronize()
-        self._read()
+        self._decisions.read()
         asked.done = True
         state = asked.left
         if asked.slot is not None:
@@ -232,16 +215,3 @@ class Stopper:
         for token in text[max(int(self._taken[slot]) - prompt, 0) :]:
             self._slots.push(slots, torch.tensor([token], device=self._device))
         self._taken[slot] = _NOBODY
-
-    def _read(self) -> None:
-        """Reads what was noted."""
-        for noted in self._noted:
-            for asked, (length, probability, *price) in zip(
-                noted.asked, noted.numbers.tolist(), strict=True
-            ):
-                record = asked.record
-                record.step_ends.append(int(length))
-                record.probabilities.append(probability)
-                if self._prices is not None:
-                    record.prices.append(self._prices.price_at(price[0]))
-        self._noted = []

@@ -30,8 +30,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcRequestState,
 )
 
-from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, price_logits, price_places
+from modeling_ospruner.configuration_ospruner import PRICE_RAMPS
 from modeling_ospruner.serving.admitting import NAN, Admitted
+from modeling_ospruner.serving.decisions import Decisions
 from modeling_ospruner.serving.slots import REASONS, StopSlots
 from modeling_ospruner.stopping_ospruner import Phase, StopRecord
 
@@ -109,14 +110,6 @@ class _Asked:
     counted: bool = False
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """What was decided at a step: of K requests, on the device."""
-
-    asked: list[_Asked]
-    numbers: torch.Tensor  # (K, 2 or 3) float64: thinking tokens, probability, price
-
-
 class SlotProcessor(LogitsProcessor):
     """Stops requests; see the module.
 
@@ -130,16 +123,16 @@ class SlotProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._admission = Admission(vllm_config)
-        self._prices = self._admission.config.prices
+        prices = self._admission.config.prices
         count = req_states.max_num_reqs
         self._slots = StopSlots(self._admission.token_format, count, req_states.device)
         self._runner = req_states
         self._taken = torch.zeros(count, dtype=torch.long, device=req_states.device)
         self._most = torch.zeros_like(self._taken)  # tokens of prompt and text
-        self._places = torch.zeros(count, device=req_states.device)
+        self._decisions = Decisions(self._slots, count, prices, req_states.device)
         speculative = vllm_config.speculative_config
         self._most_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        outputs = 1 if self._prices is None else 1 + PRICE_RAMPS
+        outputs = 1 if prices is None else 1 + PRICE_RAMPS
         # What the head said of drafted tokens, and the position before the first of them.
         self._drafted = torch.zeros(count, self._most_drafts, outputs, device=req_states.device)
         self._first = torch.zeros(count, dtype=torch.long, device=req_states.device)
@@ -151,7 +144,6 @@ class SlotProcessor(LogitsProcessor):
         self._ids: dict[str, int] = {}  # slots by the requests' ids
         self._left: OrderedDict[str, _Asked] = OrderedDict()  # preempted ones come back
         self._records: OrderedDict[str, _Asked] = OrderedDict()
-        self._noted: list[_Noted] = []
         self._warned = False
         self._counts = vllm_config.parallel_config.rank == 0
 
@@ -185,8 +177,7 @@ class SlotProcessor(LogitsProcessor):
         self._most[req_idx] = sys.maxsize if most is None else len(prompt) + most
         asked.slot, asked.left = req_idx, {}
         self._here[req_idx], self._ids[come.req_id] = asked, req_idx
-        if self._prices is not None:
-            self._places[req_idx] = self._prices.place(asked.admitted.length_penalty)
+        self._decisions.enter(req_idx, asked.admitted.length_penalty)
         return True
 
     def _comes_back(self, asked: _Asked, slot: int, tokens: int) -> bool:
@@ -263,9 +254,9 @@ class SlotProcessor(LogitsProcessor):
             outputs = self._ask(slots[ended], positions[ended])
             if draft:
                 self._drafted[slots[ended], draft - 1] = outputs
-                self._decide(slots[ended], outputs)
+                self._decisions.decide(slots[ended], outputs)
             else:
-                self._note(slots[ended], self._decide(slots[ended], outputs))
+                self._note(slots[ended], self._decisions.decide(slots[ended], outputs))
         shaped = logits[whole]
         self._slots.shape(slots, shaped)
         if rows is not None:
@@ -290,7 +281,7 @@ class SlotProcessor(LogitsProcessor):
             if len(ended):
                 found, drafts = slots[ended], (at - self._first[slots])[ended] - 1
                 outputs = self._drafted[found, drafts]
-                self._note(found, self._decide(found, outputs))
+                self._note(found, self._decisions.decide(found, outputs))
 
     def _ask(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What the head says of tokens of this step, (K, 1 or 6)."""
@@ -306,19 +297,9 @@ class SlotProcessor(LogitsProcessor):
         said: torch.Tensor = self._head(pages.hidden(here, lengths, places).float())
         return said
 
-    def _decide(self, slots: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """Decides by what the head said, (K, 1 or 6); the numbers of `_Noted`."""
-        logits, told = outputs[:, 0], []
-        if self._prices is not None:
-            logits = price_logits(outputs, self._places[slots])
-            told = [price_places(outputs).double()]
-        decided = self._slots.decide(slots, torch.sigmoid(logits))
-        numbers = [decided.thinking_tokens.double(), decided.probabilities, *told]
-        return torch.stack(numbers, dim=1)
-
     def _note(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
-        self._noted.append(_Noted([self._here[slot] for slot in slots.tolist()], numbers))
-        if len(self._noted) >= _READ_EVERY:
+        self._decisions.note([self._here[slot].record for slot in slots.tolist()], numbers)
+        if len(self._decisions) >= _READ_EVERY:
             self._read()
 
     def record(self, name: str) -> StopRecord | None:
@@ -334,16 +315,7 @@ class SlotProcessor(LogitsProcessor):
 
     def _read(self) -> None:
         """Reads what was noted, and counts the requests whose thinking has ended."""
-        for noted in self._noted:
-            for asked, (length, probability, *price) in zip(
-                noted.asked, noted.numbers.tolist(), strict=True
-            ):
-                record = asked.record
-                record.step_ends.append(int(length))
-                record.probabilities.append(probability)
-                if self._prices is not None:
-                    record.prices.append(self._prices.price_at(price[0]))
-        self._noted = []
+        self._decisions.read()
         self._read_state([*self._here.values(), *self._left.values()])
 
     def _read_state(self, some: list[_Asked]) -> None:
