@@ -1,7 +1,7 @@
 """Labels, trains and compares on a pretrained model without thinking markers, by one command.
 
     python benchmarks/real_model.py --base FOLDER_OR_ID --out runs/real-model [--files DIR]
-        [--share 0.25] [--dtype bfloat16] [--json FILE]
+        [--share 0.25] [--dtype bfloat16] [--engine vllm] [--json FILE]
 
 runs these commands one after the other, each as one would type it; all of them are printed:
 
@@ -57,11 +57,14 @@ class Commands:
         seed: of sampling and training.
         max_tokens: a trace's thinking tokens at the most.
         dtype: what the base computes in while it writes.
+        engine: that labels.
     """
 
-    def __init__(self, out: Path, base: str, seed: int, max_tokens: int, dtype: str) -> None:
+    def __init__(
+        self, out: Path, base: str, seed: int, max_tokens: int, dtype: str, engine: str
+    ) -> None:
         self.out, self.base, self.seed, self.max_tokens = out, base, seed, max_tokens
-        self.dtype = dtype
+        self.dtype, self.engine = dtype, engine
         self.file = out / "commands.json"
         self.kept: dict[str, Any] = {}
         if self.file.is_file():
@@ -103,7 +106,7 @@ class Commands:
 def label(commands: Commands, files: Path | None, share: float) -> None:
     """Labels the four sets of problems."""
     for name, (dataset, split, file, count) in PROBLEMS.items():
-        words: list[object] = ["label", "--base", commands.base, "--engine", "transformers"]
+        words: list[object] = ["label", "--base", commands.base, "--engine", commands.engine]
         words += ["--format", "plain", "--prompt", "check", "--temperature", 0.7, "--top-p", 0.95]
         words += ["--max-tokens", commands.max_tokens, "--seed", commands.seed]
         words += ["--batch-size", 64, "--chunk", 96, "--dtype", commands.dtype]
@@ -185,6 +188,7 @@ def main() -> None:
     parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")
     parser.add_argument("--share", type=float, default=1.0, help="of the problems")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
+    parser.add_argument("--engine", default="vllm", help="that labels: vllm or transformers")
     parser.add_argument(
         "--dtype", default="auto", help="of the base: bfloat16 where the CPU has units for it"
     )
@@ -192,7 +196,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    commands = Commands(args.out, args.base, args.seed, args.max_tokens, args.dtype)
+    commands = Commands(args.out, args.base, args.seed, args.max_tokens, args.dtype, args.engine)
     label(commands, args.files, args.share)
     policies = train(commands)
     compare(commands, policies)
