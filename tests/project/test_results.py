@@ -1,150 +1,105 @@
-"""docs/results.md and README's table: each number is in the JSON files, each command exists."""
+"""The tables of docs/results.md and README are made from the JSON files; each command exists."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import re
 import shlex
-from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from modeling_ospruner.common.results_file import (
+    NOT_MEASURED,
+    Estimate,
+    Frontier,
+    Result,
+    Results,
+)
 from ospruner.train import from_labels, loop
 from ospruner.train.settings import TrainSettings
 from ospruner.train.toy.demo import FULL, train_settings
 from ospruner_cli import app
 
-NAMES = {  # of a row: the method's in the file, and its parameter where a method has several
-    "full trace": ("full trace", None),
-    "OS-Pruner, λ=5e-3": ("OS-Pruner", 5e-3),
-    "OS-Pruner, λ=1e-3": ("OS-Pruner", 1e-3),
-    "OS-Pruner, λ=5e-4": ("OS-Pruner", 5e-4),
-    "OS-Pruner, λ=2e-4": ("OS-Pruner", 2e-4),
-    "probe, ≥0.80": ("probe", 0.8),
-    "110 tokens": ("best fixed budget", 110),
-    "best fixed budget (110 tokens)": ("best fixed budget", 110),
-    "hindsight oracle": ("hindsight oracle", None),
-}
-CHOSEN = {  # how the page says it: how the demo's table says it
-    "best of the paper's thresholds": "paper",
-    "tuned threshold": "1 point",
-    "threshold tuned for AES": "AES",
-}
-THRESHOLD = re.compile(r"(?:answer )?(.*), (.*) \(≥(.*)\)")
-SPREAD = (
-    "accuracy_points",
-    "accuracy_standard_error",
-    "tokens_percent",
-    "reward_points",
-    "indifferent_tokens_percent",
-    "equal_tokens_accuracy_points",
-)
+
+def estimate(value: float) -> Estimate:
+    return Estimate(value, value - 0.01, value + 0.01)
 
 
-def tables(page: Path) -> list[list[list[str]]]:
-    """The tables of a page: rows of cells, without the header."""
-    found = re.findall(r"((?:^\|.*\n)+)", page.read_text("utf-8"), re.MULTILINE)
-    return [
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-        for table in found
-    ]
+def row(method: str, accuracy: float, parameter: float | None = None, name: str = "") -> Result:
+    measured = {
+        one.name: NOT_MEASURED
+        for one in fields(Result)
+        if one.type == "Estimate" and one.name not in ("accuracy", "flops", "flops_ratio")
+    }
+    known = {"rewards": (), "aes_label": "AES", "traces": 9, "problems": 9}
+    return Result(method, parameter, name, estimate(accuracy), **measured, **known)  # type: ignore[arg-type]
 
 
-def dicts(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a JSON value, itself included."""
-    if isinstance(value, dict):
-        yield value
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for one in inner:
-        yield from dicts(one)
+@pytest.fixture
+def tables(repo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script docs/tables.py."""
+    spec = importlib.util.spec_from_file_location("tables", repo_dir / "docs" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def numbers_of(name: str, results: Any) -> dict[str, Any]:
-    """What the file says of a table's row."""
-    name = re.sub(r"\*\*|best [a-z ]+: | \(chosen.*\)", "", name)
-    method, parameter = NAMES.get(name, (name, None))
-    if tuned := THRESHOLD.fullmatch(name):
-        method, parameter = f"{tuned[1]} ({CHOSEN[tuned[2]]})", float(tuned[3])
-    fits = [
-        one
-        for one in dicts(results)
-        if one.get("method") == method and parameter in (None, one["parameter"])
-    ]
-    assert fits, name
-    assert all(one["accuracy"] == fits[0]["accuracy"] for one in fits), name
-    return fits[0]
+def test_the_pages_show_what_the_files_hold(tables: Any) -> None:
+    for page in tables.PAGES:
+        text = page.read_text("utf-8")
+        assert tables.BLOCK.search(text), page
+        assert tables.filled(text) == text, f"{page.name} is not what `make docs` writes"
 
 
-def cell(numbers: dict[str, float], scale: float, digits: int, sign: str = "") -> str:
-    low, value, high = (
-        format(scale * numbers[key], f"{sign}.{digits}f") for key in ("low", "value", "high")
+def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
+    """By area: convergence before the probe, entropy before agreement; our chosen price."""
+    results = Results(
+        dataset="D",
+        setting="S",
+        results=[
+            row("full trace", 0.7),
+            row("OS-Pruner", 0.6, 1e-3, "λ"),
+            row("OS-Pruner", 0.65, 1e-4, "λ"),
+            row("probe (AES)", 0.5, 0.8, "threshold"),
+            row("convergence (AES)", 0.4, 0.7, "threshold"),
+            row("best fixed budget", 0.3, 110, "tokens"),
+        ],
+        chosen=2,
     )
-    return f"{value} [{low}, {high}]"
-
-
-def points(name: str, results: Any) -> list[str]:
-    found = numbers_of(name, results)
-    layout = (("accuracy", 100, 1), ("tokens", 1, 0), ("reduction", 100, 1), ("aes", 1, 2))
-    return [cell(found[key], scale, digits) for key, scale, digits in layout]
-
-
-@pytest.fixture
-def demo(repo_dir: Path) -> Any:
-    return json.loads((repo_dir / "docs" / "demo-full.json").read_text("utf-8"))
-
-
-@pytest.fixture
-def frontier(repo_dir: Path) -> Any:
-    """The file's frontiers by method, as the pages name them."""
-    file = json.loads((repo_dir / "docs" / "frontier-full.json").read_text("utf-8"))
-    by_name = {
-        {"convergence": "answer convergence"}.get(one["method"], one["method"]): one
-        for one in file["frontiers"]
+    areas = {
+        "OS-Pruner": 0.6,
+        "probe": 0.4,
+        "convergence": 0.5,
+        "answer agreement": 0.2,
+        "answer entropy": 0.3,
+        "fixed budget": 0.55,
     }
-    return {
-        "areas": {name: one["area"] for name, one in by_name.items()},
-        "leads": {name: one["lead"] for name, one in by_name.items()},
-        "gap_closed": {name: dict(one["gap_closed"]) for name, one in by_name.items()},
-        "seed_spread": file["about"]["seed_spread"],
-    }
-
-
-def test_the_five_rows_of_readme(repo_dir: Path, demo: Any, frontier: Any) -> None:
-    (rows,) = tables(repo_dir / "README.md")
-    full, ours, classifier, rule, budget = rows
-    assert full[1:] == [*points(full[0], demo)[:2], "0.0", "0.00", ""]
-    areas = frontier["areas"]
-    for row, method in ((ours, "OS-Pruner"), (classifier, "probe"), (budget, "fixed budget")):
-        assert row[1:] == [*points(row[0], demo), cell(areas[method], 100, 1)]
-    name = rule[0].rpartition(": ")[2]
-    assert rule[1:] == ["–"] * 4 + [cell(areas[name], 100, 1)]
-    classifiers, without = ({"probe", "answer convergence"}, areas.keys() - {"OS-Pruner"})
-    assert max(classifiers, key=lambda one: areas[one]["value"]) == "probe"
-    assert name == max(without - classifiers, key=lambda one: areas[one]["value"])
-
-
-def test_the_rows_of_the_results_page(repo_dir: Path, demo: Any, frontier: Any) -> None:
-    of_points, areas, gaps, _, _, spread, _ = tables(repo_dir / "docs" / "results.md")
-    assert len(of_points) == 13
-    for name, *cells in of_points:
-        assert cells == points(name, demo)
-    assert [row[0] for row in areas] == [row[0] for row in gaps] == list(frontier["areas"])
-    for name, area, difference in areas:
-        assert area == cell(frontier["areas"][name], 100, 1)
-        less = frontier["leads"][name]
-        assert difference == ("" if less is None else cell(less, 100, 1, "+"))
-    for name, *cells in gaps:
-        assert cells == [
-            cell(frontier["gap_closed"][name][penalty], 100, 1) for penalty in (5e-4, 2e-4, 1e-4)
-        ]
-    assert len(spread) == len(frontier["seed_spread"])
-    for penalty, *cells in spread:
-        found = frontier["seed_spread"][f"lam{penalty}"]
-        digits = (2, 2, 1, 2, 1, 2)
-        assert cells == [f"{found[key]:.{n}f}" for key, n in zip(SPREAD, digits, strict=True)]
+    frontiers = Results(
+        dataset="D",
+        setting="S",
+        frontiers=[
+            Frontier(name, estimate(area), None if name == "OS-Pruner" else estimate(0.1), ())
+            for name, area in areas.items()
+        ],
+    )
+    lines = tables.readme(results, frontiers).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "full trace",
+        "**OS-Pruner, λ=1e-4**",
+        "best classifier: convergence, ≥.70",
+        "best rule without training: answer entropy",
+        "best budget: 110 tokens",
+    ]
+    assert "65.0 [64.0, 66.0]" in lines[1]
+    assert lines[1].endswith("60.0 [59.0, 61.0] |")
+    assert "40.0 [39.0, 41.0]" in lines[2]
+    assert lines[2].endswith("50.0 [49.0, 51.0] |")
 
 
 def test_the_bonus_is_trained_as_the_demo_trains(

@@ -1,0 +1,162 @@
+"""Fills the tables of README.md and docs/results.md from the JSON files of results: `make docs`.
+
+A table stands between two comments, the first of which names what makes it and the files it reads:
+
+    <!-- table: areas frontier-full.json -->
+    <!-- end of table -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from modeling_ospruner.common.results_file import Frontier, Result, Results
+from modeling_ospruner.common.text import markdown_table, penalty_name
+
+DOCS = Path(__file__).resolve().parent
+PAGES = (DOCS.parent / "README.md", DOCS / "results.md")
+BLOCK = re.compile(
+    r"(<!-- table: (?P<kind>[a-z-]+) (?P<files>[^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL
+)
+CLASSIFIERS = ("probe", "convergence", "final-answer")
+SPREAD = {
+    "accuracy_points": ("accuracy, points", 2),
+    "accuracy_standard_error": ("its standard error", 2),
+    "tokens_percent": ("tokens, %", 1),
+    "reward_points": ("reward, points", 2),
+    "indifferent_tokens_percent": ("tokens within a standard error, %", 1),
+    "equal_tokens_accuracy_points": ("accuracy at equal lengths, points", 2),
+}
+
+
+def measures(one: Result) -> list[str]:
+    """Accuracy, thinking tokens, reduction and AES of a row."""
+    return [
+        one.accuracy.text(100, 1),
+        one.tokens.text(1, 0),
+        one.reduction.text(100, 1),
+        one.aes.text(1, 2),
+    ]
+
+
+def named(one: Result, chosen: bool = False) -> str:
+    """A row's method and parameter."""
+    name = f"{one.method}, {one.parameter_text}" if one.parameter_text else one.method
+    return f"**{name}** (chosen on validation)" if chosen else name
+
+
+def points(results: Results) -> str:
+    """Every rule of the file, and the limits."""
+    rows = [
+        [named(one, place == results.chosen), *measures(one)]
+        for place, one in enumerate(results.results)
+    ]
+    rows += [[named(one), *measures(one)] for one in results.limits]
+    return markdown_table(["", "accuracy %", "thinking tokens", "reduction %", "AES"], rows)
+
+
+def areas(results: Results) -> str:
+    """The area under each method's frontier, and what OS-Pruner has more."""
+    rows = [
+        [one.method, one.area.text(100, 1), one.lead.text(100, 1, signed=True) if one.lead else ""]
+        for one in results.frontiers
+    ]
+    return markdown_table(["", "area, %", "area of OS-Pruner minus this one, points"], rows)
+
+
+def gaps(results: Results) -> str:
+    """The share of the gap in reward that each method closes, by price."""
+    prices = [price for price, _ in results.frontiers[0].gap_closed]
+    rows = [
+        [one.method, *(share.text(100, 1) for _, share in one.gap_closed)]
+        for one in results.frontiers
+    ]
+    heads = [f"λ={penalty_name(price)}" for price in prices]
+    return markdown_table(["% of the gap closed", *heads], rows)
+
+
+def spread(results: Results) -> str:
+    """How far training seeds lie apart, by price."""
+    rows = [
+        [
+            name.removeprefix("lam"),
+            *(f"{found[key]:.{digits}f}" for key, (_, digits) in SPREAD.items()),
+        ]
+        for name, found in results.about["seed_spread"].items()
+    ]
+    return markdown_table(["λ", *(head for head, _ in SPREAD.values())], rows)
+
+
+def readme(results: Results, frontiers: Results) -> str:
+    """Five rows: the full trace, ours, the best classifier, rule without training, and budget."""
+    by_method = {one.method: one for one in frontiers.frontiers}
+
+    def best(methods: list[str]) -> Frontier:
+        return max((by_method[name] for name in methods), key=lambda one: one.area.value)
+
+    def area(one: Frontier) -> str:
+        return one.area.text(100, 1)
+
+    if results.chosen is None:
+        raise ValueError("the results name no chosen policy; README's table shows that one")
+    full, ours = results.results[0], results.results[results.chosen]
+    classifier = best([name for name in by_method if name in CLASSIFIERS])
+    untrained = best(
+        [
+            one.method
+            for one in frontiers.frontiers
+            if one.lead is not None and one.method not in (*CLASSIFIERS, "fixed budget")
+        ]
+    )
+    tuned = {one.method: one for one in results.results}
+    its_rule = replace(tuned[f"{classifier.method} (AES)"], method=classifier.method)
+    budget = next(one for one in results.results if one.method == "best fixed budget")
+    rows = [
+        [named(full), *measures(full)[:2], "0.0", "0.00", ""],
+        [f"**{named(ours)}**", *measures(ours), area(by_method[ours.method])],
+        [f"best classifier: {named(its_rule)}", *measures(its_rule), area(classifier)],
+        [f"best rule without training: {untrained.method}", *"––––", area(untrained)],
+        [
+            f"best budget: {budget.parameter_text}",
+            *measures(budget),
+            area(by_method["fixed budget"]),
+        ],
+    ]
+    heads = ["", "accuracy %", "thinking tokens", "reduction %", "AES", "area %"]
+    return markdown_table(heads, rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "points": points,
+    "areas": areas,
+    "gaps": gaps,
+    "spread": spread,
+    "readme": readme,
+}
+
+
+def filled(text: str) -> str:
+    """A page with each table made from its files.
+
+    Raises:
+        KeyError: a comment names no table of `TABLES`.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        files = [Results.read(DOCS / name) for name in found["files"].split()]
+        return found[1] + TABLES[found["kind"]](*files).rstrip("\n") + "\n" + found[4]
+
+    return BLOCK.sub(fill, text)
+
+
+def main() -> None:
+    """Fills the tables of all pages."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
