@@ -6,6 +6,10 @@ Two bases: the embedded reasoner, and random weights in 28 layers, of which a lo
 all arms alike, ends a paragraph about every 40 tokens. Both engines run in this process, in turn,
 with 64 streams. The policy is on and never stops (the tokens are checked to be the same), or it
 stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
+
+The engine's steps are timed one by one. A pass does the same steps each time, so of each step the
+least time of an arm's passes counts (`timing.floor_ratio`). What happens outside of the engine's
+steps is not counted.
 """
 
 from __future__ import annotations
@@ -15,13 +19,12 @@ import os
 import random
 import sys
 import tempfile
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Ratio, Timed, environment, median_ratio, print_last_line, timed
+from timing import Ratio, Timed, environment, floor_ratio, print_last_line, timed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
@@ -111,8 +114,8 @@ class Arms:
         self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
         self.tokens: dict[str, list[list[int]]] = {}
 
-    def run(self, arm: str) -> None:
-        """One pass over all requests; the tokens are kept."""
+    def run(self, arm: str) -> list[Timed]:
+        """One pass over all requests: the times of the engine's steps; the tokens are kept."""
         case = self.case
         ours: list[dict[str, Any]] = [{} for _ in case.prompts]
         if arm == "never":
@@ -135,8 +138,21 @@ class Arms:
         ]
         llm = self.plain if arm == "plain" else self.pruned
         asked = [{"prompt_token_ids": prompt} for prompt in case.prompts]
-        outputs = llm.generate(asked, params, use_tqdm=False)
+        engine, steps = llm.llm_engine, list[Timed]()
+        step = engine.step
+
+        def clocked() -> Any:
+            kept: list[Any] = []
+            steps.append(timed(lambda: kept.append(step())))
+            return kept[0]
+
+        engine.step = clocked
+        try:
+            outputs = llm.generate(asked, params, use_tqdm=False)
+        finally:
+            engine.step = step
         self.tokens[arm] = [list(output.outputs[0].token_ids) for output in outputs]
+        return steps
 
     def count(self, arm: str) -> int:
         """The tokens of an arm's last pass."""
@@ -236,12 +252,14 @@ class Result:
 def measure(case: Case, rounds: int) -> Result:
     """Times the three arms of a case in turn; who begins changes from round to round."""
     arms = Arms(case)
-    times: dict[str, list[Timed]] = {arm: [] for arm in ARMS}
+    times: dict[str, list[list[Timed]]] = {arm: [] for arm in ARMS}
     for turn in range(rounds + 1):
         for arm in [*ARMS[turn % 3 :], *ARMS[: turn % 3]]:
-            taken = timed(partial(arms.run, arm))
+            taken = arms.run(arm)
             if turn:  # the first round warms up
                 times[arm].append(taken)
+            if len(taken) != len(times[arm][0] if times[arm] else taken):
+                raise RuntimeError(f"{case.name}: two passes of arm {arm!r} differ in their steps")
     if arms.tokens["plain"] != arms.tokens["never"]:
         raise RuntimeError(f"{case.name}: the policy that never stops changed tokens")
     tokens = arms.count("plain")
@@ -249,10 +267,18 @@ def measure(case: Case, rounds: int) -> Result:
     never: dict[str, Ratio] = {}
     early: dict[str, Ratio] = {}
     for clock in CLOCKS:
-        rows = [[vars(one)[clock] for one in row] for row in zip(*times.values(), strict=True)]
-        never[clock] = median_ratio([plain / pruned for plain, pruned, _ in rows])
-        early[clock] = median_ratio([(1 - one / plain) / saved for plain, _, one in rows])
-    seconds = sorted(one.wall_seconds for one in times["plain"])[rounds // 2]
+        plain, on, stopping = (
+            [[vars(step)[clock] for step in steps] for steps in times[arm]] for arm in ARMS
+        )
+        never[clock] = floor_ratio(on, plain)
+        taken_early = floor_ratio(plain, stopping)
+        early[clock] = replace(
+            taken_early,
+            median=(1 - taken_early.median) / saved,
+            low=(1 - taken_early.high) / saved,
+            high=(1 - taken_early.low) / saved,
+        )
+    seconds = min(sum(step.wall_seconds for step in steps) for steps in times["plain"])
     print(f"{case.name}: {tokens} tokens, plain vLLM {tokens / seconds:.0f} tokens/s")
     for clock in CLOCKS:
         print(f"  {clock}: never stopping, tokens/s over plain {never[clock]}")
@@ -291,7 +317,12 @@ def main() -> None:
     for key, one in zip(("", "_reasoner"), measured, strict=True):
         for clock, suffix in CLOCKS.items():
             for name in ("never_stop_ratio", "time_saved_over_tokens_saved"):
-                result[f"{name}{suffix}{key}"] = round(vars(one)[name][clock].median, 4)
+                ratio = vars(one)[name][clock]
+                result[f"{name}{suffix}{key}"] = round(ratio.median, 4)
+                result[f"{name}{suffix}{key}_interval"] = [
+                    round(ratio.low, 4),
+                    round(ratio.high, 4),
+                ]
         result[f"tokens_saved{key}"] = round(one.tokens_saved, 4)
     result |= {"streams": STREAMS, "rounds": rounds, "requests": requests, "hidden": hidden}
     result |= {"tokens": tokens, "tuning": given.tuning, **environment()}

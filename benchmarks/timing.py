@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +34,6 @@ def timed(call: Callable[[], object]) -> Timed:
     call()
     _synchronize()
     return Timed(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def interleaved(
-    first: Callable[[int], object], second: Callable[[int], object], pairs: int
-) -> list[tuple[Timed, Timed]]:
-    """Times two arms in turn, so that a busy machine slows both; who begins alternates.
-
-    Args:
-        first: one run of the first arm, given the pair's index.
-        second: the same of the second.
-        pairs: how many of each; one more, untimed, comes before.
-    """
-    first(0)
-    second(0)
-    results = []
-    for pair in range(pairs):
-        order = (first, second) if pair % 2 == 0 else (second, first)
-        times = [timed(partial(arm, pair)) for arm in order]
-        results.append((times[0], times[1]) if pair % 2 == 0 else (times[1], times[0]))
-    return results
 
 
 @dataclass(frozen=True)

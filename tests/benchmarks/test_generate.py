@@ -74,13 +74,3 @@ def test_the_least_time_of_each_step_counts(timing: ModuleType) -> None:
     assert found.low < found.median < found.high
     same = timing.floor_ratio(plain, plain[:1])
     assert same.median == pytest.approx(3 / 2)
-
-
-def test_arms_are_timed_in_turn(timing: ModuleType) -> None:
-    order: list[tuple[str, int]] = []
-    pairs = timing.interleaved(
-        lambda pair: order.append(("first", pair)), lambda pair: order.append(("second", pair)), 2
-    )
-    assert order[2:] == [("first", 0), ("second", 0), ("second", 1), ("first", 1)]
-    assert len(pairs) == 2
-    assert all(one.wall_seconds >= 0 for pair in pairs for one in pair)
