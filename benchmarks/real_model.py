@@ -1,7 +1,7 @@
 """Labels, trains and compares on a pretrained model without thinking markers, by one command.
 
     python benchmarks/real_model.py --base FOLDER_OR_ID --out runs/real-model [--files DIR]
-        [--share 0.25] [--dtype bfloat16] [--engine vllm] [--json FILE]
+        [--share 0.25] [--dtype bfloat16] [--engine vllm] [--only-labels] [--json FILE]
 
 runs these commands one after the other, each as one would type it; all of them are printed:
 
@@ -10,6 +10,7 @@ runs these commands one after the other, each as one would type it; all of them 
     ospruner train        one policy of every price, and the baselines on the same pass of the base
     ospruner eval frontier, replay      on both sets of test problems
     ospruner eval online  in transformers, on the first test problems: seconds
+    benchmarks/serve.py   the same in vLLM
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
 while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
@@ -73,19 +74,30 @@ class Commands:
         if self.file.is_file():
             self.kept = json.loads(self.file.read_text("utf-8"))
 
-    def run(self, name: str, words: Sequence[object], depends_on: Sequence[Path] = ()) -> None:
+    def run(
+        self,
+        name: str,
+        words: Sequence[object],
+        depends_on: Sequence[Path] = (),
+        script: str | None = None,
+    ) -> None:
         """Runs one command, unless it has finished with the same words and inputs.
 
         Args:
             name: of its entry in `commands.json`.
             words: what follows `ospruner`.
             depends_on: files whose content the command reads; with none it runs each time.
+            script: a script of this folder that runs in place of `ospruner`.
 
         Raises:
             SystemExit: it failed.
         """
         texts = [str(word) for word in words]
         said = shlex.join(["ospruner", *texts])
+        program = ["-m", "ospruner_cli"]
+        if script is not None:
+            said = shlex.join(["python", f"benchmarks/{script}", *texts])
+            program = [str(Path(__file__).resolve().parent / script)]
         inputs = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in depends_on}
         before = self.kept.get(name, {})
         same = before.get("command") == said and before.get("inputs") == inputs
@@ -93,7 +105,7 @@ class Commands:
             return
         print(f"$ {said}", flush=True)
         start = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", "ospruner_cli", *texts]).returncode
+        code = subprocess.run([sys.executable, *program, *texts]).returncode
         earlier = before.get("seconds", 0.0) if same or not depends_on else 0.0
         self.kept[name] = {
             "command": said,
@@ -170,6 +182,17 @@ def online(commands: Commands, policies: Path, files: Path | None, share: float)
     commands.run("online gsm8k", words, sorted(policies.glob("price/run.json")))
 
 
+def served(commands: Commands, policies: Path, share: float) -> None:
+    """Seconds in vLLM: plain, and with the policy at a middle price, on test prompts."""
+    labels = commands.out / "labels" / "gsm8k"
+    (commands.out / "served").mkdir(exist_ok=True)
+    words: list[object] = ["--policy", policies / "price" / "price", "--labels", labels]
+    words += ["--price", 1e-3, "--dtype", commands.dtype, "--tokens", commands.max_tokens + 64]
+    words += ["--requests", max(1, round(64 * share))]
+    words += ["--json", commands.out / "served" / "numbers.json"]
+    commands.run("served gsm8k", words, sorted(policies.glob("price/run.json")), "serve.py")
+
+
 def collect(commands: Commands) -> dict[str, Any]:
     """Everything that was measured, as one JSON object."""
     out, found = commands.out, dict[str, Any](commands=commands.kept, seed=commands.seed)
@@ -180,6 +203,8 @@ def collect(commands: Commands) -> dict[str, Any]:
         for file in sorted((out / kind).glob("**/numbers.json")):
             name = file.parent.name if kind != "online" else "gsm8k"
             found.setdefault(kind, {})[name] = json.loads(file.read_text("utf-8"))
+    if (file := out / "served" / "numbers.json").is_file():
+        found["served"] = json.loads(file.read_text("utf-8"))
     return {**found, **environment()}
 
 
@@ -190,6 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
     parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")
     parser.add_argument("--share", type=float, default=1.0, help="of the problems")
+    parser.add_argument("--only-labels", action="store_true", help="leave out what follows them")
     parser.add_argument("--max-tokens", type=int, default=1000, help="of a trace's thinking")
     parser.add_argument("--engine", default="vllm", help="that labels: vllm or transformers")
     parser.add_argument(
@@ -201,9 +227,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     commands = Commands(args.out, args.base, args.seed, args.max_tokens, args.dtype, args.engine)
     label(commands, args.files, args.share)
-    policies = train(commands)
-    compare(commands, policies)
-    online(commands, policies, args.files, args.share)
+    if not args.only_labels:
+        policies = train(commands)
+        compare(commands, policies)
+        online(commands, policies, args.files, args.share)
+        served(commands, policies, args.share)
     print_last_line(collect(commands), args.json)
 
 

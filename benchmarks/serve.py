@@ -1,11 +1,15 @@
 """Speed of vLLM with the policy in it, against plain vLLM on the same prompts.
 
     python benchmarks/serve.py [--quick] [--tuning queries] [--json FILE] [--seed N]
+    python benchmarks/serve.py --policy DIR --labels DIR [--price 1e-3] [--dtype bfloat16]
 
 Two bases: the embedded reasoner, and random weights in 28 layers, of which a logits processor, in
 all arms alike, ends a paragraph about every 40 tokens. Both engines run in this process, in turn,
 with 64 streams. The policy is on and never stops (the tokens are checked to be the same), or it
 stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
+
+With `--policy`, its own base takes the place of both, greedily on the labels' prompts, and it stops
+early by itself, as at a price.
 
 The engine's steps are timed one by one. A pass does the same steps each time, so of each step the
 least time of an arm's passes counts (`timing.floor_ratio`). What happens outside of the engine's
@@ -29,11 +33,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from modeling_ospruner.vllm_plugin.plugin import PROCESSOR
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.train.from_labels import load_labels
 from ospruner.train.toy.shipped import Reasoner, draw_split
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
@@ -79,7 +84,7 @@ class Case:
     """A base with its policy in folders, and the requests that both engines are given.
 
     Attributes:
-        budgets: `max_thinking_tokens` of each request in arm "early".
+        early: the policy's settings in arm "early".
         extra: further keys of each request, for `Paragraphs`.
         ignore_eos: whether requests go on to `max_tokens`.
     """
@@ -89,7 +94,7 @@ class Case:
     policy: Path
     prompts: list[list[int]]
     max_tokens: int
-    budgets: list[int]
+    early: dict[str, Any]
     extra: list[dict[str, Any]]
     ignore_eos: bool
 
@@ -97,11 +102,11 @@ class Case:
 class Arms:
     """Plain vLLM and vLLM with the policy, on one case."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, dtype: str) -> None:
         self.case = case
         longest = max(map(len, case.prompts)) + case.max_tokens
         arguments: dict[str, Any] = {
-            "dtype": "float32",
+            "dtype": dtype,
             "enforce_eager": True,
             "block_size": 32,
             "max_num_seqs": STREAMS,
@@ -121,11 +126,7 @@ class Arms:
         if arm == "never":
             ours = [NEVER for _ in case.prompts]
         elif arm == "early":
-            ours = [
-                {**NEVER, "max_thinking_tokens": budget, "max_answer_tokens": 8}
-                | {"stop_answer": "forced"}
-                for budget in case.budgets
-            ]
+            ours = [case.early for _ in case.prompts]
         params = [
             SamplingParams(
                 temperature=0.0,
@@ -159,6 +160,28 @@ class Arms:
         return sum(map(len, self.tokens[arm]))
 
 
+def budget(tokens: int) -> dict[str, Any]:
+    """Settings that stop each request after so many thinking tokens."""
+    own = {"max_thinking_tokens": tokens, "max_answer_tokens": 8, "stop_answer": "forced"}
+    return {**NEVER, **own}
+
+
+def policy_case(policy: Path, labels: Path, requests: int, max_tokens: int, price: float) -> Case:
+    """A policy on its own base and the first prompts of labels; it stops as at a price."""
+    config = OSPrunerConfig.from_pretrained(policy)
+    prompts = [list(ids) for ids in load_labels(labels).traces["prompt_ids"][:requests]]
+    return Case(
+        Path(config.base_model_name_or_path).name,
+        Path(config.base_model_name_or_path),
+        policy,
+        prompts,
+        max_tokens,
+        {"stop_mode": "threshold", "stop_length_penalty": price},
+        [{} for _ in prompts],
+        False,
+    )
+
+
 def reasoner_case(folder: Path, requests: int, max_tokens: int, tuning: str = "layers") -> Case:
     """The embedded reasoner on its own problems, to their natural ends."""
     reasoner = Reasoner()
@@ -181,7 +204,7 @@ def reasoner_case(folder: Path, requests: int, max_tokens: int, tuning: str = "l
         folder / "policy",
         prompts,
         max_tokens,
-        [60] * requests,
+        budget(60),
         [{} for _ in prompts],
         False,
     )
@@ -228,7 +251,7 @@ def random_case(
         folder / "policy",
         prompts,
         tokens,
-        [tokens // 4] * requests,
+        budget(tokens // 4),
         extra,
         True,
     )
@@ -240,7 +263,8 @@ class Result:
 
     Attributes:
         never_stop_ratio: tokens/s with a policy that never stops over plain vLLM's.
-        time_saved_over_tokens_saved: the share of time saved in arm "early" over that of tokens.
+        time_saved_over_tokens_saved: the share of time saved in arm "early" over that of tokens;
+            empty where none was.
         tokens_saved: share of plain vLLM's tokens that are not generated in arm "early".
     """
 
@@ -249,14 +273,14 @@ class Result:
     tokens_saved: float
 
 
-def measure(case: Case, rounds: int) -> Result:
+def measure(case: Case, rounds: int, dtype: str = "float32", warm_up: bool = True) -> Result:
     """Times the three arms of a case in turn; who begins changes from round to round."""
-    arms = Arms(case)
+    arms = Arms(case, dtype)
     times: dict[str, list[list[Timed]]] = {arm: [] for arm in ARMS}
-    for turn in range(rounds + 1):
+    for turn in range(0 if warm_up else 1, rounds + 1):
         for arm in [*ARMS[turn % 3 :], *ARMS[: turn % 3]]:
             taken = arms.run(arm)
-            if turn:  # the first round warms up
+            if turn:  # round 0 warms up
                 times[arm].append(taken)
             if len(taken) != len(times[arm][0] if times[arm] else taken):
                 raise RuntimeError(f"{case.name}: two passes of arm {arm!r} differ in their steps")
@@ -271,6 +295,8 @@ def measure(case: Case, rounds: int) -> Result:
             [[vars(step)[clock] for step in steps] for steps in times[arm]] for arm in ARMS
         )
         never[clock] = floor_ratio(on, plain)
+        if not saved:
+            continue
         taken_early = floor_ratio(plain, stopping)
         early[clock] = replace(
             taken_early,
@@ -282,7 +308,7 @@ def measure(case: Case, rounds: int) -> Result:
     print(f"{case.name}: {tokens} tokens, plain vLLM {tokens / seconds:.0f} tokens/s")
     for clock in CLOCKS:
         print(f"  {clock}: never stopping, tokens/s over plain {never[clock]}")
-        print(f"  {clock}: {saved:.1%} of tokens saved, time saved over that {early[clock]}")
+        print(f"  {clock}: {saved:.1%} of tokens saved, time saved over that {early.get(clock)}")
     sys.stdout.flush()
     return Result(never, early, saved)
 
@@ -299,6 +325,10 @@ def main() -> None:
     # Several times the streams, so that what has stopped makes room for what waits, as in a server.
     parser.add_argument("--requests", type=int, help="of each pass; 3 times the streams")
     parser.add_argument("--tuning", choices=("layers", "queries"), default="layers")
+    parser.add_argument("--policy", type=Path, help="a policy of every price, in place of both")
+    parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
+    parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
+    parser.add_argument("--dtype", default="float32", help="with --policy: of its base")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -307,25 +337,38 @@ def main() -> None:
     tokens = given.tokens or (96 if given.quick else 256)
     hidden = given.hidden or (128 if given.quick else 256)
     result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        cases = [
-            random_case(folder / "random", requests, hidden, tokens, given.seed, given.tuning),
-            reasoner_case(folder / "reasoner", requests, 160 if given.quick else 600, given.tuning),
-        ]
-        measured = [measure(case, rounds) for case in cases]
-    for key, one in zip(("", "_reasoner"), measured, strict=True):
+    if given.policy:
+        if given.labels is None:
+            parser.error("--policy needs --labels, whose prompts both engines are given")
+        case = policy_case(
+            given.policy, given.labels, given.requests or STREAMS, given.tokens or 1024, given.price
+        )
+        rounds = given.rounds or 1
+        measured = [measure(case, rounds, given.dtype, warm_up=False)]
+        sizes = {"requests": len(case.prompts), "tokens": case.max_tokens, "price": given.price}
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            cases = [
+                random_case(folder / "random", requests, hidden, tokens, given.seed, given.tuning),
+                reasoner_case(
+                    folder / "reasoner", requests, 160 if given.quick else 600, given.tuning
+                ),
+            ]
+            measured = [measure(case, rounds) for case in cases]
+        sizes = {"requests": requests, "hidden": hidden, "tokens": tokens, "tuning": given.tuning}
+    for key, one in zip(("", "_reasoner"), measured, strict=False):
         for clock, suffix in CLOCKS.items():
             for name in ("never_stop_ratio", "time_saved_over_tokens_saved"):
-                ratio = vars(one)[name][clock]
+                if (ratio := vars(one)[name].get(clock)) is None:
+                    continue
                 result[f"{name}{suffix}{key}"] = round(ratio.median, 4)
                 result[f"{name}{suffix}{key}_interval"] = [
                     round(ratio.low, 4),
                     round(ratio.high, 4),
                 ]
         result[f"tokens_saved{key}"] = round(one.tokens_saved, 4)
-    result |= {"streams": STREAMS, "rounds": rounds, "requests": requests, "hidden": hidden}
-    result |= {"tokens": tokens, "tuning": given.tuning, **environment()}
+    result |= {"streams": STREAMS, "rounds": rounds, **sizes, **environment()}
     if given.quick:
         print("--quick: these numbers are rough; quote those of a run without it")
     print_last_line(result, given.json)
