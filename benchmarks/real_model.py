@@ -14,7 +14,8 @@ runs these commands one after the other, each as one would type it; all of them 
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
 while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
-that share of each number of problems; a larger one later goes on from the smaller.
+that share of each number of problems; a larger one later goes on from the smaller. The base runs
+once over each set of labels: its states are kept for all methods and evaluations (`--states`).
 
 Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, top-p would sort its
 152,000 logits for each row and token, a fifth of the time.
@@ -138,7 +139,7 @@ def train(commands: Commands) -> Path:
     words: list[object] = ["train", "--labels", labels / "train", "--validation"]
     words += [labels / "validation", "--base", commands.base, "--tuning", "queries", "--epochs", 16]
     words += ["--learning-rate", 1e-4, "--head-learning-rate", 1e-3, "--swa-share", 0.5]
-    words += ["--batch-size", 16, "--seed", commands.seed]
+    words += ["--batch-size", 16, "--seed", commands.seed, "--states", commands.out / "states"]
     ours = [*words, "--head", "price", "--lambdas", PRICES]
     commands.run("train price", [*ours, "--out", policies / "price"], inputs)
     for method in BASELINES:
@@ -154,6 +155,7 @@ def compare(commands: Commands, policies: Path) -> None:
     for name in TESTS:
         inputs = [*records, validation / "manifest.json", labels / name / "manifest.json"]
         shared: list[object] = ["--validation", validation, "--base", commands.base]
+        shared += ["--states", commands.out / "states"]
         for folder in sorted(policies.iterdir()):
             shared += ["--policies", folder]
         out = commands.out / "frontier" / name

@@ -1,4 +1,4 @@
-"""Fills the tables of README.md and docs/results.md from the JSON files of results: `make docs`.
+"""Fills the tables of README.md and of these pages from the JSON files of results: `make docs`.
 
 A table stands between two comments, the first of which names what makes it and the files it reads:
 
@@ -8,19 +8,29 @@ A table stands between two comments, the first of which names what makes it and 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from modeling_ospruner.common.results_file import Frontier, Result, Results
 from modeling_ospruner.common.text import markdown_table, penalty_name
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS.parent / "README.md", DOCS / "results.md")
+PAGES = (DOCS.parent / "README.md", DOCS / "results.md", DOCS / "real-model.md")
+Content = Mapping[str, Any]  # of a JSON file
 BLOCK = re.compile(
     r"(<!-- table: (?P<kind>[a-z-]+) (?P<files>[^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL
 )
+REAL_SETS = {
+    "train": "GSM8K train, to train on",
+    "validation": "GSM8K train, validation",
+    "gsm8k": "GSM8K test",
+    "math500": "MATH-500",
+}
+SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 CLASSIFIERS = ("probe", "convergence", "final-answer")
 SPREAD = {
     "accuracy_points": ("accuracy, points", 2),
@@ -48,8 +58,9 @@ def named(one: Result, chosen: bool = False) -> str:
     return f"**{name}** (chosen on validation)" if chosen else name
 
 
-def points(results: Results) -> str:
+def points(file: Content) -> str:
     """Every rule of the file, and the limits."""
+    results = Results.from_dict(file)
     rows = [
         [named(one, place == results.chosen), *measures(one)]
         for place, one in enumerate(results.results)
@@ -58,8 +69,9 @@ def points(results: Results) -> str:
     return markdown_table(["", "accuracy %", "thinking tokens", "reduction %", "AES"], rows)
 
 
-def areas(results: Results) -> str:
+def areas(file: Content) -> str:
     """The area under each method's frontier, and what OS-Pruner has more."""
+    results = Results.from_dict(file)
     rows = [
         [one.method, one.area.text(100, 1), one.lead.text(100, 1, signed=True) if one.lead else ""]
         for one in results.frontiers
@@ -67,8 +79,9 @@ def areas(results: Results) -> str:
     return markdown_table(["", "area, %", "area of OS-Pruner minus this one, points"], rows)
 
 
-def gaps(results: Results) -> str:
+def gaps(file: Content) -> str:
     """The share of the gap in reward that each method closes, by price."""
+    results = Results.from_dict(file)
     prices = [price for price, _ in results.frontiers[0].gap_closed]
     rows = [
         [one.method, *(share.text(100, 1) for _, share in one.gap_closed)]
@@ -78,8 +91,9 @@ def gaps(results: Results) -> str:
     return markdown_table(["% of the gap closed", *heads], rows)
 
 
-def spread(results: Results) -> str:
+def spread(file: Content) -> str:
     """How far training seeds lie apart, by price."""
+    results = Results.from_dict(file)
     rows = [
         [
             name.removeprefix("lam"),
@@ -90,8 +104,9 @@ def spread(results: Results) -> str:
     return markdown_table(["λ", *(head for head, _ in SPREAD.values())], rows)
 
 
-def readme(results: Results, frontiers: Results) -> str:
+def readme(of_points: Content, of_areas: Content) -> str:
     """Five rows: the full trace, ours, the best classifier, rule without training, and budget."""
+    results, frontiers = Results.from_dict(of_points), Results.from_dict(of_areas)
     by_method = {one.method: one for one in frontiers.frontiers}
 
     def best(methods: list[str]) -> Frontier:
@@ -129,12 +144,45 @@ def readme(results: Results, frontiers: Results) -> str:
     return markdown_table(heads, rows)
 
 
+def real_labels(file: Content) -> str:
+    """What the labels of the real model hold, set by set."""
+    rows = []
+    for name, stats in file["problems"].items():
+        tokens = stats["tokens_per_trace"]
+        first = {q: 100 * share for q, share in stats["first_right_fraction"].items()}
+        rows.append(
+            [
+                REAL_SETS[name],
+                f"{stats['problems']}",
+                f"{100 * stats['full_accuracy']:.1f}",
+                f"{tokens['0.5']:.0f} ({tokens['0.1']:.0f} to {tokens['0.9']:.0f})",
+                f"{stats['steps'] / stats['traces']:.1f}",
+                f"{first['0.5']:.0f} % ({first['0.1']:.0f} to {first['0.9']:.0f})",
+                f"{100 * stats['right_then_wrong']:.1f}",
+            ]
+        )
+    heads = ["", "problems", "right at the end, %", "thinking tokens (80 % of the traces)"]
+    heads += ["steps", "first right after (80 %)", "right at a step, wrong at the end, %"]
+    return markdown_table(heads, rows)
+
+
+def real_growth(file: Content) -> str:
+    """How right the answers are that are forced after a share of the real model's trace."""
+    rows = []
+    for name, stats in file["problems"].items():
+        right = dict(zip(stats["fractions"], stats["accuracy_by_fraction"], strict=True))
+        rows.append([REAL_SETS[name], *(f"{100 * right[share]:.1f}" for share in SHARES)])
+    return markdown_table(["right, %, after", *(f"{100 * s:.0f} %" for s in SHARES)], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "points": points,
     "areas": areas,
     "gaps": gaps,
     "spread": spread,
     "readme": readme,
+    "real-labels": real_labels,
+    "real-growth": real_growth,
 }
 
 
@@ -146,7 +194,7 @@ def filled(text: str) -> str:
     """
 
     def fill(found: re.Match[str]) -> str:
-        files = [Results.read(DOCS / name) for name in found["files"].split()]
+        files = [json.loads((DOCS / name).read_text("utf-8")) for name in found["files"].split()]
         return found[1] + TABLES[found["kind"]](*files).rstrip("\n") + "\n" + found[4]
 
     return BLOCK.sub(fill, text)

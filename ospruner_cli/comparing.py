@@ -21,6 +21,7 @@ from .options import (
     LengthPenalty,
     Penalties,
     ProblemsName,
+    States,
     Urls,
     WindDown,
     console,
@@ -54,6 +55,7 @@ def eval_replay(
     force_base: ForceBase = None,
     across_tasks: AcrossTasks = False,
     device: Device = None,
+    states: States = None,
     model: BaseName = None,
     name: ProblemsName = None,
     penalties: Penalties = "",
@@ -75,7 +77,7 @@ def eval_replay(
             labels, policies or (), rules or (),
             length_penalties=parse_prices(length_penalty), domain=domain, base=base,
             force_base=force_base, across_tasks=across_tasks, validation=validation, model=model,
-            benchmark=name, limit=limit, device=device, progress=bars,
+            benchmark=name, limit=limit, device=device, states=states, progress=bars,
         )  # fmt: skip
     _show(evaluation, out, lambdas, charge, differences, json_file)
 
@@ -106,6 +108,7 @@ def eval_frontier(
     ] = None,
     force_base: ForceBase = None,
     device: Device = None,
+    states: States = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare whole methods: area under the frontier, gap to the oracle closed, intervals."""
@@ -123,7 +126,7 @@ def eval_frontier(
         found = frontier_of_labels(
             labels, validation, policies or (), families, length_penalties=penalties, train=train,
             base=base, force_base=force_base, estimate=estimate, replicates=replicates,
-            device=device, progress=bars,
+            device=device, states=states, progress=bars,
         )  # fmt: skip
     save_found(found, out)
     for table in frontier_tables(found.results):

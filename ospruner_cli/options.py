@@ -50,6 +50,13 @@ Dtype = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bflo
 Device = Annotated[
     str | None, typer.Option(help="Torch device that computes in this process; default: the best.")
 ]
+States = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder that keeps the trunk's states, for the next command on these labels.",
+        file_okay=False,
+    ),
+]
 ForceBase = Annotated[
     str | None,
     typer.Option(metavar="REASON", help="Take another base than the labels'; kept in the record."),

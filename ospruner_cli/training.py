@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Device, ForceBase, JsonFile, console
+from .options import Device, ForceBase, JsonFile, States, console
 
 
 def train_command(
@@ -114,12 +114,7 @@ def train_command(
     cache_gib: Annotated[
         float, typer.Option(help="Memory for the trunk's states; if larger, compute them anew.")
     ] = 2.0,
-    cache_on_disk: Annotated[
-        bool,
-        typer.Option(
-            "--cache-on-disk", help="Keep larger states in files; the base leaves the GPU."
-        ),
-    ] = False,
+    states: States = None,
     shard: Annotated[
         bool, typer.Option("--shard", help="Under accelerate launch: FSDP2 instead of DDP.")
     ] = False,
@@ -166,7 +161,6 @@ def train_command(
         max_gradient_norm=max_gradient_norm,
         gradient_checkpointing=gradient_checkpointing,
         cache_limit_bytes=_bytes(cache_gib),
-        cache_on_disk=cache_on_disk,
     )
     processes = open_processes(out, tracker, shard)
     console.quiet = not processes.main
@@ -183,6 +177,7 @@ def train_command(
             split_seed=seed,
             limit=limit,
             max_ungraded=max_ungraded,
+            states=states,
             progress=bars if processes.main else silent,
             say=console.print,
             processes=processes,
@@ -217,6 +212,7 @@ def calibrate_command(
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
     device: Device = None,
+    states: States = None,
     seed: Annotated[int, typer.Option(help="Seed of the order of problems.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -240,7 +236,8 @@ def calibrate_command(
         with PhaseBars(console, "calibrate") as bars:
             found = calibrate_policy(
                 policy, labels, max_loss, confidence, mode=mode, values=tried,  # type: ignore[arg-type]  # checked
-                validation=validation, base=base, device=device, seed=seed, progress=bars,
+                validation=validation, base=base, device=device, states=states, seed=seed,
+                progress=bars,
             )  # fmt: skip
     console.print(found.told(max_loss, confidence), highlight=False)
     if json_file is not None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import DamagedError
+from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
 from modeling_ospruner.formats_ospruner import ReasoningFormat
@@ -336,6 +337,7 @@ def predict_outputs(
     model: Trainable,
     dataset: Dataset | LabelledTraces,
     cache_limit_bytes: int = 2**31,
+    progress: Progress = silent,
 ) -> Predicted:
     """What a policy says at the step ends of labelled traces: one causal pass a trace.
 
@@ -343,7 +345,8 @@ def predict_outputs(
         model: base and policy.
         dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
             trunk's states for the next policy on the same base.
-        cache_limit_bytes: largest size of the states kept.
+        cache_limit_bytes: largest size of the states kept in memory.
+        progress: called with phase "trunk" while they are computed.
 
     Raises:
         ValueError: a trace is longer than the base's positions.
@@ -351,7 +354,7 @@ def predict_outputs(
     traces = LabelledTraces.from_dataset(dataset)
     refuse_beyond_positions(model.base, traces)
     if isinstance(dataset, LabelledTraces):
-        traces.cache_states(model, cache_limit_bytes)
+        traces.cache_states(model, cache_limit_bytes, progress)
 
     def outputs_of(states: States, positions: Tensor, trial_numbers: Tensor | None) -> Tensor:
         return step_outputs(model.policy, states, positions, trial_numbers=trial_numbers)

@@ -311,6 +311,7 @@ def train_from_labels(
     limit: int | None = None,
     force_base: str | None = None,
     max_ungraded: float = MAX_UNGRADED,
+    states: str | Path | None = None,
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
     processes: Processes | None = None,
@@ -332,6 +333,8 @@ def train_from_labels(
         force_base: why another base than the labels' is right; kept in each policy's record.
         max_ungraded: labels with a greater share of forced answers that the grader could not read
             or decide are refused; an answer that never closed is not the grader's fault.
+        states: folder in which the trunk's states are kept, for the next command on these labels;
+            None keeps them in memory, if they fit.
         progress: as for `train`.
         say: told in a line, before the first step, what the run will hold in memory.
         processes: those that train together; see `open_processes`. None for this one alone, on the
@@ -374,6 +377,9 @@ def train_from_labels(
             label_settings = settings_of_base(base, ours, model)
             facts["forced_base"] = forced_base(force_base, ours.settings)
         validation_set = LabelledTraces.from_dataset(validating)
+    if states is not None:
+        for labelled in (train_set, validation_set):
+            labelled.keep_states(states)
     say(str(memory_need(model, list(targets.values()), train_set, validation_set)))
     results = train_together(
         model,

@@ -183,7 +183,7 @@ def train(
         base: the model that made the labels; it stays frozen.
         tokenizer: the base's; saved beside each policy.
         train_set: labelled traces. Pass `LabelledTraces` to several runs on one base, and the
-            trunk runs once for all of them.
+            trunk runs once for all of them; `keep_states` lets other processes share it, too.
         validation_set: labelled traces of other problems.
         settings: method, schedule, optimiser.
         label_settings: how the labels were made; policies are bound to their base and format.
@@ -270,10 +270,10 @@ def train_together(
         "validation_labels": labels_hash(validation.table),
     }
     together = processes or Processes()
-    if targets[0].cache_on_disk and not together.one_machine:
+    if traces.states_folder is not None and not together.one_machine:
         raise ValueError(
-            f"cache_on_disk is for the processes of one machine, and {together.size} train "
-            "together on several: leave it out"
+            f"states are kept in {traces.states_folder} by the processes of one machine, and "
+            f"{together.size} train together on several: leave the folder out"
         )
     if together.sharded and len(targets) > 1 and targets[0].tuning == "lora":
         raise ValueError(
@@ -348,7 +348,7 @@ def _drive(runs: Sequence[Run]) -> None:
 
 def _what_is_trained(settings: TrainSettings) -> dict[str, Any]:
     """The settings without those that a run may be continued with other values of."""
-    free = {"cache_limit_bytes", "cache_on_disk", "checkpoint_every", "micro_batch_tokens"}
+    free = {"cache_limit_bytes", "checkpoint_every", "micro_batch_tokens"}
     free |= {"gradient_checkpointing", "validate_every"}
     return {name: value for name, value in settings.to_dict().items() if name not in free}
 
@@ -373,7 +373,7 @@ class MemoryNeed:
             where they are averaged.
         gradient_bytes: of the one target that is taking its step.
         states_bytes: the trunk's states of all traces, where they are kept in memory.
-        disk_bytes: those that are kept in files instead.
+        disk_bytes: of those that are kept in a folder instead (`LabelledTraces.keep_states`).
     """
 
     targets: int
@@ -432,9 +432,10 @@ def memory_need(
     shapes = key_shapes(base, len(policy.layers)) if policy.queries else []
     for traces in (train_set, validation_set):
         size = traces.states_bytes(base, shapes)
-        fits = states + size <= settings.cache_limit_bytes
-        states += size if fits else 0
-        disk += size if settings.cache_on_disk and not fits else 0
+        if traces.states_folder is not None:
+            disk += size
+        elif states + size <= settings.cache_limit_bytes:
+            states += size
     return MemoryNeed(
         targets=len(targets),
         base_bytes=base.get_memory_footprint(),

@@ -156,6 +156,7 @@ def replay_labels(
     limit: int | None = None,
     viewed: int = 40,
     device: str | None = None,
+    states: str | Path | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
     """Replays policies and rules on labelled traces; nothing is generated.
@@ -179,6 +180,7 @@ def replay_labels(
         limit: only the first so many traces.
         viewed: how many traces to keep for the report's viewer.
         device: where policies and verifiers compute; None for the best there is.
+        states: folder in which the trunk's states are kept, as for `train_from_labels`.
         progress: called with phases "trunk" (traces), "policies" and "thinking".
 
     Raises:
@@ -210,7 +212,7 @@ def replay_labels(
             None if across_tasks else ours.settings.task,
         )
     place = device_named(device)
-    said = predictions(uses, traces, ours, base, force_base, place, progress)
+    said = predictions(uses, traces, ours, base, force_base, place, states, progress)
     where = (base, None) if base else (ours.settings.base_model, ours.settings.base_revision)
     tokenizer = load_tokenizer(*where)
     fmt = TokenFormat.compile(ReasoningFormat.from_dict(ours.settings.reasoning_format), tokenizer)
@@ -307,6 +309,7 @@ def predictions(
     base: str | None,
     force_base: str | None,
     device: torch.device,
+    states: str | Path | None,
     progress: Progress,
 ) -> dict[str, Predicted]:
     """What each policy says, by its path: it runs once for all thresholds and prices.
@@ -320,11 +323,14 @@ def predictions(
         refuse_other_trials(use, ours.settings)
     model, _ = load_labelled_base(base, ours, force_base, device)
     labelled = LabelledTraces.from_dataset(traces)
+    if states is not None:
+        labelled.keep_states(states)
     by_path: dict[str, Predicted] = {}
     paths = list(dict.fromkeys(use.path for use in uses))
     for number, path in enumerate(paths):
         progress("policies", number, len(paths))
-        by_path[path] = predict_outputs(OSPrunerForCausalLM.from_base(model, path), labelled)
+        policy = OSPrunerForCausalLM.from_base(model, path)
+        by_path[path] = predict_outputs(policy, labelled, progress=progress)
     progress("policies", len(paths), len(paths))
     return by_path
 
@@ -340,6 +346,7 @@ def calibrate_policy(
     validation: str | Path | None = None,
     base: str | None = None,
     device: str | None = None,
+    states: str | Path | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
@@ -362,6 +369,7 @@ def calibrate_policy(
             never whether the promise holds.
         base: the base, where it lies elsewhere than when it was labelled.
         device: on which it computes; None for the best.
+        states: folder in which the trunk's states are kept, as for `train_from_labels`.
         seed: of the order of problems.
         progress: called with phases "trunk" and "policies".
 
@@ -418,7 +426,9 @@ def calibrate_policy(
     def replayed(
         labels: Labels, table: TraceTable, values: Sequence[float]
     ) -> tuple[Predicted, list[Candidate]]:
-        said = predictions([use], labels.traces, labels, base, None, place, progress)[use.path]
+        said = predictions([use], labels.traces, labels, base, None, place, states, progress)[
+            use.path
+        ]
         return said, [
             Candidate(value, replay(table, *_setting(said, value, mode))) for value in values
         ]

@@ -174,12 +174,8 @@ class Run:
         if self.stage < len(stages):
             limit = self.settings.cache_limit_bytes
             held = 0
-            for name, traces in (("train", self.traces), ("validation", self.validation)):
-                kept = self.folder.path / f"trunk_states.{name}"
-                file = kept if self.settings.cache_on_disk else None
-                held += traces.cache_states(
-                    self.model, limit - held, self.progress, file, self.processes
-                )
+            for traces in (self.traces, self.validation):
+                held += traces.cache_states(self.model, limit - held, self.progress, self.processes)
             if all(one.holds_states_of(self.model) for one in (self.traces, self.validation)):
                 self.processes.release(self.model.base, [self.model.policy])
             if self.steps == 0:

@@ -200,9 +200,7 @@ class TrainSettings:
         validate_every: optimiser steps between the validations that the log keeps for a picture
             of the training's dynamics; 0 for none but those at the stages' ends.
         cache_limit_bytes: the trunk's states are kept in memory up to this size, else computed
-            again for every batch.
-        cache_on_disk: larger states are kept in files of the run's folder, which the processes of
-            one machine share.
+            again for every batch, unless a folder keeps them (`LabelledTraces.keep_states`).
         gradient_checkpointing: the tail's layers keep their inputs alone and compute the rest again
             in the backward pass; the last one computes little where it is read at step ends only.
         precision: of the tail's layers; "bfloat16" leaves weights, head and loss in float32. "auto"
@@ -242,7 +240,6 @@ class TrainSettings:
     checkpoint_every: int = 0
     validate_every: int = 0
     cache_limit_bytes: int = 2**31
-    cache_on_disk: bool = False
     gradient_checkpointing: bool = False
     precision: Precision = "auto"
     only_last_policy: bool = False

@@ -14,7 +14,10 @@ from trace to trace, so their traces go one a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +32,17 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from modeling_ospruner.common.durable import (
+    lock_folder,
+    partial_of,
+    replace_file,
+    room_needed,
+    sync_file,
+    sync_folder,
+)
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import max_positions
+from modeling_ospruner.loading_ospruner import fingerprint_of
 from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
 from ospruner.eval.schema import TraceTable
@@ -57,6 +69,7 @@ __all__ = [
 
 _BUCKET_BATCHES = 16
 _FORWARD_TOKENS = 16_384
+_NOTED_EVERY = 30.0  # seconds between notes of how far a file of states has come
 
 
 class HasTrunk(Protocol):
@@ -123,6 +136,7 @@ class LabelledTraces:
         token_lengths: (N,) tokens of prompt and trace.
         positions: (N, T) index of each step's last token among them; 0 on padding.
         cached_bytes: size of the trunk's states held in memory; 0 where none are.
+        states_folder: where they are kept instead, see `keep_states`; None for in memory.
     """
 
     def __init__(
@@ -132,6 +146,7 @@ class LabelledTraces:
         self.token_lengths = token_lengths
         self.positions = positions
         self.cached_bytes = 0
+        self.states_folder: Path | None = None
         self._tokens = tokens
         self._answers: Dataset | None = None
         self._numbers: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
@@ -317,12 +332,19 @@ class LabelledTraces:
         hidden_size: int = base.config.get_text_config().hidden_size
         return _elements(self, hidden_size, shapes) * int(base.dtype.itemsize)
 
+    def keep_states(self, folder: str | Path) -> None:
+        """Has the trunk's states kept in a folder's files, and taken from there.
+
+        A file's name tells the traces, the base's weights and what of its states a policy reads. So
+        commands on the same labels run the base once, and a command that was stopped goes on.
+        """
+        self.states_folder = Path(folder)
+
     def cache_states(
         self,
         model: HasTrunk,
         limit_bytes: int,
         progress: Progress = silent,
-        file: Path | None = None,
         processes: Processes | None = None,
     ) -> int:
         """Runs the trunk once over all traces, where its states fit in memory or go to a file.
@@ -333,12 +355,13 @@ class LabelledTraces:
             model: whose trunk.
             limit_bytes: larger states are not kept in memory.
             progress: called with phase "trunk", in traces; the note says the size.
-            file: where larger states are kept, mapped into memory; a complete file is used as it
-                is, so it must be of this trunk. None keeps no file.
-            processes: those of one machine that call this together, and share the file.
+            processes: those that call this together, and share the file, if any.
 
         Returns:
             The bytes now held in memory for this model: 0 where they do not fit.
+
+        Raises:
+            ValueError: the disk has no room for the file, or another run is writing it.
         """
         if self.holds_states_of(model):
             return self.cached_bytes
@@ -346,8 +369,8 @@ class LabelledTraces:
         shapes = key_shapes(model.base, n) if queries else []
         size = self.states_bytes(model.base, shapes)
         self._kept, self._states_of, self.cached_bytes = None, None, 0
-        fits = size <= limit_bytes
-        if not fits and file is None:
+        fits = self.states_folder is None and size <= limit_bytes
+        if not fits and self.states_folder is None:
             return 0
         hidden_size = model.base.config.get_text_config().hidden_size
         count, dtype = _elements(self, hidden_size, shapes), model.base.dtype
@@ -359,32 +382,95 @@ class LabelledTraces:
             states = kept(torch.empty(count, dtype=dtype, device=model.base.device))
             self._fill(states, model, progress, Processes())
         else:
-            assert file is not None
-            together = processes or Processes()
-            absent = together.sum(np.array([not file.is_file()], dtype=np.float64))
-            if absent.any():
-                partial = file.with_name(f".{file.name}.partial")
-                if together.main:
-                    partial.unlink(missing_ok=True)
-                    torch.from_file(str(partial), True, count, dtype=dtype)
-                together.wait()
-                new = torch.from_file(str(partial), True, count, dtype=dtype)
-                self._fill(kept(new), model, progress, together)
-                together.wait()
-                if together.main:
-                    partial.replace(file)
-                together.wait()
+            assert self.states_folder is not None
+            file = self.states_folder / f"{self._name_of_states(model, shapes)}.states"
+            self._write_states(file, kept, model, count, progress, processes or Processes())
             states = kept(torch.from_file(str(file), True, count, dtype=dtype))
         self._kept, self._states_of = states, _trunk_of(model)
         self._states_for = model.base.device
         self.cached_bytes = size if fits else 0
         return self.cached_bytes
 
-    def _fill(self, kept: _Kept, model: HasTrunk, progress: Progress, processes: Processes) -> None:
-        """Each process fills in what it computes; `kept` is theirs together."""
-        done = 0
+    def _name_of_states(self, model: HasTrunk, shapes: Sequence[KeyShape]) -> str:
+        """Tells these states from those of other traces, weights, layers or types."""
+        read = (model.config.num_policy_layers, model.policy.queries, list(shapes))
+        digest = hashlib.sha256(
+            repr((read, str(model.base.dtype), _weights_of(model.base))).encode()
+        )
+        for values in (self._tokens, self.token_lengths, self.table.num_steps, self.positions):
+            digest.update(np.ascontiguousarray(values, dtype=np.int64).tobytes())
+        return digest.hexdigest()[:32]
+
+    def _write_states(
+        self,
+        file: Path,
+        kept: Callable[[Tensor], _Kept],
+        model: HasTrunk,
+        count: int,
+        progress: Progress,
+        processes: Processes,
+    ) -> None:
+        """Fills the file, from where a killed run left it; nothing where it is complete."""
+        dtype = model.base.dtype
+        if not processes.sum(np.array([not file.is_file()], dtype=np.float64)).any():
+            return
+        partial, note = partial_of(file), file.with_suffix(".batches")
+        lock = None
+        if processes.main:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(file.parent)
+            size = count * dtype.itemsize
+            if not partial.is_file() or partial.stat().st_size != size:
+                note.unlink(missing_ok=True)
+                # Written through memory, a full disk would kill the process.
+                with room_needed(file.parent), partial.open("wb") as opened:
+                    os.posix_fallocate(opened.fileno(), 0, size)
+        processes.wait()
+        done = int(note.read_text()) if note.is_file() else 0
+        processes.wait()
+        noted = time.monotonic()
+
+        def wrote(batches: int) -> None:
+            nonlocal noted
+            if processes.size == 1 and time.monotonic() - noted > _NOTED_EVERY:
+                _make_durable(partial)
+                replace_file(note, str(batches).encode())
+                noted = time.monotonic()
+
+        new = torch.from_file(str(partial), True, count, dtype=dtype)
+        self._fill(kept(new), model, progress, processes, done, wrote)
+        processes.wait()
+        if lock is not None:
+            _make_durable(partial)
+            partial.replace(file)
+            sync_folder(file.parent)
+            note.unlink(missing_ok=True)
+            lock.close()
+        processes.wait()
+
+    def _fill(
+        self,
+        kept: _Kept,
+        model: HasTrunk,
+        progress: Progress,
+        processes: Processes,
+        first: int = 0,
+        wrote: Callable[[int], None] = lambda batches: None,
+    ) -> None:
+        """Each process fills in what it computes; `kept` is theirs together.
+
+        Args:
+            kept: where to.
+            model: whose trunk.
+            progress: as for `cache_states`.
+            processes: likewise.
+            first: how many batches are there already.
+            wrote: told after each batch how many are there now, with one process.
+        """
+        batches = list(length_batches(self.token_lengths))
+        done = sum(map(len, batches[:first]))
         size = kept.tokens.nbytes + kept.steps.nbytes
-        for rows, _ in processes.turns(list(length_batches(self.token_lengths))):
+        for number, (rows, _) in enumerate(processes.turns(batches[first:]), first + 1):
             out = self._run_trunk(model, rows)
             tokens = kept.flat_keys(out.keys) if kept.shapes else out.hidden
             for b, row in enumerate(rows):
@@ -393,8 +479,27 @@ class LabelledTraces:
                 if kept.shapes:
                     start, end = self._step_starts[row], self._step_starts[row + 1]
                     kept.steps[start:end] = out.hidden[b, : end - start]
+            wrote(number)
             done = min(done + len(rows) * processes.size, len(self))
             progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
+
+
+def _make_durable(path: Path) -> None:
+    with path.open("rb+") as opened:
+        sync_file(opened)
+
+
+@torch.no_grad()
+def _weights_of(base: Any) -> str:
+    """What tells a causal LM's weights from others: of its files, or a few values of each."""
+    if (found := fingerprint_of(base)) is not None:
+        return found
+    digest = hashlib.sha256()
+    for name, parameter in base.named_parameters():
+        flat = parameter.detach().flatten()
+        some = flat[torch.linspace(0, len(flat) - 1, 4).long().to(flat.device)]
+        digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
+    return digest.hexdigest()
 
 
 _TRIED = ("forced_answer_ids", "forced_logprob", "forced_entropy")

@@ -104,7 +104,7 @@ class Plan:
         training_cached_peak_gib: the same with the trunk's states kept on disk: the base leaves the
             GPU once they are there, unless its weights are packed.
         training_hours: all epochs with the trunk run anew, over all GPUs.
-        training_disk_gib: the trunk's states, with --cache-on-disk.
+        training_disk_gib: the trunk's states, with --states.
         serving_kv_tokens: tokens of all rows that vLLM can hold on one GPU, base and policy.
         notes: what may stand in the way.
     """
@@ -183,7 +183,7 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         notes.append(
             "transformers keeps experts of MXFP4 packed where the packages kernels and triton are "
             f"installed; elsewhere it unpacks the base, and training takes "
-            f"{(peak - weights + unpacked) / GIB:.1f} GiB, or {there:.1f} with --cache-on-disk"
+            f"{(peak - weights + unpacked) / GIB:.1f} GiB, or {there:.1f} with --states"
         )
     if streams < work.streams:
         notes.append(f"labelling holds {streams} of the longest traces at once, not {work.streams}")
@@ -377,7 +377,7 @@ def _notes(
     limit = work.gpu_gib * GIB
     if cached <= limit < peak:
         notes.append(
-            f"training fits with --cache-on-disk ({cached / GIB:.1f} GiB): the base leaves the GPU "
+            f"training fits with --states ({cached / GIB:.1f} GiB): the base leaves the GPU "
             "once the trunk's states are on disk"
         )
     elif peak > limit:
@@ -407,7 +407,7 @@ def print_plan(plan: Plan, work: Workload, console: Console) -> None:
         "",
     )
     table.add_row(
-        "training, --cache-on-disk",
+        "training, --states",
         f"{plan.training_cached_peak_gib:.1f} GiB",
         "",
         f"{plan.training_disk_gib:.0f} GiB",

@@ -75,7 +75,7 @@ def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path
 
 def test_a_base_that_fits_in_one_way_only_says_which() -> None:
     code, said = run("plan", "--base", BASES / QWEN3)
-    assert (code, "training fits with --cache-on-disk (63.7 GiB)" in said) == (0, True)
+    assert (code, "training fits with --states (63.7 GiB)" in said) == (0, True)
     code, said = run("plan", "--base", BASES / QWEN3, "--gpu-gib", 63)
     assert (code, "fits with" in said, "does not fit" in said) == (1, False, True)
 

@@ -88,7 +88,7 @@ def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
             for name, area in areas.items()
         ],
     )
-    lines = tables.readme(results, frontiers).splitlines()[2:]
+    lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == [
         "full trace",
         "**OS-Pruner, λ=1e-4**",

@@ -98,10 +98,15 @@ def fit(
         settings: TrainSettings = SETTINGS,
         labels: Dataset | LabelledTraces | None = None,
         out: Path = tmp_path / "run",
+        states: Path | None = None,
         **changes: Any,
     ) -> list[StageResult]:
         labels = make_labels(64) if labels is None else labels
         held_out = changes.pop("validation", make_labels(40, seed=1, prefix="v"))
+        if states is not None:
+            labels, held_out = map(LabelledTraces.from_dataset, (labels, held_out))
+            for traces in (labels, held_out):
+                traces.keep_states(states)
         label_settings = LabelSettings(
             base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict()
         )

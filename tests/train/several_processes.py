@@ -51,17 +51,17 @@ def main() -> None:
             raise BreakOffError
 
     def settings(table: TraceTable) -> TrainSettings:
-        # One process takes a batch whole and runs the trunk anew, these take it in parts; copies
-        # share a file of the trunk's states.
+        # One process takes a batch whole and runs the trunk anew, these take it in parts.
         return dataclasses.replace(
             OF.get(how, SETTINGS),
             gradient_checkpointing=how.endswith("shard"),
-            cache_on_disk=how in ("copies", "queries"),
             micro_batch_tokens=400,
         )
 
     try:
-        train_from_labels(labels, out, settings, progress=count, processes=processes)
+        # Copies share a file of the trunk's states.
+        states = f"{out}.states" if how in ("copies", "queries") else None
+        train_from_labels(labels, out, settings, states=states, progress=count, processes=processes)
     except BreakOffError:
         print(
             f"broke off in process {processes.rank} of {processes.size}, sharded: "

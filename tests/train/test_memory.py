@@ -35,6 +35,7 @@ def test_the_statement_is_what_tensors_then_take(
     tiny_tokenizer: PreTrainedTokenizerFast,
     tiny_base_dir: Path,
     make_labels: MakeLabels,
+    tmp_path: Path,
 ) -> None:
     settings = TrainSettings(length_penalties=(1e-2, 1e-3), tuning=tuning)  # type: ignore[arg-type]
     targets = list(settings.targets().values())
@@ -54,12 +55,8 @@ def test_the_statement_is_what_tensors_then_take(
     moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert need.optimizer_bytes == held(moments)
     assert need.states_bytes == 2 * traces.cache_states(model, 2**30)
-    small = memory_need(
-        tiny_base,
-        [dataclasses.replace(settings, cache_limit_bytes=0, cache_on_disk=True)],
-        traces,
-        traces,
-    )
+    traces.keep_states(tmp_path)
+    small = memory_need(tiny_base, [settings], traces, traces)
     assert (small.states_bytes, small.disk_bytes) == (0, need.states_bytes)
     assert "on disk" in str(small)
     assert need.base_bytes == tiny_base.get_memory_footprint()
@@ -104,14 +101,14 @@ def test_the_base_leaves_the_device_once_its_states_are_kept(
         tuning=tuning,  # type: ignore[arg-type]
         lora_rank=2,
         cache_limit_bytes=2**30 if kept == "memory" else 0,
-        cache_on_disk=kept == "disk",
     )
-    (alone,) = fit(settings, out=tmp_path / "alone")
+    states = tmp_path / "states" if kept == "disk" else None
+    (alone,) = fit(settings, out=tmp_path / "alone", states=states)
     assert not any(p.is_meta for p in tiny_base.parameters())  # the caller put it where it is
     monkeypatch.setattr("ospruner.train.processes._HOST", "meta")  # where nothing can be computed
     processes = Processes()
     processes.device = torch.device("cpu")
-    (result,) = fit(settings, out=tmp_path / "placed", processes=processes)
+    (result,) = fit(settings, out=tmp_path / "placed", states=states, processes=processes)
     left = {name for name, p in tiny_base.named_parameters() if p.is_meta}
     last = {
         name for name, _ in tiny_base.named_parameters() if "layers.2" in name or "layers.3" in name

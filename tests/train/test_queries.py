@@ -183,8 +183,10 @@ def test_kept_states_and_other_ways_give_the_same(
     head = vars(config).get("head_dim") or width // config.num_attention_heads
     numbers = traces.token_lengths.sum() * 2 * 2 * heads * head + traces.table.mask.sum() * width
     assert size == numbers * 4
-    assert on_disk.cache_states(model, 0, file=tmp_path / "states") == 0
-    assert (tmp_path / "states").stat().st_size == size
+    on_disk.keep_states(tmp_path / "states")
+    assert on_disk.cache_states(model, 0) == 0
+    (file,) = (tmp_path / "states").glob("*.states")
+    assert file.stat().st_size == size
     monkeypatch.setattr("ospruner.train.trunk.takes_packing", lambda base: False)
     ways = {
         "memory": gradients(model, in_memory.states(model, rows), traces),
@@ -256,10 +258,8 @@ def test_a_run_in_parts_and_from_disk_ends_alike(
 ) -> None:
     settings = dataclasses.replace(SHORT, tuning="queries")
     (whole,) = fit(settings, out=tmp_path / "whole")
-    parts = dataclasses.replace(
-        settings, cache_limit_bytes=0, cache_on_disk=True, micro_batch_tokens=100
-    )
-    (other,) = fit(parts, out=tmp_path / "parts")
+    parts = dataclasses.replace(settings, micro_batch_tokens=100)
+    (other,) = fit(parts, out=tmp_path / "parts", states=tmp_path / "states")
     ours, theirs = (load_file(one.path / "model.safetensors") for one in (whole, other))
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], atol=2e-3, rtol=0)

@@ -11,13 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.durable import DamagedError, read_checked
+from modeling_ospruner.common.durable import DamagedError, lock_folder, read_checked
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.verify import verify_folder
@@ -165,19 +168,83 @@ def test_states_on_disk_train_the_same_bits_and_are_found_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (kept,) = fit(SHORT, make_labels(40), tmp_path / "memory")
-    settings = dataclasses.replace(SHORT, cache_limit_bytes=0, cache_on_disk=True)
-    (disk,) = fit(settings, make_labels(40), tmp_path / "disk")
-    files = [tmp_path / "disk" / f"trunk_states.{name}" for name in ("train", "validation")]
+    states = tmp_path / "states"
+    (disk,) = fit(SHORT, make_labels(40), tmp_path / "disk", states)
     traces = LabelledTraces.from_dataset(make_labels(40))
-    assert files[0].stat().st_size == 4 * 32 * int(traces.token_lengths.sum())
+    sizes = [file.stat().st_size for file in states.glob("*.states")]
+    assert len(sizes) == 2
+    assert 4 * 32 * int(traces.token_lengths.sum()) in sizes
     ours, theirs = (load_file(stage.path / "model.safetensors") for stage in (kept, disk))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    # A run that begins anew there reads them; no trunk runs.
-    for name in ("checkpoint.pt", "log.jsonl"):
-        (tmp_path / "disk" / name).unlink()
+    # Another run on these labels reads them; no trunk runs.
     monkeypatch.setattr(LabelledTraces, "_run_trunk", None)
-    (again,) = fit(settings, make_labels(40), tmp_path / "disk")
-    assert again == disk
+    (again,) = fit(SHORT, make_labels(40), tmp_path / "again", states)
+    assert (again.accuracy, again.tokens) == (disk.accuracy, disk.tokens)
+
+
+def test_a_pass_of_the_trunk_goes_on_where_it_was_cut(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After three of six batches; other weights have a file of their own."""
+
+    def six_batches(token_lengths: Any) -> list[Any]:
+        return np.split(np.arange(12), 6)
+
+    monkeypatch.setattr("ospruner.train.trunk.length_batches", six_batches)
+    monkeypatch.setattr("ospruner.train.trunk._NOTED_EVERY", -1.0)
+    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
+    whole = LabelledTraces.from_dataset(make_labels(12))
+    assert whole.cache_states(model, 2**30) > 0
+    asked: list[int] = []
+
+    class CutError(Exception):
+        pass
+
+    def counted(self: LabelledTraces, model: Any, rows: Any) -> Any:
+        asked.append(len(rows))
+        if len(asked) == 4:
+            raise CutError
+        return run_trunk(self, model, rows)
+
+    run_trunk = LabelledTraces._run_trunk
+    monkeypatch.setattr(LabelledTraces, "_run_trunk", counted)
+    cut = LabelledTraces.from_dataset(make_labels(12))
+    cut.keep_states(tmp_path)
+    with pytest.raises(CutError):
+        cut.cache_states(model, 0)
+    assert [file.read_text() for file in tmp_path.glob("*.batches")] == ["3"]
+    on = LabelledTraces.from_dataset(make_labels(12))
+    on.keep_states(tmp_path)
+    on.cache_states(model, 0)
+    assert len(asked) == 4 + 3
+    rows = np.arange(12)
+    assert torch.equal(on.states(model, rows).hidden, whole.states(model, rows).hidden)
+    assert [file.suffix for file in tmp_path.iterdir() if not file.name.startswith(".")] == [
+        ".states"
+    ]
+    with torch.no_grad():
+        tiny_base.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
+    other = LabelledTraces.from_dataset(make_labels(12))
+    other.keep_states(tmp_path)
+    other.cache_states(model, 0)
+    assert len(list(tmp_path.glob("*.states"))) == 2
+
+
+def test_a_folder_of_states_is_written_by_one_run(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+) -> None:
+    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
+    traces = LabelledTraces.from_dataset(make_labels(12))
+    traces.keep_states(tmp_path)
+    with lock_folder(tmp_path), pytest.raises(ValueError, match="being written by another run"):
+        traces.cache_states(model, 0)
 
 
 def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(

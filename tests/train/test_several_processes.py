@@ -99,8 +99,7 @@ def test_one_process_starts_and_two_end(
         train_from_labels(labels, tmp_path / "run", lambda table: SETTINGS, progress=cut)
     launch(PROGRAM, labels, tmp_path / "run", how, EVER)
     same_curve(tmp_path / "run", alone)
-    shared = sorted(one.name for one in (tmp_path / "run").glob("trunk_states.*"))
-    assert shared == (["trunk_states.train", "trunk_states.validation"] * (how == "copies"))
+    assert len([*(tmp_path / "run.states").glob("*.states")]) == 2 * (how == "copies")
 
 
 @pytest.mark.slow
@@ -122,16 +121,20 @@ def test_two_processes_train_queries_as_one_does(how: str, labels: Path, tmp_pat
     train_from_labels(labels, tmp_path / "alone", lambda table: QUERIES)
     launch(PROGRAM, labels, tmp_path / "run", how, EVER)
     same_curve(tmp_path / "run", tmp_path / "alone")
-    kept = sorted(one.name for one in (tmp_path / "run").glob("trunk_states.*"))
-    assert kept == (["trunk_states.train", "trunk_states.validation"] * (how == "queries"))
+    assert len([*(tmp_path / "run.states").glob("*.states")]) == 2 * (how == "queries")
 
 
 def test_processes_of_several_machines_share_no_file(labels: Path, tmp_path: Path) -> None:
     processes = Processes()
     processes.one_machine = False
-    settings = dataclasses.replace(SETTINGS, cache_on_disk=True)
-    with pytest.raises(ValueError, match="cache_on_disk is for the processes of one machine"):
-        train_from_labels(labels, tmp_path / "run", lambda table: settings, processes=processes)
+    with pytest.raises(ValueError, match="are kept in .* by the processes of one machine"):
+        train_from_labels(
+            labels,
+            tmp_path / "run",
+            lambda table: SETTINGS,
+            states=tmp_path / "states",
+            processes=processes,
+        )
 
 
 @pytest.mark.slow

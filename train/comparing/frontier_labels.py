@@ -100,6 +100,7 @@ def frontier_of_labels(
     replicates: int = REPLICATES,
     seed: int = 0,
     device: str | None = None,
+    states: str | Path | None = None,
     progress: Progress = silent,
 ) -> FrontierFound:
     """Compares whole methods: every choice on validation labels, every number on the others.
@@ -118,6 +119,7 @@ def frontier_of_labels(
         replicates: resamples.
         seed: of the resamples.
         device: where policies compute; None for the best there is.
+        states: folder in which the trunk's states are kept, as for `train_from_labels`.
         progress: called with phases "trunk", "policies" and "thinking".
 
     Raises:
@@ -144,6 +146,9 @@ def frontier_of_labels(
     if uses or "just-enough" in rules:
         model, _ = load_labelled_base(base, ours, force_base, device_named(device))
     traces = [LabelledTraces.from_dataset(found.traces) for found in (chosen_on, ours)]
+    if states is not None:
+        for labelled in traces:
+            labelled.keep_states(states)
     wanted = model if "just-enough" in rules else None
     splits = Splits(
         _split(chosen_on, traces[0], wanted, progress),
@@ -237,7 +242,7 @@ def _policy_families(
         progress("policies", number, len(paths))
         assert base is not None  # loaded where there are policies
         model = OSPrunerForCausalLM.from_base(base, path)
-        outputs[path] = [predict_outputs(model, split) for split in traces]
+        outputs[path] = [predict_outputs(model, split, progress=progress) for split in traces]
     # Of each method, for each lambda its seeds; a classifier has one entry, whatever its threshold.
     methods: dict[str, tuple[str, dict[float, dict[str, Said]]]] = {}
     for use in uses:
