@@ -38,7 +38,7 @@ from ospruner.train.tail import no_denormals
 from ospruner.train.toy.domains import DOMAINS, draw_domain
 from ospruner.train.toy.problems import Split
 from ospruner.train.toy.shipped import MIXED_SHIPPED, Reasoner
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 MIX, THIRD = "all three", "a third of each"
 PRICES = (2e-4, 1e-3, 5e-3)

@@ -34,7 +34,7 @@ from ospruner.train.loop import train
 from ospruner.train.settings import Baseline
 from ospruner.train.toy.demo import BASELINES, DemoSize, train_settings
 from ospruner.train.toy.shipped import Reasoner
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 
 def passes(size: DemoSize) -> list[int]:

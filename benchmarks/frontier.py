@@ -51,7 +51,7 @@ from ospruner.train.fresh import StageResult, predict, predict_outputs
 from ospruner.train.from_labels import load_labels
 from ospruner.train.toy.demo import STEEP_RUN
 from ospruner.train.toy.shipped import Reasoner
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for
 BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas

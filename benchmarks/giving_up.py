@@ -27,7 +27,7 @@ from ospruner.eval.stopping import threshold_stop
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable
 from ospruner.train.from_labels import load_labels
 from ospruner.train.replay_labels import PRICE_THRESHOLD, predictions
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 
 def told_apart(values: FloatArray, hopeless: BoolArray) -> tuple[float, float]:

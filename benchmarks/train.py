@@ -42,7 +42,7 @@ from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import step_outputs
 from ospruner.train.toy.shipped import Reasoner
-from ospruner.train.trunk import Batch, LabelledTraces, States
+from ospruner.train.traces import Batch, LabelledTraces, States
 
 PENALTY = 1e-4
 

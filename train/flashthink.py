@@ -32,7 +32,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
 
 from .settings import TrainSettings
-from .trunk import LabelledTraces
+from .traces import LabelledTraces
 
 __all__ = ["PROMPT", "Verifier", "load_verifier_base", "tokens_read", "verifier_traces"]
 

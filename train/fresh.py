@@ -38,7 +38,8 @@ from .objective import classification_loss, every_price_loss, objective_loss
 from .processes import Processes
 from .settings import Stage, TrainSettings
 from .tail import step_outputs
-from .trunk import Batch, LabelledTraces, States, length_batches, refuse_beyond_positions
+from .traces import Batch, LabelledTraces, States, refuse_beyond_positions
+from .trunk.batches import length_batches
 
 __all__ = [
     "Predicted",

@@ -49,7 +49,7 @@ from .labels.rows import OptionIds
 from .loop import StageResult, memory_need, train_together
 from .processes import Processes
 from .settings import SCHEDULES, TrainSettings, automatic_penalties, automatic_range
-from .trunk import LabelledTraces
+from .traces import LabelledTraces
 
 __all__ = [
     "Labels",

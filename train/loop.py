@@ -40,7 +40,8 @@ from .run import Run, TrainingDivergedError
 from .run_folder import RunFolder, labels_hash
 from .settings import TrainSettings
 from .tail import no_denormals
-from .trunk import LabelledTraces, key_shapes, refuse_beyond_positions
+from .traces import LabelledTraces, refuse_beyond_positions
+from .trunk.kept import key_shapes
 
 __all__ = [
     "MemoryNeed",

@@ -56,7 +56,7 @@ from ospruner.hub_cards.render import read_policy_config, write_policy_card
 from .flashthink import Verifier, tokens_read, verifier_traces
 from .fresh import Predicted, predict, predict_outputs
 from .from_labels import Labels, forced_base, load_labelled_base, load_labels
-from .trunk import LabelledTraces
+from .traces import LabelledTraces
 
 __all__ = [
     "THRESHOLDS",

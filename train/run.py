@@ -38,7 +38,8 @@ from .processes import Processes, load_whole, split_as, whole
 from .run_folder import RunFolder, labels_hash
 from .settings import Stage, TrainSettings
 from .tail import TrainedPolicy, computes_in_bfloat16
-from .trunk import Batch, LabelledTraces, States, epoch_batches, micro_batches
+from .traces import Batch, LabelledTraces, States
+from .trunk.batches import epoch_batches, micro_batches
 
 __all__ = ["Run", "TrainingDivergedError", "new_optimizer"]
 

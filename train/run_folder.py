@@ -33,7 +33,7 @@ from modeling_ospruner.common.durable import (
 )
 from ospruner.eval.schema import TraceTable
 
-from .trunk import Batch
+from .traces import Batch
 
 __all__ = ["RunFolder", "labels_hash", "read_checkpoint", "state_hash"]
 

@@ -17,7 +17,7 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import FEATURES, LabelSettings
 from ospruner.train.loop import StageResult, train
 from ospruner.train.settings import TrainSettings
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 MakeLabels = Callable[..., Dataset]
 PENALTY = 5e-3

@@ -34,7 +34,7 @@ from ospruner.train.labels.writer import LabelFolder
 from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import R1_PENALTIES
 from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 from ospruner_cli import app
 
 

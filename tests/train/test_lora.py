@@ -28,7 +28,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.train.fresh import predict
 from ospruner.train.loop import train
 from ospruner.train.settings import TrainSettings
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 from .conftest import MakeLabels
 

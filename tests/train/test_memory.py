@@ -19,7 +19,7 @@ from ospruner.train.processes import Processes
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import step_outputs
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 from .conftest import SHORT, MakeLabels
 

@@ -25,7 +25,8 @@ from ospruner.train.processes import Processes
 from ospruner.train.run import Run
 from ospruner.train.run_folder import RunFolder
 from ospruner.train.settings import TrainSettings
-from ospruner.train.trunk import LabelledTraces, micro_batches
+from ospruner.train.traces import LabelledTraces
+from ospruner.train.trunk.batches import micro_batches
 
 from .conftest import SHORT, MakeLabels, log_of
 

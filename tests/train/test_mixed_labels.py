@@ -27,7 +27,7 @@ from ospruner.train.from_labels import (
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.replay_labels import calibrate_policy, replay_labels
 from ospruner.train.toy.shipped import Reasoner, draw_split
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 from ospruner_cli import app
 
 

@@ -16,7 +16,7 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.loop import StageResult, train, train_together
 from ospruner.train.settings import TrainSettings
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 from .conftest import MakeLabels
 

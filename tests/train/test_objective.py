@@ -10,7 +10,7 @@ import torch
 
 from ospruner.train.fresh import batch_loss
 from ospruner.train.objective import answer_history, auxiliary_loss, classification_loss
-from ospruner.train.trunk import Batch
+from ospruner.train.traces import Batch
 
 NUM_STEPS = (5, 1, 3)
 

@@ -43,7 +43,8 @@ from ospruner.train.run import Run
 from ospruner.train.run_folder import RunFolder
 from ospruner.train.settings import Stage, TrainSettings
 from ospruner.train.tail import FusedKernels, TrainedPolicy
-from ospruner.train.trunk import LabelledTraces, micro_batches
+from ospruner.train.traces import LabelledTraces
+from ospruner.train.trunk.batches import micro_batches
 
 from .conftest import MakeLabels
 
@@ -274,7 +275,7 @@ def base_and_policy(name: str, fake: FakeTensorMode, tuning: str) -> Verifier:
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any device, what is done on CUDA."""
     monkeypatch.setattr("ospruner.train.tail.fused_kernels", lambda device: FusedKernels())
-    monkeypatch.setattr("ospruner.train.trunk.takes_packing", lambda base: False)
+    monkeypatch.setattr("ospruner.train.traces.takes_packing", lambda base: False)
 
 
 def step_peak(name: str, settings: TrainSettings, out: Path, attention: OnlyFused) -> int:

@@ -22,7 +22,8 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train.fresh import predict
 from ospruner.train.tail import step_outputs, takes_fast_tail
-from ospruner.train.trunk import LabelledTraces, epoch_batches, length_batches
+from ospruner.train.traces import LabelledTraces
+from ospruner.train.trunk.batches import epoch_batches, length_batches
 
 MakeLabels = Callable[..., Dataset]
 TINY: dict[str, Any] = {

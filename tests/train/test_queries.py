@@ -26,7 +26,7 @@ from ospruner.train.fresh import StageResult, predict
 from ospruner.train.processes import Processes
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import TrainedPolicy, step_outputs
-from ospruner.train.trunk import LabelledTraces, States
+from ospruner.train.traces import LabelledTraces, States
 
 from .conftest import SETTINGS, SHORT, MakeLabels
 from .test_trained import FAMILIES, SIZES
@@ -187,7 +187,7 @@ def test_kept_states_and_other_ways_give_the_same(
     assert on_disk.cache_states(model, 0) == 0
     (file,) = (tmp_path / "states").glob("*.states")
     assert file.stat().st_size == size
-    monkeypatch.setattr("ospruner.train.trunk.takes_packing", lambda base: False)
+    monkeypatch.setattr("ospruner.train.traces.takes_packing", lambda base: False)
     ways = {
         "memory": gradients(model, in_memory.states(model, rows), traces),
         "disk": gradients(model, on_disk.states(model, rows), traces),

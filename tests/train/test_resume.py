@@ -26,7 +26,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.train.loop import StageResult
 from ospruner.train.run_folder import read_checkpoint, state_hash
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 from ..conftest import Fuzzed
 from .conftest import SETTINGS, SHORT, MakeLabels, log_of
@@ -194,8 +194,8 @@ def test_a_pass_of_the_trunk_goes_on_where_it_was_cut(
     def six_batches(token_lengths: Any) -> list[Any]:
         return np.split(np.arange(12), 6)
 
-    monkeypatch.setattr("ospruner.train.trunk.length_batches", six_batches)
-    monkeypatch.setattr("ospruner.train.trunk._NOTED_EVERY", -1.0)
+    monkeypatch.setattr("ospruner.train.traces.length_batches", six_batches)
+    monkeypatch.setattr("ospruner.train.trunk.kept._NOTED_EVERY", -1.0)
     model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
     whole = LabelledTraces.from_dataset(make_labels(12))
     assert whole.cache_states(model, 2**30) > 0

@@ -20,7 +20,7 @@ from ospruner.train.fresh import batch_loss
 from ospruner.train.processes import Processes
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import TrainedPolicy, no_denormals
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 
 from .conftest import MakeLabels
 

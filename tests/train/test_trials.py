@@ -30,7 +30,7 @@ from ospruner.train.fresh import new_policy, predict_outputs
 from ospruner.train.labels.making import label
 from ospruner.train.loop import StageResult
 from ospruner.train.toy.shipped import Reasoner, draw_split
-from ospruner.train.trunk import LabelledTraces
+from ospruner.train.traces import LabelledTraces
 from ospruner_cli import app
 
 from .conftest import SETTINGS, SHORT, MakeLabels

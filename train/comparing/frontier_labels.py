@@ -41,7 +41,7 @@ from ospruner.eval.table import TraceTable
 
 from ..fresh import Predicted, predict_outputs
 from ..from_labels import Labels, load_labelled_base, load_labels
-from ..trunk import LabelledTraces
+from ..traces import LabelledTraces
 
 __all__ = ["RULES", "FrontierFound", "frontier_of_labels", "rules_named", "save_found"]
 

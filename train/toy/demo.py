@@ -33,7 +33,7 @@ from ..loop import StageResult, train
 from ..replay_labels import PRICE_THRESHOLD, calibrate_policy
 from ..settings import TrainSettings
 from ..tail import no_denormals
-from ..trunk import LabelledTraces
+from ..traces import LabelledTraces
 from .comparison import (
     MIN_PROBLEMS,
     Comparison,

@@ -15,7 +15,7 @@ from modeling_ospruner.common.progress import PhaseBars
 from ..loop import train
 from ..settings import TrainSettings
 from ..tail import no_denormals
-from ..trunk import LabelledTraces
+from ..traces import LabelledTraces
 from .problems import Split
 from .shipped import Reasoner, draw_split
 

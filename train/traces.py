@@ -1,24 +1,17 @@
 """Labelled traces in memory, as batches: one trace a row for the tail, packed for the trunk.
 
 The trunk (the frozen layers below the tail) is the same in every epoch, so its output is kept in
-memory where it fits. Padding stands at the right end of a row, where no causal layer sees it.
+memory where it fits, or in files. Padding stands at the right end of a row, where no causal layer
+sees it.
 
 A policy that is queries only reads the trunk's output at step ends alone, and the base's keys and
 values in the last n layers everywhere; so these are kept, in their place.
-
-Packed, several traces stand in a line and each attends to itself alone: where every layer is full
-or sliding attention, position ids that start again at each trace tell transformers' masks where one
-ends (`masking_utils.find_packed_sequence_indices`). Recurrent layers would carry their state over
-from trace to trace, so their traces go one a row.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,21 +22,10 @@ import numpy.typing as npt
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from modeling_ospruner.common.durable import (
-    lock_folder,
-    partial_of,
-    replace_file,
-    room_needed,
-    sync_file,
-    sync_folder,
-)
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.loading_ospruner import fingerprint_of
-from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
+from modeling_ospruner.policy_ospruner import LayerKeys
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import IntArray
@@ -51,25 +33,11 @@ from ospruner.eval.table import IntArray
 from .objective import AUXILIARY_TARGETS, answer_history
 from .processes import Processes
 from .tail import no_scores
+from .trunk.batches import length_batches
+from .trunk.kept import Kept, KeyShape, complete_file, key_shapes, padded, token_width, weights_of
+from .trunk.packing import pack, takes_packing
 
-__all__ = [
-    "Batch",
-    "LabelledTraces",
-    "Packed",
-    "States",
-    "epoch_batches",
-    "key_shapes",
-    "length_batches",
-    "micro_batches",
-    "pack",
-    "refuse_beyond_positions",
-    "takes_packing",
-]
-
-
-_BUCKET_BATCHES = 16
-_FORWARD_TOKENS = 16_384
-_NOTED_EVERY = 30.0  # seconds between notes of how far a file of states has come
+__all__ = ["Batch", "LabelledTraces", "States", "refuse_beyond_positions"]
 
 
 class HasTrunk(Protocol):
@@ -153,7 +121,7 @@ class LabelledTraces:
         self._starts = np.concatenate([[0], np.cumsum(token_lengths)])
         steps = np.concatenate([[0], np.cumsum(table.num_steps)])
         self._step_starts: IntArray = steps
-        self._kept: _Kept | None = None
+        self._kept: Kept | None = None
         self._states_of: tuple[Any, int, bool] | None = None
         self._states_for = torch.device("cpu")  # where the base computed them
 
@@ -288,10 +256,10 @@ class LabelledTraces:
         if self._kept is None or not self.holds_states_of(model):
             return self._run_trunk(model, rows)
         kept = self._kept
-        tokens = _padded(kept.tokens, self._starts, rows).to(self._states_for)
+        tokens = padded(kept.tokens, self._starts, rows).to(self._states_for)
         if not kept.shapes:
             return States(tokens)
-        hidden = _padded(kept.steps, self._step_starts, rows).to(self._states_for)
+        hidden = padded(kept.steps, self._step_starts, rows).to(self._states_for)
         return States(hidden, kept.keys_of(tokens))
 
     def holds_states_of(self, model: HasTrunk) -> bool:
@@ -375,8 +343,8 @@ class LabelledTraces:
         hidden_size = model.base.config.get_text_config().hidden_size
         count, dtype = _elements(self, hidden_size, shapes), model.base.dtype
 
-        def kept(flat: Tensor) -> _Kept:
-            return _Kept.of(flat, int(self.token_lengths.sum()), hidden_size, shapes)
+        def kept(flat: Tensor) -> Kept:
+            return Kept.of(flat, int(self.token_lengths.sum()), hidden_size, shapes)
 
         if fits:
             states = kept(torch.empty(count, dtype=dtype, device=model.base.device))
@@ -384,7 +352,13 @@ class LabelledTraces:
         else:
             assert self.states_folder is not None
             file = self.states_folder / f"{self._name_of_states(model, shapes)}.states"
-            self._write_states(file, kept, model, count, progress, processes or Processes())
+            together = processes or Processes()
+
+            def fill(partial: Path, first: int, wrote: Callable[[int], None]) -> None:
+                new = kept(torch.from_file(str(partial), True, count, dtype=dtype))
+                self._fill(new, model, progress, together, first, wrote)
+
+            complete_file(file, size, fill, together)
             states = kept(torch.from_file(str(file), True, count, dtype=dtype))
         self._kept, self._states_of = states, _trunk_of(model)
         self._states_for = model.base.device
@@ -395,62 +369,15 @@ class LabelledTraces:
         """Tells these states from those of other traces, weights, layers or types."""
         read = (model.config.num_policy_layers, model.policy.queries, list(shapes))
         digest = hashlib.sha256(
-            repr((read, str(model.base.dtype), _weights_of(model.base))).encode()
+            repr((read, str(model.base.dtype), weights_of(model.base))).encode()
         )
         for values in (self._tokens, self.token_lengths, self.table.num_steps, self.positions):
             digest.update(np.ascontiguousarray(values, dtype=np.int64).tobytes())
         return digest.hexdigest()[:32]
 
-    def _write_states(
-        self,
-        file: Path,
-        kept: Callable[[Tensor], _Kept],
-        model: HasTrunk,
-        count: int,
-        progress: Progress,
-        processes: Processes,
-    ) -> None:
-        """Fills the file, from where a killed run left it; nothing where it is complete."""
-        dtype = model.base.dtype
-        if not processes.sum(np.array([not file.is_file()], dtype=np.float64)).any():
-            return
-        partial, note = partial_of(file), file.with_suffix(".batches")
-        lock = None
-        if processes.main:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(file.parent)
-            size = count * dtype.itemsize
-            if not partial.is_file() or partial.stat().st_size != size:
-                note.unlink(missing_ok=True)
-                # Written through memory, a full disk would kill the process.
-                with room_needed(file.parent), partial.open("wb") as opened:
-                    os.posix_fallocate(opened.fileno(), 0, size)
-        processes.wait()
-        done = int(note.read_text()) if note.is_file() else 0
-        processes.wait()
-        noted = time.monotonic()
-
-        def wrote(batches: int) -> None:
-            nonlocal noted
-            if processes.size == 1 and time.monotonic() - noted > _NOTED_EVERY:
-                _make_durable(partial)
-                replace_file(note, str(batches).encode())
-                noted = time.monotonic()
-
-        new = torch.from_file(str(partial), True, count, dtype=dtype)
-        self._fill(kept(new), model, progress, processes, done, wrote)
-        processes.wait()
-        if lock is not None:
-            _make_durable(partial)
-            partial.replace(file)
-            sync_folder(file.parent)
-            note.unlink(missing_ok=True)
-            lock.close()
-        processes.wait()
-
     def _fill(
         self,
-        kept: _Kept,
+        kept: Kept,
         model: HasTrunk,
         progress: Progress,
         processes: Processes,
@@ -484,101 +411,13 @@ class LabelledTraces:
             progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
 
 
-def _make_durable(path: Path) -> None:
-    with path.open("rb+") as opened:
-        sync_file(opened)
-
-
-@torch.no_grad()
-def _weights_of(base: Any) -> str:
-    """What tells a causal LM's weights from others: of its files, or a few values of each."""
-    if (found := fingerprint_of(base)) is not None:
-        return found
-    digest = hashlib.sha256()
-    for name, parameter in base.named_parameters():
-        flat = parameter.detach().flatten()
-        some = flat[torch.linspace(0, len(flat) - 1, 4).long().to(flat.device)]
-        digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
-    return digest.hexdigest()
-
-
 _TRIED = ("forced_answer_ids", "forced_logprob", "forced_entropy")
-
-
-KeyShape = tuple[int, int, int]
-"""Of one layer: KV heads, and the width of a key and of a value."""
-
-
-@torch.no_grad()
-def key_shapes(base: Any, num_layers: int) -> list[KeyShape]:
-    """Shapes of a causal LM's keys and values in its last layers, of one token; it is run on one.
-
-    Args:
-        base: the causal LM.
-        num_layers: n.
-    """
-    one = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
-    with Reader(base, num_layers, queries=True, stop_there=True) as reader:
-        with suppress(TrunkDone):
-            base.get_decoder()(input_ids=one, use_cache=False)
-        return [(k.keys.shape[1], k.keys.shape[3], k.values.shape[3]) for k in reader.keys]
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The trunk's states of all traces, one after the other.
-
-    Attributes:
-        tokens: (tokens, W): states, or for a policy that is queries only keys and values.
-        steps: (steps, H), states at step ends, for such a policy; else (0, H).
-        shapes: of its keys and values.
-    """
-
-    tokens: Tensor
-    steps: Tensor
-    shapes: Sequence[KeyShape]
-
-    @classmethod
-    def of(cls, flat: Tensor, tokens: int, hidden_size: int, shapes: Sequence[KeyShape]) -> _Kept:
-        """Both parts of one tensor, in memory or of a file."""
-        cut = tokens * _token_width(hidden_size, shapes)
-        return cls(flat[:cut].view(tokens, -1), flat[cut:].view(-1, hidden_size), shapes)
-
-    def flat_keys(self, keys: Sequence[LayerKeys]) -> Tensor:
-        """(B, S, W) of each layer's keys and values (B, KV, S, D)."""
-        parts = [part for one in keys for part in (one.keys, one.values)]
-        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=-1)
-
-    def keys_of(self, flat: Tensor) -> list[LayerKeys]:
-        """Views of what `flat_keys` gave."""
-        widths = [heads * width for heads, *both in self.shapes for width in both]
-        parts = flat.split(widths, dim=-1)
-        return [
-            LayerKeys(
-                *(one.unflatten(2, (heads, -1)).transpose(1, 2) for one in parts[2 * i : 2 * i + 2])
-            )
-            for i, (heads, _, _) in enumerate(self.shapes)
-        ]
-
-
-def _token_width(hidden_size: int, shapes: Sequence[KeyShape]) -> int:
-    return sum(heads * (key + value) for heads, key, value in shapes) or hidden_size
 
 
 def _elements(traces: LabelledTraces, hidden_size: int, shapes: Sequence[KeyShape]) -> int:
     steps = int(traces.table.num_steps.sum()) if shapes else 0
     tokens = int(traces.token_lengths.sum())
-    return tokens * _token_width(hidden_size, shapes) + steps * hidden_size
-
-
-def _padded(flat: Tensor, starts: IntArray, rows: IntArray) -> Tensor:
-    """(B, S, W), padded with 0 at the right, of rows that lie one after the other in (all, W)."""
-    longest = int((starts[rows + 1] - starts[rows]).max())
-    out = flat.new_zeros(len(rows), longest, flat.shape[1])
-    for b, row in enumerate(rows):
-        start, end = starts[row], starts[row + 1]
-        out[b, : end - start] = flat[start:end]
-    return out
+    return tokens * token_width(hidden_size, shapes) + steps * hidden_size
 
 
 def _at(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -605,67 +444,6 @@ def refuse_beyond_positions(base: Any, traces: LabelledTraces) -> None:
     )
 
 
-def epoch_batches(
-    token_lengths: IntArray, rows: IntArray, batch_size: int, seed: int, epoch: int
-) -> list[IntArray]:
-    """The batches of one epoch: shuffled, then sorted by length within a few batches' rows.
-
-    A function of its arguments alone, so that a resumed epoch goes on with the same batches.
-
-    Args:
-        token_lengths: (N,) tokens of each trace.
-        rows: the traces to train on.
-        batch_size: traces a batch; the last one may be smaller.
-        seed: of the run.
-        epoch: counted over the whole run.
-    """
-    draws = np.random.default_rng([seed, epoch])
-    order = draws.permutation(rows)
-    bucket = batch_size * _BUCKET_BATCHES
-    batches = []
-    for start in range(0, len(order), bucket):
-        part = order[start : start + bucket]
-        part = part[np.argsort(token_lengths[part], kind="stable")]
-        batches += [part[i : i + batch_size] for i in range(0, len(part), batch_size)]
-    return [batches[i] for i in draws.permutation(len(batches))]
-
-
-def micro_batches(
-    token_lengths: IntArray, rows: IntArray, max_tokens: int, processes: int = 1
-) -> list[IntArray]:
-    """Cuts a batch into parts, so that no process takes more than `max_tokens` slots at once.
-
-    A slot is a token or padding; each process may take one trace, however long. All processes get
-    as many parts.
-
-    Args:
-        token_lengths: (N,) tokens of each trace.
-        rows: the batch's traces, best of similar lengths one after another.
-        max_tokens: slots of each process.
-        processes: those that share each part, as `Processes.share` does.
-    """
-    parts, start = [], 0
-    longest = 0
-    for end, row in enumerate(rows):
-        longest = max(longest, int(token_lengths[row]))
-        if end - start >= processes and -(-(end + 1 - start) // processes) * longest > max_tokens:
-            parts.append(rows[start:end])
-            start, longest = end, int(token_lengths[row])
-    return [*parts, rows[start:]]
-
-
-def length_batches(
-    token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS
-) -> Iterator[IntArray]:
-    """All rows, longest first, in batches of at most `max_tokens` slots (one row at least)."""
-    order = np.argsort(-token_lengths, kind="stable")
-    start = 0
-    while start < len(order):
-        count = max(1, max_tokens // int(token_lengths[order[start]]))
-        yield order[start : start + count]
-        start += count
-
-
 def _places(starts: IntArray, lengths: IntArray) -> IntArray:
     """start, start+1, ... (length of them) for each pair, one after the other."""
     before = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -675,70 +453,3 @@ def _places(starts: IntArray, lengths: IntArray) -> IntArray:
 
 def _trunk_of(model: HasTrunk) -> tuple[Any, int, bool]:
     return model.base, model.config.num_policy_layers, model.policy.queries
-
-
-_MASKED_ATTENTION = ("sdpa",)
-"""Implementations with which packed traces are as alone (eager gpt_oss makes no masks for them)."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """B token sequences in P lines of C slots.
-
-    Attributes:
-        input_ids: (P, C); 0 in empty slots.
-        position_ids: (P, C), from 0 in each sequence and in the empty slots behind the last.
-        places: (B, S) slot of each token in the flattened lines; 0 beyond a sequence's end.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    places: Tensor
-
-    def unpack(self, hidden: Tensor) -> Tensor:
-        """(B, S, H), padded at the right, from the lines' (P, C, H)."""
-        return hidden.flatten(0, 1)[self.places.to(hidden.device)]
-
-    def unpack_heads(self, keys: Tensor) -> Tensor:
-        """(B, KV, S, D) from the lines' (P, KV, C, D)."""
-        return self.unpack(keys.transpose(1, 2)).transpose(1, 2)
-
-
-def takes_packing(base: Any) -> bool:
-    """Whether every layer of a causal LM is attention, with masks that can confine it."""
-    layers = DynamicCache(config=base.config.get_text_config()).layers
-    confined = (DynamicLayer, DynamicSlidingWindowLayer)
-    masked = base.config.get_text_config()._attn_implementation in _MASKED_ATTENTION
-    return masked and all(type(layer) in confined for layer in layers)
-
-
-def pack(sequences: Sequence[IntArray]) -> Packed:
-    """Puts sequences into as few lines, as long as the longest, as first fit decreasing finds.
-
-    Args:
-        sequences: B sequences of at least one token.
-    """
-    lengths = np.array([len(ids) for ids in sequences])
-    capacity = int(lengths.max())
-    lines: list[list[int]] = []
-    free: list[int] = []
-    for b in np.argsort(-lengths, kind="stable").tolist():
-        line = next((p for p, slots in enumerate(free) if slots >= lengths[b]), len(lines))
-        if line == len(lines):
-            lines.append([])
-            free.append(capacity)
-        lines[line].append(b)
-        free[line] -= int(lengths[b])
-    ids = np.zeros((len(lines), capacity), dtype=np.int64)
-    positions = np.zeros_like(ids)
-    places = np.zeros((len(sequences), capacity), dtype=np.int64)
-    for p, members in enumerate(lines):
-        start = 0
-        for b in members:
-            end = start + int(lengths[b])
-            ids[p, start:end] = sequences[b]
-            positions[p, start:end] = np.arange(end - start)
-            places[b, : end - start] = p * capacity + np.arange(start, end)
-            start = end
-        positions[p, start:] = np.arange(capacity - start)
-    return Packed(torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(places))

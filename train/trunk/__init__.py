@@ -1,0 +1,1 @@
+"""How the frozen base runs over labelled traces: batches, packing, what is kept of its states."""

@@ -1,0 +1,194 @@
+"""The trunk's states of all traces as they are kept: in memory, or in a file that resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modeling_ospruner.common.durable import (
+    lock_folder,
+    partial_of,
+    replace_file,
+    room_needed,
+    sync_file,
+    sync_folder,
+)
+from modeling_ospruner.loading_ospruner import fingerprint_of
+from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
+from ospruner.eval.table import FloatArray, IntArray
+
+__all__ = ["Kept", "KeyShape", "complete_file", "key_shapes", "padded", "token_width", "weights_of"]
+
+
+class Sharing(Protocol):
+    """Processes that share a file; `Processes` is that."""
+
+    size: int
+
+    @property
+    def main(self) -> bool:
+        """Whether this one writes."""
+
+    def sum(self, values: FloatArray) -> FloatArray:
+        """Over the processes."""
+
+    def wait(self) -> None:
+        """Until all are here."""
+
+
+_NOTED_EVERY = 30.0  # seconds between notes of how far a file has come
+
+
+def complete_file(
+    file: Path,
+    size: int,
+    fill: Callable[[Path, int, Callable[[int], None]], None],
+    processes: Sharing,
+) -> None:
+    """Has a file of states filled, from where a killed run left it; nothing where it is complete.
+
+    Args:
+        file: which; its folder is made.
+        size: in bytes.
+        fill: given the partial file, how many batches stand in it, and what to tell how many do
+            after each.
+        processes: those that call this together.
+
+    Raises:
+        ValueError: the disk has no room for the file, or another run is writing in its folder.
+    """
+    if not processes.sum(np.array([not file.is_file()], dtype=np.float64)).any():
+        return
+    partial, note = partial_of(file), file.with_suffix(".batches")
+    lock = None
+    if processes.main:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(file.parent)
+        if not partial.is_file() or partial.stat().st_size != size:
+            note.unlink(missing_ok=True)
+            # Written through memory, a full disk would kill the process.
+            with room_needed(file.parent), partial.open("wb") as opened:
+                os.posix_fallocate(opened.fileno(), 0, size)
+    processes.wait()
+    done = int(note.read_text()) if note.is_file() else 0
+    processes.wait()
+    noted = time.monotonic()
+
+    def wrote(batches: int) -> None:
+        nonlocal noted
+        if processes.size == 1 and time.monotonic() - noted > _NOTED_EVERY:
+            _make_durable(partial)
+            replace_file(note, str(batches).encode())
+            noted = time.monotonic()
+
+    try:
+        fill(partial, done, wrote)
+        processes.wait()
+        if lock is not None:
+            _make_durable(partial)
+            partial.replace(file)
+            sync_folder(file.parent)
+            note.unlink(missing_ok=True)
+    finally:
+        if lock is not None:
+            lock.close()
+    processes.wait()
+
+
+def _make_durable(path: Path) -> None:
+    with path.open("rb+") as opened:
+        sync_file(opened)
+
+
+@torch.no_grad()
+def weights_of(base: Any) -> str:
+    """What tells a causal LM's weights from others: of its files, or a few values of each."""
+    if (found := fingerprint_of(base)) is not None:
+        return found
+    digest = hashlib.sha256()
+    for name, parameter in base.named_parameters():
+        flat = parameter.detach().flatten()
+        some = flat[torch.linspace(0, len(flat) - 1, 4).long().to(flat.device)]
+        digest.update(f"{name} {tuple(parameter.shape)} {some.tolist()}".encode())
+    return digest.hexdigest()
+
+
+KeyShape = tuple[int, int, int]
+"""Of one layer: KV heads, and the width of a key and of a value."""
+
+
+@torch.no_grad()
+def key_shapes(base: Any, num_layers: int) -> list[KeyShape]:
+    """Shapes of a causal LM's keys and values in its last layers, of one token; it is run on one.
+
+    Args:
+        base: the causal LM.
+        num_layers: n.
+    """
+    one = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
+    with Reader(base, num_layers, queries=True, stop_there=True) as reader:
+        with suppress(TrunkDone):
+            base.get_decoder()(input_ids=one, use_cache=False)
+        return [(k.keys.shape[1], k.keys.shape[3], k.values.shape[3]) for k in reader.keys]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The trunk's states of all traces, one after the other.
+
+    Attributes:
+        tokens: (tokens, W): states, or for a policy that is queries only keys and values.
+        steps: (steps, H), states at step ends, for such a policy; else (0, H).
+        shapes: of its keys and values.
+    """
+
+    tokens: Tensor
+    steps: Tensor
+    shapes: Sequence[KeyShape]
+
+    @classmethod
+    def of(cls, flat: Tensor, tokens: int, hidden_size: int, shapes: Sequence[KeyShape]) -> Kept:
+        """Both parts of one tensor, in memory or of a file."""
+        cut = tokens * token_width(hidden_size, shapes)
+        return cls(flat[:cut].view(tokens, -1), flat[cut:].view(-1, hidden_size), shapes)
+
+    def flat_keys(self, keys: Sequence[LayerKeys]) -> Tensor:
+        """(B, S, W) of each layer's keys and values (B, KV, S, D)."""
+        parts = [part for one in keys for part in (one.keys, one.values)]
+        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], dim=-1)
+
+    def keys_of(self, flat: Tensor) -> list[LayerKeys]:
+        """Views of what `flat_keys` gave."""
+        widths = [heads * width for heads, *both in self.shapes for width in both]
+        parts = flat.split(widths, dim=-1)
+        return [
+            LayerKeys(
+                *(one.unflatten(2, (heads, -1)).transpose(1, 2) for one in parts[2 * i : 2 * i + 2])
+            )
+            for i, (heads, _, _) in enumerate(self.shapes)
+        ]
+
+
+def token_width(hidden_size: int, shapes: Sequence[KeyShape]) -> int:
+    """Numbers kept of each token."""
+    return sum(heads * (key + value) for heads, key, value in shapes) or hidden_size
+
+
+def padded(flat: Tensor, starts: IntArray, rows: IntArray) -> Tensor:
+    """(B, S, W), padded with 0 at the right, of rows that lie one after the other in (all, W)."""
+    longest = int((starts[rows + 1] - starts[rows]).max())
+    out = flat.new_zeros(len(rows), longest, flat.shape[1])
+    for b, row in enumerate(rows):
+        start, end = starts[row], starts[row + 1]
+        out[b, : end - start] = flat[start:end]
+    return out
