@@ -87,7 +87,7 @@ class Commands:
         Args:
             name: of its entry in `commands.json`.
             words: what follows `ospruner`.
-            depends_on: files whose content the command reads; with none it runs each time.
+            depends_on: files whose content the command reads.
             script: a script of this folder that runs in place of `ospruner`.
 
         Raises:
@@ -102,12 +102,13 @@ class Commands:
         inputs = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in depends_on}
         before = self.kept.get(name, {})
         same = before.get("command") == said and before.get("inputs") == inputs
-        if depends_on and same and before.get("finished"):
+        if same and before.get("finished"):
             return
         print(f"$ {said}", flush=True)
         start = time.monotonic()
         code = subprocess.run([sys.executable, *program, *texts]).returncode
-        earlier = before.get("seconds", 0.0) if same or not depends_on else 0.0
+        goes_on = same or not depends_on  # a larger share adds to what a smaller one took
+        earlier = before.get("seconds", 0.0) if goes_on else 0.0
         self.kept[name] = {
             "command": said,
             "inputs": inputs,
