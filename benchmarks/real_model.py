@@ -24,6 +24,7 @@ Traces are sampled at a temperature of 0.7 from the whole vocabulary: on a CPU, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -36,6 +37,7 @@ from typing import Any
 
 from timing import environment, print_last_line
 
+from ospruner.hub_cards.facts import read_provenance
 from ospruner.train.labels.looking import stats_of
 
 PROBLEMS = {
@@ -51,6 +53,7 @@ PRICES = "1e-5,1e-2"
 GAPS = "1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 SEED = 1
+MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
 
 
 class Commands:
@@ -202,6 +205,10 @@ def collect(commands: Commands) -> dict[str, Any]:
     manifest = json.loads((out / "labels" / "train" / "manifest.json").read_text("utf-8"))
     found["label_settings"] = manifest["settings"]
     found["problems"] = {name: stats_of(out / "labels" / name) for name in PROBLEMS}
+    found["made_by"] = {}
+    for name in PROBLEMS:
+        record = dataclasses.asdict(read_provenance(out / "labels" / name))
+        found["made_by"][name] = {key: record[key] for key in MADE_BY}
     for kind in ("frontier", "replay", "online"):
         for file in sorted((out / kind).glob("**/numbers.json")):
             name = file.parent.name if kind != "online" else "gsm8k"

@@ -175,6 +175,28 @@ def real_growth(file: Content) -> str:
     return markdown_table(["right, %, after", *(f"{100 * s:.0f} %" for s in SHARES)], rows)
 
 
+def real_costs(file: Content) -> str:
+    """What labelling the real model has cost, set by set."""
+    rows = []
+    for name, stats in file["problems"].items():
+        seconds = file["commands"][f"label {name}"]["seconds"]
+        rows.append(
+            [
+                REAL_SETS[name],
+                f"{stats['sampling_computed_tokens'] / stats['traces']:.0f}",
+                f"{stats['computed_tokens'] / stats['traces']:.0f}",
+                f"{seconds / stats['traces']:.1f}",
+            ]
+        )
+    heads = [
+        "of a trace",
+        "tokens of prompt and thinking",
+        "tokens of all forced answers",
+        "seconds",
+    ]
+    return markdown_table(heads, rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "points": points,
     "areas": areas,
@@ -183,6 +205,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "readme": readme,
     "real-labels": real_labels,
     "real-growth": real_growth,
+    "real-costs": real_costs,
 }
 
 
