@@ -310,9 +310,9 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     passes = itertools.count()
     outputs = predict_outputs
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **named: Any) -> Any:
         next(passes)
-        return outputs(*arguments)
+        return outputs(*arguments, **named)
 
     monkeypatch.setattr("ospruner.train.replay_labels.predict_outputs", counted)
     command = ["eval", "replay", "--labels", str(trained / "test"), "--out", str(tmp_path)]
