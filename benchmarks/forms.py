@@ -16,10 +16,13 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from own_keys import OWN_KEYS, stream_keys
 from rich.console import Console
 from timing import environment, print_last_line
 
@@ -41,6 +44,7 @@ from ospruner.train.traces import LabelledTraces
 FORMS: dict[str, dict[str, Any]] = {
     "layers": {},
     "queries": {"tuning": "queries"},
+    **{name: {"tuning": "queries"} for name in OWN_KEYS},
     "layers, distilled": {"auxiliary_weight": 0.3},
     "layers, trial answers at every 4th step": {"trial_every": 4},
     "layers, trial answers at every 2nd step": {"trial_every": 2},
@@ -97,26 +101,33 @@ class Study:
     """The labels of a run, its base, and the policies that are trained on them."""
 
     def __init__(self, run: Path, out: Path, epochs: int, limit: int | None) -> None:
-        self.out, self.epochs = out, epochs
+        self.out, self.epochs, self._run, self._limit = out, epochs, run, limit
         self.reasoner = Reasoner()
         self.labels_seed = json.loads((run / "demo.json").read_text())["demo"]["seed"]
-        self.traces = {}
-        for split in ("train", "validation", "test"):
-            dataset = load_labels(run / "labels" / split).traces
-            if split == "train" and limit is not None:
-                dataset = dataset.take(min(limit, len(dataset)))
-            self.traces[split] = LabelledTraces.from_dataset(dataset)
+
+    @cache  # noqa: B019  (the study lives as long as the process)
+    def traces(self, split: str, streams: bool) -> LabelledTraces:
+        """A split's labels, that keep what policies read; apart for those that read streams."""
+        dataset = load_labels(self._run / "labels" / split).traces
+        if split == "train" and self._limit is not None:
+            dataset = dataset.take(min(self._limit, len(dataset)))
+        return LabelledTraces.from_dataset(dataset)
 
     def said(self, form: str, rate: float, seed: int, split: str) -> tuple[Predicted, float]:
         """What a policy says on a split, and the seconds of its training, done if it is new."""
+        with OWN_KEYS.get(form, nullcontext)():
+            return self._said(form, rate, seed, split)
+
+    def _said(self, form: str, rate: float, seed: int, split: str) -> tuple[Predicted, float]:
+        streams = OWN_KEYS.get(form) is stream_keys
         name = f"{form}, rate {penalty_name(rate)}, seed {seed}"
         folder = self.out / name.replace(", ", "-").replace(" ", "-")
         with PhaseBars(Console(), name) as bars:
             (stage,) = train(
                 self.reasoner.model,
                 self.reasoner.tokenizer,
-                self.traces["train"],
-                self.traces["validation"],
+                self.traces("train", streams),
+                self.traces("validation", streams),
                 settings(form, rate, seed, self.epochs),
                 self.reasoner.label_settings(self.labels_seed),
                 folder,
@@ -125,11 +136,11 @@ class Study:
         model = OSPrunerForCausalLM.from_base(self.reasoner.model, stage.path)
         lines = (json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines())
         seconds = sum(line["seconds"] for line in lines if "seconds" in line)
-        return predict_outputs(model, self.traces[split]), seconds
+        return predict_outputs(model, self.traces(split, streams)), seconds
 
     def on(self, form: str, rate: float, seeds: int, split: str) -> tuple[list[FloatArray], float]:
         """(N, 7) rewards of each seed, and the mean seconds of training."""
-        table = self.traces[split].table
+        table = self.traces(split, False).table
         found = [self.said(form, rate, seed, split) for seed in range(seeds)]
         return [rewards(table, said) for said, _ in found], float(np.mean([s for _, s in found]))
 
@@ -138,7 +149,7 @@ def measure(
     study: Study, forms: Sequence[str], rates: Sequence[float], seeds: int
 ) -> list[dict[str, Any]]:
     """An entry for each form: its rate, its rewards on test, and those less the first form's."""
-    table = study.traces["test"].table
+    table = study.traces("test", False).table
     first: FloatArray | None = None
     found = []
     for form in forms:
@@ -217,7 +228,7 @@ def main() -> None:
     study = Study(args.run, args.out, args.epochs, args.limit)
     found = measure(study, args.forms, args.rates, args.seeds)
     print(markdown(found))
-    sizes = {split: len(traces) for split, traces in study.traces.items()}
+    sizes = {split: len(study.traces(split, False)) for split in ("train", "validation", "test")}
     facts = {"seeds": args.seeds, "epochs": args.epochs, "traces": sizes, **environment()}
     print_last_line({"forms": found, "labels_seed": study.labels_seed, **facts}, args.json)
 

@@ -1,8 +1,11 @@
 """Fills the tables of README.md and of these pages from the JSON files of results: `make docs`.
 
-A table stands between two comments, the first of which names what makes it and the files it reads:
+A table stands between two comments, the first of which names what makes it and the files it reads,
+or what it reads of a file:
 
     <!-- table: areas frontier-full.json -->
+    <!-- end of table -->
+    <!-- table: gaps real-model.json:frontier.gsm8k -->
     <!-- end of table -->
 """
 
@@ -209,6 +212,15 @@ TABLES: dict[str, Callable[..., str]] = {
 }
 
 
+def content_of(name: str) -> Content:
+    """What a file holds, or what stands in it under "FILE:KEY.KEY"."""
+    file, _, keys = name.partition(":")
+    content: Content = json.loads((DOCS / file).read_text("utf-8"))
+    for key in filter(None, keys.split(".")):
+        content = content[key]
+    return content
+
+
 def filled(text: str) -> str:
     """A page with each table made from its files.
 
@@ -217,7 +229,7 @@ def filled(text: str) -> str:
     """
 
     def fill(found: re.Match[str]) -> str:
-        files = [json.loads((DOCS / name).read_text("utf-8")) for name in found["files"].split()]
+        files = [content_of(name) for name in found["files"].split()]
         return found[1] + TABLES[found["kind"]](*files).rstrip("\n") + "\n" + found[4]
 
     return BLOCK.sub(fill, text)
