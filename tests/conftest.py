@@ -5,12 +5,15 @@ The variables are set before anything imports huggingface_hub, which reads them 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -78,6 +81,26 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def repo_dir() -> Path:
     """The root of the working tree under test."""
     return REPO
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[str], ModuleType]:
+    """Imports a script that is in no package, by its path; it may import those beside it."""
+
+    def load(path: str) -> ModuleType:
+        file = REPO / path
+        name = f"script_{file.stem}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where dataclasses look for it
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(file.parent))
+            spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

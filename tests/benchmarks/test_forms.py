@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,14 +15,8 @@ import pytest
 
 
 @pytest.fixture
-def forms(repo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(repo_dir / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("forms", repo_dir / "benchmarks" / "forms.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def forms(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("benchmarks/forms.py")
 
 
 def test_every_form_can_be_trained(forms: ModuleType) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +15,8 @@ import pytest
 
 
 @pytest.fixture
-def timing(repo_dir: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("timing", repo_dir / "benchmarks" / "timing.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["timing"] = module
-    spec.loader.exec_module(module)
-    return module
+def timing(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("benchmarks/timing.py")
 
 
 def test_it_prints_its_keys_on_the_last_line(repo_dir: Path, tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,14 +18,8 @@ ENDS = torch.tensor([[3, 7, 11], [4, 9, 0]])  # the second row has two steps
 
 
 @pytest.fixture
-def own_keys(repo_dir: Path) -> ModuleType:
-    file = repo_dir / "benchmarks" / "own_keys.py"
-    spec = importlib.util.spec_from_file_location("own_keys", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def own_keys(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("benchmarks/own_keys.py")
 
 
 def read(base: Qwen2ForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, Sequence[LayerKeys]]:

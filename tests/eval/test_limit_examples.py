@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-
-def load(repo_dir: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, repo_dir / "docs/examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+LoadScript = Callable[[str], ModuleType]
 
 
 @pytest.mark.parametrize("length_penalty", [0.01, 0.5, 0.99])
-def test_theorem_1_holds_for_every_k(repo_dir: Path, length_penalty: float) -> None:
-    example = load(repo_dir, "theorem1")
+def test_theorem_1_holds_for_every_k(load_script: LoadScript, length_penalty: float) -> None:
+    example = load_script("docs/examples/theorem1.py")
     for ratio, gap in zip(example.ratios(length_penalty), example.GAPS, strict=True):
         assert ratio > gap
 
 
-def test_theorem_1_is_drawn(repo_dir: Path, tmp_path: Path) -> None:
-    load(repo_dir, "theorem1").main(tmp_path / "t.png")
+def test_theorem_1_is_drawn(load_script: LoadScript, tmp_path: Path) -> None:
+    load_script("docs/examples/theorem1.py").main(tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trained_policy_approaches_the_optimum_and_no_threshold_does(repo_dir: Path) -> None:
-    example = load(repo_dir, "markov_stopping")
+def test_a_trained_policy_approaches_the_optimum_and_no_threshold_does(
+    load_script: LoadScript,
+) -> None:
+    example = load_script("docs/examples/markov_stopping.py")
     values = {name: np.array(v) for name, v in example.values(example.make_problem()).items()}
     best = values["Bellman optimum"]
     assert (values["trained policy"] <= best + 1e-9).all()

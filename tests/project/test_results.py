@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -40,14 +41,9 @@ def row(method: str, accuracy: float, parameter: float | None = None, name: str 
 
 
 @pytest.fixture
-def tables(repo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def tables(load_script: Callable[[str], ModuleType]) -> Any:
     """The script docs/tables.py."""
-    spec = importlib.util.spec_from_file_location("tables", repo_dir / "docs" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/tables.py")
 
 
 def test_the_pages_show_what_the_files_hold(tables: Any) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +16,9 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def site() -> ModuleType:
+def site(load_script: Callable[[str], ModuleType]) -> ModuleType:
     """docs/site.py, which mkdocs runs."""
-    spec = importlib.util.spec_from_file_location("site_hooks", REPO / "docs/site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/site.py")
 
 
 def test_llms_txt_is_what_the_pages_say(site: ModuleType) -> None:
