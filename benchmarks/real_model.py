@@ -141,8 +141,8 @@ def train(commands: Commands) -> Path:
     labels, policies = commands.out / "labels", commands.out / "policies"
     inputs = [labels / name / "manifest.json" for name in ("train", "validation")]
     words: list[object] = ["train", "--labels", labels / "train", "--validation"]
-    words += [labels / "validation", "--base", commands.base, "--tuning", "queries", "--epochs", 16]
-    words += ["--learning-rate", 1e-4, "--head-learning-rate", 1e-3, "--swa-share", 0.5]
+    words += [labels / "validation", "--base", commands.base, "--tuning", "queries", "--epochs", 8]
+    words += ["--learning-rate", 1e-5, "--head-learning-rate", 1e-4, "--swa-share", 0.5]
     words += ["--batch-size", 16, "--seed", commands.seed, "--states", commands.out / "states"]
     ours = [*words, "--head", "price", "--lambdas", PRICES]
     commands.run("train price", [*ours, "--out", policies / "price"], inputs)

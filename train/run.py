@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,10 @@ __all__ = ["Run", "TrainingDivergedError", "new_optimizer"]
 
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
+
+
+LARGEST_LOGIT_STEP = 0.5
+"""What one optimiser step may add to a stop logit at the most; the head's rate is high above it."""
 
 
 LARGEST = math.sqrt(torch.finfo(torch.float32).max)
@@ -249,7 +255,11 @@ class Run:
         last = len(parts) - 1
         done = []
         for number, part in enumerate(parts):
-            with self.processes.adding(self.trained, last=number == last):
+            first = self.steps == number == 0
+            with (
+                self.processes.adding(self.trained, last=number == last),
+                self._noting_first_step() if first else nullcontext(),
+            ):
                 done.append(self._add_gradients(stage, number, part, batch, states(number)))
         value, *found = self.processes.sum(np.sum([part.sums() for part in done], axis=0))
         if not math.isfinite(value):
@@ -272,6 +282,33 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         self.tally.add(len(rows), float(value), int(found[0]), float(found[1]), int(found[2]))
         return float(value)
+
+    @contextmanager
+    def _noting_first_step(self) -> Iterator[None]:
+        """Logs how far one optimiser step may move a stop logit; warns where that is too far.
+
+        AdamW's first steps move each weight by the learning rate, whatever the gradient's size: a
+        logit by the head's rate times the sum of its inputs' magnitudes. That sum grows with the
+        base's width and the size of its states (about 130 in the embedded reasoner, 3,400 in
+        Qwen2.5-1.5B), so that a rate that suits one base is too high for another.
+        """
+        inputs: list[Tensor] = []
+        with self.model.policy.head.register_forward_pre_hook(
+            lambda _, args: inputs.append(args[0].detach())
+        ):
+            yield
+        magnitude = float(inputs[0].float().abs().sum(-1).median())  # of (B, T, H) or (B, S, H)
+        rate = self.optimizer.param_groups[0]["initial_lr"]
+        step = rate * magnitude
+        self.folder.log({"largest_logit_step": step})
+        if step > LARGEST_LOGIT_STEP:
+            warnings.warn(
+                f"one optimiser step may move a stop logit by {step:.2g}: the head's learning rate "
+                f"({rate:g}) times the sum of its inputs' magnitudes ({magnitude:.0f}). Above "
+                f"{LARGEST_LOGIT_STEP:g} the head saturates before the layers learn: take "
+                f"--head-learning-rate {0.1 / magnitude:.0e}",
+                stacklevel=2,
+            )
 
     def _add_gradients(
         self, stage: Stage, number: int, rows: IntArray, whole_batch: Batch, states: States

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def test_trained_policy_earns_more_than_never_stopping(
     ]
     assert epochs[4]["loss"] < epochs[0]["loss"] - 0.02
     assert all(0 <= e["saturated_share"] <= 1 for e in epochs)
+
+
+def test_a_head_rate_too_high_for_the_base_is_named(
+    fit: Callable[..., list[StageResult]], tiny_base: Qwen2ForCausalLM, tmp_path: Path
+) -> None:
+    once = dataclasses.replace(SETTINGS, length_penalties=(PENALTY,), epochs_per_stage=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(dataclasses.replace(once, head_learning_rate=1e-3), out=tmp_path / "low")
+    with pytest.warns(UserWarning, match=r"may move a stop logit by .*--head-learning-rate"):
+        fit(dataclasses.replace(once, head_learning_rate=0.1), out=tmp_path / "high")
+    low, high = (log_of(tmp_path / name)[1]["largest_logit_step"] for name in ("low", "high"))
+    assert high == pytest.approx(100 * low)
+    # A normalised state of width H has magnitudes that sum to H at the most.
+    assert 0.3 * tiny_base.config.hidden_size < low / 1e-3 <= tiny_base.config.hidden_size
 
 
 @pytest.mark.parametrize("seed", [0, 1])
