@@ -29,7 +29,7 @@ from ospruner.eval.schema import MATH_TASK, LabelSettings
 
 from .folder import check_folder
 from .importing import ImportedTraces, read_traces
-from .making import label
+from .making import label, labels_at_hand
 from .on_ray import EngineWorker, RayOptions, label_with_ray
 from .rows import OptionIds
 
@@ -144,6 +144,8 @@ def run_label(
 ) -> Dataset:
     """Labels problems with a base. Whatever can be refused is refused before the engine starts.
 
+    An engine is opened only where a trace is left to do.
+
     Args:
         problems: which problems.
         engine_name: one of `modeling_ospruner.engines.opening.ENGINES`.
@@ -179,6 +181,9 @@ def run_label(
     check_folder(out_dir, wanted)
     OptionIds(task, tokenizer, fmt, wanted.answer).check(loaded.problems)
     _refuse_beyond_positions(loaded.problems, engine_options, tokenizer, fmt, wanted, task)
+    done = labels_at_hand(loaded.problems, wanted, out_dir, retry_failed=retry_failed)
+    if done is not None:
+        return done
     if ray is not None:
         return label_with_ray(
             loaded.problems,
@@ -252,6 +257,12 @@ def run_import(
     OptionIds(task, tokenizer, fmt, wanted.answer).check([one.key.problem for one in traces])
     problems = {trace.key.problem.id: trace.key.problem for trace in traces}
     _refuse_beyond_positions(list(problems.values()), engine_options, tokenizer, fmt, wanted, task)
+    keys = [trace.key for trace in traces]
+    done = labels_at_hand(
+        list(problems.values()), wanted, out_dir, traces=keys, retry_failed=retry_failed
+    )
+    if done is not None:
+        return done
     engine = open_engine(engine_name, tokenizer, engine_options)
     return label(
         list(problems.values()),
@@ -261,7 +272,7 @@ def run_import(
         wanted,
         out_dir,
         chunk_traces=chunk_traces,
-        traces=[trace.key for trace in traces],
+        traces=keys,
         retry_failed=retry_failed,
         source={"traces": Path(file).name, "engine": engine_name},
         allow_code=allow_code,

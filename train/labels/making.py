@@ -28,7 +28,7 @@ from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings, validate_row
 from ospruner.hub_cards.facts import PROVENANCE_FILE, provenance, read_provenance
 
-from .folder import TokenCosts, data_hash
+from .folder import MANIFEST, TokenCosts, data_hash
 from .rows import (
     OptionIds,
     TraceKey,
@@ -40,7 +40,7 @@ from .rows import (
 )
 from .writer import Chunk, LabelFolder
 
-__all__ = ["label"]
+__all__ = ["label", "labels_at_hand"]
 
 
 def label(
@@ -141,6 +141,46 @@ def label(
             # It may have come in the middle of a commit: opening completes that, or takes it back.
             with LabelFolder(out_dir, settings, source):
                 raise
+
+
+def labels_at_hand(
+    problems: Sequence[Problem],
+    settings: LabelSettings,
+    out_dir: str | Path,
+    *,
+    traces: Sequence[TraceKey] | None = None,
+    retry_failed: bool = False,
+) -> Dataset | None:
+    """The labels of a folder that lacks none of the traces, so that no engine need be opened.
+
+    Args:
+        problems: as for `label`.
+        settings: likewise.
+        out_dir: likewise.
+        traces: likewise.
+        retry_failed: traces that failed count as left to do.
+
+    Returns:
+        The labelled traces; None where something is left to do.
+
+    Raises:
+        ValueError: the folder holds something else or other settings.
+    """
+    if not (Path(out_dir) / MANIFEST).is_file():
+        return None
+    if settings.base_fingerprint is None:
+        found = base_fingerprint(settings.base_model, settings.base_revision)
+        settings = replace(settings, base_fingerprint=found)
+    if traces is None:
+        traces = wanted_traces(problems, settings.samples_per_problem)
+    keys = [(key.problem.id, key.sample_index) for key in traces]
+    with LabelFolder(out_dir, settings) as folder:
+        _check_problems(folder, problems)
+        again = retry_failed and any(chunk.failed for chunk in folder.chunks)
+        if again or not folder.done.issuperset(keys):
+            return None
+        folder.sort({key: n for n, key in enumerate(keys)})
+        return _finished(folder, settings)
 
 
 def _finished(folder: LabelFolder, settings: LabelSettings) -> Dataset:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
@@ -84,6 +86,41 @@ def test_free_answers_have_their_own_cap(
         assert max(row["forced_answer_tokens"]) <= 9
         assert [len(ids) for ids in row["forced_answer_ids"]] == row["forced_answer_tokens"]
     assert max(map(max, dataset["forced_answer_tokens"])) > 5
+
+
+def test_nothing_left_to_do_opens_no_engine(
+    tiny_base_dir: Path, problems: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    real = ENGINES["transformers"]
+
+    def counted(tokenizer: Any, options: EngineOptions) -> Any:
+        opened.append(1)
+        return real(tokenizer, options)
+
+    monkeypatch.setitem(ENGINES, "transformers", counted)
+    base = shutil.copytree(tiny_base_dir, tmp_path / "base")
+
+    def run(limit: int) -> Any:
+        return run_label(
+            ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold"), limit=limit),
+            "transformers",
+            EngineOptions(str(base), batch_size=2, dtype="float32", device="cpu"),
+            LIMITS,
+            tmp_path / "labels",
+        )
+
+    first = run(2)
+    manifest = (tmp_path / "labels" / "manifest.json").read_bytes()
+    assert run(2).to_list() == first.to_list()
+    assert (tmp_path / "labels" / "manifest.json").read_bytes() == manifest
+    assert len(opened) == 1
+    assert run(3).to_list()[: len(first)] == first.to_list()
+    assert len(opened) == 2
+    weights = load_file(base / "model.safetensors")
+    save_file({name: values + 1 for name, values in weights.items()}, base / "model.safetensors")
+    with pytest.raises(ValueError, match="base_fingerprint"):
+        run(3)
 
 
 @pytest.mark.parametrize(
