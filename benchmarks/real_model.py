@@ -50,7 +50,7 @@ PROBLEMS = {
 
 TESTS = ("gsm8k", "math500")
 PRICES = "1e-5,1e-2"
-GAPS = "1e-3,3e-4,1e-4"
+GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 SEED = 1
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")

@@ -20,6 +20,7 @@ from typing import Any
 
 from modeling_ospruner.common.results_file import Frontier, Result, Results
 from modeling_ospruner.common.text import markdown_table, penalty_name
+from ospruner.eval.methods import EVERY_PRICE
 
 DOCS = Path(__file__).resolve().parent
 PAGES = (DOCS.parent / "README.md", DOCS / "results.md", DOCS / "real-model.md")
@@ -70,6 +71,43 @@ def points(file: Content) -> str:
     ]
     rows += [[named(one), *measures(one)] for one in results.limits]
     return markdown_table(["", "accuracy %", "thinking tokens", "reduction %", "AES"], rows)
+
+
+def at_prices(file: Content) -> str:
+    """As `points`; of a policy of every price only the rows next to the prices of the rewards."""
+    results = Results.from_dict(file)
+    asked = [price for price, _ in results.results[0].rewards]
+    ours = [one for one in results.results if one.method == EVERY_PRICE]
+    near = {min(ours, key=lambda one: abs(float(one.parameter or 0) - price)) for price in asked}
+    chosen = None if results.chosen is None else results.results[results.chosen]
+    kept = [one for one in results.results if one not in ours or one in near or one is chosen]
+    place = None if chosen is None else kept.index(chosen)
+    return points(replace(results, results=tuple(kept), chosen=place).to_dict())
+
+
+def online(file: Content) -> str:
+    """What real generation gives: accuracy, tokens and the seconds of each rule's whole answers."""
+    rows = [
+        [named(one), *measures(one)[:3], one.time_ratio.text(100, 0)]
+        for one in Results.from_dict(file).results
+    ]
+    heads = ["", "accuracy %", "thinking tokens", "reduction %", "seconds, % of the full trace's"]
+    return markdown_table(heads, rows)
+
+
+def served(file: Content) -> str:
+    """What a policy costs and saves in vLLM."""
+
+    def ratio(name: str) -> str:
+        low, high = file[f"{name}_interval"]
+        return f"{file[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+    rows = [
+        ["tokens a second while never stopping, over plain vLLM's", ratio("never_stop_ratio")],
+        ["tokens saved, %", f"{100 * file['tokens_saved']:.1f}"],
+        ["share of time saved over share of tokens saved", ratio("time_saved_over_tokens_saved")],
+    ]
+    return markdown_table(["", ""], rows)
 
 
 def areas(file: Content) -> str:
@@ -200,8 +238,19 @@ def real_costs(file: Content) -> str:
     return markdown_table(heads, rows)
 
 
+def real_training(file: Content) -> str:
+    """What each later step of the run on the real model took."""
+    rows = [
+        [name, f"{entry['seconds'] / 60:.0f}"]
+        for name, entry in file["commands"].items()
+        if not name.startswith("label")
+    ]
+    return markdown_table(["", "minutes"], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "points": points,
+    "at-prices": at_prices,
     "areas": areas,
     "gaps": gaps,
     "spread": spread,
@@ -209,6 +258,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "real-labels": real_labels,
     "real-growth": real_growth,
     "real-costs": real_costs,
+    "real-training": real_training,
+    "online": online,
+    "served": served,
 }
 
 

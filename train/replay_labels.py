@@ -46,7 +46,6 @@ from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.results import Rule, pool_seeds
 from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.rules.replayed import replay_rule
-from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.stopping import stop_distribution_from_probabilities, threshold_stop
 from ospruner.eval.table import TraceTable
@@ -247,7 +246,7 @@ def replay_labels(
     entropies = None
     if any("thinking_entropy" in rule.rule.asks for rule in named):
         model_of_base, _ = load_labelled_base(base, ours, force_base, place)
-        entropies = thinking_entropies(model_of_base, traces, table, progress)
+        entropies = _kept(traces, states).thinking_entropies(model_of_base, traces, progress)
     for rule in named:
         outcome = replay_rule(traces, table, rule.rule, suffix_tokens, decode, compute, entropies)
         found.append(Rule(rule.method, outcome, rule.parameter, rule.parameter_name))
@@ -322,9 +321,7 @@ def predictions(
     for use in uses:
         refuse_other_trials(use, ours.settings)
     model, _ = load_labelled_base(base, ours, force_base, device)
-    labelled = LabelledTraces.from_dataset(traces)
-    if states is not None:
-        labelled.keep_states(states)
+    labelled = _kept(traces, states)
     by_path: dict[str, Predicted] = {}
     paths = list(dict.fromkeys(use.path for use in uses))
     for number, path in enumerate(paths):
@@ -333,6 +330,13 @@ def predictions(
         by_path[path] = predict_outputs(policy, labelled, progress=progress)
     progress("policies", len(paths), len(paths))
     return by_path
+
+
+def _kept(traces: Dataset, states: str | Path | None) -> LabelledTraces:
+    labelled = LabelledTraces.from_dataset(traces)
+    if states is not None:
+        labelled.keep_states(states)
+    return labelled
 
 
 def calibrate_policy(

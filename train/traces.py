@@ -11,6 +11,7 @@ values in the last n layers everywhere; so these are kept, in their place.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +28,9 @@ from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.policy_ospruner import LayerKeys
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
+from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.schema import TraceTable
-from ospruner.eval.table import IntArray
+from ospruner.eval.table import FloatArray, IntArray
 
 from .objective import AUXILIARY_TARGETS, answer_history
 from .processes import Processes
@@ -365,12 +367,36 @@ class LabelledTraces:
         self.cached_bytes = size if fits else 0
         return self.cached_bytes
 
+    def thinking_entropies(
+        self, base: Any, dataset: Dataset, progress: Progress = silent
+    ) -> FloatArray:
+        """(N, T) as `eval.rules.thinking` finds them; where states are kept, these are likewise.
+
+        Args:
+            base: that wrote the traces.
+            dataset: the same traces.
+            progress: called with phase "thinking".
+        """
+        if self.states_folder is None:
+            return thinking_entropies(base, dataset, self.table, progress)
+        shape = self.table.mask.shape
+
+        def fill(partial: Path, first: int, wrote: Callable[[int], None]) -> None:
+            into = np.memmap(partial, np.float64, "r+", shape=shape)
+            thinking_entropies(base, dataset, self.table, progress, into, first, wrote)
+
+        file = self.states_folder / f"{self._name_of('thinking entropies', base)}.entropies"
+        complete_file(file, 8 * math.prod(shape), fill, Processes())
+        return np.fromfile(file).reshape(shape)
+
     def _name_of_states(self, model: HasTrunk, shapes: Sequence[KeyShape]) -> str:
         """Tells these states from those of other traces, weights, layers or types."""
         read = (model.config.num_policy_layers, model.policy.queries, list(shapes))
-        digest = hashlib.sha256(
-            repr((read, str(model.base.dtype), weights_of(model.base))).encode()
-        )
+        return self._name_of(read, model.base)
+
+    def _name_of(self, what: object, base: Any) -> str:
+        """Tells what was found of these traces by a base's weights."""
+        digest = hashlib.sha256(repr((what, str(base.dtype), weights_of(base))).encode())
         for values in (self._tokens, self.token_lengths, self.table.num_steps, self.positions):
             digest.update(np.ascontiguousarray(values, dtype=np.int64).tobytes())
         return digest.hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,13 @@ PIECE = 1024
 
 @torch.no_grad()
 def thinking_entropies(
-    base: PreTrainedModel, dataset: Any, table: TraceTable, progress: Progress = silent
+    base: PreTrainedModel,
+    dataset: Any,
+    table: TraceTable,
+    progress: Progress = silent,
+    into: FloatArray | None = None,
+    first: int = 0,
+    wrote: Callable[[int], None] = lambda traces: None,
 ) -> FloatArray:
     """(N, T) the mean entropy at which each trace's tokens were drawn, up to each step.
 
@@ -36,11 +43,14 @@ def thinking_entropies(
         dataset: the labelled traces.
         table: the same as arrays.
         progress: called with phase "thinking".
+        into: where to write them.
+        first: how many traces stand there already.
+        wrote: told after each trace how many do now.
     """
-    found = np.full(table.mask.shape, np.nan)
+    found: FloatArray = np.empty(table.mask.shape) if into is None else into
     device = input_device(base)
-    rows = dataset.select_columns(["prompt_ids", "trace_ids"])
-    for n, row in enumerate(rows):
+    rows = dataset.select_columns(["prompt_ids", "trace_ids"]).select(range(first, len(table)))
+    for n, row in enumerate(rows, first):
         prompt, trace = row["prompt_ids"], row["trace_ids"]
         ids = torch.tensor([*prompt, *trace[:-1]], device=device)[None]
         cache = own_cache(base.config)
@@ -52,6 +62,8 @@ def thinking_entropies(
         # The logits after the prompt's last token drew the first one of the thinking.
         sums = np.cumsum(entropies[len(prompt) - 1 :])
         ends = table.lengths[n, : table.num_steps[n]]
+        found[n] = np.nan
         found[n, : len(ends)] = sums[ends - 1] / ends
+        wrote(n + 1)
         progress("thinking", n + 1, len(table))
     return found

@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import DamagedError, lock_folder, read_checked
+from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.eval.schema import LabelSettings
+from ospruner.eval.schema import LabelSettings, TraceTable
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.train.loop import StageResult
 from ospruner.train.run_folder import read_checkpoint, state_hash
@@ -232,6 +233,36 @@ def test_a_pass_of_the_trunk_goes_on_where_it_was_cut(
     other.keep_states(tmp_path)
     other.cache_states(model, 0)
     assert len(list(tmp_path.glob("*.states"))) == 2
+
+
+def test_thinking_entropies_are_found_once_and_go_on(
+    tiny_base: Qwen2ForCausalLM,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ospruner.train.trunk.kept._NOTED_EVERY", -1.0)
+    labels = make_labels(12)
+
+    def of(base: Any, progress: Progress = silent) -> Any:
+        traces = LabelledTraces.from_dataset(labels)
+        traces.keep_states(tmp_path)
+        return traces.thinking_entropies(base, labels, progress)
+
+    def cut(phase: str, done: int, total: int, note: str = "") -> None:
+        if done == 5:
+            raise InterruptedError
+
+    whole = LabelledTraces.from_dataset(labels).thinking_entropies(tiny_base, labels)
+    mask = TraceTable.from_dataset(labels).mask
+    assert np.isfinite(whole[mask]).all()
+    assert np.isnan(whole[~mask]).all()
+    with pytest.raises(InterruptedError):
+        of(tiny_base, cut)
+    seen: list[int] = []
+    np.testing.assert_array_equal(of(tiny_base, lambda _, done, *__: seen.append(done)), whole)
+    assert seen == list(range(6, 13))
+    np.testing.assert_array_equal(of(tiny_base, lambda *_: pytest.fail("found again")), whole)
 
 
 def test_a_folder_of_states_is_written_by_one_run(

@@ -36,7 +36,6 @@ from ospruner.eval.methods import (
 from ospruner.eval.metrics import REPLICATES
 from ospruner.eval.report.pictures import save_frontiers
 from ospruner.eval.rules.families import FAMILIES, LEFT_OUT
-from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.table import TraceTable
 
 from ..fresh import Predicted, predict_outputs
@@ -224,7 +223,9 @@ def _split(
     progress: Progress = silent,
 ) -> Split:
     table = TraceTable.from_dataset(labels.traces) if traces is None else traces.table
-    entropy = None if base is None else thinking_entropies(base, labels.traces, table, progress)
+    entropy = None
+    if base is not None and traces is not None:
+        entropy = traces.thinking_entropies(base, labels.traces, progress)
     return Split(labels.traces, table, entropy)
 
 
