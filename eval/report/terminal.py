@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from modeling_ospruner.common.results_file import Difference, Estimate, Result, Results
+from modeling_ospruner.common.results_file import Difference, Estimate, Frontier, Result, Results
 from modeling_ospruner.common.text import penalty_name
 
 from ..compute import flops_scale
@@ -32,6 +32,9 @@ DIFFERENCES_CAPTION = (
 )
 
 
+_PRICES_A_TABLE = 4  # in 80 columns
+
+
 def rules_table(title: str, caption: str, columns: Sequence[str]) -> Table:
     """An empty table whose rows are rules: a column of names, then numbers.
 
@@ -48,7 +51,7 @@ def rules_table(title: str, caption: str, columns: Sequence[str]) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("method")
+    table.add_column("method", min_width=14)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -158,15 +161,28 @@ def frontier_tables(results: Results, bar_points: float | None = None) -> list[T
     areas = rules_table(
         f"{results.dataset}: {results.setting}", left_out, ["area, %", f"{lead}, points"]
     )
-    penalties = [penalty for penalty, _ in results.frontiers[0].gap_closed]
-    gaps = rules_table(
-        "Share of the oracle's gap closed, %", "", [f"λ={penalty_name(p)}" for p in penalties]
-    )
     for one in results.frontiers:
         text = "" if one.lead is None else one.lead.text(100, 2, signed=True)
         if one.lead is not None and bar_points is not None:
             held = one.lead.value > 0 and 100 * one.lead.low >= bar_points
             text += "   holds" if held else "   DOES NOT HOLD"
         areas.add_row(one.method, one.area.text(100, 2), text)
-        gaps.add_row(one.method, *(share.text(100, 1) for _, share in one.gap_closed))
-    return [areas, gaps]
+    return [areas, *_gap_tables(results.frontiers)]
+
+
+def _gap_tables(frontiers: Sequence[Frontier]) -> list[Table]:
+    """The shares of the oracle's gap, as many prices beside each other as a terminal shows."""
+    penalties = [penalty for penalty, _ in frontiers[0].gap_closed]
+    tables = []
+    for start in range(0, len(penalties), _PRICES_A_TABLE):
+        part = slice(start, start + _PRICES_A_TABLE)
+        table = rules_table(
+            "Share of the oracle's gap closed, %" if start == 0 else "",
+            "± wider half of the 95 % interval by problem" if start == 0 else "",
+            [f"λ={penalty_name(p)}" for p in penalties[part]],
+        )
+        for one in frontiers:
+            cells = (number_cell(share, 100, 1) for _, share in one.gap_closed[part])
+            table.add_row(one.method, *cells)
+        tables.append(table)
+    return tables

@@ -15,11 +15,11 @@ from matplotlib.transforms import Bbox
 from rich.console import Console
 from rich.table import Table
 
-from modeling_ospruner.common.results_file import Difference, Estimate, Result
+from modeling_ospruner.common.results_file import Difference, Estimate, Frontier, Result, Results
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.metrics import AES_RELATIVE
 from ospruner.eval.report.pictures import draw_pareto, label_points, save_pareto
-from ospruner.eval.report.terminal import differences_table, results_table
+from ospruner.eval.report.terminal import differences_table, frontier_tables, results_table
 from ospruner.eval.table import FloatArray
 
 from ...made_results import make_result
@@ -160,3 +160,25 @@ def test_every_method_has_a_mark_of_its_own() -> None:
     marks = [(line.get_color(), line.get_marker()) for line in axes.get_lines()]
     assert len({colour for colour, _ in marks}) == len({marker for _, marker in marks}) == 6
     assert axes.get_legend_handles_labels()[1] == [f"m{i}" for i in range(6)]
+
+
+@pytest.mark.parametrize("prices", [1, 4, 7])
+def test_shares_of_the_gap_keep_their_methods_names_in_80_columns(prices: int) -> None:
+    share = Estimate(-0.334, -0.969, 0.051)
+    gaps = tuple((10.0**-k, share) for k in range(1, 1 + prices))
+    names = ["OS-Pruner, one policy", "convergence", "Think Just Enough"]
+    found = Results(
+        dataset="d",
+        setting="s",
+        about={"left_out": {}},
+        frontiers=[
+            Frontier(name, share, share if number else None, gaps)
+            for number, name in enumerate(names)
+        ],
+    )
+    _, *tables = frontier_tables(found)
+    lines = [line for table in tables for line in render(table, 80).splitlines()]
+    for name in names:
+        assert sum(line.strip().startswith(name) for line in lines) == len(tables)
+    assert sum(line.count("-33.4 ±63.5") for line in lines) == prices * len(names)
+    assert max(map(len, lines)) <= 80
