@@ -35,7 +35,7 @@ REAL_SETS = {
     "math500": "MATH-500",
 }
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-CLASSIFIERS = ("probe", "convergence", "final-answer")
+CLASSIFIERS = ("probe", "convergence", "final-answer", "convergence (final answer)", "LearnStop")
 SPREAD = {
     "accuracy_points": ("accuracy, points", 2),
     "accuracy_standard_error": ("its standard error", 2),
@@ -73,16 +73,20 @@ def points(file: Content) -> str:
     return markdown_table(["", "accuracy %", "thinking tokens", "reduction %", "AES"], rows)
 
 
+def next_to_prices(results: Results) -> list[Result]:
+    """Of a policy of every price the rows next to the prices of the rewards."""
+    ours = [one for one in results.results if one.method == EVERY_PRICE]
+    asked = [price for price, _ in results.results[0].rewards]
+    near = {min(ours, key=lambda one: abs(float(one.parameter or 0) - price)) for price in asked}
+    return [one for one in ours if one in near]
+
+
 def at_prices(file: Content) -> str:
     """As `points`; of a policy of every price only the rows next to the prices of the rewards."""
     results = Results.from_dict(file)
-    asked = [price for price, _ in results.results[0].rewards]
-    ours = [one for one in results.results if one.method == EVERY_PRICE]
-    near = {min(ours, key=lambda one: abs(float(one.parameter or 0) - price)) for price in asked}
-    chosen = None if results.chosen is None else results.results[results.chosen]
-    kept = [one for one in results.results if one not in ours or one in near or one is chosen]
-    place = None if chosen is None else kept.index(chosen)
-    return points(replace(results, results=tuple(kept), chosen=place).to_dict())
+    full, *others = [one for one in results.results if one.method != EVERY_PRICE]
+    kept = [full, *next_to_prices(results), *others]
+    return points(replace(results, results=kept).to_dict())
 
 
 def online(file: Content) -> str:
@@ -146,7 +150,10 @@ def spread(file: Content) -> str:
 
 
 def readme(of_points: Content, of_areas: Content) -> str:
-    """Five rows: the full trace, ours, the best classifier, rule without training, and budget."""
+    """The full trace, ours, the best classifier, rule without training, and budget.
+
+    Ours is the policy that was chosen on validation, or one policy at several prices.
+    """
     results, frontiers = Results.from_dict(of_points), Results.from_dict(of_areas)
     by_method = {one.method: one for one in frontiers.frontiers}
 
@@ -156,9 +163,8 @@ def readme(of_points: Content, of_areas: Content) -> str:
     def area(one: Frontier) -> str:
         return one.area.text(100, 1)
 
-    if results.chosen is None:
-        raise ValueError("the results name no chosen policy; README's table shows that one")
-    full, ours = results.results[0], results.results[results.chosen]
+    full, chosen = results.results[0], results.chosen
+    ours = next_to_prices(results) if chosen is None else [results.results[chosen]]
     classifier = best([name for name in by_method if name in CLASSIFIERS])
     untrained = best(
         [
@@ -168,11 +174,19 @@ def readme(of_points: Content, of_areas: Content) -> str:
         ]
     )
     tuned = {one.method: one for one in results.results}
-    its_rule = replace(tuned[f"{classifier.method} (AES)"], method=classifier.method)
-    budget = next(one for one in results.results if one.method == "best fixed budget")
+    of_classifier = [one for one in results.results if one.method == classifier.method]
+    its_rule = tuned.get(f"{classifier.method} (AES)") or max(
+        of_classifier, key=lambda one: one.aes.value
+    )
+    its_rule = replace(its_rule, method=classifier.method)
+    everything = [*results.results, *results.limits]
+    budget = next(one for one in everything if one.method == "best fixed budget")
     rows = [
         [named(full), *measures(full)[:2], "0.0", "0.00", ""],
-        [f"**{named(ours)}**", *measures(ours), area(by_method[ours.method])],
+        *(
+            [f"**{named(one)}**", *measures(one), "" if k else area(by_method[one.method])]
+            for k, one in enumerate(ours)
+        ),
         [f"best classifier: {named(its_rule)}", *measures(its_rule), area(classifier)],
         [f"best rule without training: {untrained.method}", *"––––", area(untrained)],
         [

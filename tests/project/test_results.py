@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from modeling_ospruner.common.results_file import (
     Result,
     Results,
 )
+from ospruner.eval.methods import EVERY_PRICE
 from ospruner.train import from_labels, loop
 from ospruner.train.settings import TrainSettings
 from ospruner.train.toy.demo import FULL, train_settings
@@ -96,6 +97,45 @@ def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
     assert lines[1].endswith("60.0 [59.0, 61.0] |")
     assert "40.0 [39.0, 41.0]" in lines[2]
     assert lines[2].endswith("50.0 [49.0, 51.0] |")
+
+
+def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> None:
+    prices = [0.0, 1e-5, 9e-5, 1.2e-4, 9e-4, 2e-3]
+    asked = tuple((price, estimate(0.1)) for price in (1e-3, 1e-4))
+    results = Results(
+        dataset="D",
+        setting="S",
+        results=[
+            replace(row("full trace", 0.7), rewards=asked),
+            replace(row("probe", 0.45, 0.7, "threshold"), aes=estimate(0.1)),
+            replace(row("probe", 0.5, 0.8, "threshold"), aes=estimate(0.2)),
+            *(row(EVERY_PRICE, 0.6 - price, price, "λ") for price in prices),
+        ],
+        limits=[row("best fixed budget", 0.3, 110, "tokens")],
+    )
+    lines = tables.at_prices(results.to_dict()).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "full trace",
+        "OS-Pruner, one policy, λ=9e-5",
+        "OS-Pruner, one policy, λ=9e-4",
+        "probe, ≥.70",
+        "probe, ≥.80",
+        "best fixed budget, 110 tokens",
+    ]
+    frontiers = Results(
+        dataset="D",
+        setting="S",
+        frontiers=[
+            Frontier(name, estimate(0.5), None if name == EVERY_PRICE else estimate(0.1), ())
+            for name in (EVERY_PRICE, "probe", "answer entropy", "fixed budget")
+        ],
+    )
+    lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[3:6]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "**OS-Pruner, one policy, λ=9e-5**",
+        "**OS-Pruner, one policy, λ=9e-4**",
+        "best classifier: probe, ≥.80",
+    ]
 
 
 def test_the_bonus_is_trained_as_the_demo_trains(
