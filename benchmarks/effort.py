@@ -1,13 +1,14 @@
 """How many passes a baseline should get: its validation curve, on the labels of a finished demo.
 
     ospruner demo --full
-    OMP_NUM_THREADS=1 python benchmarks/effort.py --run runs/demo-full [--json FILE]
+    python benchmarks/effort.py --run runs/demo-full [--seeds 1] [--json FILE]
 
-Each baseline is trained anew with 1, 2, 4, ... passes, up to as many as all of OS-Pruner's stages
-together take, with the same rates, averaging, seeds and batches. Of each the command prints, on the
-validation traces: the mean cross-entropy of its own labels, and the area under its frontier, whose
-thresholds are chosen on one half of the problems and measured on the other, both ways round. More
-passes hurt where the curve turns. The test traces are not read. A killed run continues.
+Each baseline is trained anew with 1, 2, 4, ... passes, up to twice as many as OS-Pruner and the
+baselines get in the demo, with the same rates, averaging, seeds and batches. Of each the command
+prints, on the validation traces: the mean cross-entropy of its own labels, and the area under its
+frontier, whose thresholds are chosen on one half of the problems and measured on the other, both
+ways round. More passes hurt where the curve turns. The test traces are not read. A killed
+run continues.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +27,29 @@ from rich.console import Console
 from rich.table import Table
 from timing import environment, print_last_line
 
+from modeling_ospruner.common.jobs import Job, run_jobs
 from modeling_ospruner.common.progress import PhaseBars
 from ospruner.eval.frontier.areas import Family, areas
 from ospruner.eval.frontier.grids import policy_grid
 from ospruner.eval.replay import replay
 from ospruner.eval.table import FloatArray, TraceTable, classifier_targets
-from ospruner.train.from_labels import load_labels
-from ospruner.train.loop import train
+from ospruner.train.fresh import StageResult
 from ospruner.train.settings import Baseline
-from ospruner.train.toy.demo import BASELINES, DemoSize, train_settings
+from ospruner.train.toy.demo import (
+    BASELINES,
+    DemoSize,
+    keep_states,
+    read_split,
+    train_one,
+    train_settings,
+)
 from ospruner.train.toy.shipped import Reasoner
-from ospruner.train.traces import LabelledTraces
 
 
 def passes(size: DemoSize) -> list[int]:
-    """1, 2, 4, ... and as many as OS-Pruner's annealed stages take together."""
-    whole = train_settings(size, 0, size.length_penalties).total_epochs
-    return sorted({whole, *(2**k for k in range(whole.bit_length()) if 2**k <= whole)})
+    """1, 2, 4, ... and twice as many as all methods of the demo get."""
+    most = 2 * size.epochs
+    return sorted({size.epochs, most, *(2**k for k in range(most.bit_length()) if 2**k <= most)})
 
 
 def cross_entropy(table: TraceTable, pi: FloatArray, method: str) -> float:
@@ -68,48 +77,45 @@ def halved_area(table: TraceTable, seeds: Sequence[FloatArray]) -> float:
     return float(np.mean(found))
 
 
-def measure(run: Path, methods: Sequence[Baseline], console: Console) -> list[dict[str, Any]]:
+def measure(
+    run: Path, methods: Sequence[Baseline], seeds: int | None, console: Console
+) -> list[dict[str, Any]]:
     """Trains what is missing; one entry for each baseline and number of passes."""
     claim = json.loads((run / "demo.json").read_text())["demo"]
     fields = {field.name for field in dataclasses.fields(DemoSize)}
     size = DemoSize(**{name: value for name, value in claim.items() if name in fields})
-    reasoner = Reasoner()
-    traces = {
-        split: LabelledTraces.from_dataset(load_labels(run / "labels" / split).traces)
-        for split in ("train", "validation")
-    }
-    table = traces["validation"].table
-    found = []
-    for method in methods:
-        for count in passes(size):
-            seeds = []
-            for seed in range(claim["seed"], claim["seed"] + size.seeds):
-                settings = train_settings(size, seed, size.length_penalties).baseline(method)
-                name = f"{method}, {count} passes, seed {seed}"
-                with PhaseBars(console, name) as bars:
-                    (stage,) = train(
-                        reasoner.model,
-                        reasoner.tokenizer,
-                        traces["train"],
-                        traces["validation"],
-                        dataclasses.replace(settings, epochs_per_stage=count),
-                        reasoner.label_settings(claim["seed"]),
-                        run / "effort" / f"{method}-{count}" / f"seed{seed}",
-                        progress=bars,
-                    )
-                seeds.append(stage.validation_probabilities())
-            found.append(
-                {
-                    "method": method,
-                    "passes": count,
-                    "seeds": len(seeds),
-                    "cross_entropy": float(
-                        np.mean([cross_entropy(table, pi, method) for pi in seeds])
-                    ),
-                    "area": halved_area(table, seeds),
-                    "used": count == size.baseline_epochs,
-                }
+    first, reasoner = claim["seed"], Reasoner()
+    for split in ("train", "validation"):
+        keep_states(reasoner, run, split, train_settings(size, first))
+    jobs: dict[str, Job[StageResult]] = {}
+    points = [(method, count) for method in methods for count in passes(size)]
+    numbers = range(first, first + (seeds or size.seeds))
+    for method, count in reversed(points):  # the longest first
+        for seed in numbers:
+            settings = train_settings(size, seed).baseline(method)
+            settings = dataclasses.replace(settings, epochs_per_stage=count)
+            folder = run / "effort" / f"{method}-{count}" / f"seed{seed}"
+            jobs[f"{method}, {count} passes, seed {seed}"] = partial(
+                train_one, reasoner.folder, run, first, settings, folder
             )
+    with PhaseBars(console) as bars:
+        trained = run_jobs(jobs, os.cpu_count() or 1, bars)
+    table, found = read_split(run, "validation").table, []
+    for method, count in points:
+        said = [
+            trained[f"{method}, {count} passes, seed {seed}"].validation_probabilities()
+            for seed in numbers
+        ]
+        found.append(
+            {
+                "method": method,
+                "passes": count,
+                "seeds": len(said),
+                "cross_entropy": float(np.mean([cross_entropy(table, pi, method) for pi in said])),
+                "area": halved_area(table, said),
+                "used": count == size.epochs,
+            }
+        )
     return found
 
 
@@ -142,9 +148,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    parser.add_argument("--seeds", type=int, help="by default as many as the demo")
     args = parser.parse_args()
     console = Console()
-    found = measure(args.run, BASELINES, console)
+    found = measure(args.run, BASELINES, args.seeds, console)
     report(found, console)
     print_last_line({"curves": found, **environment()}, args.json)
 

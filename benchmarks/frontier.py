@@ -3,8 +3,9 @@
     ospruner demo --full
     OMP_NUM_THREADS=1 python benchmarks/frontier.py --run runs/demo-full [--json FILE]
 
-A policy of every price stands beside the annealed ones where each seed's folder holds one, from
-`ospruner train --head price --out runs/demo-full/policies/seedN/price` on the run's labels.
+Annealed policies of one price each stand beside the one of every price where each seed's folder
+holds them, from `ospruner train --lambdas 1e-3,5e-4,2e-4` on the run's labels with `--out
+runs/demo-full/policies/seedN/annealed`; so do other baselines, in folders named as `--method`.
 
 What `ospruner eval frontier` does for any labels, by the same code, and how far seeds spread. Every
 rule of every method is replayed on the validation and test traces of the run. Each method's
@@ -49,13 +50,16 @@ from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.train.comparing.frontier_labels import RULES
 from ospruner.train.fresh import StageResult, predict, predict_outputs
 from ospruner.train.from_labels import load_labels
-from ospruner.train.toy.demo import STEEP_RUN
+from ospruner.train.toy.demo import read_split
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import LabelledTraces
 
 CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for
 BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
-SPLITS = ("validation", "test")
+LOOKED_AT = ("validation", "test")
+ANNEALED = "OS-Pruner, annealed"
+ANNEALED_FOLDERS = ("annealed-steep", "annealed")
+"""A high price has a run of its own: annealing that starts with it keeps its early stops."""
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
 SHIFTS = np.arange(-8.0, 9.0)  # of stop logits, by which a policy is made longer or shorter
 
@@ -70,7 +74,7 @@ class Demo:
         splits = {}
         for name in ("train", "validation", "test"):
             dataset = load_labels(run / "labels" / name).traces
-            self.traces[name] = LabelledTraces.from_dataset(dataset)
+            self.traces[name] = read_split(run, name)
             table = self.traces[name].table
             entropies = None if name == "train" else thinking_entropies(self.base, dataset, table)
             splits[name] = Split(dataset, table, entropies)
@@ -92,9 +96,10 @@ class Demo:
         return Said(stage.validation_probabilities(), np.load(stored))
 
 
-def ours(demo: Demo, runs: Sequence[Path]) -> tuple[Family, dict[str, dict[str, float]]]:
-    """OS-Pruner's family, and how far each policy's outcomes on test spread over the seeds."""
-    folders = [name for name in (STEEP_RUN, "os-pruner") if (runs[0] / name).is_dir()]
+def annealed(
+    demo: Demo, runs: Sequence[Path], folders: Sequence[str]
+) -> tuple[Family, dict[str, dict[str, float]]]:
+    """The family of one policy a price, and how far each one's outcomes on test spread."""
     stages = [[stage for name in folders for stage in stages_of(run / name)] for run in runs]
     policies = [[demo.said(of_seed[k]) for of_seed in stages] for k in range(len(stages[0]))]
     table, spreads = demo.splits.test.table, {}
@@ -103,22 +108,20 @@ def ours(demo: Demo, runs: Sequence[Path]) -> tuple[Family, dict[str, dict[str, 
         spreads[stage.name] = spread(outcomes, stage.length_penalty) | valley(
             table, [said.test for said in seeds], stage.length_penalty
         )
-    return drawn_family(METHOD_NAMES["os-pruner"], demo.splits, policies), spreads
+    return drawn_family(ANNEALED, demo.splits, policies), spreads
 
 
-def every_price(
-    demo: Demo, runs: Sequence[Path], folder: str
-) -> tuple[Family, dict[str, dict[str, float]]]:
+def every_price(demo: Demo, runs: Sequence[Path]) -> tuple[Family, dict[str, dict[str, float]]]:
     """The family of one policy of every price: 31 of them, from one pass over the traces.
 
     Raises:
         SystemExit: its tokens do not fall with the price, which the head makes sure of.
     """
-    stages = [stages_of(run / folder)[0] for run in runs]
+    stages = [stages_of(run / "os-pruner")[0] for run in runs]
     models = [OSPrunerForCausalLM.from_base(demo.base, stage.path) for stage in stages]
     prices = models[0].config.prices
     assert prices is not None
-    both = [[predict_outputs(m, demo.traces[name]) for m in models] for name in SPLITS]
+    both = [[predict_outputs(m, demo.traces[name]) for m in models] for name in LOOKED_AT]
     policies = [
         [Said(*(one.probabilities(price) for one in seed)) for seed in zip(*both, strict=True)]
         for price in prices.grid()
@@ -127,7 +130,7 @@ def every_price(
     outcomes = [[replay(table, said.test) for said in seeds] for seeds in policies]
     for tokens in np.transpose([[one.mean_tokens for one in seeds] for seeds in outcomes]):
         if (np.diff(tokens) > 0).any():
-            raise SystemExit(f"{folder}: tokens rise with the price: {tokens.tolist()}")
+            raise SystemExit(f"{runs[0]}: tokens rise with the price: {tokens.tolist()}")
     spreads = {
         f"price {penalty_name(price)}": spread(seeds, price)
         for price, seeds in list(zip(prices.grid(), outcomes, strict=True))[::5]
@@ -162,10 +165,9 @@ def measure(run: Path, penalties: Sequence[float]) -> Results:
     runs = sorted((run / "policies").glob("seed*"))
     if not runs:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
-    # The demo trains one of the two; `ospruner train --head price` puts the other beside it.
-    priced = [name for name in ("os-pruner", "price") if _is_priced(runs[0] / name)]
-    found = [] if "os-pruner" in priced else [ours(demo, runs)]
-    found += [every_price(demo, runs, name) for name in priced]
+    found = [every_price(demo, runs)]
+    if folders := [name for name in ANNEALED_FOLDERS if (runs[0] / name).is_dir()]:
+        found.append(annealed(demo, runs, folders))
     families = [family for family, _ in found]
     spreads = {name: values for _, of_family in found for name, values in of_family.items()}
     for method in METHOD_NAMES:
@@ -189,10 +191,6 @@ def measure(run: Path, penalties: Sequence[float]) -> Results:
             **environment(),
         },
     )
-
-
-def _is_priced(run: Path) -> bool:
-    return run.is_dir() and stages_of(run)[0].name == "price"
 
 
 def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, float]:

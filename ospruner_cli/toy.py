@@ -21,6 +21,10 @@ def demo(
     differences: Differences = False,
     json_file: JsonFile = None,
     seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="That label and train side by side; by default one a core."),
+    ] = None,
 ) -> None:
     """Do the whole job on the embedded reasoner: label, train, test, save, load, generate."""
     from ospruner.train.toy.demo import FULL, QUICK, STANDARD, run_demo
@@ -28,7 +32,15 @@ def demo(
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other; give one of them.")
     size = QUICK if quick else FULL if full else STANDARD
-    run_demo(_folder(out, size.name), size, seed, console, json_file, differences=differences)
+    run_demo(
+        _folder(out, size.name),
+        size,
+        seed,
+        console,
+        json_file,
+        differences=differences,
+        processes=processes,
+    )
 
 
 @toy_app.command("train")

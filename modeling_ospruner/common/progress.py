@@ -69,6 +69,7 @@ class PhaseBars:
         """Show the state of one phase."""
         label = f"{self.name}: {phase}" if self.name else phase
         if label not in self._tasks:
-            unit = UNITS.get(phase, phase)
+            kind = phase.rpartition(": ")[2]  # a job's phase bears its name
+            unit = UNITS.get(kind, kind)
             self._tasks[label] = self._progress.add_task(label, unit=unit, note="")
         self._progress.update(self._tasks[label], completed=done, total=total, note=note)

@@ -130,15 +130,7 @@ def test_quickstart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = repo_dir / "docs" / "quickstart.md"
-    small = dataclasses.replace(
-        demo.QUICK,
-        train=40,
-        validation=12,
-        test=12,
-        length_penalties=(),
-        epochs_per_stage=1,
-        baseline_epochs=1,
-    )
+    small = dataclasses.replace(demo.QUICK, train=40, validation=12, test=12, epochs=1)
     monkeypatch.setattr(demo, "QUICK", small)
     show, check = commands(page)
     assert "Policy: runs/demo-quick/policy" in run(show)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from modeling_ospruner.common.results_file import (
     NOT_MEASURED,
@@ -21,10 +17,6 @@ from modeling_ospruner.common.results_file import (
     Results,
 )
 from ospruner.eval.methods import EVERY_PRICE
-from ospruner.train import from_labels, loop
-from ospruner.train.settings import TrainSettings
-from ospruner.train.toy.demo import FULL, train_settings
-from ospruner_cli import app
 
 
 def estimate(value: float) -> Estimate:
@@ -136,24 +128,3 @@ def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> N
         "**OS-Pruner, one policy, λ=9e-4**",
         "best classifier: probe, ≥.80",
     ]
-
-
-def test_the_bonus_is_trained_as_the_demo_trains(
-    repo_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page's `ospruner train` has the settings of the full demo, whose numbers it prints."""
-    lines = re.findall(
-        r"^ospruner train (.*--entropy-bonus.*)", (repo_dir / "docs/results.md").read_text(), re.M
-    )
-    asked: list[TrainSettings] = []
-
-    def train_from_labels(labels: str, out: Path, settings: Any, **others: Any) -> list[Any]:
-        asked.append(settings(None))
-        return []
-
-    monkeypatch.setattr(from_labels, "train_from_labels", train_from_labels)
-    monkeypatch.setattr(loop, "print_stages", lambda *arguments: None)
-    for line in lines:
-        done = CliRunner().invoke(app, ["train", *shlex.split(line)], catch_exceptions=False)
-        assert done.exit_code == 0
-    assert asked == [train_settings(FULL, 5, FULL.length_penalties)]

@@ -16,11 +16,10 @@ from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
 from ospruner.eval.replay import Outcome, pool, replay, replay_full
 from ospruner.eval.results import Choice, Rule, compare, summarise
-from ospruner.eval.selection import best_aes, choose, largest_reduction
+from ospruner.eval.selection import best_aes, largest_reduction
 from ospruner.eval.table import FloatArray, TraceTable
 
 MAX_LOSS = 0.01
-MIN_REDUCTION = 0.35
 MIN_PROMISED = 0.35
 MIN_PROBLEMS = 300
 """With fewer test problems chance decides on more than the policies do."""
@@ -32,21 +31,17 @@ class Predictions:
 
     Attributes:
         method: "os-pruner", "probe" or "convergence".
-        length_penalty: Lambda; 0 for the baselines.
+        length_penalty: The price that OS-Pruner's is told; 0 for the baselines.
         validation: For each seed, (N, T) on the validation traces.
         test: For each seed, (N, T) on the test traces.
-        eligible: Whether this policy may be chosen; else it is only shown.
         layers: Of its tail.
-        every_price: Whether this is one price of a policy that knows them all.
     """
 
     method: str
     length_penalty: float
     validation: list[npt.NDArray[np.float32]]
     test: list[npt.NDArray[np.float32]]
-    eligible: bool = True
     layers: int = 2
-    every_price: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,27 +66,22 @@ class Comparison:
     Attributes:
         results: Every rule on the test traces.
         limits: The hindsight oracle and the best fixed budget.
-        chosen: OS-Pruner's policy chosen on validation: the fewest tokens within 1 point of the
-            full trace, else the best AES. Of a policy of every price the price of the best AES.
-        accurate: Whether a policy was within that point on validation.
+        chosen: OS-Pruner at the price with the best AES on validation.
         rivals: The results the chosen policy is held against; the best fixed budget is the last.
         differences: Chosen policy less each rival, paired.
-        promised: Of a policy of every price, what was promised; None for others.
-        every_price: Whether the policy is one of every price, whose frontier `results` holds.
+        promised: What was promised; None where nothing was asked for.
     """
 
     results: list[Result]
     limits: list[Result]
     chosen: Result
-    accurate: bool
     rivals: list[Result]
     differences: list[Difference]
     promised: Promised | None = None
-    every_price: bool = False
 
     @property
     def frontier(self) -> list[Result]:
-        """OS-Pruner's results, by rising lambda where one policy knows them all."""
+        """OS-Pruner's results, by rising price."""
         return [result for result in self.results if result.method == self.chosen.method]
 
     @property
@@ -102,37 +92,6 @@ class Comparison:
 
     def claims(self) -> list[tuple[str, bool, str]]:
         """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""
-        if self.every_price:
-            return self._claims_of_every_price()
-        chosen, full = self.chosen, self.results[0]
-        loss = full.accuracy.value - chosen.accuracy.value
-        claims = [
-            ("a policy is within 1 point of the full trace on validation", self.accurate, ""),
-            (
-                "loses at most 1 point of accuracy",
-                loss <= MAX_LOSS,
-                f"{-100 * loss:+.2f} points",
-            ),
-            (
-                "saves at least 35 % of the thinking tokens",
-                chosen.reduction.value >= MIN_REDUCTION,
-                f"{100 * chosen.reduction.value:.1f} %",
-            ),
-        ]
-        return claims + self._above(self.rivals)
-
-    def _above(self, rivals: list[Result]) -> list[tuple[str, bool, str]]:
-        ours = self.chosen.aes.value
-        return [
-            (
-                f"AES above {rival.method}",
-                ours > rival.aes.value,
-                f"{ours:.3f} against {rival.aes.value:.3f}",
-            )
-            for rival in rivals
-        ]
-
-    def _claims_of_every_price(self) -> list[tuple[str, bool, str]]:
         tokens = [result.tokens.value for result in self.frontier]
         falls = f"{tokens[0]:.0f} to {tokens[-1]:.0f} over {len(tokens)} prices"
         claims = [
@@ -157,6 +116,17 @@ class Comparison:
                 ),
             ]
         return claims + self._above(self.rivals)
+
+    def _above(self, rivals: list[Result]) -> list[tuple[str, bool, str]]:
+        ours = self.chosen.aes.value
+        return [
+            (
+                f"AES above {rival.method}",
+                ours > rival.aes.value,
+                f"{ours:.3f} against {rival.aes.value:.3f}",
+            )
+            for rival in rivals
+        ]
 
     def to_results(self, setting: str, run: Mapping[str, Any]) -> Results:
         """Every number, for the file.
@@ -197,11 +167,11 @@ def compare_methods(
     predictions: list[Predictions],
     compute: Compute | None = None,
 ) -> Comparison:
-    """Choose lambda, thresholds and budget on validation; measure on test.
+    """Choose price, thresholds and budget on validation; measure on test.
 
-    OS-Pruner is replayed in mode "sample" (the exact expectation), baselines with thresholds.
-    Lambda and the tuned thresholds: the fewest tokens within 1 point of the full trace. Among the
-    paper's thresholds and for the fixed budget: the highest AES.
+    OS-Pruner is replayed in mode "sample" (the exact expectation), baselines with thresholds. The
+    price, the best of the paper's thresholds and the fixed budget are chosen by the highest AES;
+    a baseline's own thresholds by that, and by the fewest tokens within 1 point of the full trace.
 
     Args:
         validation: Labelled traces to choose on.
@@ -214,13 +184,7 @@ def compare_methods(
     base = replay_full(validation)
     ours = [p for p in predictions if p.method == "os-pruner"]
     frontier = [_candidate(p, validation, test, compute) for p in ours]
-    eligible = [i for i, p in enumerate(ours) if p.eligible]
-    every_price = any(p.every_price for p in ours)
-    open_to_choice = [frontier[i] for i in eligible]
-    pick = best_aes if every_price else _accurate_else_aes
-    first, choice = _chosen(open_to_choice, base, validation, pick)
-    accurate = choose([pool(c.validation) for c in open_to_choice], base, max_loss=MAX_LOSS)
-    number = eligible[first]
+    number, choice = _chosen(frontier, base, validation, best_aes)
     taken = replace(frontier[number].rule, choice=choice)
     frontier[number] = replace(frontier[number], rule=taken)
     baselines, rivals = [], []
@@ -245,12 +209,10 @@ def compare_methods(
         results=results,
         limits=bounds,
         chosen=results[1 + number],
-        accurate=accurate is not None,
         rivals=results[-len(rivals) :],
         differences=[
             compare(taken, rule, rules[0].outcome, test.problem_index) for rule in against
         ],
-        every_price=every_price,
     )
 
 
@@ -289,7 +251,7 @@ def _candidate(
     )
     parameter, name = (predictions.length_penalty, "λ") if threshold is None else (threshold, "")
     rule = Rule(
-        EVERY_PRICE if predictions.every_price else METHOD_NAMES[predictions.method],
+        EVERY_PRICE if threshold is None else METHOD_NAMES[predictions.method],
         pool(on_test),
         parameter,
         name or "threshold",
@@ -299,14 +261,6 @@ def _candidate(
 
 
 Pick = Callable[[FloatArray, FloatArray, float, float], int]
-
-
-def _accurate_else_aes(
-    accuracy: FloatArray, tokens: FloatArray, base_accuracy: float, base_tokens: float
-) -> int:
-    """The fewest tokens within 1 point of the full trace, else the best AES."""
-    number = largest_reduction(accuracy, tokens, base_accuracy, MAX_LOSS)
-    return best_aes(accuracy, tokens, base_accuracy, base_tokens) if number is None else number
 
 
 def _accurate_else_careful(

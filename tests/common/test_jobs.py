@@ -1,0 +1,103 @@
+"""Jobs in processes of their own: results, progress, failure, and no life without the parent."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modeling_ospruner.common.jobs import run_jobs
+
+MODULE = """
+import os, time
+import torch
+
+def square(number, *, progress):
+    progress("square", 1, 1)
+    return number**2, os.getpid(), torch.get_num_threads()
+
+def wait_for_ever(mark, *, progress):
+    mark.write_text(str(os.getpid()))
+    time.sleep(600)
+
+def fail_after(mark, *, progress):
+    while not mark.exists() or not mark.read_text():
+        time.sleep(0.05)
+    raise ValueError("this one fails")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Functions that other processes can import."""
+    (tmp_path / "functions_of_jobs.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "functions_of_jobs", raising=False)
+    return importlib.import_module("functions_of_jobs")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not yet waited for does not."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def ends(pid: int) -> bool:
+    for _ in range(200):
+        if not alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_each_job_runs_on_one_thread_of_another_process(module: Any) -> None:
+    seen: list[tuple[object, ...]] = []
+    jobs = {str(number): partial(module.square, number) for number in (3, 4, 5)}
+    found = run_jobs(jobs, 2, lambda *state: seen.append(state))
+    assert {name: one[0] for name, one in found.items()} == {"3": 9, "4": 16, "5": 25}
+    assert list(found) == ["3", "4", "5"]
+    assert os.getpid() not in {one[1] for one in found.values()}
+    assert {one[2] for one in found.values()} == {1}
+    assert seen
+    assert set(seen) <= {(f"{number}: square", 1, 1, "") for number in (3, 4, 5)}
+
+
+def test_a_failure_ends_the_others(module: Any, tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    jobs = {"waits": partial(module.wait_for_ever, mark), "fails": partial(module.fail_after, mark)}
+    with pytest.raises(ValueError, match="this one fails"):
+        run_jobs(jobs, 2, lambda *state: None)
+    assert ends(int(mark.read_text()))
+
+
+@pytest.mark.usefixtures("module")
+def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys\n"
+        "from functools import partial\n"
+        "from pathlib import Path\n"
+        "from functions_of_jobs import wait_for_ever\n"
+        "from modeling_ospruner.common.jobs import run_jobs\n"
+        "if __name__ == '__main__':\n"
+        "    job = partial(wait_for_ever, Path(sys.argv[1]))\n"
+        "    run_jobs({'one': job}, 1, lambda *state: None)\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script), str(mark)])
+    while not mark.exists() or not mark.read_text():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    worker = int(mark.read_text())
+    assert alive(worker)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert ends(worker)
