@@ -1,13 +1,15 @@
 """Which form of the policy is best: tuning, trial answers, distilled histories; on a demo's labels.
 
     ospruner demo --full
-    OMP_NUM_THREADS=1 python benchmarks/forms.py --run runs/demo-full [--forms layers queries ...]
+    python benchmarks/forms.py --run runs/demo-full [--forms layers queries ...]
         [--rates 2.5e-4 5e-4 1e-3] [--seeds 3] [--limit 12000] [--json FILE]
 
-Each form is a policy of every price, trained with each rate and seed on the run's labels. A form's
-rate is the one with the best mean reward over prices and seeds on validation. On the test traces
-its reward is compared with that of the first form: seven prices and their mean, with intervals that
-resample problems and training seeds. A killed run continues. `--show FILE` prints the tables again.
+Each form is a policy of every price, trained on the run's labels with each rate and one seed; a
+form's rate is the one with the best mean reward over prices on validation. With that rate it is
+trained with the other seeds, too. On the test traces its reward is compared with that of the first
+form: seven prices and their mean, with intervals that resample problems and training seeds. As many
+policies train side by side as there are cores. A killed run continues. `--show FILE` prints the
+tables again.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +31,14 @@ from rich.console import Console
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.progress import PhaseBars
+from modeling_ospruner.common.jobs import run_jobs
+from modeling_ospruner.common.progress import PhaseBars, Progress, silent
 from modeling_ospruner.common.results_file import Estimate
 from modeling_ospruner.common.text import markdown_table, penalty_name
 from ospruner.eval.metrics import REPLICATES, bootstrap_means, seed_weights
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import FloatArray, TraceTable
-from ospruner.train.fresh import Predicted, predict_outputs
+from ospruner.train.fresh import Predicted, StageResult, new_policy, predict_outputs
 from ospruner.train.from_labels import load_labels
 from ospruner.train.loop import train
 from ospruner.train.settings import TrainSettings
@@ -97,78 +102,135 @@ def estimates(found: FloatArray) -> list[Estimate]:
     return [Estimate(*map(float, one)) for one in zip(found[0], low, high, strict=True)]
 
 
+@dataclass(frozen=True)
 class Study:
-    """The labels of a run, its base, and the policies that are trained on them."""
+    """Where the labels of a run are, and the policies that are trained on them.
 
-    def __init__(self, run: Path, out: Path, epochs: int, limit: int | None) -> None:
-        self.out, self.epochs, self._run, self._limit = out, epochs, run, limit
-        self.reasoner = Reasoner()
-        self.labels_seed = json.loads((run / "demo.json").read_text())["demo"]["seed"]
+    Attributes:
+        run: a demo's folder.
+        out: folder of the policies, and of what the base computes on the labels.
+        epochs: passes over the training traces.
+        limit: only so many training traces; None for all.
+    """
 
-    @cache  # noqa: B019  (the study lives as long as the process)
-    def traces(self, split: str, streams: bool) -> LabelledTraces:
-        """A split's labels, that keep what policies read; apart for those that read streams."""
-        dataset = load_labels(self._run / "labels" / split).traces
-        if split == "train" and self._limit is not None:
-            dataset = dataset.take(min(self._limit, len(dataset)))
-        return LabelledTraces.from_dataset(dataset)
+    run: Path
+    out: Path
+    epochs: int
+    limit: int | None
 
-    def said(self, form: str, rate: float, seed: int, split: str) -> tuple[Predicted, float]:
-        """What a policy says on a split, and the seconds of its training, done if it is new."""
+    @cached_property
+    def reasoner(self) -> Reasoner:
+        """The base."""
+        return Reasoner()
+
+    @cached_property
+    def labels_seed(self) -> int:
+        """Of the run."""
+        return int(json.loads((self.run / "demo.json").read_text())["demo"]["seed"])
+
+    def traces(self, split: str, form: str) -> LabelledTraces:
+        """A split's labels, with what policies of a form read of them in the study's folder."""
+        dataset = load_labels(self.run / "labels" / split).traces
+        if split == "train" and self.limit is not None:
+            dataset = dataset.take(min(self.limit, len(dataset)))
+        traces = LabelledTraces.from_dataset(dataset)
+        if OWN_KEYS.get(form) is not stream_keys:  # these read something else: not kept in files
+            traces.keep_states(self.out / "states")
+        return traces
+
+    def train(self, form: str, rate: float, seed: int, progress: Progress = silent) -> StageResult:
+        """Trains a policy, if it is new."""
+        name = f"{form}, rate {penalty_name(rate)}, seed {seed}".replace(", ", "-")
         with OWN_KEYS.get(form, nullcontext)():
-            return self._said(form, rate, seed, split)
-
-    def _said(self, form: str, rate: float, seed: int, split: str) -> tuple[Predicted, float]:
-        streams = OWN_KEYS.get(form) is stream_keys
-        name = f"{form}, rate {penalty_name(rate)}, seed {seed}"
-        folder = self.out / name.replace(", ", "-").replace(" ", "-")
-        with PhaseBars(Console(), name) as bars:
             (stage,) = train(
                 self.reasoner.model,
                 self.reasoner.tokenizer,
-                self.traces("train", streams),
-                self.traces("validation", streams),
+                self.traces("train", form),
+                self.traces("validation", form),
                 settings(form, rate, seed, self.epochs),
                 self.reasoner.label_settings(self.labels_seed),
-                folder,
-                progress=bars,
+                self.out / name.replace(" ", "-"),
+                progress=progress,
             )
-        model = OSPrunerForCausalLM.from_base(self.reasoner.model, stage.path)
-        lines = (json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines())
-        seconds = sum(line["seconds"] for line in lines if "seconds" in line)
-        return predict_outputs(model, self.traces(split, streams)), seconds
+        return stage
 
-    def on(self, form: str, rate: float, seeds: int, split: str) -> tuple[list[FloatArray], float]:
-        """(N, 7) rewards of each seed, and the mean seconds of training."""
-        table = self.traces(split, False).table
-        found = [self.said(form, rate, seed, split) for seed in range(seeds)]
-        return [rewards(table, said) for said, _ in found], float(np.mean([s for _, s in found]))
+    def rewards(self, form: str, stage: StageResult, traces: LabelledTraces) -> FloatArray:
+        """(N, 7) of a policy on a split."""
+        with OWN_KEYS.get(form, nullcontext)():
+            model = OSPrunerForCausalLM.from_base(self.reasoner.model, stage.path)
+            return rewards(traces.table, predict_outputs(model, traces))
+
+
+@no_denormals()
+def train_one(
+    study: Study, form: str, rate: float, seed: int, *, progress: Progress
+) -> StageResult:
+    """A job: trains one policy."""
+    return study.train(form, rate, seed, progress)
+
+
+@no_denormals()
+def keep_states(study: Study, form: str, *, progress: Progress) -> None:
+    """A job: what policies of a form read of the labels is kept, for all that read the same."""
+    reasoner = study.reasoner
+    given = settings(form, RATES[0], 0, study.epochs)
+    of_labels = reasoner.label_settings(study.labels_seed)
+    model = new_policy(reasoner.model, reasoner.tokenizer, given, of_labels)
+    for split in ("train", "validation", "test"):
+        study.traces(split, form).cache_states(model, 0, progress)
+
+
+def seconds_of(stage: StageResult) -> float:
+    """Of a policy's training."""
+    log = (stage.path.parent / "log.jsonl").read_text().splitlines()
+    return float(sum(line.get("seconds", 0.0) for line in map(json.loads, log)))
 
 
 def measure(
-    study: Study, forms: Sequence[str], rates: Sequence[float], seeds: int
+    study: Study, forms: Sequence[str], rates: Sequence[float], seeds: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """An entry for each form: its rate, its rewards on test, and those less the first form's."""
-    table = study.traces("test", False).table
+    cores = os.cpu_count() or 1
+    kinds = {FORMS[form].get("tuning"): form for form in forms}  # what read the same share a file
+    run_jobs({f: partial(keep_states, study, f) for f in kinds.values()}, cores, progress)
+
+    def trained(asked: Sequence[tuple[str, float, int]]) -> dict[Any, StageResult]:
+        jobs = {f"{form}, {rate:g}, {seed}": (form, rate, seed) for form, rate, seed in asked}
+        stages = run_jobs(
+            {name: partial(train_one, study, *one) for name, one in jobs.items()}, cores, progress
+        )
+        return {jobs[name]: stage for name, stage in stages.items()}
+
+    first_seeds = trained([(form, rate, 0) for form in forms for rate in rates])
+    curves: dict[str, dict[float, float]] = {}
+    for form in forms:
+        validation = study.traces("validation", form)
+        curves[form] = {
+            rate: float(np.mean(study.rewards(form, first_seeds[form, rate, 0], validation)))
+            for rate in rates
+        }
+    best = {form: max(curve, key=lambda rate: curve[rate]) for form, curve in curves.items()}
+    stages = trained([(form, best[form], seed) for form in forms for seed in range(seeds)])
     first: FloatArray | None = None
     found = []
     for form in forms:
-        tried = {rate: study.on(form, rate, seeds, "validation") for rate in rates}
-        curve = {rate: float(np.mean(of)) for rate, (of, _) in tried.items()}
-        rate = max(curve, key=lambda one: curve[one])
-        of_test, _ = study.on(form, rate, seeds, "test")
-        on_test = resampled(table, of_test)
+        test, of_form = study.traces("test", form), []
+        for seed in range(seeds):
+            of_form.append(study.rewards(form, stages[form, best[form], seed], test))
+        on_test = resampled(test.table, of_form)
         first = on_test if first is None else first
+        seconds = [seconds_of(stages[form, best[form], seed]) for seed in range(seeds)]
         found.append(
             {
                 "form": form,
-                "rate": rate,
-                "validation_points": {penalty_name(r): value for r, value in curve.items()},
-                "seconds": tried[rate][1],
+                "rate": best[form],
+                "validation_points": {penalty_name(r): v for r, v in curves[form].items()},
+                "seconds": float(np.mean(seconds)),
                 "reward_points": [dataclasses.asdict(one) for one in estimates(on_test)],
                 "less_first": [dataclasses.asdict(one) for one in estimates(on_test - first)],
             }
         )
+    table = study.traces("test", forms[0]).table
     full = replay_full(table)
     values = np.stack([100 * (full.correct - price * full.tokens) for price in PRICES], axis=1)
     found.append(
@@ -217,7 +279,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS)[:2])
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=16, help="passes over the training traces")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the training traces")
     parser.add_argument("--limit", type=int, help="only the first N training traces")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of such a file")
@@ -226,9 +288,11 @@ def main() -> None:
         print(markdown(json.loads(args.show.read_text())["forms"]))
         return
     study = Study(args.run, args.out, args.epochs, args.limit)
-    found = measure(study, args.forms, args.rates, args.seeds)
+    with PhaseBars(Console()) as bars:
+        found = measure(study, args.forms, args.rates, args.seeds, bars)
     print(markdown(found))
-    sizes = {split: len(study.traces(split, False)) for split in ("train", "validation", "test")}
+    splits = ("train", "validation", "test")
+    sizes = {split: len(study.traces(split, args.forms[0])) for split in splits}
     facts = {"seeds": args.seeds, "epochs": args.epochs, "traces": sizes, **environment()}
     print_last_line({"forms": found, "labels_seed": study.labels_seed, **facts}, args.json)
 

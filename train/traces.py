@@ -306,7 +306,8 @@ class LabelledTraces:
         """Has the trunk's states kept in a folder's files, and taken from there.
 
         A file's name tells the traces, the base's weights and what of its states a policy reads. So
-        commands on the same labels run the base once, and a command that was stopped goes on.
+        commands on the same labels run the base once, and a command that was stopped goes on. Where
+        two want the same file at once, the second waits for the first.
         """
         self.states_folder = Path(folder)
 
@@ -331,7 +332,7 @@ class LabelledTraces:
             The bytes now held in memory for this model: 0 where they do not fit.
 
         Raises:
-            ValueError: the disk has no room for the file, or another run is writing it.
+            ValueError: the disk has no room for the file.
         """
         if self.holds_states_of(model):
             return self.cached_bytes

@@ -9,7 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.durable import DamagedError, lock_folder, read_checked
+from modeling_ospruner.common.durable import DamagedError, read_checked
 from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings, TraceTable
@@ -265,17 +267,37 @@ def test_thinking_entropies_are_found_once_and_go_on(
     np.testing.assert_array_equal(of(tiny_base, lambda *_: pytest.fail("found again")), whole)
 
 
-def test_a_folder_of_states_is_written_by_one_run(
+def test_a_file_of_states_is_written_by_one_run_and_the_other_waits(
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
     make_labels: MakeLabels,
     tmp_path: Path,
 ) -> None:
     model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
-    traces = LabelledTraces.from_dataset(make_labels(12))
-    traces.keep_states(tmp_path)
-    with lock_folder(tmp_path), pytest.raises(ValueError, match="being written by another run"):
-        traces.cache_states(model, 0)
+    first, second = (LabelledTraces.from_dataset(make_labels(12)) for _ in range(2))
+    began, go_on = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def slowly(phase: str, done: int, total: int, note: str = "") -> None:
+        began.set()
+        ran.append("first")
+        assert go_on.wait(60)
+
+    for traces in (first, second):
+        traces.keep_states(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        filling = pool.submit(first.cache_states, model, 0, slowly)
+        assert began.wait(60)
+        waiting = pool.submit(second.cache_states, model, 0, lambda *_: ran.append("second"))
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        go_on.set()
+        filling.result(60)
+        waiting.result(60)
+    assert set(ran) == {"first"}
+    rows = np.arange(12)
+    assert torch.equal(first.states(model, rows).hidden, second.states(model, rows).hidden)
+    assert [file.suffix for file in tmp_path.iterdir()] == [".states"]
 
 
 def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(

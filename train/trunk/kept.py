@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from modeling_ospruner.common.durable import (
-    lock_folder,
     partial_of,
     replace_file,
     room_needed,
@@ -57,6 +57,8 @@ def complete_file(
 ) -> None:
     """Has a file of states filled, from where a killed run left it; nothing where it is complete.
 
+    Where another run is filling it, this one waits for that, and goes on should it be killed.
+
     Args:
         file: which; its folder is made.
         size: in bytes.
@@ -65,21 +67,35 @@ def complete_file(
         processes: those that call this together.
 
     Raises:
-        ValueError: the disk has no room for the file, or another run is writing in its folder.
+        ValueError: the disk has no room for the file.
     """
     if not processes.sum(np.array([not file.is_file()], dtype=np.float64)).any():
         return
     partial, note = partial_of(file), file.with_suffix(".batches")
-    lock = None
-    if processes.main:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(file.parent)
-        if not partial.is_file() or partial.stat().st_size != size:
-            note.unlink(missing_ok=True)
-            # Written through memory, a full disk would kill the process.
-            with room_needed(file.parent), partial.open("wb") as opened:
-                os.posix_fallocate(opened.fileno(), 0, size)
+    with ExitStack() as stack:
+        if processes.main:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_locked(partial))
+            if not file.is_file() and partial.stat().st_size != size:
+                note.unlink(missing_ok=True)
+                # Written through memory, a full disk would kill the process.
+                with room_needed(file.parent), partial.open("wb") as opened:
+                    os.posix_fallocate(opened.fileno(), 0, size)
+        processes.wait()
+        if not processes.sum(np.array([not file.is_file()], dtype=np.float64)).any():
+            partial.unlink(missing_ok=True)  # another run has completed it meanwhile
+            return
+        _fill(file, partial, note, fill, processes)
     processes.wait()
+
+
+def _fill(
+    file: Path,
+    partial: Path,
+    note: Path,
+    fill: Callable[[Path, int, Callable[[int], None]], None],
+    processes: Sharing,
+) -> None:
     done = int(note.read_text()) if note.is_file() else 0
     processes.wait()
     noted = time.monotonic()
@@ -91,18 +107,26 @@ def complete_file(
             replace_file(note, str(batches).encode())
             noted = time.monotonic()
 
-    try:
-        fill(partial, done, wrote)
-        processes.wait()
-        if lock is not None:
-            _make_durable(partial)
-            partial.replace(file)
-            sync_folder(file.parent)
-            note.unlink(missing_ok=True)
-    finally:
-        if lock is not None:
-            lock.close()
+    fill(partial, done, wrote)
     processes.wait()
+    if processes.main:
+        _make_durable(partial)
+        partial.replace(file)
+        sync_folder(file.parent)
+        note.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """The file that is being filled, which another run may hold: then when that has ended."""
+    while True:
+        with partial.open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Completed meanwhile, it bears another name, and the next run has made its own.
+            here = partial.stat().st_ino if partial.is_file() else None
+            if here == os.fstat(lock.fileno()).st_ino:
+                yield
+                return
 
 
 def _make_durable(path: Path) -> None:
