@@ -1,22 +1,26 @@
 """For how many seeds the demo's claims hold.
 
     python benchmarks/demo_seeds.py [--seeds 0-9] [--size standard] [--out runs/demo-seeds]
+        [--json FILE]
 
 Each seed is an `ospruner demo` of its own, from nothing; a stopped one continues, and those that
-are finished are only read.
+are finished are only read. `--show FILE` prints the table again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from timing import environment, print_last_line
 
 from modeling_ospruner.common.results_file import RESULTS_FILE, Results
+from modeling_ospruner.common.text import markdown_table
 
 
 def claims_of(folder: Path, seed: int, size: str) -> dict[str, bool]:
@@ -31,6 +35,17 @@ def claims_of(folder: Path, seed: int, size: str) -> dict[str, bool]:
     return {claim["claim"]: claim["holds"] for claim in about["claims"]}
 
 
+def markdown(found: Mapping[str, Mapping[str, bool]]) -> str:
+    """For how many seeds each claim held."""
+    rows = []
+    for claim in dict.fromkeys(claim for claims in found.values() for claim in claims):
+        held = [claims[claim] for claims in found.values() if claim in claims]
+        rows.append([claim, f"{sum(held)} of {len(held)}"])
+    together = sum(all(claims.values()) for claims in found.values())
+    rows.append(["all of them", f"{together} of {len(found)}"])
+    return markdown_table(["claim", "seeds"], rows)
+
+
 def main() -> None:
     """Runs the demos, prints how often each claim held, and the numbers as one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
@@ -38,19 +53,17 @@ def main() -> None:
     parser.add_argument("--size", default="standard", choices=("quick", "standard"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo-seeds"))
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file")
     args = parser.parse_args()
+    if args.show:
+        print(markdown(json.loads(args.show.read_text())["seeds"]))
+        return
     first, last = map(int, args.seeds.split("-"))
     found: dict[str, dict[str, bool]] = {}
     for seed in range(first, last + 1):
         found[str(seed)] = claims_of(args.out / f"{args.size}-seed{seed}", seed, args.size)
-    counts: dict[str, list[int]] = {}
-    for claims in found.values():
-        for claim, held in claims.items():
-            counts.setdefault(claim, []).append(int(held))
-    for claim, held in counts.items():
-        print(f"{sum(held):3} of {len(held):3}  {claim}")
+    print(markdown(found))
     everything = sum(all(claims.values()) for claims in found.values())
-    print(f"{everything:3} of {len(found):3}  all of them")
     result: dict[str, Any] = {"size": args.size, "seeds": found, "all": everything}
     print_last_line(result | environment(), args.json)
 

@@ -8,7 +8,7 @@ baselines get in the demo, with the same rates, averaging, seeds and batches. Of
 prints, on the validation traces: the mean cross-entropy of its own labels, and the area under its
 frontier, whose thresholds are chosen on one half of the problems and measured on the other, both
 ways round. More passes hurt where the curve turns. The test traces are not read. A killed
-run continues.
+run continues. `--show FILE` prints the table again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from timing import environment, print_last_line
 
 from modeling_ospruner.common.jobs import Job, run_jobs
 from modeling_ospruner.common.progress import PhaseBars
+from modeling_ospruner.common.text import markdown_table
 from ospruner.eval.frontier.areas import Family, areas
 from ospruner.eval.frontier.grids import policy_grid
 from ospruner.eval.replay import replay
@@ -119,28 +119,20 @@ def measure(
     return found
 
 
-def report(found: Sequence[dict[str, Any]], console: Console) -> None:
-    """Prints the curves; the best of each is marked, and what the demo uses."""
-    table = Table(title="Baselines on validation, by passes over the training traces")
-    for heading in ("baseline", "passes", "cross-entropy, nats", "area, %", ""):
-        table.add_column(heading, justify="left" if heading in ("baseline", "") else "right")
+def markdown(found: Sequence[Mapping[str, Any]]) -> str:
+    """The curves; the best of each is marked, and what the demo uses."""
+    rows = []
     for one in found:
         rivals = [other for other in found if other["method"] == one["method"]]
-        notes = [
-            "lowest cross-entropy"
-            if one["cross_entropy"] == min(r["cross_entropy"] for r in rivals)
-            else "",
-            "largest area" if one["area"] == max(r["area"] for r in rivals) else "",
-            "the demo's" if one["used"] else "",
-        ]
-        table.add_row(
-            one["method"],
-            str(one["passes"]),
-            f"{one['cross_entropy']:.4f}",
-            f"{100 * one['area']:.2f}",
-            ", ".join(note for note in notes if note),
-        )
-    console.print(table)
+        best = {
+            "lowest cross-entropy": one["cross_entropy"] == min(r["cross_entropy"] for r in rivals),
+            "largest area": one["area"] == max(r["area"] for r in rivals),
+            "the demo's": one["used"],
+        }
+        notes = ", ".join(note for note, holds in best.items() if holds)
+        values = [f"{one['cross_entropy']:.4f}", f"{100 * one['area']:.2f}"]
+        rows.append([one["method"], str(one["passes"]), *values, notes])
+    return markdown_table(["baseline", "passes", "cross-entropy, nats", "area, %", "note"], rows)
 
 
 def main() -> None:
@@ -149,10 +141,13 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     parser.add_argument("--seeds", type=int, help="by default as many as the demo")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file")
     args = parser.parse_args()
-    console = Console()
-    found = measure(args.run, BASELINES, args.seeds, console)
-    report(found, console)
+    if args.show:
+        print(markdown(json.loads(args.show.read_text())["curves"]))
+        return
+    found = measure(args.run, BASELINES, args.seeds, Console())
+    print(markdown(found))
     print_last_line({"curves": found, **environment()}, args.json)
 
 
