@@ -23,10 +23,11 @@ from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.common.text import markdown_table
 
 
-def claims_of(folder: Path, seed: int, size: str) -> dict[str, bool]:
+def claims_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[str, bool]:
     """The claims of one seed's demo, which is run where it is not finished."""
     if not (folder / "side_by_side.json").is_file() or not (folder / RESULTS_FILE).is_file():
         options = [] if size == "standard" else [f"--{size}"]
+        options += [] if processes is None else ["--processes", str(processes)]
         command = [sys.executable, "-m", "ospruner_cli", "demo", "--out", str(folder), *options]
         subprocess.run([*command, "--seed", str(seed)], check=True)
     about = Results.read(folder / RESULTS_FILE).about
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-9", help="FIRST-LAST")
     parser.add_argument("--size", default="standard", choices=("quick", "standard"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo-seeds"))
+    parser.add_argument("--processes", type=int, help="of each demo; by default one a core")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file")
     args = parser.parse_args()
@@ -61,7 +63,8 @@ def main() -> None:
     first, last = map(int, args.seeds.split("-"))
     found: dict[str, dict[str, bool]] = {}
     for seed in range(first, last + 1):
-        found[str(seed)] = claims_of(args.out / f"{args.size}-seed{seed}", seed, args.size)
+        folder = args.out / f"{args.size}-seed{seed}"
+        found[str(seed)] = claims_of(folder, seed, args.size, args.processes)
     print(markdown(found))
     everything = sum(all(claims.values()) for claims in found.values())
     result: dict[str, Any] = {"size": args.size, "seeds": found, "all": everything}
