@@ -95,6 +95,8 @@ def measure(
             settings = train_settings(size, seed).baseline(method)
             settings = dataclasses.replace(settings, epochs_per_stage=count)
             folder = run / "effort" / f"{method}-{count}" / f"seed{seed}"
+            if count == size.epochs:  # the demo's own
+                folder = run / "policies" / f"seed{seed}" / method
             jobs[f"{method}, {count} passes, seed {seed}"] = partial(
                 train_one, reasoner.folder, run, first, settings, folder
             )
