@@ -34,6 +34,7 @@ REAL_SETS = {
     "gsm8k": "GSM8K test",
     "math500": "MATH-500",
 }
+SHOWN_EVERY = 6  # of the 31 prices of a policy of every price
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 CLASSIFIERS = ("probe", "convergence", "final-answer", "convergence (final answer)", "LearnStop")
 SPREAD = {
@@ -74,19 +75,23 @@ def points(file: Content) -> str:
 
 
 def next_to_prices(results: Results) -> list[Result]:
-    """Of a policy of every price the rows next to the prices of the rewards."""
+    """Of a policy of every price the rows next to the rewards' prices, or else every sixth."""
     ours = [one for one in results.results if one.method == EVERY_PRICE]
     asked = [price for price, _ in results.results[0].rewards]
     near = {min(ours, key=lambda one: abs(float(one.parameter or 0) - price)) for price in asked}
-    return [one for one in ours if one in near]
+    return [one for one in ours if one in near] if asked else ours[::SHOWN_EVERY]
 
 
 def at_prices(file: Content) -> str:
-    """As `points`; of a policy of every price only the rows next to the prices of the rewards."""
+    """As `points`; of a policy of every price only some rows, and the chosen one."""
     results = Results.from_dict(file)
+    chosen = None if results.chosen is None else results.results[results.chosen]
+    shown = [*next_to_prices(results), chosen]
+    ours = [one for one in results.results if one.method == EVERY_PRICE and one in shown]
     full, *others = [one for one in results.results if one.method != EVERY_PRICE]
-    kept = [full, *next_to_prices(results), *others]
-    return points(replace(results, results=kept).to_dict())
+    kept = [full, *ours, *others]
+    place = None if chosen is None else kept.index(chosen)
+    return points(replace(results, results=kept, chosen=place).to_dict())
 
 
 def online(file: Content) -> str:

@@ -114,6 +114,12 @@ def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> N
         "probe, ≥.80",
         "best fixed budget, 110 tokens",
     ]
+    without = replace(results, results=[replace(o, rewards=()) for o in results.results], chosen=7)
+    lines = tables.at_prices(without.to_dict()).splitlines()[3:-3]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "OS-Pruner, one policy, λ=0",
+        "**OS-Pruner, one policy, λ=9e-4** (chosen on validation)",
+    ]
     frontiers = Results(
         dataset="D",
         setting="S",
