@@ -20,7 +20,8 @@ from typing import Any
 
 from modeling_ospruner.common.results_file import Frontier, Result, Results
 from modeling_ospruner.common.text import markdown_table, penalty_name
-from ospruner.eval.methods import EVERY_PRICE
+from ospruner.eval.frontier.causal import CAUSAL
+from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
 
 DOCS = Path(__file__).resolve().parent
 PAGES = (DOCS.parent / "README.md", DOCS / "results.md", DOCS / "real-model.md")
@@ -36,7 +37,8 @@ REAL_SETS = {
 }
 SHOWN_EVERY = 6  # of the 31 prices of a policy of every price
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-CLASSIFIERS = ("probe", "convergence", "final-answer", "convergence (final answer)", "LearnStop")
+OURS = (FRONTIER, EVERY_PRICE, "OS-Pruner, annealed")
+CLASSIFIERS = ("LearnStop", *(name for name in METHOD_NAMES.values() if name != FRONTIER))
 SPREAD = {
     "accuracy_points": ("accuracy, points", 2),
     "accuracy_standard_error": ("its standard error", 2),
@@ -147,7 +149,7 @@ def spread(file: Content) -> str:
     rows = [
         [
             name.removeprefix("lam"),
-            *(f"{found[key]:.{digits}f}" for key, (_, digits) in SPREAD.items()),
+            *(f"{found[key]:.{n}f}" if key in found else "" for key, (_, n) in SPREAD.items()),
         ]
         for name, found in results.about["seed_spread"].items()
     ]
@@ -175,15 +177,17 @@ def readme(of_points: Content, of_areas: Content) -> str:
         [
             one.method
             for one in frontiers.frontiers
-            if one.lead is not None and one.method not in (*CLASSIFIERS, "fixed budget")
+            if one.method not in (*OURS, *CLASSIFIERS, CAUSAL, "fixed budget")
         ]
     )
     tuned = {one.method: one for one in results.results}
     of_classifier = [one for one in results.results if one.method == classifier.method]
     its_rule = tuned.get(f"{classifier.method} (AES)") or max(
-        of_classifier, key=lambda one: one.aes.value
+        of_classifier, key=lambda one: one.aes.value, default=None
     )
-    its_rule = replace(its_rule, method=classifier.method)
+    name, found = classifier.method, ["–"] * 4
+    if its_rule is not None:
+        name, found = named(replace(its_rule, method=name)), measures(its_rule)
     everything = [*results.results, *results.limits]
     budget = next(one for one in everything if one.method == "best fixed budget")
     rows = [
@@ -192,7 +196,7 @@ def readme(of_points: Content, of_areas: Content) -> str:
             [f"**{named(one)}**", *measures(one), "" if k else area(by_method[one.method])]
             for k, one in enumerate(ours)
         ),
-        [f"best classifier: {named(its_rule)}", *measures(its_rule), area(classifier)],
+        [f"best classifier: {name}", *found, area(classifier)],
         [f"best rule without training: {untrained.method}", *"––––", area(untrained)],
         [
             f"best budget: {budget.parameter_text}",
