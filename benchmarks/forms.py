@@ -50,10 +50,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "layers": {},
     "queries": {"tuning": "queries"},
     **{name: {"tuning": "queries"} for name in OWN_KEYS},
-    "layers, distilled": {"auxiliary_weight": 0.3},
-    "layers, trial answers at every 4th step": {"trial_every": 4},
-    "layers, trial answers at every 2nd step": {"trial_every": 2},
-    "layers, trial answers at every step": {"trial_every": 1},
+    **{
+        f"queries, distilled at {weight:g}": {"tuning": "queries", "auxiliary_weight": weight}
+        for weight in (0.03, 0.1, 0.3)
+    },
+    **{
+        f"queries, trial answers at every {name}step": {"tuning": "queries", "trial_every": every}
+        for name, every in (("", 1), ("2nd ", 2), ("4th ", 4))
+    },
 }
 PRICE_RANGE = (5e-5, 1e-2)
 PRICES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
