@@ -23,8 +23,8 @@ from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.common.text import markdown_table
 
 
-def claims_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[str, bool]:
-    """The claims of one seed's demo, which is run where it is not finished."""
+def about_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[str, Any]:
+    """What one seed's demo says of itself; it is run where it is not finished."""
     if not (folder / "side_by_side.json").is_file() or not (folder / RESULTS_FILE).is_file():
         options = [] if size == "standard" else [f"--{size}"]
         options += [] if processes is None else ["--processes", str(processes)]
@@ -33,7 +33,7 @@ def claims_of(folder: Path, seed: int, size: str, processes: int | None) -> dict
     about = Results.read(folder / RESULTS_FILE).about
     if (about["run"]["seed"], about["run"]["settings"]["name"]) != (seed, size):
         raise SystemExit(f"{folder} holds a demo of another seed or size: choose another --out")
-    return {claim["claim"]: claim["holds"] for claim in about["claims"]}
+    return about
 
 
 def markdown(found: Mapping[str, Mapping[str, bool]]) -> str:
@@ -62,12 +62,21 @@ def main() -> None:
         return
     first, last = map(int, args.seeds.split("-"))
     found: dict[str, dict[str, bool]] = {}
+    made_by = {}
     for seed in range(first, last + 1):
         folder = args.out / f"{args.size}-seed{seed}"
-        found[str(seed)] = claims_of(folder, seed, args.size, args.processes)
+        about = about_of(folder, seed, args.size, args.processes)
+        found[str(seed)] = {claim["claim"]: claim["holds"] for claim in about["claims"]}
+        made_by[str(seed)] = {name: about["run"][name] for name in ("git_commit", "created_utc")}
     print(markdown(found))
     everything = sum(all(claims.values()) for claims in found.values())
-    result: dict[str, Any] = {"size": args.size, "seeds": found, "all": everything}
+    result: dict[str, Any] = {
+        "size": args.size,
+        "settings": about["run"]["settings"],
+        "seeds": found,
+        "all": everything,
+        "made_by": made_by,
+    }
     print_last_line(result | environment(), args.json)
 
 

@@ -17,6 +17,7 @@ import transformers
 from datasets import Dataset
 
 from ospruner.eval.schema import FEATURES
+from ospruner.hub_cards.facts import git_state
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,17 @@ def floor_ratio(
     return Ratio(median, min(low, median), max(high, median), 0.95)
 
 
-def environment() -> dict[str, str | int]:
-    """The machine and versions beside which numbers are to be read."""
+def environment() -> dict[str, str | int | bool | None]:
+    """The machine, versions and commit beside which numbers are to be read."""
+    commit, modified = git_state()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {
         "device": device,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "git_commit": commit,
+        "git_modified": modified,
     }
 
 
