@@ -2,8 +2,9 @@
 
 The paper counts thinking tokens. That is fair where rules differ in nothing else, but some run a
 tail, some a second model, some try answers. Here each pays for what it computes: the prompt, the
-thinking, what is forced and the answer; a policy for its tail on all tokens until the stop, a
-verifier for all that it reads, a rule that tries answers for each of them.
+thinking, what is forced and the answer; a policy for its tail on all tokens until the stop, or at
+step ends where it is queries only, a verifier for all that it reads, a rule that tries answers for
+each of them.
 """
 
 from __future__ import annotations
@@ -63,6 +64,16 @@ class Compute:
         length = np.asarray(tokens, np.float64)
         return self.work.read(0, self._positions(length) + length, layers)
 
+    def queries(self, step_ends: npt.ArrayLike, layers: int) -> FloatArray:
+        """Operations of a tail that is queries only, at each of these step ends.
+
+        One token goes through its layers. That it makes no keys and values is left out, and so are
+        adapters and the head.
+        """
+        length = np.asarray(step_ends, np.float64)
+        end = self._positions(length) + length
+        return self.work.read(end - 1, end, layers)
+
     def trial(self, row: int, tokens: int, answer_tokens: float) -> float:
         """Operations of one trial answer of a row after so many thinking tokens."""
         position = int(self.prompt_tokens[row]) + tokens
@@ -73,12 +84,22 @@ class Compute:
         flops = self.thinking(table.lengths, table.answer_tokens)
         return dataclasses.replace(table, flops=flops)
 
-    def charge_tail(self, table: TraceTable, layers: int) -> TraceTable:
-        """The charged table with what a tail costs added; as it is where it is not charged."""
+    def charge_tail(self, table: TraceTable, layers: int, queries: bool = False) -> TraceTable:
+        """The charged table with what a tail costs added; as it is where it is not charged.
+
+        Args:
+            table: N labelled traces of up to T steps.
+            layers: of the tail.
+            queries: whether it is queries only, which computes at each step's end but the last,
+                where nothing is decided.
+        """
         if table.flops is None:
             return table
-        flops = table.flops + self.tail(table.lengths, layers)
-        return dataclasses.replace(table, flops=flops)
+        if not queries:
+            return dataclasses.replace(table, flops=table.flops + self.tail(table.lengths, layers))
+        due = np.arange(table.mask.shape[1]) < table.last[:, None]  # (N, T)
+        flops = np.where(due, self.queries(table.lengths, layers), 0.0).cumsum(axis=1)
+        return dataclasses.replace(table, flops=table.flops + flops)
 
     def charge_trials(self, table: TraceTable, every: int) -> tuple[TraceTable, TraceTable]:
         """What a policy's trial answers cost until each step, that of the stop included.

@@ -228,7 +228,9 @@ def replay_labels(
         if prices is not None and use.config.prices is not None:
             shown[len(found)] = PricesShown(prices, use.price, use.config.prices)
         probabilities.append(pi)
-        paid = compute.charge_tail(table, use.config.num_policy_layers)
+        paid = compute.charge_tail(
+            table, use.config.num_policy_layers, use.config.tuning == "queries"
+        )
         paid, trials = compute.charge_trials(paid, use.config.trial_every)
         seen = windowed(paid, pi, use.window, use.by)
         outcome = replay(paid, seen, use.mode, use.threshold)

@@ -85,7 +85,12 @@ class Setup:
         return SampleRow(tokens, len(answer_ids), answer or "", worth, reason)
 
     def flops(
-        self, prompt: Sequence[int], how: Any, row: SampleRow, trials: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        how: Any,
+        row: SampleRow,
+        step_ends: Sequence[int],
+        trials: Sequence[int] = (),
     ) -> float:
         """What a row has cost; the full trace is charged for its forced answer, as in replay.
 
@@ -93,6 +98,7 @@ class Setup:
             prompt: the row's prompt.
             how: of its method.
             row: the row.
+            step_ends: the thinking tokens after which a step ended, and the thinking might have.
             trials: the thinking tokens after which the rule tried answers; the trials' own tokens
                 are spread evenly over them.
         """
@@ -100,7 +106,11 @@ class Setup:
         compute = Compute(self.work, np.array([len(prompt)]), forced)
         flops = compute.thinking([row.tokens], [row.answer_tokens])[0]
         if isinstance(how, PolicyUse):
-            flops += compute.tail([row.tokens], how.config.num_policy_layers)[0]
+            layers, stride = how.config.num_policy_layers, how.config.step_stride
+            if how.config.tuning == "queries":
+                flops += compute.queries(step_ends[stride - 1 :: stride], layers).sum()
+            else:
+                flops += compute.tail([row.tokens], layers)[0]
         if trials:
             suffix = len(self.fmt.forced_suffix("forced"))
             tried = replace(compute, forced_tokens=suffix)
@@ -270,7 +280,8 @@ class HookRunner:
                 natural_correct=natural.get(i, math.nan),
             )
             trials = _trials(records[i], method.how) if row.probe_tokens else []
-            rows.append(replace(row, flops=setup.flops(prompts[i], method.how, row, trials)))
+            flops = setup.flops(prompts[i], method.how, row, records[i].step_ends, trials)
+            rows.append(replace(row, flops=flops))
         return rows
 
     def _own_answers(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -371,7 +382,9 @@ class EngineRunner:
             yield (
                 method,
                 [
-                    self._row(method, batch, i, prompts[i], trace, at[i], forks[i][at[i]].ids)
+                    self._row(
+                        method, batch, i, prompts[i], trace, ends[i], at[i], forks[i][at[i]].ids
+                    )
                     for i, trace in enumerate(sampled)
                 ],
             )
@@ -420,6 +433,7 @@ class EngineRunner:
         index: int,
         prompt: Sequence[int],
         trace: Sampled,
+        ends: Sequence[int],
         stop: int,
         forked: Sequence[int],
     ) -> SampleRow:
@@ -433,7 +447,8 @@ class EngineRunner:
         replied = self.setup.fmt.in_reply and reason == "natural" and not trace.end_ids
         own = trace.trace_ids if replied else trace.answer_ids
         natural = self.setup.natural_grade(batch, index, own)
-        flops = self.setup.flops(prompt, method.how, row)
+        passed = [end for end in ends if end <= stop and end < full]
+        flops = self.setup.flops(prompt, method.how, row, passed)
         return replace(row, natural_correct=natural if at_end else math.nan, flops=flops)
 
     def _stops(

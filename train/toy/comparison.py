@@ -34,7 +34,7 @@ class Predictions:
         length_penalty: The price that OS-Pruner's is told; 0 for the baselines.
         validation: For each seed, (N, T) on the validation traces.
         test: For each seed, (N, T) on the test traces.
-        layers: Of its tail.
+        layers: Of its tail, which is queries only.
     """
 
     method: str
@@ -241,7 +241,7 @@ def _candidate(
 ) -> _Candidate:
     """Replay a policy's seeds on both splits."""
     mode: Literal["sample", "threshold"] = "sample" if threshold is None else "threshold"
-    paid = test if compute is None else compute.charge_tail(test, predictions.layers)
+    paid = test if compute is None else compute.charge_tail(test, predictions.layers, queries=True)
     on_validation, on_test = (
         [replay(table, pi, mode, threshold) for pi in probabilities]
         for table, probabilities in (

@@ -142,7 +142,9 @@ def run_demo(
         traces["validation"].table, traces["test"].table, predictions, compute
     )
     policy = _save_policy(reasoner, runs, comparison, out_dir, seed)
-    paid = compute.charge_tail(compute.charge(traces["test"].table), predictions[0].layers)
+    paid = compute.charge_tail(
+        compute.charge(traces["test"].table), predictions[0].layers, queries=True
+    )
     comparison = _promise(comparison, policy, predictions, paid, out_dir, size)
     picture = out_dir / "pareto.png"
     save_pareto(

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -156,8 +156,13 @@ def test_the_papers_settings_are_presets() -> None:
 @pytest.fixture(scope="module")
 def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that stops now and then: untrained, with a mild bias."""
-    folder = tmp_path_factory.mktemp("policy") / "policy"
-    settings = TrainSettings(length_penalties=(1e-3,), num_policy_layers=1, init_bias=-2.0)
+    return untrained(reasoner, tmp_path_factory.mktemp("policy") / "policy", "layers")
+
+
+def untrained(reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queries"]) -> Path:
+    settings = TrainSettings(
+        length_penalties=(1e-3,), num_policy_layers=1, init_bias=-2.0, tuning=tuning
+    )
     model = new_policy(reasoner.model, reasoner.tokenizer, settings, reasoner.label_settings(0))
     model.config.length_penalty = 1e-3
     model.save_pretrained(folder)
@@ -235,8 +240,12 @@ def _entropy() -> Method:
     return Method(rule.method, rule.parameter, rule.parameter_name, rule.rule)
 
 
-def test_generate_and_the_engine_agree_on_the_same_trace(reasoner: Reasoner, policy: Path) -> None:
-    """Greedy traces are the same in both; so must be stops, answers and grades."""
+@pytest.mark.parametrize("tuning", ["layers", "queries"])
+def test_generate_and_the_engine_agree_on_the_same_trace(
+    reasoner: Reasoner, tmp_path: Path, tuning: Literal["layers", "queries"]
+) -> None:
+    """Greedy traces are the same in both; so must be stops, answers, grades and compute."""
+    policy = untrained(reasoner, tmp_path / "policy", tuning)
     settings = dataclasses.replace(SETTINGS, samples=1, temperature=0.0)
     setup = setup_of(reasoner, settings)
     batch = Batch(0, draw_split("test", 6, 0), 1)
@@ -379,7 +388,7 @@ def test_free_answers_and_trial_rules_are_generated(reasoner: Reasoner, policy: 
         assert row.probe_tokens > 0
         without = dataclasses.replace(row, probe_tokens=0)
         prompt = setup.prompts(batch)[rows[_entropy().key].index(row)]
-        assert row.flops > setup.flops(prompt, None, without)
+        assert row.flops > setup.flops(prompt, None, without, [])
 
 
 @pytest.mark.slow

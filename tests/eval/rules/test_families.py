@@ -150,6 +150,11 @@ def test_the_compute_of_trial_answers_by_hand() -> None:
     assert tail.flops is not None
     assert tail.flops[0, 1] - stopped == read(0, 25)
     assert compute.charge_tail(table, 1) is table
+    queries = compute.charge_tail(charged, 1, queries=True)
+    assert queries.flops is not None
+    assert queries.flops[0, 1] - stopped == read(14, 15) + read(24, 25)
+    last = int(table.last[0])
+    assert (queries.flops - charged.flops)[0, last] == (queries.flops - charged.flops)[0, last - 1]
     with pytest.raises(ValueError, match="trial answers have no price: give replay_rule the Comp"):
         replay_rule(dataset, charged, rule, SUFFIX)
 
