@@ -38,6 +38,7 @@ from ospruner.train.settings import Baseline
 from ospruner.train.toy.demo import (
     BASELINES,
     DemoSize,
+    claimed,
     keep_states,
     read_split,
     train_one,
@@ -81,13 +82,10 @@ def measure(
     run: Path, methods: Sequence[Baseline], seeds: int | None, console: Console
 ) -> list[dict[str, Any]]:
     """Trains what is missing; one entry for each baseline and number of passes."""
-    claim = json.loads((run / "demo.json").read_text())["demo"]
-    fields = {field.name for field in dataclasses.fields(DemoSize)}
-    size = DemoSize(**{name: value for name, value in claim.items() if name in fields})
-    first, reasoner = claim["seed"], Reasoner()
+    (size, first), reasoner = claimed(run), Reasoner()
     for split in ("train", "validation"):
         keep_states(reasoner, run, split, train_settings(size, first))
-    jobs: dict[str, Job[StageResult]] = {}
+    jobs: dict[str, Job[list[StageResult]]] = {}
     points = [(method, count) for method in methods for count in passes(size)]
     numbers = range(first, first + (seeds or size.seeds))
     for method, count in reversed(points):  # the longest first
@@ -105,7 +103,7 @@ def measure(
     table, found = read_split(run, "validation").table, []
     for method, count in points:
         said = [
-            trained[f"{method}, {count} passes, seed {seed}"].validation_probabilities()
+            trained[f"{method}, {count} passes, seed {seed}"][0].validation_probabilities()
             for seed in numbers
         ]
         found.append(

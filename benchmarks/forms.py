@@ -43,6 +43,7 @@ from ospruner.train.from_labels import load_labels
 from ospruner.train.loop import train
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import no_denormals
+from ospruner.train.toy.demo import claimed
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import LabelledTraces
 
@@ -130,7 +131,7 @@ class Study:
     @cached_property
     def labels_seed(self) -> int:
         """Of the run."""
-        return int(json.loads((self.run / "demo.json").read_text())["demo"]["seed"])
+        return claimed(self.run)[1]
 
     def traces(self, split: str, form: str) -> LabelledTraces:
         """A split's labels, with what policies of a form read of them in the study's folder."""

@@ -1,11 +1,12 @@
 """Frontiers of a finished `ospruner demo`: areas, gaps to the oracle, and how far seeds spread.
 
     ospruner demo --full
-    OMP_NUM_THREADS=1 python benchmarks/frontier.py --run runs/demo-full [--json FILE]
+    python benchmarks/frontier.py --run runs/demo-full [--anneal] [--json FILE]
 
-Annealed policies of one price each stand beside the one of every price where each seed's folder
-holds them, from `ospruner train --lambdas 1e-3,5e-4,2e-4` on the run's labels with `--out
-runs/demo-full/policies/seedN/annealed`; so do other baselines, in folders named as `--method`.
+With `--anneal` a policy is annealed for each of four prices with the demo's seeds, on the same
+labels, and stands beside the one of every price: half as many passes a price, twice as many in all.
+A killed run continues. Other baselines join in where each seed's folder holds them, in folders
+named as `ospruner train --method`.
 
 What `ospruner eval frontier` does for any labels, by the same code, and how far seeds spread. Every
 rule of every method is replayed on the validation and test traces of the run. Each method's
@@ -19,7 +20,11 @@ paired. The estimate of what is possible without hindsight is fitted on the vali
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
+import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +34,8 @@ from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import read_checked_line
+from modeling_ospruner.common.jobs import Job, run_jobs
+from modeling_ospruner.common.progress import PhaseBars
 from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.common.text import penalty_name
 from ospruner.eval.frontier.areas import Family, frontiers
@@ -50,7 +57,7 @@ from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.train.comparing.frontier_labels import RULES
 from ospruner.train.fresh import StageResult, predict, predict_outputs
 from ospruner.train.from_labels import load_labels
-from ospruner.train.toy.demo import read_split
+from ospruner.train.toy.demo import claimed, keep_states, read_split, train_one, train_settings
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import LabelledTraces
 
@@ -58,7 +65,7 @@ CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for
 BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
 LOOKED_AT = ("validation", "test")
 ANNEALED = "OS-Pruner, annealed"
-ANNEALED_FOLDERS = ("annealed-steep", "annealed")
+ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
 """A high price has a run of its own: annealing that starts with it keeps its early stops."""
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
 SHIFTS = np.arange(-8.0, 9.0)  # of stop logits, by which a policy is made longer or shorter
@@ -109,6 +116,30 @@ def annealed(
             table, [said.test for said in seeds], stage.length_penalty
         )
     return drawn_family(ANNEALED, demo.splits, policies), spreads
+
+
+def anneal(run: Path) -> None:
+    """Trains the annealed policies of all seeds, side by side, unless they are there."""
+    (size, first), reasoner = claimed(run), Reasoner()
+    for split in ("train", "validation"):
+        keep_states(reasoner, run, split, train_settings(size, first))
+    jobs: dict[str, Job[list[StageResult]]] = {}
+    for seed, (name, prices) in itertools.product(
+        range(first, first + size.seeds), reversed(ANNEALED_RUNS.items())
+    ):
+        settings = dataclasses.replace(
+            train_settings(size, seed),
+            head="fixed",
+            price_range=(),
+            length_penalties=prices,
+            epochs_per_stage=size.epochs // 2,
+        )
+        folder = run / "policies" / f"seed{seed}" / name
+        jobs[f"{name}, seed {seed}"] = partial(
+            train_one, reasoner.folder, run, first, settings, folder
+        )
+    with PhaseBars(Console()) as bars:
+        run_jobs(jobs, os.cpu_count() or 1, bars)
 
 
 def every_price(demo: Demo, runs: Sequence[Path]) -> tuple[Family, dict[str, dict[str, float]]]:
@@ -166,7 +197,7 @@ def measure(run: Path, penalties: Sequence[float]) -> Results:
     if not runs:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
     found = [every_price(demo, runs)]
-    if folders := [name for name in ANNEALED_FOLDERS if (runs[0] / name).is_dir()]:
+    if folders := [name for name in ANNEALED_RUNS if (runs[0] / name).is_dir()]:
         found.append(annealed(demo, runs, folders))
     families = [family for family, _ in found]
     spreads = {name: values for _, of_family in found for name, values in of_family.items()}
@@ -269,7 +300,10 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--lambdas", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    parser.add_argument("--anneal", action="store_true", help="train annealed policies, too")
     args = parser.parse_args()
+    if args.anneal:
+        anneal(args.run)
     results = measure(args.run, [float(x) for x in args.lambdas.split(",")])
     report(results)
     print_last_line(results.to_dict(), args.json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import runpy
 import sys
@@ -17,7 +16,6 @@ from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.frontier.learnstop import LEARN_STOP
 from ospruner.eval.rules.families import FAMILIES
 from ospruner.train.comparing.frontier_labels import RULES
-from ospruner.train.from_labels import settings_for, train_from_labels
 from ospruner.train.toy import demo
 
 SIZE = demo.DemoSize("tiny", train=34, validation=10, test=10, seeds=2, epochs=2, max_loss=0.5)
@@ -32,17 +30,11 @@ def test_it_reads_a_demo(
 ) -> None:
     run, file = tmp_path / "demo", tmp_path / "frontier.json"
     demo.run_demo(run, SIZE, 0, Console(file=io.StringIO()))
-    annealing = {"annealed": "1e-3,5e-4", "annealed-steep": "5e-3"}
-    for seed, (folder, prices) in itertools.product((0, 1), annealing.items()):
-        train_from_labels(
-            run / "labels" / "train",
-            run / "policies" / f"seed{seed}" / folder,
-            settings_for(prices, epochs_per_stage=1),
-            validation=run / "labels" / "validation",
-        )
     script = repo_dir / "benchmarks" / "frontier.py"
     monkeypatch.syspath_prepend(script.parent)
-    monkeypatch.setattr(sys, "argv", [str(script), "--run", str(run), "--json", str(file)])
+    monkeypatch.setattr(
+        sys, "argv", [str(script), "--run", str(run), "--anneal", "--json", str(file)]
+    )
     runpy.run_path(str(script), run_name="__main__")
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])

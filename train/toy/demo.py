@@ -188,6 +188,12 @@ def _claim(out_dir: Path, size: DemoSize, seed: int, reasoner: Reasoner) -> None
     replace_file(claim, json.dumps(identity, indent=2).encode())
 
 
+def claimed(out_dir: Path) -> tuple[DemoSize, int]:
+    """Size and seed of the demo that a folder holds."""
+    claim = json.loads((out_dir / "demo.json").read_text())["demo"]
+    return DemoSize(**{f.name: claim[f.name] for f in dataclasses.fields(DemoSize)}), claim["seed"]
+
+
 def _hash_folder(folder: Path) -> str:
     return hash_files(sorted(path for path in folder.iterdir() if path.is_file()))
 
@@ -248,7 +254,7 @@ def _train_all(
     reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console, processes: int
 ) -> list[dict[str, StageResult]]:
     """For each training seed, the policy of each method."""
-    jobs: dict[str, Job[StageResult]] = {}
+    jobs: dict[str, Job[list[StageResult]]] = {}
     for number in range(seed, seed + size.seeds):
         ours = train_settings(size, number)
         for settings in (ours, *(ours.baseline(method) for method in BASELINES)):
@@ -257,7 +263,7 @@ def _train_all(
                 train_one, reasoner.folder, out_dir, seed, settings, folder
             )
     with PhaseBars(console) as bars:
-        stages = list(run_jobs(jobs, processes, bars).values())
+        stages = [stage for (stage,) in run_jobs(jobs, processes, bars).values()]
     each = 1 + len(BASELINES)
     return [
         {stage.method: stage for stage in stages[start : start + each]}
@@ -273,10 +279,10 @@ def train_one(
     folder: Path,
     *,
     progress: Progress,
-) -> StageResult:
-    """A job: trains one policy."""
+) -> list[StageResult]:
+    """A job: one training run; `train`'s stages."""
     reasoner = Reasoner(reasoner_folder)
-    (stage,) = train(
+    return train(
         reasoner.model,
         reasoner.tokenizer,
         read_split(out_dir, "train"),
@@ -286,7 +292,6 @@ def train_one(
         folder,
         progress=progress,
     )
-    return stage
 
 
 def _predict_all(
