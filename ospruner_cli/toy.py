@@ -16,7 +16,7 @@ def demo(
     ] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="The proof: 3 seeds, two to three hours.")
+        bool, typer.Option("--full", help="The proof: 3 seeds, about 75 minutes on two cores.")
     ] = False,
     differences: Differences = False,
     json_file: JsonFile = None,
