@@ -64,7 +64,7 @@ class Reasoner:
             self.folder, dtype=torch.float32
         )
         self.token_format = TokenFormat.compile(DEEPSEEK_R1, self.tokenizer)
-        self.engine = TransformersEngine(self.model, self.tokenizer)
+        self.engine = TransformersEngine(self.model, self.tokenizer, batch_size=256)
 
     def label_settings(self, seed: int, task: Task | None = None) -> LabelSettings:
         """How the toy's traces are made: temperature 0.6, top-p 0.95, forced answers.
@@ -98,7 +98,7 @@ class Reasoner:
             self.token_format,
             self.label_settings(seed, task),
             out_dir,
-            chunk_traces=256,
+            chunk_traces=512,
             progress=progress,
         )
 
