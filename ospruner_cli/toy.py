@@ -23,7 +23,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="That label and train side by side; by default one a core."),
+        typer.Option(
+            min=1, help="That label and train side by side; by default one a core, at least three."
+        ),
     ] = None,
 ) -> None:
     """Do the whole job on the embedded reasoner: label, train, test, save, load, generate."""
