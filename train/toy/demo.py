@@ -340,7 +340,7 @@ def _promise(
     calibration does not read that.
     """
     labels = out_dir / "labels" / "validation"
-    found = calibrate_policy(policy, labels, size.max_loss, CONFIDENCE)
+    found = calibrate_policy(policy, labels, size.max_loss, CONFIDENCE, states=out_dir / STATES)
     rule = None
     if found.value is not None:
         pi = next(p.test[0] for p in predictions if p.length_penalty == found.value)
