@@ -20,7 +20,7 @@ from ospruner.eval.selection import best_aes, largest_reduction
 from ospruner.eval.table import FloatArray, TraceTable
 
 MAX_LOSS = 0.01
-MIN_PROMISED = 0.35
+MIN_PROMISED = 0.25
 MIN_PROBLEMS = 300
 """With fewer test problems chance decides on more than the policies do."""
 

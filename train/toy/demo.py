@@ -81,7 +81,7 @@ class DemoSize:
 
 QUICK = DemoSize("quick", train=96, validation=48, test=64, seeds=1, epochs=6, max_loss=0.1)
 STANDARD = DemoSize(
-    "standard", train=1200, validation=1000, test=800, seeds=1, epochs=8, max_loss=0.03
+    "standard", train=1200, validation=800, test=500, seeds=1, epochs=8, max_loss=0.03
 )
 FULL = DemoSize("full", train=12000, validation=1500, test=6000, seeds=3, epochs=8, max_loss=0.02)
 PRICE_RANGE = (5e-5, 1e-2)
