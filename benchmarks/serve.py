@@ -332,7 +332,7 @@ def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="under two minutes; its numbers are rough"
+        "--quick", action="store_true", help="two to three minutes; its numbers are rough"
     )
     parser.add_argument("--rounds", type=int, help="timed runs of each arm")
     parser.add_argument("--hidden", type=int, help="of the random base")
