@@ -352,12 +352,12 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--quick", action="store_true", help="smaller and shorter: a minute")
+    parser.add_argument("--quick", action="store_true", help="smaller and shorter: some minutes")
     parser.add_argument("--shape", choices=SHAPES, help="the base's sizes (default: small)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--runs", type=int, help="timed runs of each arm (default: 12)")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--trace-tokens", type=int, help="default: 192")
+    parser.add_argument("--trace-tokens", type=int, help="default: 96")
     parser.add_argument("--policy-layers", type=int, default=2)
     parser.add_argument(
         "--tunings", nargs="+", default=["layers", "queries"], choices=["layers", "queries"]

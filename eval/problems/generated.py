@@ -39,6 +39,7 @@ signal.signal(signal.SIGALRM, too_long)
 for answer, reference in asked:
     entry = json.loads(reference)
     key = entry["family"], entry["seed"], entry["size"]
+    made_here = None
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         if key not in made:
@@ -50,8 +51,9 @@ for answer, reference in asked:
             result.append(float(made[key].score_answer(answer, made_here)))
     except TimeoutError:
         result.append("time limit")
-    except Exception:
-        result.append("unreadable")
+    except Exception as error:  # the generator's fault, or else the answer's
+        why = "unreadable" if made_here else "the problem cannot be made again: " + repr(error)
+        result.append(why)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 """

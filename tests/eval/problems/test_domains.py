@@ -196,6 +196,11 @@ def test_problems_that_reasoning_gym_makes() -> None:
     assert grades[5] == Grade(None, "no answer")
     other = Problem("o", "?", problems[0].answer.replace(f'"{right[0]}"', '"other"'))
     assert task.grade_many([("1", other)])[0].reason == "another version of reasoning-gym"
+    gone = Problem("g", "?", problems[0].answer.replace('"leg_counting"', '"no_such_family"'))
+    grade = task.grade_many([("1", gone)])[0]
+    assert grade.value is None
+    assert (grade.reason or "").startswith("the problem cannot be made again: ")
+    assert "no_such_family" in (grade.reason or "")
 
 
 def test_what_reasoning_gym_did_not_make_is_refused() -> None:
