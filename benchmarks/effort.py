@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from timing import environment, print_last_line
 
-from modeling_ospruner.common.jobs import Job, run_jobs
+from modeling_ospruner.common.jobs import Job, Workers
 from modeling_ospruner.common.progress import PhaseBars
 from modeling_ospruner.common.text import markdown_table
 from ospruner.eval.frontier.areas import Family, areas
@@ -98,8 +98,8 @@ def measure(
             jobs[f"{method}, {count} passes, seed {seed}"] = partial(
                 train_one, reasoner.folder, run, first, settings, folder
             )
-    with PhaseBars(console) as bars:
-        trained = run_jobs(jobs, os.cpu_count() or 1, bars)
+    with PhaseBars(console) as bars, Workers(os.cpu_count() or 1) as workers:
+        trained = workers.run(jobs, bars)
     table, found = read_split(run, "validation").table, []
     for method, count in points:
         said = [

@@ -31,7 +31,7 @@ from rich.console import Console
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.jobs import run_jobs
+from modeling_ospruner.common.jobs import Workers
 from modeling_ospruner.common.progress import PhaseBars, Progress, silent
 from modeling_ospruner.common.results_file import Estimate
 from modeling_ospruner.common.text import markdown_table, penalty_name
@@ -192,17 +192,21 @@ def seconds_of(stage: StageResult) -> float:
 
 
 def measure(
-    study: Study, forms: Sequence[str], rates: Sequence[float], seeds: int, progress: Progress
+    study: Study,
+    forms: Sequence[str],
+    rates: Sequence[float],
+    seeds: int,
+    workers: Workers,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """An entry for each form: its rate, its rewards on test, and those less the first form's."""
-    cores = os.cpu_count() or 1
     kinds = {FORMS[form].get("tuning"): form for form in forms}  # what read the same share a file
-    run_jobs({f: partial(keep_states, study, f) for f in kinds.values()}, cores, progress)
+    workers.run({f: partial(keep_states, study, f) for f in kinds.values()}, progress)
 
     def trained(asked: Sequence[tuple[str, float, int]]) -> dict[Any, StageResult]:
         jobs = {f"{form}, {rate:g}, {seed}": (form, rate, seed) for form, rate, seed in asked}
-        stages = run_jobs(
-            {name: partial(train_one, study, *one) for name, one in jobs.items()}, cores, progress
+        stages = workers.run(
+            {name: partial(train_one, study, *one) for name, one in jobs.items()}, progress
         )
         return {jobs[name]: stage for name, stage in stages.items()}
 
@@ -293,8 +297,8 @@ def main() -> None:
         print(markdown(json.loads(args.show.read_text())["forms"]))
         return
     study = Study(args.run, args.out, args.epochs, args.limit)
-    with PhaseBars(Console()) as bars:
-        found = measure(study, args.forms, args.rates, args.seeds, bars)
+    with PhaseBars(Console()) as bars, Workers(os.cpu_count() or 1) as workers:
+        found = measure(study, args.forms, args.rates, args.seeds, workers, bars)
     print(markdown(found))
     splits = ("train", "validation", "test")
     sizes = {split: len(study.traces(split, args.forms[0])) for split in splits}

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import read_checked_line
-from modeling_ospruner.common.jobs import Job, run_jobs
+from modeling_ospruner.common.jobs import Job, Workers
 from modeling_ospruner.common.progress import PhaseBars
 from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.common.text import penalty_name
@@ -138,8 +138,8 @@ def anneal(run: Path) -> None:
         jobs[f"{name}, seed {seed}"] = partial(
             train_one, reasoner.folder, run, first, settings, folder
         )
-    with PhaseBars(Console()) as bars:
-        run_jobs(jobs, os.cpu_count() or 1, bars)
+    with PhaseBars(Console()) as bars, Workers(os.cpu_count() or 1) as workers:
+        workers.run(jobs, bars)
 
 
 def every_price(demo: Demo, runs: Sequence[Path]) -> tuple[Family, dict[str, dict[str, float]]]:

@@ -12,13 +12,14 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from multiprocessing.queues import Queue
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from .progress import Progress
 
-__all__ = ["Job", "run_jobs"]
+__all__ = ["Job", "Workers"]
 
 Result = TypeVar("Result", covariant=True)
 
@@ -34,52 +35,66 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 _told: Queue[Any]  # in a worker: where what is done is told
 
 
-def run_jobs(
-    jobs: Mapping[str, Job[Result]], processes: int, progress: Progress
-) -> dict[str, Result]:
-    """Runs jobs, as many at a time as there are processes, in the order given.
+class Workers:
+    """Processes that run jobs; a context.
 
-    Where one fails, or this process ends, the others are ended; so each should be able to go on
-    from where it was.
+    They are started when the first jobs come, and wait for the next until the context ends. Where a
+    job fails, or this process ends, they are ended; so each job should be able to go on from where
+    it was.
 
     Args:
-        jobs: by name.
-        processes: how many at a time; 1 or more.
-        progress: called for each job with the phase "NAME: PHASE".
-
-    Returns:
-        What each returned, by name.
-
-    Raises:
-        BaseException: what the first job that failed has raised, or `BrokenProcessPool` where its
-            process died.
+        processes: how many jobs run at a time; 1 or more.
     """
-    context = multiprocessing.get_context("spawn")
-    told: Queue[Any] = context.Queue()
-    others = set(multiprocessing.active_children())
 
-    def draw() -> None:
-        while not told.empty():
-            name, phase, *state = told.get()
-            progress(f"{name}: {phase}", *state)
+    def __init__(self, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._told: Queue[Any] = context.Queue()
+        self._others = set(multiprocessing.active_children())
+        self._pool = ProcessPoolExecutor(processes, context, _begin, (self._told,))
 
-    size = min(processes, len(jobs))
-    with ProcessPoolExecutor(size, context, initializer=_begin, initargs=(told,)) as pool:
-        try:
-            futures = {name: pool.submit(_do, job, name) for name, job in jobs.items()}
-            left: set[Future[Result]] = set(futures.values())
-            while left:
-                done, left = wait(left, _SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
-                draw()
-                for future in done:
-                    future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in set(multiprocessing.active_children()) - others:
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for child in set(multiprocessing.active_children()) - self._others:
                 child.terminate()
-            raise
-    draw()
-    return {name: future.result() for name, future in futures.items()}
+        self._pool.shutdown()
+
+    def run(self, jobs: Mapping[str, Job[Result]], progress: Progress) -> dict[str, Result]:
+        """Runs jobs in the order given.
+
+        Args:
+            jobs: by name.
+            progress: called for each job with the phase "NAME: PHASE".
+
+        Returns:
+            What each returned, by name.
+
+        Raises:
+            BaseException: what the first job that failed has raised, or `BrokenProcessPool` where
+                its process died.
+        """
+        futures = {name: self._pool.submit(_do, job, name) for name, job in jobs.items()}
+        left: set[Future[Result]] = set(futures.values())
+        silent = set(jobs)  # which have not said that they have told all
+        while left or silent:
+            done, left = wait(left, _SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            while silent and (not left or not self._told.empty()):
+                name, phase, *state = self._told.get()
+                if phase is None:
+                    silent.remove(name)
+                else:
+                    progress(f"{name}: {phase}", *state)
+        return {name: future.result() for name, future in futures.items()}
 
 
 def _begin(told: Queue[Any]) -> None:
@@ -102,4 +117,6 @@ def _do(job: Job[Result], name: str) -> Result:
     def progress(phase: str, done: int, total: int, note: str = "") -> None:
         _told.put((name, phase, done, total, note))
 
-    return job(progress=progress)
+    found = job(progress=progress)
+    _told.put((name, None))
+    return found

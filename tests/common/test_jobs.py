@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from modeling_ospruner.common.jobs import run_jobs
+from modeling_ospruner.common.jobs import Workers
 
 MODULE = """
 import os, time
@@ -61,11 +61,15 @@ def ends(pid: int) -> bool:
 def test_each_job_runs_on_one_thread_of_another_process(module: Any) -> None:
     seen: list[tuple[object, ...]] = []
     jobs = {str(number): partial(module.square, number) for number in (3, 4, 5)}
-    found = run_jobs(jobs, 2, lambda *state: seen.append(state))
+    with Workers(2) as workers:
+        found = workers.run(jobs, lambda *state: seen.append(state))
+        again = workers.run({"6": partial(module.square, 6)}, lambda *state: None)
     assert {name: one[0] for name, one in found.items()} == {"3": 9, "4": 16, "5": 25}
     assert list(found) == ["3", "4", "5"]
     assert os.getpid() not in {one[1] for one in found.values()}
     assert {one[2] for one in found.values()} == {1}
+    assert again["6"][0] == 36
+    assert again["6"][1] in {one[1] for one in found.values()}  # the processes are the same
     assert seen
     assert set(seen) <= {(f"{number}: square", 1, 1, "") for number in (3, 4, 5)}
 
@@ -73,8 +77,8 @@ def test_each_job_runs_on_one_thread_of_another_process(module: Any) -> None:
 def test_a_failure_ends_the_others(module: Any, tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     jobs = {"waits": partial(module.wait_for_ever, mark), "fails": partial(module.fail_after, mark)}
-    with pytest.raises(ValueError, match="this one fails"):
-        run_jobs(jobs, 2, lambda *state: None)
+    with pytest.raises(ValueError, match="this one fails"), Workers(2) as workers:
+        workers.run(jobs, lambda *state: None)
     assert ends(int(mark.read_text()))
 
 
@@ -87,10 +91,11 @@ def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
         "from functools import partial\n"
         "from pathlib import Path\n"
         "from functions_of_jobs import wait_for_ever\n"
-        "from modeling_ospruner.common.jobs import run_jobs\n"
+        "from modeling_ospruner.common.jobs import Workers\n"
         "if __name__ == '__main__':\n"
         "    job = partial(wait_for_ever, Path(sys.argv[1]))\n"
-        "    run_jobs({'one': job}, 1, lambda *state: None)\n"
+        "    with Workers(1) as workers:\n"
+        "        workers.run({'one': job}, lambda *state: None)\n"
     )
     parent = subprocess.Popen([sys.executable, str(script), str(mark)])
     while not mark.exists() or not mark.read_text():

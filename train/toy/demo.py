@@ -18,7 +18,7 @@ from rich.table import Table
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.common.durable import replace_file
-from modeling_ospruner.common.jobs import Job, run_jobs
+from modeling_ospruner.common.jobs import Job, Workers
 from modeling_ospruner.common.progress import PhaseBars, Progress, silent
 from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.doctor.arithmetic import ModelWork
@@ -135,8 +135,9 @@ def run_demo(
     reasoner = Reasoner(reasoner_folder)
     _claim(out_dir, size, seed, reasoner)
     count = processes or max(os.cpu_count() or 1, len(SPLITS))
-    traces = _label_splits(reasoner, out_dir, size, seed, console, count)
-    runs = _train_all(reasoner, out_dir, size, seed, console, count)
+    with Workers(count) as workers:
+        traces = _label_splits(reasoner, out_dir, size, seed, console, workers)
+        runs = _train_all(reasoner, out_dir, size, seed, console, workers)
     predictions = _predict_all(reasoner, runs, traces, console)
     compute = _compute(reasoner, traces["test"])
     comparison = compare_methods(
@@ -200,14 +201,14 @@ def _hash_folder(folder: Path) -> str:
 
 
 def _label_splits(
-    reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console, processes: int
+    reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console, workers: Workers
 ) -> dict[Split, LabelledTraces]:
     jobs: dict[str, Job[None]] = {
         split: partial(_label_split, reasoner.folder, out_dir, size, seed, split)
         for split in SPLITS
     }
     with PhaseBars(console) as bars:
-        run_jobs(jobs, processes, bars)
+        workers.run(jobs, bars)
     return {split: read_split(out_dir, split) for split in SPLITS}
 
 
@@ -252,7 +253,7 @@ def keep_states(
 
 
 def _train_all(
-    reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console, processes: int
+    reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console, workers: Workers
 ) -> list[dict[str, StageResult]]:
     """For each training seed, the policy of each method."""
     jobs: dict[str, Job[list[StageResult]]] = {}
@@ -264,7 +265,7 @@ def _train_all(
                 train_one, reasoner.folder, out_dir, seed, settings, folder
             )
     with PhaseBars(console) as bars:
-        stages = [stage for (stage,) in run_jobs(jobs, processes, bars).values()]
+        stages = [stage for (stage,) in workers.run(jobs, bars).values()]
     each = 1 + len(BASELINES)
     return [
         {stage.method: stage for stage in stages[start : start + each]}
