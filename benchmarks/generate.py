@@ -218,8 +218,11 @@ class Bench:
             "max_answer_tokens": ANSWER_TOKENS,
         }
 
-    def check(self, batch: int) -> None:
+    def check(self, batch: int) -> dict[str, tuple[dict[str, float], float]]:
         """Refuses to time arms that do not do what they are said to do.
+
+        Returns:
+            What `never` says of each tuning's policy.
 
         Raises:
             RuntimeError: they write other tokens.
@@ -227,8 +230,11 @@ class Bench:
         plain = self.run(batch, 0, False)
         suffix = len(self.model.token_format.forced_suffix())
         kept = self.prompt_tokens + self.trace_tokens // 2
+        found = {}
         for tuning, model in self.models.items():
-            if not torch.equal(plain, self.run(batch, 0, NEVER, tuning)):
+            tokens, memory, share = self.never(batch, tuning)
+            found[tuning] = memory, share
+            if not torch.equal(plain, tokens):
                 raise RuntimeError(f"a policy ({tuning}) that never stops changed the tokens")
             if min(len(record.step_ends) for record in model.last_stop) < 2:
                 raise RuntimeError("too few paragraph ends: the trace is too short to measure")
@@ -237,50 +243,51 @@ class Bench:
                 raise RuntimeError(f"the stopped rows have {half.shape[1]} tokens")
             if not torch.equal(half[:, :kept], plain[:, :kept]):
                 raise RuntimeError(f"a policy ({tuning}) changed the tokens before its stop")
+        return found
 
-    def memory(self, batch: int, tuning: str) -> dict[str, float]:
-        """What the policy takes beside the base, in MiB, and its caches' ratio to the base's."""
+    def never(self, batch: int, tuning: str) -> tuple[torch.Tensor, dict[str, float], float]:
+        """A run that never stops, and what the policy takes in it.
+
+        Returns:
+            The ids (B, S); the memory beside the base, in MiB, and its caches' ratio to the base's;
+            and the share of the time that passes inside the policy.
+        """
         model = self.models[tuning]
-        policy, kept = model.policy, []
-        new_cache = policy.new_cache
+        policy, kept, inside, outputs = model.policy, [], list[Timed](), list[Any]()
+        new_cache, of_steps = policy.new_cache, policy.outputs
 
         def keep_cache() -> Any:
             kept.append(new_cache())
             return kept[-1]
 
-        policy.new_cache = keep_cache  # type: ignore[method-assign]
-        try:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            inside.append(timed(lambda: outputs.append(of_steps(*args, **kwargs))))
+            return outputs.pop()
+
+        def run() -> None:
+            torch.manual_seed(0)
             inputs = self.inputs(batch, 0)
-            output = model.generate(**inputs, stop_policy=NEVER, return_dict_in_generate=True)
+            outputs.append(
+                model.generate(**inputs, stop_policy=NEVER, return_dict_in_generate=True)
+            )
+
+        policy.new_cache, policy.outputs = keep_cache, clocked  # type: ignore[method-assign]
+        try:
+            whole = timed(run)
         finally:
-            policy.new_cache = new_cache  # type: ignore[method-assign]
+            policy.new_cache, policy.outputs = new_cache, of_steps  # type: ignore[method-assign]
+        (output,) = outputs
         of_base, of_policy = _cache_bytes(output.past_key_values), sum(map(_cache_bytes, kept))
         weights = sum(p.numel() * p.element_size() for p in policy.parameters())
         base = sum(p.numel() * p.element_size() for p in self.model.base.parameters())
-        return {
+        memory = {
             "tail_mib": weights / 2**20,
             "tail_over_base": weights / base,
             "cache_mib": of_policy / 2**20,
             "cache_over_base": of_policy / of_base,
         }
-
-    def policy_share(self, batch: int, tuning: str) -> float:
-        """The share of a never-stopping run that passes inside the policy."""
-        inside: list[Timed] = []
-        policy = self.models[tuning].policy
-        outputs = policy.outputs
-
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            kept: list[Any] = []
-            inside.append(timed(lambda: kept.append(outputs(*args, **kwargs))))
-            return kept[0]
-
-        policy.outputs = clocked  # type: ignore[method-assign]
-        try:
-            whole = timed(lambda: self.run(batch, 0, NEVER, tuning))
-        finally:
-            policy.outputs = outputs  # type: ignore[method-assign]
-        return sum(one.wall_seconds for one in inside) / whole.wall_seconds
+        share = sum(one.wall_seconds for one in inside) / whole.wall_seconds
+        return output.sequences, memory, share
 
 
 def _cache_bytes(cache: Any) -> int:
@@ -308,7 +315,7 @@ def main() -> None:
     width = 44
     print(f"{'':{width}}{'wall clock':26}CPU time")
     for batch in args.batches:
-        bench.check(batch)  # also the warm-up
+        beside = bench.check(batch)  # also the warm-up
         arms: dict[tuple[str, str], Any] = {("plain", args.tunings[0]): False}
         for tuning in args.tunings:
             arms["never", tuning] = NEVER
@@ -335,8 +342,7 @@ def main() -> None:
             print(f"{f'{said}, {tuning}, batch {batch}':{width}}{wall!s:26}{cpu}", flush=True)
         for tuning in args.tunings:
             before = "" if tuning == "layers" else f"{tuning}_"
-            memory = bench.memory(batch, tuning)
-            share = bench.policy_share(batch, tuning)
+            memory, share = beside[tuning]
             result[f"{before}memory_batch{batch}"] = memory
             result[f"{before}policy_share_batch{batch}"] = share
             print(
@@ -352,7 +358,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--quick", action="store_true", help="smaller and shorter: some minutes")
+    parser.add_argument("--quick", action="store_true", help="smaller and shorter; rough")
     parser.add_argument("--shape", choices=SHAPES, help="the base's sizes (default: small)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--runs", type=int, help="timed runs of each arm (default: 12)")
@@ -368,7 +374,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    shape, runs, trace = ("quick", 3, 96) if args.quick else ("small", 12, 96)
+    shape, runs, trace = ("quick", 5, 64) if args.quick else ("small", 12, 96)
     args.shape = args.shape or shape
     args.runs = args.runs or runs
     args.trace_tokens = args.trace_tokens or trace

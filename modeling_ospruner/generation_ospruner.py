@@ -355,6 +355,7 @@ class QueryCapture:
     ) -> None:
         self.policy = policy
         self._length_penalty = length_penalty
+        # Its hooks stay, silent: to take them off and on would break other threads' forwards.
         self._reader = Reader(base, len(policy.layers), queries=True)
         self._reader.listening = False
         self._rows: list[int] = []
