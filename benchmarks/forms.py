@@ -19,7 +19,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,19 +47,16 @@ from ospruner.train.toy.demo import claimed
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import LabelledTraces
 
-FORMS: dict[str, dict[str, Any]] = {
-    "layers": {},
-    "queries": {"tuning": "queries"},
-    **{name: {"tuning": "queries"} for name in OWN_KEYS},
+TAILS = ("layers", "queries", *OWN_KEYS)
+EXTRAS: dict[str, dict[str, Any]] = {
+    "": {},
+    **{f", distilled at {w:g}": {"auxiliary_weight": w} for w in (0.03, 0.1, 0.3, 1.0, 3.0)},
     **{
-        f"queries, distilled at {weight:g}": {"tuning": "queries", "auxiliary_weight": weight}
-        for weight in (0.03, 0.1, 0.3)
-    },
-    **{
-        f"queries, trial answers at every {name}step": {"tuning": "queries", "trial_every": every}
+        f", trial answers at every {name}step": {"trial_every": every}
         for name, every in (("", 1), ("2nd ", 2), ("4th ", 4))
     },
 }
+FORMS = {tail + extra: (tail, EXTRAS[extra]) for tail in TAILS for extra in EXTRAS}
 PRICE_RANGE = (5e-5, 1e-2)
 PRICES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 RATES = (2.5e-4, 5e-4, 1e-3)
@@ -67,6 +64,7 @@ RATES = (2.5e-4, 5e-4, 1e-3)
 
 def settings(form: str, rate: float, seed: int, epochs: int) -> TrainSettings:
     """The demo's optimiser with another rate, for a form."""
+    tail, extra = FORMS[form]
     return TrainSettings(
         head="price",
         price_range=PRICE_RANGE,
@@ -77,7 +75,8 @@ def settings(form: str, rate: float, seed: int, epochs: int) -> TrainSettings:
         swa_share=0.5,
         entropy_bonus=0.01,
         seed=seed,
-        **FORMS[form],
+        tuning="layers" if tail == "layers" else "queries",
+        **extra,
     )
 
 
@@ -105,6 +104,12 @@ def estimates(found: FloatArray) -> list[Estimate]:
     """Value and 95 % interval of each column of (1 + B, K)."""
     low, high = np.quantile(found[1:], [0.025, 0.975], axis=0)
     return [Estimate(*map(float, one)) for one in zip(found[0], low, high, strict=True)]
+
+
+def as_form(form: str) -> AbstractContextManager[None]:
+    """Within, policies have the form's own keys, if any."""
+    own = OWN_KEYS.get(FORMS[form][0])
+    return nullcontext() if own is None else own()
 
 
 @dataclass(frozen=True)
@@ -139,14 +144,16 @@ class Study:
         if split == "train" and self.limit is not None:
             dataset = dataset.take(min(self.limit, len(dataset)))
         traces = LabelledTraces.from_dataset(dataset)
-        if OWN_KEYS.get(form) is not stream_keys:  # these read something else: not kept in files
+        if (
+            OWN_KEYS.get(FORMS[form][0]) is not stream_keys
+        ):  # these read something else: not kept in files
             traces.keep_states(self.out / "states")
         return traces
 
     def train(self, form: str, rate: float, seed: int, progress: Progress = silent) -> StageResult:
         """Trains a policy, if it is new."""
         name = f"{form}, rate {penalty_name(rate)}, seed {seed}".replace(", ", "-")
-        with OWN_KEYS.get(form, nullcontext)():
+        with as_form(form):
             (stage,) = train(
                 self.reasoner.model,
                 self.reasoner.tokenizer,
@@ -161,7 +168,7 @@ class Study:
 
     def rewards(self, form: str, stage: StageResult, traces: LabelledTraces) -> FloatArray:
         """(N, 7) of a policy on a split."""
-        with OWN_KEYS.get(form, nullcontext)():
+        with as_form(form):
             model = OSPrunerForCausalLM.from_base(self.reasoner.model, stage.path)
             return rewards(traces.table, predict_outputs(model, traces))
 
@@ -200,7 +207,9 @@ def measure(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """An entry for each form: its rate, its rewards on test, and those less the first form's."""
-    kinds = {FORMS[form].get("tuning"): form for form in forms}  # what read the same share a file
+    kinds = {
+        FORMS[form][0] == "layers": form for form in reversed(forms)
+    }  # what read the same share a file
     workers.run({f: partial(keep_states, study, f) for f in kinds.values()}, progress)
 
     def trained(asked: Sequence[tuple[str, float, int]]) -> dict[Any, StageResult]:
@@ -285,7 +294,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--out", type=Path, default=Path("runs/forms"), help="folder of policies")
-    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS)[:2])
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        choices=list(FORMS),
+        default=["layers", "queries"],
+        metavar="FORM",
+        help=f"one of {' | '.join(TAILS)}, alone or followed by one of {' | '.join(EXTRAS)[3:]}",
+    )
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training traces")
