@@ -332,13 +332,13 @@ def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="two to three minutes; its numbers are rough"
+        "--quick", action="store_true", help="under two minutes; its numbers are rough"
     )
     parser.add_argument("--rounds", type=int, help="timed runs of each arm")
     parser.add_argument("--hidden", type=int, help="of the random base")
     parser.add_argument("--tokens", type=int, help="a request, of the random base")
-    # Several times the streams, so that what has stopped makes room for what waits, as in a server.
-    parser.add_argument("--requests", type=int, help="of each pass; 3 times the streams")
+    # More than the streams, so that what has stopped makes room for what waits, as in a server.
+    parser.add_argument("--requests", type=int, help="of each pass; twice the streams")
     parser.add_argument("--tuning", choices=("layers", "queries"), default="layers")
     parser.add_argument("--policy", type=Path, help="a policy of every price, in place of both")
     parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
@@ -347,9 +347,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rounds = given.rounds or 3
-    requests = given.requests or (2 if given.quick else 3) * STREAMS
-    tokens = given.tokens or (64 if given.quick else 192)
+    rounds = given.rounds or (3 if given.quick else 5)
+    requests = given.requests or (1 if given.quick else 2) * STREAMS
+    tokens = given.tokens or (48 if given.quick else 96)
     hidden = given.hidden or 256
     result: dict[str, Any] = {}
     if given.policy:
@@ -367,7 +367,7 @@ def main() -> None:
             cases = [
                 random_case(folder / "random", requests, hidden, tokens, given.seed, given.tuning),
                 reasoner_case(
-                    folder / "reasoner", requests, 160 if given.quick else 600, given.tuning
+                    folder / "reasoner", requests, 96 if given.quick else 600, given.tuning
                 ),
             ]
             measured = [measure(case, rounds) for case in cases]
