@@ -55,7 +55,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(4, 64, 128, 4, 2, 1024),  # for the benchmark's own test
     "quick": Shape(28, 256, 1024, 4, 1, 6144),
-    "small": Shape(28, 320, 1280, 5, 1, 7680),
+    "small": Shape(28, 512, 2048, 8, 2, 12288),
     "7b": Shape(28, 3584, 18944, 28, 4, 152064),
 }
 
