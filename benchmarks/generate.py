@@ -361,7 +361,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="smaller and shorter; rough")
     parser.add_argument("--shape", choices=SHAPES, help="the base's sizes (default: small)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--runs", type=int, help="timed runs of each arm (default: 12)")
+    parser.add_argument("--runs", type=int, help="timed runs of each arm (default: 6)")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--trace-tokens", type=int, help="default: 96")
     parser.add_argument("--policy-layers", type=int, default=2)
@@ -374,7 +374,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    shape, runs, trace = ("quick", 5, 64) if args.quick else ("small", 12, 96)
+    shape, runs, trace = ("quick", 5, 64) if args.quick else ("small", 6, 96)
     args.shape = args.shape or shape
     args.runs = args.runs or runs
     args.trace_tokens = args.trace_tokens or trace

@@ -11,9 +11,10 @@ stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
 With `--policy`, its own base takes the place of both, greedily on the labels' prompts, and it stops
 early by itself, as at a price.
 
-The engine's steps are timed one by one. A pass does the same steps each time, so of each step the
-least time of an arm's passes counts (`timing.floor_ratio`). What happens outside of the engine's
-steps is not counted.
+Both engines take their steps in turn, each timed, so that what slows the machine slows both. Where
+the policy never stops their steps do the same; of each step the least time of all rounds counts
+(`timing.paired_ratio`). Where it stops early, each round's time saved counts, and the interval is
+the range of the rounds. What happens outside of the engines' steps is not counted.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ import os
 import random
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Ratio, Timed, environment, floor_ratio, print_last_line, timed
+from timing import Ratio, Timed, environment, median_ratio, paired_ratio, print_last_line, timed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -49,7 +51,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 STREAMS = 64
-ARMS = ("plain", "never", "early")
 CLOCKS = {"wall_seconds": "", "cpu_seconds": "_cpu"}
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
@@ -134,41 +135,42 @@ class Arms:
         self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
         self.tokens: dict[str, list[list[int]]] = {}
 
-    def run(self, arm: str) -> list[Timed]:
-        """One pass over all requests: the times of the engine's steps; the tokens are kept."""
+    def run(self, arm: str) -> tuple[list[Timed], list[Timed]]:
+        """All requests in plain vLLM and in an arm, step by step in turn; the tokens are kept.
+
+        Returns:
+            The times of plain vLLM's steps, and of the arm's.
+        """
+        engines = {name: self._begun(name) for name in ("plain", arm)}
+        times: dict[str, list[Timed]] = {name: [] for name in engines}
+        outputs: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
+        while open_ones := [n for n, engine in engines.items() if engine.has_unfinished_requests()]:
+            # Who goes first changes from step to step.
+            for name in open_ones if len(times["plain"]) % 2 else open_ones[::-1]:
+                kept: list[Any] = []
+                step = engines[name].step
+                times[name].append(timed(lambda step=step, kept=kept: kept.extend(step())))
+                outputs[name] |= {o.request_id: list(o.outputs[0].token_ids) for o in kept}
+        for name, found in outputs.items():
+            self.tokens[name] = [found[str(i)] for i in range(len(self.case.prompts))]
+        return times["plain"], times[arm]
+
+    def _begun(self, arm: str) -> Any:
+        """An arm's engine, with all requests waiting in it."""
         case = self.case
-        ours: list[dict[str, Any]] = [{} for _ in case.prompts]
-        if arm == "never":
-            ours = [NEVER for _ in case.prompts]
-        elif arm == "early":
-            ours = [case.early for _ in case.prompts]
-        params = [
-            SamplingParams(
+        engine = (self.plain if arm == "plain" else self.pruned).llm_engine
+        ours = {"plain": {}, "never": NEVER, "early": case.early}[arm]
+        for i, (prompt, theirs) in enumerate(zip(case.prompts, case.extra, strict=True)):
+            params = SamplingParams(
                 temperature=0.0,
                 max_tokens=case.max_tokens,
                 ignore_eos=case.ignore_eos and arm != "early",
-                extra_args={**theirs, **mine},
+                extra_args={**theirs, **ours},
                 detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            for theirs, mine in zip(case.extra, ours, strict=True)
-        ]
-        llm = self.plain if arm == "plain" else self.pruned
-        asked = [{"prompt_token_ids": prompt} for prompt in case.prompts]
-        engine, steps = llm.llm_engine, list[Timed]()
-        step = engine.step
-
-        def clocked() -> Any:
-            kept: list[Any] = []
-            steps.append(timed(lambda: kept.append(step())))
-            return kept[0]
-
-        engine.step = clocked
-        try:
-            outputs = llm.generate(asked, params, use_tqdm=False)
-        finally:
-            engine.step = step
-        self.tokens[arm] = [list(output.outputs[0].token_ids) for output in outputs]
-        return steps
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        return engine
 
     def count(self, arm: str) -> int:
         """The tokens of an arm's last pass."""
@@ -289,37 +291,35 @@ class Result:
 
 
 def measure(case: Case, rounds: int, dtype: str = "float32", warm_up: bool = True) -> Result:
-    """Times the three arms of a case in turn; who begins changes from round to round."""
+    """Times both arms of a case against plain vLLM."""
     arms = Arms(case, dtype)
-    times: dict[str, list[list[Timed]]] = {arm: [] for arm in ARMS}
+    times: dict[str, list[tuple[list[Timed], list[Timed]]]] = {"never": [], "early": []}
     for turn in range(0 if warm_up else 1, rounds + 1):
-        for arm in [*ARMS[turn % 3 :], *ARMS[: turn % 3]]:
+        for arm, of_arm in times.items():
             taken = arms.run(arm)
             if turn:  # round 0 warms up
-                times[arm].append(taken)
-            if len(taken) != len(times[arm][0] if times[arm] else taken):
+                of_arm.append(taken)
+            if [*map(len, taken)] != [*map(len, of_arm[0] if of_arm else taken)]:
                 raise RuntimeError(f"{case.name}: two passes of arm {arm!r} differ in their steps")
-    if arms.tokens["plain"] != arms.tokens["never"]:
-        raise RuntimeError(f"{case.name}: the policy that never stops changed tokens")
+            if arm == "never" and arms.tokens["plain"] != arms.tokens["never"]:
+                raise RuntimeError(f"{case.name}: the policy that never stops changed tokens")
     tokens = arms.count("plain")
     saved = 1 - arms.count("early") / tokens
     never: dict[str, Ratio] = {}
     early: dict[str, Ratio] = {}
     for clock in CLOCKS:
-        plain, on, stopping = (
-            [[vars(step)[clock] for step in steps] for steps in times[arm]] for arm in ARMS
+        plain, on = (
+            [[vars(step)[clock] for step in one[k]] for one in times["never"]] for k in (0, 1)
         )
-        never[clock] = floor_ratio(on, plain)
-        if not saved:
-            continue
-        taken_early = floor_ratio(plain, stopping)
-        early[clock] = replace(
-            taken_early,
-            median=(1 - taken_early.median) / saved,
-            low=(1 - taken_early.high) / saved,
-            high=(1 - taken_early.low) / saved,
-        )
-    seconds = min(sum(step.wall_seconds for step in steps) for steps in times["plain"])
+        never[clock] = paired_ratio(on, plain)
+        if saved:
+            pairs = [
+                [sum(vars(step)[clock] for step in steps) for steps in one]
+                for one in times["early"]
+            ]
+            early[clock] = median_ratio([(1 - stopping / full) / saved for full, stopping in pairs])
+    plain_steps = [steps for steps, _ in times["never"]]
+    seconds = min(sum(step.wall_seconds for step in steps) for steps in plain_steps)
     print(f"{case.name}: {tokens} tokens, plain vLLM {tokens / seconds:.0f} tokens/s")
     for clock in CLOCKS:
         print(f"  {clock}: never stopping, tokens/s over plain {never[clock]}")
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rounds = given.rounds or 5
+    rounds = given.rounds or (3 if given.quick else 2)
     requests = given.requests or (1 if given.quick else 2) * STREAMS
     tokens = given.tokens or (64 if given.quick else 192)
     hidden = given.hidden or 256
