@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 
@@ -68,3 +69,17 @@ def test_the_least_time_of_each_step_counts(timing: ModuleType) -> None:
     assert found.low < found.median < found.high
     same = timing.floor_ratio(plain, plain[:1])
     assert same.median == pytest.approx(3 / 2)
+
+
+def test_what_slows_both_arms_is_no_difference(timing: ModuleType) -> None:
+    draws, steps = np.random.default_rng(0), np.arange(400)
+    slow = 1 + 3 * (steps // 50 % 2)  # the machine is busy for 50 steps at a time
+    plain = [slow * draws.uniform(1, 1.2, 400) for _ in range(2)]
+    found = timing.paired_ratio(plain, [1.05 * run for run in plain])
+    assert (found.low, found.median, found.high) == pytest.approx((1.05, 1.05, 1.05))
+    half = [np.where(steps < 200, run, 0.5 * run) for run in plain]
+    unlike = timing.paired_ratio(plain, half)
+    assert 0.5 < unlike.low < unlike.median < unlike.high < 1
+    assert unlike.median == pytest.approx(0.75, abs=0.01)
+    few = timing.paired_ratio([[1.0, 2.0]], [[2.0, 4.0]])  # fewer steps than a run of them
+    assert few.median == pytest.approx(2)
