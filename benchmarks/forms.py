@@ -144,9 +144,8 @@ class Study:
         if split == "train" and self.limit is not None:
             dataset = dataset.take(min(self.limit, len(dataset)))
         traces = LabelledTraces.from_dataset(dataset)
-        if (
-            OWN_KEYS.get(FORMS[form][0]) is not stream_keys
-        ):  # these read something else: not kept in files
+        tail, _ = FORMS[form]
+        if OWN_KEYS.get(tail) is not stream_keys:  # these read something else: not kept in files
             traces.keep_states(self.out / "states")
         return traces
 
@@ -207,9 +206,8 @@ def measure(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """An entry for each form: its rate, its rewards on test, and those less the first form's."""
-    kinds = {
-        FORMS[form][0] == "layers": form for form in reversed(forms)
-    }  # what read the same share a file
+    # Forms that read the same share a file, which the first of them makes.
+    kinds = {FORMS[form][0] == "layers": form for form in reversed(forms)}
     workers.run({f: partial(keep_states, study, f) for f in kinds.values()}, progress)
 
     def trained(asked: Sequence[tuple[str, float, int]]) -> dict[Any, StageResult]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ class Job(Protocol[Result]):
 
 
 _SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_TO_TELL = 10.0
 _told: Queue[Any]  # in a worker: where what is done is told
 
 
@@ -89,7 +91,10 @@ class Workers:
             for future in done:
                 future.result()
             while silent and (not left or not self._told.empty()):
-                name, phase, *state = self._told.get()
+                try:
+                    name, phase, *state = self._told.get(timeout=_SECONDS_TO_TELL)
+                except queue.Empty:  # a process died after its job, before it had told all
+                    return {name: future.result() for name, future in futures.items()}
                 if phase is None:
                     silent.remove(name)
                 else:
