@@ -30,13 +30,22 @@ from modeling_ospruner.policy_ospruner import LayerKeys
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
 from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.schema import TraceTable
-from ospruner.eval.table import FloatArray, IntArray
+from ospruner.eval.table import BoolArray, FloatArray, IntArray
 
 from .objective import AUXILIARY_TARGETS, answer_history
 from .processes import Processes
 from .tail import no_scores
 from .trunk.batches import length_batches
-from .trunk.kept import Kept, KeyShape, complete_file, key_shapes, padded, token_width, weights_of
+from .trunk.kept import (
+    Kept,
+    KeptTraces,
+    KeyShape,
+    complete_file,
+    key_shapes,
+    padded,
+    token_width,
+    weights_of,
+)
 from .trunk.packing import pack, takes_packing
 
 __all__ = ["Batch", "LabelledTraces", "States", "refuse_beyond_positions"]
@@ -305,9 +314,10 @@ class LabelledTraces:
     def keep_states(self, folder: str | Path) -> None:
         """Has the trunk's states kept in a folder's files, and taken from there.
 
-        A file's name tells the traces, the base's weights and what of its states a policy reads. So
-        commands on the same labels run the base once, and a command that was stopped goes on. Where
-        two want the same file at once, the second waits for the first.
+        A file's name tells the traces, the base's weights and what of its states a policy reads.
+        So commands on the same labels run the base once, a command that was stopped goes on, and
+        labels that have grown cost a pass over the new traces only. Where two want the same file
+        at once, the second waits for the first.
         """
         self.states_folder = Path(folder)
 
@@ -354,14 +364,28 @@ class LabelledTraces:
             self._fill(states, model, progress, Processes())
         else:
             assert self.states_folder is not None
-            file = self.states_folder / f"{self._name_of_states(model, shapes)}.states"
-            together = processes or Processes()
+            traces, together = self._kept_traces, processes or Processes()
+            read = (model.config.num_policy_layers, model.policy.queries, list(shapes))
+            file = self._file_of(traces, read, model.base, "states")
 
-            def fill(partial: Path, first: int, wrote: Callable[[int], None]) -> None:
+            def fill(partial: Path, there: BoolArray, wrote: Callable[[IntArray], None]) -> None:
                 new = kept(torch.from_file(str(partial), True, count, dtype=dtype))
-                self._fill(new, model, progress, together, first, wrote)
+                self._fill(new, model, progress, together, there, wrote)
 
-            complete_file(file, size, fill, together)
+            def copy(
+                known: Path, partial: Path, theirs: KeptTraces, rows: IntArray, into: IntArray
+            ) -> None:
+                values = known.stat().st_size // dtype.itemsize
+                old = Kept.of(
+                    torch.from_file(str(known), False, values, dtype=dtype),
+                    int(theirs.tokens.sum()),
+                    hidden_size,
+                    shapes,
+                )
+                new = kept(torch.from_file(str(partial), True, count, dtype=dtype))
+                new.copy(into, traces.starts, old, rows, theirs.starts)
+
+            complete_file(file, size, traces, copy, fill, together)
             states = kept(torch.from_file(str(file), True, count, dtype=dtype))
         self._kept, self._states_of = states, _trunk_of(model)
         self._states_for = model.base.device
@@ -380,27 +404,40 @@ class LabelledTraces:
         """
         if self.states_folder is None:
             return thinking_entropies(base, dataset, self.table, progress)
-        shape = self.table.mask.shape
+        shape, traces = self.table.mask.shape, self._kept_traces
 
-        def fill(partial: Path, first: int, wrote: Callable[[int], None]) -> None:
+        def fill(partial: Path, there: BoolArray, wrote: Callable[[IntArray], None]) -> None:
             into = np.memmap(partial, np.float64, "r+", shape=shape)
-            thinking_entropies(base, dataset, self.table, progress, into, first, wrote)
+            thinking_entropies(base, dataset, self.table, progress, into, there, wrote)
 
-        file = self.states_folder / f"{self._name_of('thinking entropies', base)}.entropies"
-        complete_file(file, 8 * math.prod(shape), fill, Processes())
+        def copy(
+            known: Path, partial: Path, theirs: KeptTraces, rows: IntArray, into: IntArray
+        ) -> None:
+            old = np.fromfile(known).reshape(len(theirs.steps), -1)
+            new = np.memmap(partial, np.float64, "r+", shape=shape)
+            new[into] = np.nan
+            steps = min(old.shape[1], shape[1])  # theirs or ours have longer traces, too
+            new[into, :steps] = old[rows, :steps]
+
+        file = self._file_of(traces, "thinking entropies", base, "entropies")
+        complete_file(file, 8 * math.prod(shape), traces, copy, fill, Processes())
         return np.fromfile(file).reshape(shape)
 
-    def _name_of_states(self, model: HasTrunk, shapes: Sequence[KeyShape]) -> str:
-        """Tells these states from those of other traces, weights, layers or types."""
-        read = (model.config.num_policy_layers, model.policy.queries, list(shapes))
-        return self._name_of(read, model.base)
+    @property
+    def _kept_traces(self) -> KeptTraces:
+        """What tells each trace in a file of states."""
+        names = []
+        for n, steps in enumerate(self.table.num_steps):
+            digest = hashlib.sha256(self._tokens[self._starts[n] : self._starts[n + 1]].tobytes())
+            digest.update(self.positions[n, :steps].astype(np.int64).tobytes())
+            names.append(digest.hexdigest()[:32].encode())
+        return KeptTraces(np.array(names), self.token_lengths, self.table.num_steps)
 
-    def _name_of(self, what: object, base: Any) -> str:
-        """Tells what was found of these traces by a base's weights."""
-        digest = hashlib.sha256(repr((what, str(base.dtype), weights_of(base))).encode())
-        for values in (self._tokens, self.token_lengths, self.table.num_steps, self.positions):
-            digest.update(np.ascontiguousarray(values, dtype=np.int64).tobytes())
-        return digest.hexdigest()[:32]
+    def _file_of(self, traces: KeptTraces, what: object, base: Any, suffix: str) -> Path:
+        """The file of what a base's weights make of these traces."""
+        kind = hashlib.sha256(repr((what, str(base.dtype), weights_of(base))).encode())
+        assert self.states_folder is not None
+        return self.states_folder / f"{kind.hexdigest()[:16]}-{traces.digest}.{suffix}"
 
     def _fill(
         self,
@@ -408,8 +445,8 @@ class LabelledTraces:
         model: HasTrunk,
         progress: Progress,
         processes: Processes,
-        first: int = 0,
-        wrote: Callable[[int], None] = lambda batches: None,
+        there: BoolArray | None = None,
+        wrote: Callable[[IntArray], None] = lambda rows: None,
     ) -> None:
         """Each process fills in what it computes; `kept` is theirs together.
 
@@ -418,13 +455,14 @@ class LabelledTraces:
             model: whose trunk.
             progress: as for `cache_states`.
             processes: likewise.
-            first: how many batches are there already.
-            wrote: told after each batch how many are there now, with one process.
+            there: (N,) which traces are there already.
+            wrote: told after each batch which are there now, too.
         """
-        batches = list(length_batches(self.token_lengths))
-        done = sum(map(len, batches[:first]))
+        missing = np.ones(len(self), dtype=np.bool_) if there is None else ~there
+        batches = [rows[missing[rows]] for rows in length_batches(self.token_lengths)]
+        done = len(self) - int(missing.sum())
         size = kept.tokens.nbytes + kept.steps.nbytes
-        for number, (rows, _) in enumerate(processes.turns(batches[first:]), first + 1):
+        for rows, _ in processes.turns([rows for rows in batches if len(rows)]):
             out = self._run_trunk(model, rows)
             tokens = kept.flat_keys(out.keys) if kept.shapes else out.hidden
             for b, row in enumerate(rows):
@@ -433,7 +471,7 @@ class LabelledTraces:
                 if kept.shapes:
                     start, end = self._step_starts[row], self._step_starts[row + 1]
                     kept.steps[start:end] = out.hidden[b, : end - start]
-            wrote(number)
+            wrote(rows)
             done = min(done + len(rows) * processes.size, len(self))
             progress("trunk", done, len(self), f"{size / 2**20:.0f} MiB")
 

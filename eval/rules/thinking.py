@@ -15,7 +15,7 @@ from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.engines.transformers.cache import own_cache
 from modeling_ospruner.rules_ospruner import top_entropy
 
-from ..table import FloatArray, TraceTable
+from ..table import BoolArray, FloatArray, IntArray, TraceTable
 
 __all__ = ["thinking_entropies"]
 
@@ -30,8 +30,8 @@ def thinking_entropies(
     table: TraceTable,
     progress: Progress = silent,
     into: FloatArray | None = None,
-    first: int = 0,
-    wrote: Callable[[int], None] = lambda traces: None,
+    there: BoolArray | None = None,
+    wrote: Callable[[IntArray], None] = lambda rows: None,
 ) -> FloatArray:
     """(N, T) the mean entropy at which each trace's tokens were drawn, up to each step.
 
@@ -44,13 +44,14 @@ def thinking_entropies(
         table: the same as arrays.
         progress: called with phase "thinking".
         into: where to write them.
-        first: how many traces stand there already.
-        wrote: told after each trace how many do now.
+        there: (N,) which traces stand there already.
+        wrote: told after each trace that it does now, too.
     """
     found: FloatArray = np.empty(table.mask.shape) if into is None else into
     device = input_device(base)
-    rows = dataset.select_columns(["prompt_ids", "trace_ids"]).select(range(first, len(table)))
-    for n, row in enumerate(rows, first):
+    missing = np.arange(len(table)) if there is None else np.flatnonzero(~there)
+    rows = dataset.select_columns(["prompt_ids", "trace_ids"]).select(missing)
+    for n, row in zip(missing, rows, strict=True):
         prompt, trace = row["prompt_ids"], row["trace_ids"]
         ids = torch.tensor([*prompt, *trace[:-1]], device=device)[None]
         cache = own_cache(base.config)
@@ -64,6 +65,6 @@ def thinking_entropies(
         ends = table.lengths[n, : table.num_steps[n]]
         found[n] = np.nan
         found[n, : len(ends)] = sums[ends - 1] / ends
-        wrote(n + 1)
-        progress("thinking", n + 1, len(table))
+        wrote(np.array([n]))
+        progress("thinking", int(n) + 1, len(table))
     return found

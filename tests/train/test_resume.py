@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
@@ -219,22 +220,75 @@ def test_a_pass_of_the_trunk_goes_on_where_it_was_cut(
     cut.keep_states(tmp_path)
     with pytest.raises(CutError):
         cut.cache_states(model, 0)
-    assert [file.read_text() for file in tmp_path.glob("*.batches")] == ["3"]
+    (note,) = tmp_path.glob("*.done")
+    assert list(note.read_bytes()) == [1] * 6 + [0] * 6
     on = LabelledTraces.from_dataset(make_labels(12))
     on.keep_states(tmp_path)
     on.cache_states(model, 0)
     assert len(asked) == 4 + 3
     rows = np.arange(12)
     assert torch.equal(on.states(model, rows).hidden, whole.states(model, rows).hidden)
-    assert [file.suffix for file in tmp_path.iterdir() if not file.name.startswith(".")] == [
-        ".states"
-    ]
+    shown = [file.suffix for file in tmp_path.iterdir() if not file.name.startswith(".")]
+    assert sorted(shown) == [".npz", ".states"]
     with torch.no_grad():
         tiny_base.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
     other = LabelledTraces.from_dataset(make_labels(12))
     other.keep_states(tmp_path)
     other.cache_states(model, 0)
     assert len(list(tmp_path.glob("*.states"))) == 2
+
+
+@pytest.mark.parametrize("tuning", ["layers", "queries"])
+def test_labels_that_grew_cost_a_pass_over_the_new_traces(
+    tuning: str,
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    make_labels: MakeLabels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in another order, and for thinking entropies; what is copied is what was kept."""
+    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning=tuning)
+    grown = make_labels(12)
+    first = grown.select([7, 2, 5])
+
+    def kept(labels: Dataset) -> LabelledTraces:
+        traces = LabelledTraces.from_dataset(labels)
+        traces.keep_states(tmp_path)
+        traces.cache_states(model, 0)
+        return traces
+
+    before = kept(first)
+    sure = before.thinking_entropies(tiny_base, first)
+    asked: list[int] = []
+    run_trunk = LabelledTraces._run_trunk
+
+    def noted(self: LabelledTraces, model: Any, rows: Any) -> Any:
+        asked.extend(rows)
+        return run_trunk(self, model, rows)
+
+    monkeypatch.setattr(LabelledTraces, "_run_trunk", noted)
+    after = kept(grown)
+    assert sorted(asked) == [0, 1, 3, 4, 6, 8, 9, 10, 11]
+    for here, there in enumerate([7, 2, 5]):
+        old, new = (one.states(model, np.array([n])) for one, n in ((before, here), (after, there)))
+        assert torch.equal(old.hidden, new.hidden)
+        for a, b in zip(old.keys, new.keys, strict=True):
+            assert torch.equal(a.keys, b.keys)
+            assert torch.equal(a.values, b.values)
+    whole = LabelledTraces.from_dataset(grown)
+    whole.cache_states(model, 2**30)
+    rows = np.arange(12)
+    torch.testing.assert_close(
+        after.states(model, rows).hidden, whole.states(model, rows).hidden, rtol=1e-4, atol=1e-5
+    )
+    calls: list[str] = []
+    entropies = after.thinking_entropies(tiny_base, grown, lambda *said: calls.append(said[0]))
+    assert len(calls) == 9
+    expected = whole.thinking_entropies(tiny_base, grown)
+    np.testing.assert_allclose(entropies, expected, rtol=1e-5)
+    both = min(sure.shape[1], entropies.shape[1])
+    np.testing.assert_array_equal(entropies[[7, 2, 5], :both], sure[:, :both])
 
 
 def test_thinking_entropies_are_found_once_and_go_on(
@@ -297,7 +351,7 @@ def test_a_file_of_states_is_written_by_one_run_and_the_other_waits(
     assert set(ran) == {"first"}
     rows = np.arange(12)
     assert torch.equal(first.states(model, rows).hidden, second.states(model, rows).hidden)
-    assert [file.suffix for file in tmp_path.iterdir()] == [".states"]
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".npz", ".states"]
 
 
 def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,9 +27,18 @@ from modeling_ospruner.common.durable import (
 )
 from modeling_ospruner.loading_ospruner import fingerprint_of
 from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
-from ospruner.eval.table import FloatArray, IntArray
+from ospruner.eval.table import BoolArray, FloatArray, IntArray
 
-__all__ = ["Kept", "KeyShape", "complete_file", "key_shapes", "padded", "token_width", "weights_of"]
+__all__ = [
+    "Kept",
+    "KeptTraces",
+    "KeyShape",
+    "complete_file",
+    "key_shapes",
+    "padded",
+    "token_width",
+    "weights_of",
+]
 
 
 class Sharing(Protocol):
@@ -46,24 +57,77 @@ class Sharing(Protocol):
         """Until all are here."""
 
 
+@dataclass(frozen=True)
+class KeptTraces:
+    """Whose states a file holds.
+
+    Attributes:
+        names: (N,) of each trace: a digest of its tokens and steps.
+        tokens: (N,) tokens of prompt and trace.
+        steps: (N,) steps.
+    """
+
+    names: npt.NDArray[np.bytes_]
+    tokens: IntArray
+    steps: IntArray
+
+    @property
+    def digest(self) -> str:
+        """Tells all of them, in order."""
+        return hashlib.sha256(self.names.tobytes()).hexdigest()[:16]
+
+    @property
+    def starts(self) -> tuple[IntArray, IntArray]:
+        """(N + 1,) where each trace's tokens begin among those of all, and where its steps do."""
+        tokens, steps = (np.concatenate([[0], np.cumsum(one)]) for one in (self.tokens, self.steps))
+        return tokens, steps
+
+    @classmethod
+    def of_file(cls, file: Path) -> KeptTraces | None:
+        """Those of a complete file, where they are noted."""
+        try:
+            with np.load(file.with_suffix(".npz")) as found:
+                return cls(found["names"], found["tokens"], found["steps"])
+        except FileNotFoundError:
+            return None
+
+    def write(self, file: Path) -> None:
+        """Notes them beside a file."""
+        held = io.BytesIO()
+        np.savez(held, names=self.names, tokens=self.tokens, steps=self.steps)
+        replace_file(file.with_suffix(".npz"), held.getvalue())
+
+
 _NOTED_EVERY = 30.0  # seconds between notes of how far a file has come
+
+
+Fill = Callable[[Path, BoolArray, Callable[[IntArray], None]], None]
+"""Given the partial file, (N,) which traces are in it, and what to tell which are after a batch."""
+
+Copy = Callable[[Path, Path, "KeptTraces", IntArray, IntArray], None]
+"""Given another file, the partial one, the other's traces, and the same traces' numbers in both."""
 
 
 def complete_file(
     file: Path,
     size: int,
-    fill: Callable[[Path, int, Callable[[int], None]], None],
+    traces: KeptTraces,
+    copy: Copy,
+    fill: Fill,
     processes: Sharing,
 ) -> None:
     """Has a file of states filled, from where a killed run left it; nothing where it is complete.
 
-    Where another run is filling it, this one waits for that, and goes on should it be killed.
+    What another file of the same kind holds of the same traces is copied: labels that have grown
+    cost the base a pass over the new ones only. Where another run is filling the file, this one
+    waits for that, and goes on should it be killed.
 
     Args:
-        file: which; its folder is made.
+        file: which, `KIND-TRACES.suffix`; its folder is made.
         size: in bytes.
-        fill: given the partial file, how many batches stand in it, and what to tell how many do
-            after each.
+        traces: whose states it holds.
+        copy: copies what another file holds.
+        fill: fills in the others.
         processes: those that call this together.
 
     Raises:
@@ -71,45 +135,71 @@ def complete_file(
     """
     if not processes.sum(np.array([not file.is_file()], dtype=np.float64)).any():
         return
-    partial, note = partial_of(file), file.with_suffix(".batches")
+    partial, note = partial_of(file), file.with_suffix(".done")
     with ExitStack() as stack:
         if processes.main:
             file.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(partial))
-            if not file.is_file() and partial.stat().st_size != size:
+            begun = note.is_file() and partial.stat().st_size == size
+            if not file.is_file() and not begun:
                 note.unlink(missing_ok=True)
                 # Written through memory, a full disk would kill the process.
                 with room_needed(file.parent), partial.open("wb") as opened:
                     os.posix_fallocate(opened.fileno(), 0, size)
+                copied = _copy_known(file, partial, traces, copy)
+                replace_file(note, copied.tobytes())
         processes.wait()
         if not processes.sum(np.array([not file.is_file()], dtype=np.float64)).any():
             partial.unlink(missing_ok=True)  # another run has completed it meanwhile
             return
-        _fill(file, partial, note, fill, processes)
+        _fill(file, partial, note, traces, fill, processes)
     processes.wait()
+
+
+def _copy_known(
+    file: Path,
+    partial: Path,
+    traces: KeptTraces,
+    copy: Copy,
+) -> BoolArray:
+    """(N,) the traces whose states other files of the same kind hold, now in the partial one."""
+    known = np.zeros(len(traces.names), dtype=np.bool_)
+    kind = file.name.split("-")[0]
+    for other in sorted(file.parent.glob(f"{kind}-*{file.suffix}")):
+        theirs = KeptTraces.of_file(other)
+        if theirs is None:
+            continue
+        _, ours, in_other = np.intersect1d(traces.names, theirs.names, return_indices=True)
+        new = ~known[ours]
+        copy(other, partial, theirs, in_other[new], ours[new])
+        known[ours] = True
+    return known
 
 
 def _fill(
     file: Path,
     partial: Path,
     note: Path,
-    fill: Callable[[Path, int, Callable[[int], None]], None],
+    traces: KeptTraces,
+    fill: Fill,
     processes: Sharing,
 ) -> None:
-    done = int(note.read_text()) if note.is_file() else 0
+    done = np.frombuffer(note.read_bytes(), dtype=np.bool_).copy()
     processes.wait()
     noted = time.monotonic()
 
-    def wrote(batches: int) -> None:
+    def wrote(rows: IntArray) -> None:
         nonlocal noted
+        done[rows] = True
         if processes.size == 1 and time.monotonic() - noted > _NOTED_EVERY:
             _make_durable(partial)
-            replace_file(note, str(batches).encode())
+            replace_file(note, done.tobytes())
             noted = time.monotonic()
 
-    fill(partial, done, wrote)
+    fill(partial, done.copy(), wrote)
     processes.wait()
     if processes.main:
+        traces.write(file)
         _make_durable(partial)
         partial.replace(file)
         sync_folder(file.parent)
@@ -185,6 +275,30 @@ class Kept:
         """Both parts of one tensor, in memory or of a file."""
         cut = tokens * token_width(hidden_size, shapes)
         return cls(flat[:cut].view(tokens, -1), flat[cut:].view(-1, hidden_size), shapes)
+
+    def copy(
+        self,
+        into: IntArray,
+        starts: Sequence[IntArray],
+        known: Kept,
+        rows: IntArray,
+        known_starts: Sequence[IntArray],
+    ) -> None:
+        """Takes over what another file holds of some traces.
+
+        Args:
+            into: their numbers here.
+            starts: where traces' tokens begin here, and where their steps do.
+            known: the other's.
+            rows: their numbers there.
+            known_starts: likewise there.
+        """
+        parts = [(self.tokens, known.tokens), (self.steps, known.steps)]
+        for (new, old), ours, theirs in zip(parts, starts, known_starts, strict=True):
+            if not len(new):
+                continue
+            for to, row in zip(into, rows, strict=True):
+                new[ours[to] : ours[to + 1]] = old[theirs[row] : theirs[row + 1]]
 
     def flat_keys(self, keys: Sequence[LayerKeys]) -> Tensor:
         """(B, S, W) of each layer's keys and values (B, KV, S, D)."""
