@@ -135,8 +135,12 @@ class Arms:
         self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
         self.tokens: dict[str, list[list[int]]] = {}
 
-    def run(self, arm: str) -> tuple[list[Timed], list[Timed]]:
+    def run(self, arm: str, turn: int = 0) -> tuple[list[Timed], list[Timed]]:
         """All requests in plain vLLM and in an arm, step by step in turn; the tokens are kept.
+
+        Args:
+            arm: which.
+            turn: of the rounds; who takes the first step, the prompts', changes with it.
 
         Returns:
             The times of plain vLLM's steps, and of the arm's.
@@ -145,8 +149,8 @@ class Arms:
         times: dict[str, list[Timed]] = {name: [] for name in engines}
         outputs: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
         while open_ones := [n for n, engine in engines.items() if engine.has_unfinished_requests()]:
-            # Who goes first changes from step to step.
-            for name in open_ones if len(times["plain"]) % 2 else open_ones[::-1]:
+            # Who goes first changes from step to step, and from round to round.
+            for name in open_ones if (len(times["plain"]) + turn) % 2 else open_ones[::-1]:
                 kept: list[Any] = []
                 step = engines[name].step
                 times[name].append(timed(lambda step=step, kept=kept: kept.extend(step())))
@@ -252,7 +256,9 @@ def random_case(
     )
     model.save_pretrained(folder / "policy")
     draw = random.Random(seed)
-    prompts = [[draw.randrange(5, 600) for _ in range(32)] for _ in range(requests)]
+    # As short beside the text as a problem is beside a reasoning model's thinking.
+    length = max(1, tokens // 50)
+    prompts = [[draw.randrange(5, 600) for _ in range(length)] for _ in range(requests)]
     breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
     break_id = next(i for i in breaks if fmt.kinds[i] & VISIBLE)  # a step, whatever stands before
     banned = [*breaks, fmt.think_end_id, *fmt.eos_ids]
@@ -296,7 +302,7 @@ def measure(case: Case, rounds: int, dtype: str = "float32", warm_up: bool = Tru
     times: dict[str, list[tuple[list[Timed], list[Timed]]]] = {"never": [], "early": []}
     for turn in range(0 if warm_up else 1, rounds + 1):
         for arm, of_arm in times.items():
-            taken = arms.run(arm)
+            taken = arms.run(arm, turn)
             if turn:  # round 0 warms up
                 of_arm.append(taken)
             if [*map(len, taken)] != [*map(len, of_arm[0] if of_arm else taken)]:
