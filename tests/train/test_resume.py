@@ -289,6 +289,10 @@ def test_labels_that_grew_cost_a_pass_over_the_new_traces(
     np.testing.assert_allclose(entropies, expected, rtol=1e-5)
     both = min(sure.shape[1], entropies.shape[1])
     np.testing.assert_array_equal(entropies[[7, 2, 5], :both], sure[:, :both])
+    for note in tmp_path.glob("*.npz"):
+        note.write_bytes(note.read_bytes()[:100])
+    with pytest.raises(ValueError, match="npz, which tells .* delete both files"):
+        kept(grown.select([1, 2]))
 
 
 def test_thinking_entropies_are_found_once_and_go_on(

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -84,12 +85,22 @@ class KeptTraces:
 
     @classmethod
     def of_file(cls, file: Path) -> KeptTraces | None:
-        """Those of a complete file, where they are noted."""
+        """Those of a complete file, where they are noted.
+
+        Raises:
+            ValueError: the note cannot be read.
+        """
+        note = file.with_suffix(".npz")
         try:
-            with np.load(file.with_suffix(".npz")) as found:
+            with np.load(note) as found:
                 return cls(found["names"], found["tokens"], found["steps"])
         except FileNotFoundError:
             return None
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{note}, which tells the traces in {file.name}, cannot be read ({error}): "
+                "delete both files, and the base runs over these traces again"
+            ) from error
 
     def write(self, file: Path) -> None:
         """Notes them beside a file."""
