@@ -429,7 +429,8 @@ class LabelledTraces:
         names = []
         for n, steps in enumerate(self.table.num_steps):
             digest = hashlib.sha256(self._tokens[self._starts[n] : self._starts[n + 1]].tobytes())
-            digest.update(self.positions[n, :steps].astype(np.int64).tobytes())
+            for values in (self.positions, self.table.lengths):  # together: where the prompt ends
+                digest.update(values[n, :steps].astype(np.int64).tobytes())
             names.append(digest.hexdigest()[:32].encode())
         return KeptTraces(np.array(names), self.token_lengths, self.table.num_steps)
 

@@ -167,12 +167,7 @@ def complete_file(
     processes.wait()
 
 
-def _copy_known(
-    file: Path,
-    partial: Path,
-    traces: KeptTraces,
-    copy: Copy,
-) -> BoolArray:
+def _copy_known(file: Path, partial: Path, traces: KeptTraces, copy: Copy) -> BoolArray:
     """(N,) the traces whose states other files of the same kind hold, now in the partial one."""
     known = np.zeros(len(traces.names), dtype=np.bool_)
     kind = file.name.split("-")[0]
@@ -188,12 +183,7 @@ def _copy_known(
 
 
 def _fill(
-    file: Path,
-    partial: Path,
-    note: Path,
-    traces: KeptTraces,
-    fill: Fill,
-    processes: Sharing,
+    file: Path, partial: Path, note: Path, traces: KeptTraces, fill: Fill, processes: Sharing
 ) -> None:
     done = np.frombuffer(note.read_bytes(), dtype=np.bool_).copy()
     processes.wait()
