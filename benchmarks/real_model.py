@@ -1,7 +1,12 @@
-"""Labels, trains and compares on a pretrained model without thinking markers, by one command.
+"""Labels, trains and compares on a pretrained model, by one command.
 
     python benchmarks/real_model.py --base FOLDER_OR_ID --out runs/real-model [--files DIR]
         [--share 0.25] [--dtype bfloat16] [--engine vllm] [--only-labels] [--json FILE]
+    python benchmarks/real_model.py --base runs/thinker --out runs/thinks --files DIR
+        --format deepseek-r1 --prompt default --exclude runs/thinker/problems.jsonl
+
+The first form is for a model without thinking markers. The second is for one that
+`docs/examples/thinker.py` has taught to think: no problem that it learnt is asked.
 
 runs these commands one after the other, each as one would type it; all of them are printed:
 
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
 import hashlib
 import json
 import shlex
@@ -37,6 +43,9 @@ from typing import Any
 
 from timing import environment, print_last_line
 
+from modeling_ospruner.common.durable import replace_file
+from ospruner.eval.problems.problem import read_rows
+from ospruner.eval.problems.sources import text_key
 from ospruner.hub_cards.facts import read_provenance
 from ospruner.train.labels.looking import stats_of
 
@@ -66,13 +75,23 @@ class Commands:
         max_tokens: a trace's thinking tokens at the most.
         dtype: what the base computes in while it writes.
         engine: that labels.
+        format: the base's reasoning format.
+        prompt: how problems are put.
     """
 
     def __init__(
-        self, out: Path, base: str, seed: int, max_tokens: int, dtype: str, engine: str
+        self,
+        out: Path,
+        base: str,
+        seed: int,
+        max_tokens: int,
+        dtype: str,
+        engine: str,
+        format: str,
+        prompt: str,
     ) -> None:
         self.out, self.base, self.seed, self.max_tokens = out, base, seed, max_tokens
-        self.dtype, self.engine = dtype, engine
+        self.dtype, self.engine, self.format, self.prompt = dtype, engine, format, prompt
         self.file = out / "commands.json"
         self.kept: dict[str, Any] = {}
         if self.file.is_file():
@@ -123,11 +142,24 @@ class Commands:
             raise SystemExit(f"{said}: exit status {code}; run this again to go on")
 
 
+def without(learnt: Path, files: Path, out: Path) -> Path:
+    """A folder of the problems' files, without the problems that another file holds."""
+    known = {text_key(row["problem"]) for row in read_rows(learnt)}
+    out.mkdir(exist_ok=True)
+    for name in {file for _, _, file, _ in PROBLEMS.values()}:
+        rows = read_rows(files / f"{name}.jsonl.gz")
+        kept = [dict(row) for row in rows if text_key(row["problem"]) not in known]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        replace_file(out / f"{name}.jsonl.gz", gzip.compress(text.encode("utf-8"), mtime=0))
+    return out
+
+
 def label(commands: Commands, files: Path | None, share: float) -> None:
     """Labels the four sets of problems."""
     for name, (dataset, split, file, count) in PROBLEMS.items():
         words: list[object] = ["label", "--base", commands.base, "--engine", commands.engine]
-        words += ["--format", "plain", "--prompt", "check", "--temperature", 0.7, "--top-p", 1]
+        words += ["--format", commands.format, "--prompt", commands.prompt]
+        words += ["--temperature", 0.7, "--top-p", 1]
         words += ["--max-tokens", commands.max_tokens, "--seed", commands.seed]
         words += ["--batch-size", 96, "--chunk", 160, "--dtype", commands.dtype]
         words += ["--dataset", dataset, "--limit", max(1, round(share * count))]
@@ -180,7 +212,7 @@ def online(commands: Commands, policies: Path, files: Path | None, share: float)
     out = commands.out / "online"
     words: list[object] = ["eval", "online", "--dataset", "gsm8k", "--engine", "transformers"]
     words += ["--policies", policies / "price", "--samples", 1, "--temperature", 0.7]
-    words += ["--top-p", 1, "--prompt", "check", "--dtype", commands.dtype]
+    words += ["--top-p", 1, "--prompt", commands.prompt, "--dtype", commands.dtype]
     words += ["--max-thinking-tokens", commands.max_tokens]
     words += ["--batch-problems", 8, "--limit", max(1, round(64 * share)), "--seed", commands.seed]
     words += [] if files is None else ["--files", files / "gsm8k_test.jsonl.gz"]
@@ -231,16 +263,35 @@ def main() -> None:
     parser.add_argument(
         "--dtype", default="auto", help="of the base: bfloat16 where the CPU has units for it"
     )
+    parser.add_argument("--format", default="plain", help="the base's reasoning format")
+    parser.add_argument("--prompt", default="check", help="how problems are put")
+    parser.add_argument(
+        "--exclude", type=Path, help="a file of problems to leave out, with --files: learnt ones"
+    )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
+    if args.exclude and not args.files:
+        parser.error("--exclude needs --files, the folder whose problems it thins out")
     args.out.mkdir(parents=True, exist_ok=True)
-    commands = Commands(args.out, args.base, args.seed, args.max_tokens, args.dtype, args.engine)
-    label(commands, args.files, args.share)
+    commands = Commands(
+        args.out,
+        args.base,
+        args.seed,
+        args.max_tokens,
+        args.dtype,
+        args.engine,
+        args.format,
+        args.prompt,
+    )
+    files = args.files
+    if args.exclude:
+        files = without(args.exclude, files, args.out / "files")
+    label(commands, files, args.share)
     if not args.only_labels:
         policies = train(commands)
         compare(commands, policies)
-        online(commands, policies, args.files, args.share)
+        online(commands, policies, files, args.share)
         served(commands, policies, args.share)
     print_last_line(collect(commands), args.json)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from modeling_ospruner.common.results_file import Results
+from ospruner.train.from_labels import load_labels
 
 from .conftest import RunScript
 
@@ -35,7 +36,9 @@ def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_pat
         with gzip.open(files / f"{name}.jsonl.gz", "wt") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     arguments = ["--base", str(FOLDER), "--out", str(tmp_path / "run"), "--files", str(files)]
-    arguments += ["--max-tokens", "250", "--share", "0.04"]
+    learnt = tmp_path / "learnt.jsonl"
+    learnt.write_text(json.dumps({"problem": "What is 0 + 8?", "answer": "8"}) + "\n")
+    arguments += ["--max-tokens", "250", "--share", "0.04", "--exclude", str(learnt)]
     found, printed = run_script("real_model.py", *arguments)
     assert {name: stats["traces"] for name, stats in found["problems"].items()} == {
         "train": 32,
@@ -43,6 +46,9 @@ def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_pat
         "gsm8k": 12,
         "math500": 2,
     }
+    asked = load_labels(tmp_path / "run" / "labels" / "gsm8k").traces["problem"]
+    assert "What is 1 + 8?" in asked
+    assert "What is 0 + 8?" not in asked
     for name in ("gsm8k", "math500"):
         names = {one.method for one in Results.from_dict(found["frontier"][name]).frontiers}
         assert {"OS-Pruner, one policy", "probe", "answer agreement", "fixed budget"} <= names
