@@ -14,8 +14,8 @@ runs these commands one after the other, each as one would type it; all of them 
                           test problems, 60 of MATH-500
     ospruner train        one policy of every price, and the baselines on the same pass of the base
     ospruner eval frontier, replay      on both sets of test problems
-    ospruner eval online  in transformers, on the first test problems: seconds
-    benchmarks/serve.py   the same in vLLM
+    benchmarks/serve.py   in vLLM, on the first test problems: seconds
+    ospruner eval online  the same in transformers
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
 while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
@@ -214,7 +214,7 @@ def online(commands: Commands, policies: Path, files: Path | None, share: float)
     words += ["--policies", policies / "price", "--samples", 1, "--temperature", 0.7]
     words += ["--top-p", 1, "--prompt", commands.prompt, "--dtype", commands.dtype]
     words += ["--max-thinking-tokens", commands.max_tokens]
-    words += ["--batch-problems", 8, "--limit", max(1, round(64 * share)), "--seed", commands.seed]
+    words += ["--batch-problems", 8, "--limit", max(1, round(32 * share)), "--seed", commands.seed]
     words += [] if files is None else ["--files", files / "gsm8k_test.jsonl.gz"]
     words += ["--json", out / "numbers.json", "--out", out]
     commands.run("online gsm8k", words, sorted(policies.glob("price/run.json")))
@@ -291,8 +291,8 @@ def main() -> None:
     if not args.only_labels:
         policies = train(commands)
         compare(commands, policies)
-        online(commands, policies, files, args.share)
         served(commands, policies, args.share)
+        online(commands, policies, files, args.share)
     print_last_line(collect(commands), args.json)
 
 
