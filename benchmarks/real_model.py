@@ -214,7 +214,7 @@ def online(commands: Commands, policies: Path, files: Path | None, share: float)
     words += ["--policies", policies / "price", "--samples", 1, "--temperature", 0.7]
     words += ["--top-p", 1, "--prompt", commands.prompt, "--dtype", commands.dtype]
     words += ["--max-thinking-tokens", commands.max_tokens]
-    words += ["--batch-problems", 8, "--limit", max(1, round(32 * share)), "--seed", commands.seed]
+    words += ["--batch-problems", 8, "--limit", max(1, round(16 * share)), "--seed", commands.seed]
     words += [] if files is None else ["--files", files / "gsm8k_test.jsonl.gz"]
     words += ["--json", out / "numbers.json", "--out", out]
     commands.run("online gsm8k", words, sorted(policies.glob("price/run.json")))
