@@ -111,7 +111,8 @@ def served(file: Content) -> str:
 
     def ratio(name: str) -> str:
         low, high = file[f"{name}_interval"]
-        return f"{file[name]:.3f} [{low:.3f}, {high:.3f}]"
+        # The range of rounds: of one round it says nothing.
+        return f"{file[name]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low < high else "")
 
     rows = [
         ["tokens a second while never stopping, over plain vLLM's", ratio("never_stop_ratio")],
