@@ -8,7 +8,7 @@
 The first form is for a model without thinking markers. The second is for one that
 `docs/examples/thinker.py` has taught to think: no problem that it learnt is asked.
 
-runs these commands one after the other, each as one would type it; all of them are printed:
+These commands run one after the other, each as one would type it; all of them are printed:
 
     ospruner label        GSM8K's train problems (800 to train on, 200 for validation), 300 of its
                           test problems, 60 of MATH-500
@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gzip
 import hashlib
 import json
 import shlex
@@ -38,15 +37,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from timing import environment, print_last_line
 
 from modeling_ospruner.common.durable import replace_file
-from ospruner.eval.problems.problem import read_rows
-from ospruner.eval.problems.sources import text_key
 from ospruner.hub_cards.facts import read_provenance
+from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.looking import stats_of
 
 PROBLEMS = {
@@ -65,10 +64,11 @@ SEED = 1
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
 
 
+@dataclass
 class Commands:
     """Runs `ospruner` commands, and keeps what each has cost.
 
-    Args:
+    Attributes:
         out: folder of everything.
         base: the base, as each command is given it.
         seed: of sampling and training.
@@ -77,25 +77,27 @@ class Commands:
         engine: that labels.
         format: the base's reasoning format.
         prompt: how problems are put.
+        kept: by name, each command with its inputs, its end and its seconds.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        base: str,
-        seed: int,
-        max_tokens: int,
-        dtype: str,
-        engine: str,
-        format: str,
-        prompt: str,
-    ) -> None:
-        self.out, self.base, self.seed, self.max_tokens = out, base, seed, max_tokens
-        self.dtype, self.engine, self.format, self.prompt = dtype, engine, format, prompt
-        self.file = out / "commands.json"
-        self.kept: dict[str, Any] = {}
+    out: Path
+    base: str
+    seed: int
+    max_tokens: int
+    dtype: str
+    engine: str
+    format: str
+    prompt: str
+    kept: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
         if self.file.is_file():
             self.kept = json.loads(self.file.read_text("utf-8"))
+
+    @property
+    def file(self) -> Path:
+        """Where `kept` outlives this process."""
+        return self.out / "commands.json"
 
     def run(
         self,
@@ -142,19 +144,7 @@ class Commands:
             raise SystemExit(f"{said}: exit status {code}; run this again to go on")
 
 
-def without(learnt: Path, files: Path, out: Path) -> Path:
-    """A folder of the problems' files, without the problems that another file holds."""
-    known = {text_key(row["problem"]) for row in read_rows(learnt)}
-    out.mkdir(exist_ok=True)
-    for name in {file for _, _, file, _ in PROBLEMS.values()}:
-        rows = read_rows(files / f"{name}.jsonl.gz")
-        kept = [dict(row) for row in rows if text_key(row["problem"]) not in known]
-        text = "".join(json.dumps(row) + "\n" for row in kept)
-        replace_file(out / f"{name}.jsonl.gz", gzip.compress(text.encode("utf-8"), mtime=0))
-    return out
-
-
-def label(commands: Commands, files: Path | None, share: float) -> None:
+def label(commands: Commands, files: Path | None, exclude: Path | None, share: float) -> None:
     """Labels the four sets of problems."""
     for name, (dataset, split, file, count) in PROBLEMS.items():
         words: list[object] = ["label", "--base", commands.base, "--engine", commands.engine]
@@ -165,6 +155,7 @@ def label(commands: Commands, files: Path | None, share: float) -> None:
         words += ["--dataset", dataset, "--limit", max(1, round(share * count))]
         words += [] if split is None else ["--split", split]
         words += [] if files is None else ["--file", files / f"{file}.jsonl.gz"]
+        words += [] if exclude is None else ["--exclude", exclude]
         commands.run(f"label {name}", [*words, "--out", commands.out / "labels" / name])
 
 
@@ -207,17 +198,21 @@ def compare(commands: Commands, policies: Path) -> None:
         commands.run(f"replay {name}", words, inputs)
 
 
-def online(commands: Commands, policies: Path, files: Path | None, share: float) -> None:
-    """Seconds, by real generation on the first test problems."""
-    out = commands.out / "online"
-    words: list[object] = ["eval", "online", "--dataset", "gsm8k", "--engine", "transformers"]
-    words += ["--policies", policies / "price", "--samples", 1, "--temperature", 0.7]
-    words += ["--top-p", 1, "--prompt", commands.prompt, "--dtype", commands.dtype]
-    words += ["--max-thinking-tokens", commands.max_tokens]
-    words += ["--batch-problems", 8, "--limit", max(1, round(16 * share)), "--seed", commands.seed]
-    words += [] if files is None else ["--files", files / "gsm8k_test.jsonl.gz"]
+def online(commands: Commands, policies: Path, share: float) -> None:
+    """Seconds, by real generation on the first labelled test problems."""
+    out, asked = commands.out / "online", commands.out / "online.jsonl"
+    traces = load_labels(commands.out / "labels" / "gsm8k").traces.select_columns(
+        ["problem_id", "problem", "answer"]
+    )
+    rows = traces.rename_column("problem_id", "id").select(range(max(1, round(16 * share))))
+    replace_file(asked, "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8"))
+    words: list[object] = ["eval", "online", "--dataset", asked, "--name", "gsm8k"]
+    words += ["--engine", "transformers", "--policies", policies / "price", "--samples", 1]
+    words += ["--temperature", 0.7, "--top-p", 1, "--prompt", commands.prompt]
+    words += ["--max-thinking-tokens", commands.max_tokens, "--dtype", commands.dtype]
+    words += ["--batch-problems", 8, "--seed", commands.seed]
     words += ["--json", out / "numbers.json", "--out", out]
-    commands.run("online gsm8k", words, sorted(policies.glob("price/run.json")))
+    commands.run("online gsm8k", words, [asked, *policies.glob("price/run.json")])
 
 
 def served(commands: Commands, policies: Path, share: float) -> None:
@@ -265,34 +260,27 @@ def main() -> None:
     )
     parser.add_argument("--format", default="plain", help="the base's reasoning format")
     parser.add_argument("--prompt", default="check", help="how problems are put")
-    parser.add_argument(
-        "--exclude", type=Path, help="a file of problems to leave out, with --files: learnt ones"
-    )
+    parser.add_argument("--exclude", type=Path, help="a file of problems to leave out: learnt ones")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    if args.exclude and not args.files:
-        parser.error("--exclude needs --files, the folder whose problems it thins out")
     args.out.mkdir(parents=True, exist_ok=True)
     commands = Commands(
-        args.out,
-        args.base,
-        args.seed,
-        args.max_tokens,
-        args.dtype,
-        args.engine,
-        args.format,
-        args.prompt,
+        out=args.out,
+        base=args.base,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        dtype=args.dtype,
+        engine=args.engine,
+        format=args.format,
+        prompt=args.prompt,
     )
-    files = args.files
-    if args.exclude:
-        files = without(args.exclude, files, args.out / "files")
-    label(commands, files, args.share)
+    label(commands, args.files, args.exclude, args.share)
     if not args.only_labels:
         policies = train(commands)
         compare(commands, policies)
         served(commands, policies, args.share)
-        online(commands, policies, files, args.share)
+        online(commands, policies, args.share)
     print_last_line(collect(commands), args.json)
 
 
