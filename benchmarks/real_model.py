@@ -16,6 +16,8 @@ These commands run one after the other, each as one would type it; all of them a
     ospruner eval frontier, replay      on both sets of test problems
     benchmarks/serve.py   in vLLM, on the first test problems: seconds
     ospruner eval online  the same in transformers
+    benchmarks/engines.py what each engine does a second on the training problems
+    benchmarks/tunings.py the paper's tail on every token, trained alike, beside queries only
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
 while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
@@ -57,10 +59,11 @@ PROBLEMS = {
 """Of each set of labels: dataset, split, local file, number of problems."""
 
 TESTS = ("gsm8k", "math500")
-PRICES = "1e-5,1e-2"
+OURS = ("--head", "price", "--lambdas", "1e-5,1e-2")
 GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 SEED = 1
+ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
 
 
@@ -161,18 +164,36 @@ def label(commands: Commands, files: Path | None, exclude: Path | None, share: f
 
 def train(commands: Commands) -> Path:
     """Trains the policy of every price and the baselines, on one pass of the base each."""
-    labels, policies = commands.out / "labels", commands.out / "policies"
-    inputs = [labels / name / "manifest.json" for name in ("train", "validation")]
+    policies = commands.out / "policies"
+    _train(commands, "price", policies, "queries", OURS)
+    for method in BASELINES:
+        _train(commands, method, policies, "queries", ("--method", method))
+    return policies
+
+
+def _train(commands: Commands, name: str, folder: Path, tuning: str, own: Sequence[str]) -> None:
+    labels = commands.out / "labels"
+    inputs = [labels / split / "manifest.json" for split in ("train", "validation")]
     words: list[object] = ["train", "--labels", labels / "train", "--validation"]
-    words += [labels / "validation", "--base", commands.base, "--tuning", "queries", "--epochs", 8]
+    words += [labels / "validation", "--base", commands.base, "--tuning", tuning, "--epochs", 8]
     words += ["--learning-rate", 1e-5, "--head-learning-rate", 1e-4, "--swa-share", 0.5]
     words += ["--batch-size", 16, "--seed", commands.seed, "--states", commands.out / "states"]
-    ours = [*words, "--head", "price", "--lambdas", PRICES]
-    commands.run("train price", [*ours, "--out", policies / "price"], inputs)
-    for method in BASELINES:
-        theirs = [*words, "--method", method, "--out", policies / method]
-        commands.run(f"train {method}", theirs, inputs)
-    return policies
+    commands.run(f"train {name}", [*words, *own, "--out", folder / name], inputs)
+
+
+def tunings(commands: Commands, policies: Path) -> None:
+    """The paper's tail, which runs on every token, beside the one of queries only."""
+    folder = commands.out / "tunings"
+    _train(commands, "layers", folder, "layers", OURS)
+    records = [*folder.glob("layers/run.json"), *policies.glob("price/run.json")]
+    for name in TESTS:
+        labels = commands.out / "labels" / name
+        (folder / name).mkdir(exist_ok=True)
+        words: list[object] = ["--policies", folder / "layers" / "price"]
+        words += [policies / "price" / "price", "--labels", labels, "--base", commands.base]
+        words += ["--states", commands.out / "states", "--json", folder / name / "numbers.json"]
+        inputs = [*records, labels / "manifest.json"]
+        commands.run(f"tunings {name}", words, inputs, "tunings.py")
 
 
 def compare(commands: Commands, policies: Path) -> None:
@@ -226,6 +247,17 @@ def served(commands: Commands, policies: Path, share: float) -> None:
     commands.run("served gsm8k", words, sorted(policies.glob("price/run.json")), "serve.py")
 
 
+def engines(commands: Commands, files: Path | None, share: float) -> None:
+    """What each engine does a second, on the first training problems."""
+    (commands.out / "engines").mkdir(exist_ok=True)
+    dataset: object = "gsm8k" if files is None else files / "gsm8k_train.jsonl.gz"
+    words: list[object] = ["--base", commands.base, "--dataset", dataset]
+    words += ["--format", commands.format, "--prompt", commands.prompt]
+    words += ["--limit", max(1, round(32 * share)), "--seed", commands.seed, "--arms", *ARMS]
+    words += ["--json", commands.out / "engines" / "numbers.json"]
+    commands.run("engines", words, script="engines.py")
+
+
 def collect(commands: Commands) -> dict[str, Any]:
     """Everything that was measured, as one JSON object."""
     out, found = commands.out, dict[str, Any](commands=commands.kept, seed=commands.seed)
@@ -236,12 +268,13 @@ def collect(commands: Commands) -> dict[str, Any]:
     for name in PROBLEMS:
         record = dataclasses.asdict(read_provenance(out / "labels" / name))
         found["made_by"][name] = {key: record[key] for key in MADE_BY}
-    for kind in ("frontier", "replay", "online"):
+    for kind in ("frontier", "replay", "online", "tunings"):
         for file in sorted((out / kind).glob("**/numbers.json")):
             name = file.parent.name if kind != "online" else "gsm8k"
             found.setdefault(kind, {})[name] = json.loads(file.read_text("utf-8"))
-    if (file := out / "served" / "numbers.json").is_file():
-        found["served"] = json.loads(file.read_text("utf-8"))
+    for kind in ("served", "engines"):
+        if (file := out / kind / "numbers.json").is_file():
+            found[kind] = json.loads(file.read_text("utf-8"))
     return {**found, **environment()}
 
 
@@ -281,6 +314,8 @@ def main() -> None:
         compare(commands, policies)
         served(commands, policies, args.share)
         online(commands, policies, args.share)
+        engines(commands, args.files, args.share)
+        tunings(commands, policies)
     print_last_line(collect(commands), args.json)
 
 

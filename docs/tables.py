@@ -122,6 +122,15 @@ def served(file: Content) -> str:
     return markdown_table(["", ""], rows)
 
 
+def engines(file: Content) -> str:
+    """What each engine does a second while it labels."""
+    rows = []
+    for arm, one in file["arms"].items():
+        engine, _, dtype = arm.partition(":")
+        rows.append([engine, dtype, f"{one['thinking_tokens_per_second']:.0f}"])
+    return markdown_table(["engine", "computes in", "thinking tokens a second"], rows)
+
+
 def areas(file: Content) -> str:
     """The area under each method's frontier, and what OS-Pruner has more."""
     results = Results.from_dict(file)
@@ -285,6 +294,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "real-training": real_training,
     "online": online,
     "served": served,
+    "engines": engines,
 }
 
 

@@ -1,0 +1,78 @@
+"""What each engine does a second on a base of yours: choose by that before a long label run.
+
+    python benchmarks/engines.py --base DIR --dataset FILE --arms vllm:bfloat16 [--json FILE]
+
+Each arm, an engine and a dtype, labels the same problems as `ospruner label` would: it samples a
+trace of each, up to a cap, and forces an answer after every step. The rate is that of thinking
+tokens; the time holds the prompts' and the forced answers', but not the engine's start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from timing import environment, print_last_line, timed
+
+from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
+from ospruner.eval.problems.registry import open_task
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.command import ProblemOptions, load_run_problems, read_format
+from ospruner.train.labels.making import label
+
+
+def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Labels all problems but the first, which is labelled before to start the engine."""
+    name, _, dtype = arm.partition(":")
+    settings = LabelSettings(
+        base_model=args.base,
+        temperature=0.7,
+        top_p=1.0,
+        seed=args.seed,
+        max_new_tokens=args.max_tokens,
+        task={"name": "math", "prompt": args.prompt},
+    )
+    task = open_task(settings.task)
+    tokenizer = load_tokenizer(args.base)
+    fmt = read_format(args.format, tokenizer, task=task)
+    first, *others = load_run_problems(ProblemOptions(args.dataset, limit=args.limit + 1)).problems
+    options = EngineOptions(args.base, batch_size=args.limit, dtype=dtype or "auto")
+    engine = open_engine(name, tokenizer, options)
+    made = []
+    with tempfile.TemporaryDirectory() as folder:
+        label([first], engine, tokenizer, fmt, settings, Path(folder, "first"))
+        out = Path(folder, "others")
+        taken = timed(lambda: made.append(label(others, engine, tokenizer, fmt, settings, out)))
+        tokens = sum(map(len, made[0]["trace_ids"]))
+    rate = tokens / taken.wall_seconds
+    print(f"{arm}: {tokens} thinking tokens, {rate:.1f} a second", flush=True)
+    return {
+        "problems": len(others),
+        "thinking_tokens": tokens,
+        "seconds": round(taken.wall_seconds, 1),
+        "thinking_tokens_per_second": round(rate, 1),
+    }
+
+
+def main() -> None:
+    """Runs the benchmark; the last line is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--base", required=True, help="folder or Hub id of the model")
+    parser.add_argument("--dataset", required=True, help="problems, as `ospruner label` takes them")
+    parser.add_argument("--arms", nargs="+", required=True, help="engine:dtype, one or several")
+    parser.add_argument("--format", help="the base's reasoning format (default: by its markers)")
+    parser.add_argument("--prompt", default="default", help="how problems are put")
+    parser.add_argument("--limit", type=int, default=32, help="problems, all worked on at once")
+    parser.add_argument("--max-tokens", type=int, default=192, help="of a trace's thinking")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
+    args = parser.parse_args()
+    arms = {arm: measure(arm, args) for arm in args.arms}
+    sizes = {"max_tokens": args.max_tokens, "seed": args.seed}
+    print_last_line({"arms": arms, **sizes, **environment()}, args.json)
+
+
+if __name__ == "__main__":
+    main()
