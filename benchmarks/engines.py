@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    arms = {arm: measure(arm, args) for arm in args.arms}
+    # Each in a process of its own, so that it has the whole memory.
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        arms = {arm: processes.submit(measure, arm, args).result() for arm in args.arms}
     sizes = {"max_tokens": args.max_tokens, "seed": args.seed}
     print_last_line({"arms": arms, **sizes, **environment()}, args.json)
 
