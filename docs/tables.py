@@ -276,7 +276,7 @@ def real_training(file: Content) -> str:
     rows = [
         [name, f"{entry['seconds'] / 60:.0f}"]
         for name, entry in file["commands"].items()
-        if not name.startswith("label") and name != "engines"
+        if name.startswith(("train", "frontier", "replay"))
     ]
     return markdown_table(["", "minutes"], rows)
 
