@@ -53,7 +53,7 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "problems": len(others),
         "thinking_tokens": tokens,
-        "seconds": round(taken.wall_seconds, 1),
+        "seconds": round(taken.wall_seconds, 3),
         "thinking_tokens_per_second": round(rate, 1),
     }
 
