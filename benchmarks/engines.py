@@ -39,7 +39,8 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     task = open_task(settings.task)
     tokenizer = load_tokenizer(args.base)
     fmt = read_format(args.format, tokenizer, task=task)
-    first, *others = load_run_problems(ProblemOptions(args.dataset, limit=args.limit + 1)).problems
+    asked = ProblemOptions(args.dataset, split=args.split, limit=args.limit + 1)
+    first, *others = load_run_problems(asked).problems
     options = EngineOptions(args.base, batch_size=args.limit, dtype=dtype or "auto")
     engine = open_engine(name, tokenizer, options)
     made = []
@@ -63,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--dataset", required=True, help="problems, as `ospruner label` takes them")
+    parser.add_argument("--split", help="of a dataset that is no file")
     parser.add_argument("--arms", nargs="+", required=True, help="engine:dtype, one or several")
     parser.add_argument("--format", help="the base's reasoning format (default: by its markers)")
     parser.add_argument("--prompt", default="default", help="how problems are put")

@@ -252,8 +252,8 @@ def served(commands: Commands, policies: Path, share: float) -> None:
 def engines(commands: Commands, files: Path | None, share: float) -> None:
     """What each engine does a second, on the first training problems."""
     (commands.out / "engines").mkdir(exist_ok=True)
-    dataset: object = "gsm8k" if files is None else files / "gsm8k_train.jsonl.gz"
-    words: list[object] = ["--base", commands.base, "--dataset", dataset]
+    words: list[object] = ["--base", commands.base, "--dataset"]
+    words += ["gsm8k", "--split", "train"] if files is None else [files / "gsm8k_train.jsonl.gz"]
     words += ["--format", commands.format, "--prompt", commands.prompt]
     words += ["--limit", max(1, round(32 * share)), "--seed", commands.seed, "--arms", *ARMS]
     words += ["--json", commands.out / "engines" / "numbers.json"]
