@@ -57,7 +57,8 @@ def main() -> None:
         ]
         head = f"less {found[0]['tuning']}" if signed else "reward, points"
         print(markdown_table([head, *heads], rows))
-    print_last_line({"policies": found, "traces": len(labels.traces), **environment()}, args.json)
+    result = {"policies": found, "prices": PRICES, "traces": len(labels.traces), **environment()}
+    print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

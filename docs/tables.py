@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modeling_ospruner.common.results_file import Frontier, Result, Results
+from modeling_ospruner.common.results_file import Estimate, Frontier, Result, Results
 from modeling_ospruner.common.text import markdown_table, penalty_name
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
@@ -129,6 +129,20 @@ def engines(file: Content) -> str:
         engine, _, dtype = arm.partition(":")
         rows.append([engine, dtype, f"{one['thinking_tokens_per_second']:.0f}"])
     return markdown_table(["engine", "computes in", "thinking tokens a second"], rows)
+
+
+def tunings(file: Content) -> str:
+    """Rewards of policies of several tunings by price, and what the later ones differ by."""
+    first, *others = file["policies"]
+
+    def row(name: str, estimates: list[dict[str, float]], signed: bool = False) -> list[str]:
+        return [name, *(Estimate(**one).text(1, 2, signed=signed) for one in estimates)]
+
+    rows = [row(one["tuning"], one["reward_points"]) for one in file["policies"]]
+    for one in others:
+        rows.append(row(f"{one['tuning']} less {first['tuning']}", one["less_first"], signed=True))
+    heads = [*(f"λ={penalty_name(price)}" for price in file["prices"]), "mean"]
+    return markdown_table(["reward, points", *heads], rows)
 
 
 def areas(file: Content) -> str:
@@ -295,6 +309,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "online": online,
     "served": served,
     "engines": engines,
+    "tunings": tunings,
 }
 
 
