@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -106,6 +108,9 @@ class Plan:
         training_hours: all epochs with the trunk run anew, over all GPUs.
         training_disk_gib: the trunk's states, with --states.
         serving_kv_tokens: tokens of all rows that vLLM can hold on one GPU, base and policy.
+        serving_weights_share: of the bytes of weights that a decode step of `streams` rows reads,
+            how many more the policy reads while it stops none, on average. Where steps take as long
+            as reading the weights does, as on most GPUs, this is what it costs.
         notes: what may stand in the way.
     """
 
@@ -122,6 +127,7 @@ class Plan:
     training_hours: float
     training_disk_gib: float
     serving_kv_tokens: int
+    serving_weights_share: float
     notes: tuple[str, ...]
 
 
@@ -209,6 +215,7 @@ def plan_for(config: PreTrainedConfig, work: Workload) -> Plan:
         / 3600,
         training_disk_gib=tokens * kept / GIB,
         serving_kv_tokens=max(0, int(free / (kv + tail_kv))),
+        serving_weights_share=_weights_share(base, policy, config, work),
         notes=tuple(notes),
     )
 
@@ -344,9 +351,44 @@ def _training_operations(base: PreTrainedModel, policy: StoppingPolicy, work: Wo
 
 def _weight_bytes(base: PreTrainedModel, config: PreTrainedConfig) -> int:
     """The checkpoint's weights: in bfloat16, experts of MXFP4 in four bits."""
+    sizes = _bytes_by_weight(config)
+    return int(sum(p.numel() * sizes(p) for p in base.parameters()))
+
+
+def _bytes_by_weight(config: PreTrainedConfig) -> Callable[[torch.Tensor], float]:
     packed = _is_packed(config)
-    sizes = (p.numel() * (_MXFP4 if packed and p.ndim == 3 else _HALF) for p in base.parameters())
-    return int(sum(sizes))
+    return lambda parameter: _MXFP4 if packed and parameter.ndim == 3 else _HALF
+
+
+def _weights_share(
+    base: PreTrainedModel, policy: StoppingPolicy, config: PreTrainedConfig, work: Workload
+) -> float:
+    """Bytes of the policy's weights over the base's that a decode step reads, on average.
+
+    The policy's are in bfloat16. Those of queries only are read in steps in which a row ends a
+    paragraph, others in each. Rows are sent to experts independently of each other.
+    """
+    text = vars(base.config.get_text_config())
+
+    def read(module: torch.nn.Module, rows: float, sizes: Callable[[torch.Tensor], float]) -> float:
+        total = 0.0
+        for parameter in module.parameters():
+            met = 1.0
+            if parameter.ndim == 3:  # (experts, in, out)
+                met = 1 - (1 - text["num_experts_per_tok"] / parameter.shape[0]) ** rows
+            total += met * sizes(parameter) * parameter.numel()
+        return total
+
+    rows, often = float(work.streams), 1.0
+    if policy.queries:
+        often = 1 - (1 - 1 / work.step_tokens) ** work.streams
+        rows = work.streams / work.step_tokens / often
+    tail = often * read(policy, rows, lambda _: _HALF)
+    whole = read(base, work.streams, _bytes_by_weight(config))
+    embedding: Any = base.get_input_embeddings()
+    if embedding.weight is not base.get_output_embeddings().weight:  # a step reads a few rows of it
+        whole -= _HALF * embedding.weight.numel()
+    return tail / whole
 
 
 def _is_packed(config: PreTrainedConfig) -> bool:
@@ -414,6 +456,10 @@ def print_plan(plan: Plan, work: Workload, console: Console) -> None:
     )
     table.add_row("serving", f"{plan.serving_kv_tokens:,} tokens of keys and values", "", "")
     console.print(table)
+    console.print(
+        f"Serving {work.streams} streams, the policy adds {plan.serving_weights_share:.1%} to the "
+        "weights that a step reads while it stops none."
+    )
     console.print(
         f"For {work.gpus} GPU(s) of {work.gpu_gib:g} GiB: {work.traces:,} traces of "
         f"{work.mean_tokens:,} tokens (the longest {work.max_tokens:,}), a step every "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -60,6 +61,29 @@ def test_the_plan_follows_the_workload() -> None:
     assert "labelling holds 11 of the longest traces at once" in " ".join(few.notes)
 
 
+def test_what_a_policy_adds_to_the_weights_of_a_step() -> None:
+    def share(name: str, **given: Any) -> float:
+        return plan_of(name, Workload(**given)).serving_weights_share
+
+    # R1's layers: queries and outputs 2 x 3584^2, keys and values 2 x 3584 x 512, MLP 3 x 3584 x
+    # 18,944; the vocabulary's logits 152,064 x 3584. Vectors are not counted here.
+    queries = 2 * 3584**2 + 3 * 3584 * 18_944
+    layer = queries + 2 * 3584 * 512
+    step = 28 * layer + 152_064 * 3584
+    assert share(R1) == pytest.approx(2 * layer / step, rel=1e-3)
+    assert share(R1, streams=1, tuning="queries") == pytest.approx(
+        2 * queries / step / 40, rel=1e-3
+    )
+    some_end = 1 - (39 / 40) ** 64
+    found = share(R1, streams=64, tuning="queries", num_policy_layers=1)
+    assert found == pytest.approx(some_end * queries / step, rel=1e-3)
+    # Of a mixture few experts are read for few rows; the copies are not packed as the base is.
+    few, many = (share(GPT_OSS, streams=n, tuning="queries") for n in (1, 64))
+    assert 0.003 < few < 0.004
+    assert 0.05 < many < 0.06
+    assert share(GPT_OSS, streams=64) > 0.2
+
+
 def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 80, "--json", file)
@@ -68,6 +92,7 @@ def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path
     assert {"training_peak_gib", "labelling_peak_gib", "serving_kv_tokens"} <= found.keys()
     assert f"{found['training_peak_gib']:.1f} GiB" in said
     assert f"{found['training_cached_peak_gib']:.1f} GiB" in said
+    assert "adds 6.6% to the weights that a step reads" in " ".join(said.split())
     assert found["workload"]["gpu_gib"] == 80
     code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 16)
     assert (code, "training does not fit" in said) == (1, True)
