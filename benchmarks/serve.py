@@ -1,6 +1,6 @@
 """Speed of vLLM with the policy in it, against plain vLLM on the same prompts.
 
-    python benchmarks/serve.py [--quick] [--tuning queries] [--json FILE] [--seed N]
+    python benchmarks/serve.py [--quick] [--tuning queries] [--layers N] [--json FILE] [--seed N]
     python benchmarks/serve.py --policy DIR --labels DIR [--price 1e-3] [--dtype bfloat16]
 
 Two bases: the embedded reasoner, and random weights in 28 layers, of which a logits processor, in
@@ -203,7 +203,9 @@ def policy_case(policy: Path, labels: Path, requests: int, max_tokens: int, pric
     )
 
 
-def reasoner_case(folder: Path, requests: int, max_tokens: int, tuning: str = "layers") -> Case:
+def reasoner_case(
+    folder: Path, requests: int, max_tokens: int, tuning: str = "layers", layers: int = 2
+) -> Case:
     """The embedded reasoner on its own problems, to their natural ends."""
     reasoner = Reasoner()
     fmt = reasoner.token_format
@@ -215,6 +217,7 @@ def reasoner_case(folder: Path, requests: int, max_tokens: int, tuning: str = "l
     model = OSPrunerForCausalLM.untrained(
         reasoner.model,
         reasoner.tokenizer,
+        num_policy_layers=layers,
         tuning=tuning,
         base_model_name_or_path=str(reasoner.folder),
     )
@@ -232,7 +235,13 @@ def reasoner_case(folder: Path, requests: int, max_tokens: int, tuning: str = "l
 
 
 def random_case(
-    folder: Path, requests: int, hidden: int, tokens: int, seed: int, tuning: str = "layers"
+    folder: Path,
+    requests: int,
+    hidden: int,
+    tokens: int,
+    seed: int,
+    tuning: str = "layers",
+    layers: int = 2,
 ) -> Case:
     """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions."""
     reasoner = Reasoner()
@@ -252,7 +261,11 @@ def random_case(
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     model = OSPrunerForCausalLM.untrained(
-        base, tokenizer, tuning=tuning, base_model_name_or_path=str(folder / "base")
+        base,
+        tokenizer,
+        num_policy_layers=layers,
+        tuning=tuning,
+        base_model_name_or_path=str(folder / "base"),
     )
     model.save_pretrained(folder / "policy")
     draw = random.Random(seed)
@@ -346,6 +359,7 @@ def main() -> None:
     # More than the streams, so that what has stopped makes room for what waits, as in a server.
     parser.add_argument("--requests", type=int, help="of each pass; twice the streams")
     parser.add_argument("--tuning", choices=("layers", "queries"), default="layers")
+    parser.add_argument("--layers", type=int, default=2, help="that the policy copies")
     parser.add_argument("--policy", type=Path, help="a policy of every price, in place of both")
     parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
     parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
@@ -371,11 +385,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             random_base = folder / "random"
-            cases = [random_case(random_base, requests, hidden, tokens, given.seed, given.tuning)]
+            tail = {"tuning": given.tuning, "layers": given.layers}
+            cases = [random_case(random_base, requests, hidden, tokens, given.seed, **tail)]
             if not given.quick:
-                cases.append(reasoner_case(folder / "reasoner", requests, 600, given.tuning))
+                cases.append(reasoner_case(folder / "reasoner", requests, 600, **tail))
             measured = [measure(case, rounds) for case in cases]
-        sizes = {"requests": requests, "hidden": hidden, "tokens": tokens, "tuning": given.tuning}
+        sizes = {"requests": requests, "hidden": hidden, "tokens": tokens, **tail}
     for key, one in zip(("", "_reasoner"), measured, strict=False):
         for clock, suffix in CLOCKS.items():
             for name in ("never_stop_ratio", "time_saved_over_tokens_saved"):
