@@ -191,9 +191,9 @@ def keep_states(study: Study, form: str, *, progress: Progress) -> None:
         study.traces(split, form).cache_states(model, 0, progress)
 
 
-def seconds_of(stage: StageResult) -> float:
-    """Of a policy's training."""
-    log = (stage.path.parent / "log.jsonl").read_text().splitlines()
+def seconds_of(policy: Path) -> float:
+    """Of a policy's training: all epochs of its run."""
+    log = (policy.parent / "log.jsonl").read_text().splitlines()
     return float(sum(line.get("seconds", 0.0) for line in map(json.loads, log)))
 
 
@@ -235,7 +235,7 @@ def measure(
             of_form.append(study.rewards(form, stages[form, best[form], seed], test))
         on_test = resampled(test.table, of_form)
         first = on_test if first is None else first
-        seconds = [seconds_of(stages[form, best[form], seed]) for seed in range(seeds)]
+        seconds = [seconds_of(stages[form, best[form], seed].path) for seed in range(seeds)]
         found.append(
             {
                 "form": form,

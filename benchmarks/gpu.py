@@ -188,7 +188,11 @@ def check_train(job: Job) -> Found:
     few = random_traces(2, 5, 60, vocabulary, job.seed + 1)
     few = few.add_column("new_id", ["v0", "v1"]).remove_columns("problem_id")  # other problems
     settings = TrainSettings(
-        length_penalties=(1e-4,), batch_size=sizes.traces, epochs_per_stage=1, seed=job.seed
+        length_penalties=(1e-4,),
+        batch_size=sizes.traces,
+        epochs_per_stage=1,
+        seed=job.seed,
+        tuning="layers",
     )
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -228,7 +232,7 @@ def check_vllm_base(job: Job) -> Found:
     base.save_pretrained(job.folder / "base")
     tokenizer.save_pretrained(job.folder / "base")
     model = OSPrunerForCausalLM.untrained(
-        base, tokenizer, base_model_name_or_path=str(job.folder / "base")
+        base, tokenizer, base_model_name_or_path=str(job.folder / "base"), tuning="layers"
     )
     with torch.no_grad():  # a head of zeros would hide the states
         model.policy.head.weight.normal_(0.0, 2.0 / shape.hidden**0.5)
@@ -439,7 +443,7 @@ def packed_policy(job: Job, folder: Path) -> None:
     base.save_pretrained(folder / "base")
     reasoner.tokenizer.save_pretrained(folder / "base")
     model = OSPrunerForCausalLM.untrained(
-        base, reasoner.tokenizer, base_model_name_or_path=str(folder / "base")
+        base, reasoner.tokenizer, base_model_name_or_path=str(folder / "base"), tuning="layers"
     )
     with torch.no_grad():
         model.policy.head.weight.normal_(0.0, 0.25)

@@ -1,6 +1,6 @@
 """Speed of vLLM with the policy in it, against plain vLLM on the same prompts.
 
-    python benchmarks/serve.py [--quick] [--tuning queries] [--layers N] [--json FILE] [--seed N]
+    python benchmarks/serve.py [--quick] [--tuning layers] [--layers N] [--json FILE] [--seed N]
     python benchmarks/serve.py --policy DIR --labels DIR [--price 1e-3] [--dtype bfloat16]
 
 Two bases: the embedded reasoner, and random weights in 28 layers, of which a logits processor, in
@@ -204,7 +204,7 @@ def policy_case(policy: Path, labels: Path, requests: int, max_tokens: int, pric
 
 
 def reasoner_case(
-    folder: Path, requests: int, max_tokens: int, tuning: str = "layers", layers: int = 2
+    folder: Path, requests: int, max_tokens: int, tuning: str = "queries", layers: int = 2
 ) -> Case:
     """The embedded reasoner on its own problems, to their natural ends."""
     reasoner = Reasoner()
@@ -240,7 +240,7 @@ def random_case(
     hidden: int,
     tokens: int,
     seed: int,
-    tuning: str = "layers",
+    tuning: str = "queries",
     layers: int = 2,
 ) -> Case:
     """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions."""
@@ -277,9 +277,10 @@ def random_case(
     banned = [*breaks, fmt.think_end_id, *fmt.eos_ids]
     extra = []
     for _ in prompts:
-        places, at = [], 0
+        places, at = [], -draw.randrange(GAPS[-1])  # the first tokens stand within paragraphs
         while (at := at + draw.choice(GAPS)) < tokens:
-            places.append(at)
+            if at > 0:
+                places.append(at)
         extra.append({"paragraphs": places, "break_id": break_id, "banned": banned})
     return Case(
         f"28 layers of {hidden}",
@@ -358,7 +359,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="a request, of the random base")
     # More than the streams, so that what has stopped makes room for what waits, as in a server.
     parser.add_argument("--requests", type=int, help="of each pass; twice the streams")
-    parser.add_argument("--tuning", choices=("layers", "queries"), default="layers")
+    parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--layers", type=int, default=2, help="that the policy copies")
     parser.add_argument("--policy", type=Path, help="a policy of every price, in place of both")
     parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
@@ -367,10 +368,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rounds = given.rounds or (3 if given.quick else 2)
+    rounds = given.rounds or 2
     requests = given.requests or (1 if given.quick else 2) * STREAMS
-    tokens = given.tokens or (64 if given.quick else 192)
-    hidden = given.hidden or 256
+    tokens = given.tokens or (48 if given.quick else 192)
+    hidden = given.hidden or 512
     result: dict[str, Any] = {}
     if given.policy:
         if given.labels is None:

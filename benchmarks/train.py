@@ -182,8 +182,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     base = random_base(args.width, args.layers, vocabulary, args.seed).to(device)
     dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
     traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
-    targets = [Target(base, reasoner, args.seed + n) for n in range(args.targets)]
-    priced = Target(base, reasoner, args.seed, head="price", price_range=(1e-6, 1e-3))
+    targets = [Target(base, reasoner, args.seed + n, tuning="layers") for n in range(args.targets)]
+    priced = Target(
+        base, reasoner, args.seed, tuning="layers", head="price", price_range=(1e-6, 1e-3)
+    )
     queries = Target(base, reasoner, args.seed, tuning="queries")
     queries.model.policy.head.load_state_dict(targets[0].model.policy.head.state_dict())
     kept.cache_states(targets[0].model, 2**40)

@@ -3,7 +3,8 @@
     python benchmarks/tunings.py --policies DIR DIR --labels DIR [--states DIR] [--json FILE]
 
 Each policy's exact expected reward at seven prices and their mean, with intervals that resample
-problems; differences from the first policy are paired. On the embedded reasoner, where policies can
+problems; differences from the first policy are paired. The seconds are of all epochs, without the
+base's pass before them. On the embedded reasoner, where policies can
 be trained with several rates and seeds, `benchmarks/forms.py` does the same for whole forms.
 """
 
@@ -14,7 +15,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from forms import PRICES, estimates, resampled, rewards
+from forms import PRICES, estimates, resampled, rewards, seconds_of
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -45,7 +46,7 @@ def main() -> None:
         model = OSPrunerForCausalLM.from_base(base, folder)
         measured = resampled(traces.table, [rewards(traces.table, predict_outputs(model, traces))])
         first = measured if first is None else first
-        one = {"policy": folder, "tuning": model.config.tuning}
+        one = {"policy": folder, "tuning": model.config.tuning, "seconds": seconds_of(Path(folder))}
         for name, values in (("reward_points", measured), ("less_first", measured - first)):
             one[name] = [dataclasses.asdict(estimate) for estimate in estimates(values)]
         found.append(one)

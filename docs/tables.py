@@ -138,11 +138,15 @@ def tunings(file: Content) -> str:
     def row(name: str, estimates: list[dict[str, float]], signed: bool = False) -> list[str]:
         return [name, *(Estimate(**one).text(1, 2, signed=signed) for one in estimates)]
 
-    rows = [row(one["tuning"], one["reward_points"]) for one in file["policies"]]
+    rows = [
+        [*row(one["tuning"], one["reward_points"]), f"{one['seconds'] / 60:.0f}"]
+        for one in file["policies"]
+    ]
     for one in others:
-        rows.append(row(f"{one['tuning']} less {first['tuning']}", one["less_first"], signed=True))
+        name = f"{one['tuning']} less {first['tuning']}"
+        rows.append([*row(name, one["less_first"], signed=True), ""])
     heads = [*(f"λ={penalty_name(price)}" for price in file["prices"]), "mean"]
-    return markdown_table(["reward, points", *heads], rows)
+    return markdown_table(["reward, points", *heads, "minutes of training"], rows)
 
 
 def areas(file: Content) -> str:

@@ -408,7 +408,7 @@ class OSPrunerForCausalLM(PolicyScores, PreTrainedModel, GenerationMixin):
         base: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         num_policy_layers: int = 2,
-        tuning: str = "layers",
+        tuning: str = "queries",
         init_bias: float | None = None,
         reasoning_format: ReasoningFormat | None = None,
         base_model_name_or_path: str | None = None,

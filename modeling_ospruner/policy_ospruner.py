@@ -448,7 +448,7 @@ class StoppingPolicy(nn.Module):
         cls,
         base: PreTrainedModel,
         num_layers: int,
-        tuning: str = "layers",
+        tuning: str = "queries",
         init_bias: float | None = None,
         revision: str | None = None,
         lora_rank: int = 16,

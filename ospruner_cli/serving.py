@@ -119,7 +119,7 @@ def doctor_plan(
     ] = 150.0,
     epochs: Annotated[int, typer.Option(help="Passes over the traces, all lambdas.")] = 8,
     layers: Annotated[int, typer.Option(help="Layers of the base that the policy copies.")] = 2,
-    tuning: Annotated[str, typer.Option(help="layers or queries.")] = "layers",
+    tuning: Annotated[str, typer.Option(help="queries or layers.")] = "queries",
     micro_batch_tokens: Annotated[int, typer.Option(help="As for train.")] = 16_384,
     json_file: JsonFile = None,
 ) -> None:

@@ -85,8 +85,8 @@ def train_command(
         typer.Option(help="Layers of the base that the policy copies; default: the method's."),
     ] = None,
     tuning: Annotated[
-        str, typer.Option(help="layers, queries, attention, lora or head.")
-    ] = "layers",
+        str, typer.Option(help="queries, layers, attention, lora or head.")
+    ] = "queries",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters, with --tuning lora.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and held-out problems.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Only the first N traces of a domain.")] = None,

@@ -233,7 +233,7 @@ class TrainSettings:
     eps: float = 1e-8
     weight_decay: float = 0.01
     num_policy_layers: int = 2
-    tuning: Literal["layers", "queries", "attention", "lora", "head"] = "layers"
+    tuning: Literal["layers", "queries", "attention", "lora", "head"] = "queries"
     lora_rank: int = 16
     init_bias: float | None = None
     seed: int = 0

@@ -72,7 +72,7 @@ class Workload:
     tflops: float = 150.0
     epochs: int = 8
     num_policy_layers: int = 2
-    tuning: str = "layers"
+    tuning: str = "queries"
     micro_batch_tokens: int = 16_384
 
     def __post_init__(self) -> None:

@@ -71,7 +71,11 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
     model = OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, init_bias=-0.5, base_model_name_or_path=str(SHIPPED)
+        reasoner.model,
+        reasoner.tokenizer,
+        init_bias=-0.5,
+        base_model_name_or_path=str(SHIPPED),
+        tuning="layers",
     )
     with running_app(LocalSource(model, "policy", "the embedded reasoner")) as url:
         yield url

@@ -160,7 +160,11 @@ def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
 def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: Path) -> None:
     folder = tmp_path / "policy"
     OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, init_bias=0.0, base_model_name_or_path=str(SHIPPED)
+        reasoner.model,
+        reasoner.tokenizer,
+        init_bias=0.0,
+        base_model_name_or_path=str(SHIPPED),
+        tuning="layers",
     ).save_pretrained(folder)
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder), "--block-size", "32"]

@@ -21,7 +21,11 @@ TEXT = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards d
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
     """A policy that stops at about every second paragraph."""
     return OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, init_bias=0.0, base_model_name_or_path=str(SHIPPED)
+        reasoner.model,
+        reasoner.tokenizer,
+        init_bias=0.0,
+        base_model_name_or_path=str(SHIPPED),
+        tuning="layers",
     )
 
 
@@ -160,7 +164,7 @@ def test_a_policy_of_every_price_says_its_range_and_takes_one(reasoner: Reasoner
     model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3),
         base_model_name_or_path=str(SHIPPED),
-    )  # fmt: skip
+     tuning="layers")  # fmt: skip
     priced = LocalSource(model, "policy")
     assert priced.prices == (0.0, 1e-3)
     _, pruned = list(priced.ask(asked({"mode": "sample", "length_penalty": 5e-4})))[-1]

@@ -37,7 +37,7 @@ def sound_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = AutoModelForCausalLM.from_pretrained(SHIPPED)
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     folder = tmp_path_factory.mktemp("policy")
-    OSPrunerForCausalLM.untrained(base, tokenizer).save_pretrained(folder)
+    OSPrunerForCausalLM.untrained(base, tokenizer, tuning="layers").save_pretrained(folder)
     return folder
 
 
@@ -99,7 +99,7 @@ def test_the_embedded_reasoner() -> None:
     assert "Example trace" in report.description
     # What is said of sizes is what a real tail has.
     model = AutoModelForCausalLM.from_pretrained(SHIPPED)
-    tail = StoppingPolicy.from_base(model, 2)
+    tail = StoppingPolicy.from_base(model, 2, tuning="layers")
     count = sum(parameter.numel() for parameter in tail.parameters())
     assert f"{decimal(2 * count)} in bfloat16" in value_of(report, "tail, n=2")
     assert f"{decimal(4 * count)} in float32" in value_of(report, "tail, n=2")
@@ -128,7 +128,7 @@ def test_cache_of_other_architectures(name: str) -> None:
         skeleton = AutoModelForCausalLM.from_config(config)
     said = cache_bytes(StoppingPolicy.empty(skeleton, 2), torch.float32)
     real = AutoModelForCausalLM.from_config(config).eval()
-    tail = StoppingPolicy.from_base(real, 2)
+    tail = StoppingPolicy.from_base(real, 2, tuning="layers")
     cache = tail.new_cache()
     assert cache is not None
     with torch.no_grad():

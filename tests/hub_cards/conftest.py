@@ -58,7 +58,9 @@ def api(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HfApi
 def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as training leaves it, on a local base: weights, record, card, picture, and more."""
     folder = tmp_path_factory.mktemp("run") / "policy"
-    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, init_bias=-1.0)
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, init_bias=-1.0, tuning="layers"
+    )
     model.config.length_penalty = 5e-5
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

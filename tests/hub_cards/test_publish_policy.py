@@ -70,7 +70,7 @@ def test_one_repository_is_the_whole_frontier(
     """No lambda stands in its name; the card and the commit name the range."""
     folder = tmp_path / "price"
     model = OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, price_range=(5e-5, 1e-2)
+        reasoner.model, reasoner.tokenizer, price_range=(5e-5, 1e-2), tuning="layers"
     )
     model.config.length_penalty = 2e-4
     model.save_pretrained(folder)

@@ -235,7 +235,7 @@ def test_tail_equals_the_base(base: PreTrainedModel) -> None:
     for handle in handles:
         handle.remove()
     for n, (hidden, *pieces) in entering.items():
-        policy = StoppingPolicy.from_base(base, n)
+        policy = StoppingPolicy.from_base(base, n, tuning="layers")
         torch.nn.init.normal_(policy.head.weight)
         expected = policy.head(last.float())[..., 0]
         whole = policy(hidden, positions, mask)
@@ -414,7 +414,7 @@ def test_bases_that_cannot_work_are_refused_by_name(
 ) -> None:
     base = make_base(name, tiny_tokenizer, **fields)
     with pytest.raises(ValueError, match=message):
-        OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3"])
@@ -433,11 +433,11 @@ def test_wrapped_language_models_are_refused(
         rf"{type(base).__name__} cannot be a base: it wraps a language model.*Load that model alone"
     )
     with pytest.raises(ValueError, match=message):
-        OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
 
 
 def test_encoder_decoders_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
     base = make_base("t5", tiny_tokenizer, AutoModelForSeq2SeqLM, **sizes)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration cannot be a base: it is an e"):
-        OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")

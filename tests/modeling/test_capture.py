@@ -19,7 +19,7 @@ COLUMNS = 30
 
 @pytest.fixture(params=[0, 1, 2])
 def policy(request: pytest.FixtureRequest, tiny_base: Qwen2ForCausalLM) -> StoppingPolicy:
-    policy = StoppingPolicy.from_base(tiny_base, request.param)
+    policy = StoppingPolicy.from_base(tiny_base, request.param, tuning="layers")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(policy.head.weight, std=0.2)

@@ -39,7 +39,7 @@ def saved(
 ) -> tuple[OSPrunerForCausalLM, str]:
     """A policy that stops here and there, and the folder in which it is saved."""
     base = load_base(tiny_base_dir)
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)

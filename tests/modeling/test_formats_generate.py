@@ -47,7 +47,7 @@ def model(
     )
     tiny_base.resize_token_embeddings(len(tokenizer))
     tiny_base.generation_config.eos_token_id = tokenizer.eos_token_id
-    return OSPrunerForCausalLM.untrained(tiny_base, tokenizer)
+    return OSPrunerForCausalLM.untrained(tiny_base, tokenizer, tuning="layers")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def reasoning_model(
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     tiny_base.resize_token_embeddings(len(tokenizer))
-    return OSPrunerForCausalLM.untrained(tiny_base, tokenizer)
+    return OSPrunerForCausalLM.untrained(tiny_base, tokenizer, tuning="layers")
 
 
 def tokens(model: OSPrunerForCausalLM, text: str) -> list[int]:
@@ -222,7 +222,9 @@ def test_a_policys_own_sentence(reasoning_model: OSPrunerForCausalLM) -> None:
     tokenizer = reasoning_model.tokenizer
     assert tokenizer is not None
     fmt = replace(reasoning_model.token_format.format, wind_down="Enough, so:")
-    made = OSPrunerForCausalLM.untrained(reasoning_model.base, tokenizer, reasoning_format=fmt)
+    made = OSPrunerForCausalLM.untrained(
+        reasoning_model.base, tokenizer, reasoning_format=fmt, tuning="layers"
+    )
     text, _ = write(made, "First.\n\n", **ALWAYS)
     assert text.startswith(f"First.\n\nEnough, so:{fmt.closing}")
     text, _ = write(made, "First.\n\n", wind_down="", **ALWAYS)

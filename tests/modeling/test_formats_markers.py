@@ -180,7 +180,9 @@ def tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 @pytest.fixture
 def model(tiny_base: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> OSPrunerForCausalLM:
-    return OSPrunerForCausalLM.untrained(tiny_base, tokenizer, reasoning_format=TEXTUAL)
+    return OSPrunerForCausalLM.untrained(
+        tiny_base, tokenizer, reasoning_format=TEXTUAL, tuning="layers"
+    )
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerBase, more: str = "") -> list[int]:

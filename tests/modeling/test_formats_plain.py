@@ -105,7 +105,9 @@ def phrasing(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> OSPrunerForCausalLM:
     form = replace(PLAIN, answer_phrase="The final answer is")
-    return OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, reasoning_format=form)
+    return OSPrunerForCausalLM.untrained(
+        tiny_base, tiny_tokenizer, reasoning_format=form, tuning="layers"
+    )
 
 
 def test_the_model_s_own_phrase_is_the_natural_end(phrasing: OSPrunerForCausalLM) -> None:
@@ -130,7 +132,9 @@ def test_the_model_s_own_phrase_is_the_natural_end(phrasing: OSPrunerForCausalLM
 def model(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> OSPrunerForCausalLM:
-    return OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, reasoning_format=PLAIN)
+    return OSPrunerForCausalLM.untrained(
+        tiny_base, tiny_tokenizer, reasoning_format=PLAIN, tuning="layers"
+    )
 
 
 def test_a_stop_forces_the_continuation(model: OSPrunerForCausalLM) -> None:

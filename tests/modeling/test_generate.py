@@ -31,7 +31,9 @@ def make_model(
     dtype: torch.dtype = torch.float32,
 ) -> OSPrunerForCausalLM:
     torch.nn.Module.to(base, dtype=dtype)
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, num_policy_layers=layers)
+    model = OSPrunerForCausalLM.untrained(
+        base, tokenizer, num_policy_layers=layers, tuning="layers"
+    )
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)
@@ -345,7 +347,9 @@ PINNED = 0.13870941014555427
 
 
 def test_on_step_is_told_of_each_decision(reasoner: Reasoner) -> None:
-    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, init_bias=-1.0)
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, init_bias=-1.0, tuning="layers"
+    )
     inputs = reasoner.tokenizer("Solve 3x+54=102 for x.", return_tensors="pt")
     told: list[tuple[int, int, float]] = []
     model.generate(

@@ -37,7 +37,9 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
 
 
 def with_policy(base: Any, reasoner: Reasoner) -> OSPrunerForCausalLM:
-    model = OSPrunerForCausalLM.untrained(base, reasoner.tokenizer, num_policy_layers=1)
+    model = OSPrunerForCausalLM.untrained(
+        base, reasoner.tokenizer, num_policy_layers=1, tuning="layers"
+    )
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)

@@ -32,7 +32,9 @@ from ospruner.train.toy.shipped import Reasoner
 
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
-    return OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, num_policy_layers=1)
+    return OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, num_policy_layers=1, tuning="layers"
+    )
 
 
 PROMPT = torch.arange(20, 30)[None]
@@ -244,7 +246,7 @@ def test_rules_that_ask_for_what_is_not_there(reasoner: Reasoner) -> None:
 
     fails(Agreement(2), "the rule Agreement reads texts: pass tokenizer=")
     fails(Greedy(), "the rule Greedy asks for stop probabilities, but there is no policy")
-    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer)
+    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, tuning="layers")
     settings = StopPolicyConfig()
     with pytest.raises(
         ValueError, match="without a rule the mode and its threshold must be given here"

@@ -38,7 +38,7 @@ def save_policy(
     **fields: Any,
 ) -> Path:
     """A policy with weights of its own."""
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, **fields)
+    model = OSPrunerForCausalLM.untrained(base, tokenizer, **{"tuning": "layers", **fields})
     model.config.length_penalty = seed * 1e-5
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -304,8 +304,8 @@ def test_an_offloaded_base_gives_the_same(
     first, again = saved
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
-    fresh = StoppingPolicy.from_base(offloaded.base, 2)
-    copies = StoppingPolicy.from_base(base, 2)
+    fresh = StoppingPolicy.from_base(offloaded.base, 2, tuning="layers")
+    copies = StoppingPolicy.from_base(base, 2, tuning="layers")
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(tensor, copies.state_dict()[name]), name
 
@@ -327,7 +327,7 @@ def test_quantised_bases(tmp_path: Path, bits: int) -> None:
     assert torch.equal(output[:, :4], prompt)
     assert len(model.last_stop) == 1
     # A fresh policy on a quantised base reads its copies from the checkpoint.
-    fresh = OSPrunerForCausalLM.untrained(model.base, reasoner.tokenizer)
+    fresh = OSPrunerForCausalLM.untrained(model.base, reasoner.tokenizer, tuning="layers")
     wanted = reasoner.model.model.layers[-1].self_attn.q_proj.weight
     found = fresh.policy.state_dict()["tail.layers.1.self_attn.q_proj.weight"]
     torch.testing.assert_close(found, wanted.to(found.dtype))
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_only_exists_quantised(
     only = Qwen2ForCausalLM.from_pretrained(tmp_path / "packed")
     message = r"Qwen2ForCausalLM is quantised \(bitsandbytes\) .*only mxfp4, fp8 can"
     with pytest.raises(ValueError, match=message):
-        OSPrunerForCausalLM.untrained(only, tiny_tokenizer)
+        OSPrunerForCausalLM.untrained(only, tiny_tokenizer, tuning="layers")
 
 
 def test_json_that_nests_too_deeply_is_no_policy(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def saved(
 ) -> tuple[OSPrunerForCausalLM, Path]:
     """A policy that differs from its base, and the folder in which it is saved."""
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, num_policy_layers=request.param)
+    model = OSPrunerForCausalLM.untrained(
+        base, tiny_tokenizer, num_policy_layers=request.param, tuning="layers"
+    )
     model.config.length_penalty = 5e-4
     with torch.no_grad():
         for parameter in filter(lambda p: p.requires_grad, model.policy.parameters()):
@@ -294,7 +296,9 @@ def test_a_custom_format_is_kept(
 ) -> None:
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
     custom = ReasoningFormat("mine", "Box it.", "</mine>", "</mine>\n", "So \\boxed{", "<mine>")
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, reasoning_format=custom)
+    model = OSPrunerForCausalLM.untrained(
+        base, tiny_tokenizer, reasoning_format=custom, tuning="layers"
+    )
     model.save_pretrained(tmp_path / "p")
     loaded = OSPrunerForCausalLM.from_pretrained(tmp_path / "p")
     assert loaded.token_format.format == custom
@@ -425,6 +429,6 @@ def test_texts_that_cannot_be_scored_are_refused(
     message: str,
 ) -> None:
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
     with pytest.raises(ValueError, match=message):
         model.stop_probabilities(torch.tensor(ids), prompt_length=length)

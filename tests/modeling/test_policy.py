@@ -9,13 +9,13 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 
 def test_fresh_policy_says_its_initial_bias(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = StoppingPolicy.from_base(tiny_base, 2, init_bias=-2.0)
+    policy = StoppingPolicy.from_base(tiny_base, 2, init_bias=-2.0, tuning="layers")
     logits = policy(torch.randn(1, 3, 32), torch.arange(3)[None])
     torch.testing.assert_close(logits, torch.full((1, 3), -2.0))
 
 
 def test_head_alone_reads_the_last_hidden_state(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = StoppingPolicy.from_base(tiny_base, 0)
+    policy = StoppingPolicy.from_base(tiny_base, 0, tuning="layers")
     assert policy.tail is None
     assert policy.new_cache() is None
     hidden = torch.randn(2, 3, 32)
@@ -41,7 +41,7 @@ def test_tuning_chooses_what_trains(
 
 def test_training_leaves_the_base_unchanged(tiny_base: Qwen2ForCausalLM) -> None:
     before = {name: value.clone() for name, value in tiny_base.state_dict().items()}
-    policy = StoppingPolicy.from_base(tiny_base, 2)
+    policy = StoppingPolicy.from_base(tiny_base, 2, tuning="layers")
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     torch.nn.init.normal_(policy.head.weight)
     policy(torch.randn(1, 5, 32), torch.arange(5)[None]).sum().backward()
@@ -51,7 +51,7 @@ def test_training_leaves_the_base_unchanged(tiny_base: Qwen2ForCausalLM) -> None
 
 def test_too_many_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"num_policy_layers is 5; it must lie in 0..4"):
-        StoppingPolicy.from_base(tiny_base, 5)
+        StoppingPolicy.from_base(tiny_base, 5, tuning="layers")
 
 
 def _scaled(kind: str, factor: float, original: int) -> PreTrainedConfig:

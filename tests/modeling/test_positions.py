@@ -65,7 +65,9 @@ def make_base(kind: str, tokenizer: PreTrainedTokenizerFast, positions: int) -> 
 def make_model(
     kind: str, tokenizer: PreTrainedTokenizerFast, positions: int
 ) -> OSPrunerForCausalLM:
-    model = OSPrunerForCausalLM.untrained(make_base(kind, tokenizer, positions), tokenizer)
+    model = OSPrunerForCausalLM.untrained(
+        make_base(kind, tokenizer, positions), tokenizer, tuning="layers"
+    )
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
         weight = model.policy.head.weight
@@ -156,7 +158,7 @@ def test_longrope_within_the_positions_is_refused_at_construction(
         name = type(base).__name__
         message = f"{name} cannot be a base: with rope_type 'longrope' .* passes 64 tokens"
         with pytest.raises(ValueError, match=message):
-            StoppingPolicy.from_base(base.eval(), 2)
+            StoppingPolicy.from_base(base.eval(), 2, tuning="layers")
 
 
 def test_an_unknown_switch_is_found_by_trying(
@@ -164,7 +166,7 @@ def test_an_unknown_switch_is_found_by_trying(
 ) -> None:
     """A base that changes at the length that it names, by a way of its own."""
     base = make_base("yarn", tiny_tokenizer, 4 * SWITCH)
-    StoppingPolicy.from_base(base, 2)
+    StoppingPolicy.from_base(base, 2, tuning="layers")
     rotary: Any = type(base.model.rotary_emb)
     forward = rotary.forward
 
@@ -175,4 +177,4 @@ def test_an_unknown_switch_is_found_by_trying(
 
     monkeypatch.setattr(rotary, "forward", switching)
     with pytest.raises(ValueError, match=r"in pieces, give other .*from position 58 on"):
-        StoppingPolicy.from_base(base, 2)
+        StoppingPolicy.from_base(base, 2, tuning="layers")

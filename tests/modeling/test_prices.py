@@ -30,7 +30,11 @@ PRICES = (0.0, 2e-5, 5e-5, 3e-4, 1e-3, 1e-2)
 def priced(base: Any, tokenizer: Any, num_policy_layers: int = 1, **more: Any) -> Any:
     """A policy of every price with random weights, on whose prices much depends."""
     model = OSPrunerForCausalLM.untrained(
-        base, tokenizer, num_policy_layers=num_policy_layers, price_range=RANGE, **more
+        base,
+        tokenizer,
+        num_policy_layers=num_policy_layers,
+        price_range=RANGE,
+        **{"tuning": "layers", **more},
     )
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(5)
@@ -111,7 +115,9 @@ def test_the_price_of_indifference_is_where_a_stop_is_as_likely_as_not() -> None
 def test_a_fresh_head_says_the_same_everywhere(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    fresh = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, price_range=RANGE)
+    fresh = OSPrunerForCausalLM.untrained(
+        tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers"
+    )
     ids = torch.arange(20)[None]
     for price, logit in ((0.0, -2.5), (1e-2, -2.5 + 5 * 0.6)):
         found = fresh.stop_logits(ids, length_penalty=price)
@@ -166,7 +172,9 @@ def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layer
 
 
 def test_a_policy_of_one_lambda_has_no_prices(reasoner: Reasoner) -> None:
-    model = OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer, num_policy_layers=1)
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, num_policy_layers=1, tuning="layers"
+    )
     (ids,) = prompts(reasoner, 1)
     model.config.length_penalty = 1e-3
     own = {"length_penalty": 1e-3, "threshold": 1.0}
@@ -261,7 +269,10 @@ def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: 
 
 def test_a_fixed_heads_file_is_no_price_policy(reasoner: Reasoner, tmp_path: Path) -> None:
     OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, base_model_name_or_path=str(reasoner.folder)
+        reasoner.model,
+        reasoner.tokenizer,
+        base_model_name_or_path=str(reasoner.folder),
+        tuning="layers",
     ).save_pretrained(tmp_path)
     literals = json.loads((tmp_path / "config.json").read_text("utf-8"))
     literals |= {"head": "price", "price_range": list(RANGE)}
@@ -310,7 +321,7 @@ def test_a_configuration_that_contradicts_itself_is_refused(
 
 
 def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = StoppingPolicy.from_base(tiny_base, 1, prices=PriceRange(*RANGE))
+    policy = StoppingPolicy.from_base(tiny_base, 1, prices=PriceRange(*RANGE), tuning="layers")
     hidden = torch.zeros(1, 3, 32)
     with pytest.raises(TypeError, match="length_penalty is None; it must be a number"):
         policy(hidden)

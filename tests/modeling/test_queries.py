@@ -212,7 +212,7 @@ def test_a_file_with_keys_of_its_own_is_refused(
     tmp_path: Path,
 ) -> None:
     model = OSPrunerForCausalLM.untrained(
-        tiny_base, tiny_tokenizer, base_model_name_or_path=str(tiny_base_dir)
+        tiny_base, tiny_tokenizer, base_model_name_or_path=str(tiny_base_dir), tuning="layers"
     )
     model.save_pretrained(tmp_path)
     config = OSPrunerConfig.from_pretrained(tmp_path)

@@ -93,7 +93,7 @@ def test_every_setting_of_generate_changes_something(
     ]
     assert model.tokenizer is not None
     priced = OSPrunerForCausalLM.untrained(
-        model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1)
+        model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1), tuning="layers"
     )
     priced.config.domains = {
         name: {"task": {"name": "math"}, "length_penalty": price}

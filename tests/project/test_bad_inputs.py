@@ -121,7 +121,9 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
     folder = tmp_path_factory.mktemp("bad")
     labels, policy = folder / "labels", folder / "policy"
     reasoner.label(draw_split("train", 10, 7), labels, 7)
-    OSPrunerForCausalLM.untrained(reasoner.model, reasoner.tokenizer).save_pretrained(policy)
+    OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, tuning="layers"
+    ).save_pretrained(policy)
     provenance(policy, seed=0)
     for name, text in ROWS.items():
         (folder / f"{name}.jsonl").write_text(text + "\n" if text else "")

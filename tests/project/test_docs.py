@@ -24,7 +24,11 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folders = {}
     for name, bias in zip(POLICIES, (-1.0, -0.5), strict=True):
         model = OSPrunerForCausalLM.untrained(
-            reasoner.model, reasoner.tokenizer, init_bias=bias, base_model_name_or_path=str(SHIPPED)
+            reasoner.model,
+            reasoner.tokenizer,
+            init_bias=bias,
+            base_model_name_or_path=str(SHIPPED),
+            tuning="layers",
         )
         folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
         model.save_pretrained(folder)
@@ -34,6 +38,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         reasoner.tokenizer,
         base_model_name_or_path=str(SHIPPED),
         price_range=(5e-5, 1e-2),
+        tuning="layers",
     )
     folders[EVERY_PRICE] = str(tmp_path_factory.mktemp("policies") / "every-price")
     model.save_pretrained(folders[EVERY_PRICE])

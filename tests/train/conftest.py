@@ -28,6 +28,7 @@ SETTINGS = TrainSettings(
     batch_size=8,
     learning_rate=2e-3,
     head_learning_rate=1e-2,
+    tuning="layers",
 )
 SHORT = dataclasses.replace(SETTINGS, length_penalties=(1e-2,), epochs_per_stage=1)
 

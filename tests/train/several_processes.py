@@ -22,6 +22,7 @@ SETTINGS = TrainSettings(
     swa_share=0.5,
     cache_limit_bytes=0,
     checkpoint_every=1,
+    tuning="layers",
 )
 
 

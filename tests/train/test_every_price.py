@@ -191,7 +191,9 @@ def test_the_price_of_indifference_is_what_thresholds_compare(
     tiny_tokenizer: PreTrainedTokenizerFast,
     make_labels: MakeLabels,
 ) -> None:
-    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, price_range=RANGE)
+    model = OSPrunerForCausalLM.untrained(
+        tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers"
+    )
     nn.init.normal_(model.policy.head.weight, generator=torch.Generator().manual_seed(0))
     labels = make_labels(12)
     said = predict_outputs(model, labels)

@@ -212,7 +212,9 @@ def test_base_and_policy_go_to_the_device_that_is_asked_for(
     assert load_labelled_base(None, stored)[0].device.type == "cpu"
     assert load_labelled_base(None, stored, device="meta")[0].device.type == "meta"
     policy = tmp_path / "policy"
-    OSPrunerForCausalLM.untrained(*load_labelled_base(None, stored)).save_pretrained(policy)
+    OSPrunerForCausalLM.untrained(
+        *load_labelled_base(None, stored), tuning="layers"
+    ).save_pretrained(policy)
     placed: list[torch.device] = []
 
     def load(base: Any, ours: Any, forced: Any, device: torch.device) -> Any:

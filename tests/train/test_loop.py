@@ -374,7 +374,9 @@ def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
     small = dataclasses.replace(SHORT, learning_rate=1e-5, epochs_per_stage=4)
     (result,) = fit(small)
     saved = load_file(result.path / "model.safetensors")
-    fresh = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer).policy.state_dict()
+    fresh = OSPrunerForCausalLM.untrained(
+        tiny_base, tiny_tokenizer, tuning="layers"
+    ).policy.state_dict()
     name = "tail.layers.1.mlp.up_proj.weight"
     moved = (saved[f"policy.{name}"] - fresh[name].float()).abs()
     assert 0 < moved.max() < 5e-4  # such steps round to nothing in bfloat16
@@ -401,7 +403,7 @@ def test_traces_beyond_the_bases_positions_are_refused(
     with pytest.raises(ValueError, match=said):
         fit(SHORT, fitting)
     assert not (tmp_path / "run").exists()
-    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
+    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning="layers")
     with pytest.raises(ValueError, match=said):
         predict(model, held_out)
     assert predict(model, fitting).shape[0] == len(fitting)

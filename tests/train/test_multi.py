@@ -22,7 +22,11 @@ from .conftest import MakeLabels
 
 Ingredients = tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast, Dataset, Dataset]
 SETTINGS = TrainSettings(
-    length_penalties=(3e-2, 1e-2, 0.0), batch_size=8, learning_rate=1e-3, epochs_per_stage=2
+    length_penalties=(3e-2, 1e-2, 0.0),
+    batch_size=8,
+    learning_rate=1e-3,
+    epochs_per_stage=2,
+    tuning="layers",
 )
 
 

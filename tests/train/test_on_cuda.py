@@ -50,7 +50,9 @@ from .conftest import MakeLabels
 
 BASES = Path(__file__).parents[1] / "bases"
 STAGE = Stage("lam1e-4", 1e-4, 1)
-SETTINGS = TrainSettings(length_penalties=(1e-4,), precision="bfloat16", cache_limit_bytes=0)
+SETTINGS = TrainSettings(
+    length_penalties=(1e-4,), precision="bfloat16", cache_limit_bytes=0, tuning="layers"
+)
 
 
 class Held(TorchDispatchMode):
@@ -200,7 +202,7 @@ def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
     config = AutoConfig.for_model(kind, **fields)
     base = AutoModelForCausalLM.from_config(config).to(device).eval()
     assert base.config._attn_implementation == ("eager" if kind == "gpt_oss" else "sdpa")
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer)
+    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
     torch.nn.init.normal_(model.policy.head.weight)
     traces = LabelledTraces.from_dataset(make_labels(6))
     batch = traces.batch(np.arange(6))

@@ -84,7 +84,9 @@ def test_states_are_those_of_each_trace_alone(
     config.vocab_size = len(tiny_tokenizer)
     config.pad_token_id = None
     base = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, num_policy_layers=1)
+    model = OSPrunerForCausalLM.untrained(
+        base, tiny_tokenizer, num_policy_layers=1, tuning="layers"
+    )
     hybrid = config.model_type == "qwen3_next"
     # Recurrent layers would carry over; other attention than sdpa goes unpacked.
     assert takes_packing(base) is (implementation == "sdpa" and not hybrid)

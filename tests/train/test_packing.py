@@ -39,7 +39,9 @@ TINY: dict[str, Any] = {
 def policy_model(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int = 2
 ) -> OSPrunerForCausalLM:
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, num_policy_layers=n).eval()
+    model = OSPrunerForCausalLM.untrained(
+        base, tokenizer, num_policy_layers=n, tuning="layers"
+    ).eval()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight)

@@ -204,7 +204,7 @@ def test_states_of_layers_are_not_given_to_queries(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, traces: LabelledTraces
 ) -> None:
     """Both read the same base with the same n."""
-    layers = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
+    layers = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning="layers")
     queries = queries_only(tiny_base, tiny_tokenizer)
     assert traces.cache_states(layers, 2**30) > 0
     assert traces.holds_states_of(layers)

@@ -200,7 +200,7 @@ def test_a_pass_of_the_trunk_goes_on_where_it_was_cut(
 
     monkeypatch.setattr("ospruner.train.traces.length_batches", six_batches)
     monkeypatch.setattr("ospruner.train.trunk.kept._NOTED_EVERY", -1.0)
-    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
+    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning="layers")
     whole = LabelledTraces.from_dataset(make_labels(12))
     assert whole.cache_states(model, 2**30) > 0
     asked: list[int] = []
@@ -331,7 +331,7 @@ def test_a_file_of_states_is_written_by_one_run_and_the_other_waits(
     make_labels: MakeLabels,
     tmp_path: Path,
 ) -> None:
-    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer)
+    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning="layers")
     first, second = (LabelledTraces.from_dataset(make_labels(12)) for _ in range(2))
     began, go_on = threading.Event(), threading.Event()
     ran: list[str] = []

@@ -55,12 +55,16 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 
 def test_count_that_is_no_integer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"batch_size is 1\.5; it must be an integer"):
-        TrainSettings(length_penalties=(0.0,), batch_size=1.5)  # type: ignore[arg-type]
+        TrainSettings(length_penalties=(0.0,), batch_size=1.5, tuning="layers")  # type: ignore[arg-type]
 
 
 def test_stages_and_baselines_of_equal_length() -> None:
     settings = TrainSettings(
-        length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, entropy_bonus=0.01, seed=7
+        length_penalties=[1e-3, 2.5e-5, 0],
+        epochs_per_stage=4,
+        entropy_bonus=0.01,
+        seed=7,
+        tuning="layers",
     )
     stages = [(stage.name, stage.length_penalty, stage.epochs) for stage in settings.stages]
     assert stages == [("lam1e-3", 1e-3, 4), ("lam2.5e-5", 2.5e-5, 4), ("lam0", 0.0, 4)]
@@ -72,7 +76,7 @@ def test_stages_and_baselines_of_equal_length() -> None:
 
 def test_a_longer_first_stage_counts_in_every_target() -> None:
     settings = TrainSettings(
-        length_penalties=[1e-3, 1e-4, 0], epochs_per_stage=2, first_stage_epochs=5
+        length_penalties=[1e-3, 1e-4, 0], epochs_per_stage=2, first_stage_epochs=5, tuning="layers"
     )
     assert [stage.epochs for stage in settings.stages] == [5, 2, 2]
     epochs = {name: [s.epochs for s in one.stages] for name, one in settings.targets().items()}

@@ -24,7 +24,7 @@ from ospruner.train.traces import LabelledTraces
 
 from .conftest import MakeLabels
 
-SETTINGS = TrainSettings(length_penalties=(1e-2,))
+SETTINGS = TrainSettings(length_penalties=(1e-2,), tuning="layers")
 
 
 def gradients(
@@ -34,9 +34,9 @@ def gradients(
     **settings: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Logits, gradients by name, and the activations kept for the backward pass, in bytes."""
-    model = OSPrunerForCausalLM.untrained(base, tokenizer)
+    model = OSPrunerForCausalLM.untrained(base, tokenizer, tuning="layers")
     model.policy.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    chosen = TrainSettings(length_penalties=(1e-2,), **settings)
+    chosen = TrainSettings(length_penalties=(1e-2,), **{"tuning": "layers", **settings})
     trained = TrainedPolicy(model.policy, chosen, Processes())
     batch = traces.batch(np.arange(12))
     hidden = traces.states(model, batch.rows)
@@ -136,7 +136,7 @@ def test_other_precisions_are_refused() -> None:
     with pytest.raises(
         ValueError, match="precision is 'float8'; it must be auto, float32 or bfloat16"
     ):
-        TrainSettings(length_penalties=(1e-2,), precision="float8")  # type: ignore[arg-type]
+        TrainSettings(length_penalties=(1e-2,), precision="float8", tuning="layers")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot")

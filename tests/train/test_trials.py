@@ -83,7 +83,7 @@ def model_of(kind: str, reasoner: Reasoner) -> OSPrunerForCausalLM:
         reasoner.tokenizer,
         trial_max_tokens=cap,
         reasoning_format=DEEPSEEK_R1,
-        **KINDS[kind],
+        **{"tuning": "layers", **KINDS[kind]},
     )
     return stir(made)
 
@@ -264,6 +264,7 @@ def test_untrained_it_is_the_policy_without(
             price_range=prices,
             reasoning_format=DEEPSEEK_R1,
             trial_every=every,
+            tuning="layers",
         )
         for every in (0, 2)
     ]
@@ -431,7 +432,7 @@ def test_what_cannot_try_answers_refuses_the_policy(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model = OSPrunerForCausalLM.untrained(
-        tiny_base, tiny_tokenizer, 1, reasoning_format=DEEPSEEK_R1, trial_every=2
+        tiny_base, tiny_tokenizer, 1, reasoning_format=DEEPSEEK_R1, trial_every=2, tuning="layers"
     )
     ids = torch.tensor([tiny_tokenizer.encode("Ann has 3 apples.\n\nSo 7.\n\n")])
     with pytest.raises(ValueError, match=r"the policy tries an answer at every 2. step"):

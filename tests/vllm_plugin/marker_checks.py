@@ -36,6 +36,7 @@ def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
         reasoner.tokenizer,
         base_model_name_or_path=str(reasoner.folder),
         reasoning_format=replace(reasoner.token_format.format, **FORMS[name]),
+        tuning="layers",
     )
     perturb(model)
     model.save_pretrained(folder)

@@ -322,7 +322,7 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     """One tail and one head for all: each row is compared at its own price."""
     named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
     model = OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, price_range=(5e-5, 1e-2), **named
+        reasoner.model, reasoner.tokenizer, tuning="layers", price_range=(5e-5, 1e-2), **named
     )
     model.config.length_penalty = 1e-3
     model.save_pretrained(tmp_path)

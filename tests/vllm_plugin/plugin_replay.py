@@ -28,6 +28,7 @@ def make_policy(reasoner: Reasoner, folder: Path, num_layers: int = 2) -> OSPrun
         reasoner.tokenizer,
         num_layers,
         base_model_name_or_path=str(reasoner.folder),
+        tuning="layers",
     )
     perturb(model)
     model.save_pretrained(folder)

@@ -115,7 +115,7 @@ def saved(reasoner: Reasoner, tmp_path: Path, request: pytest.FixtureRequest) ->
     base.save_pretrained(folder)
     reasoner.tokenizer.save_pretrained(folder)
     model = OSPrunerForCausalLM.untrained(
-        base, reasoner.tokenizer, base_model_name_or_path=str(folder)
+        base, reasoner.tokenizer, base_model_name_or_path=str(folder), tuning="layers"
     )
     perturb(model)
     model.save_pretrained(tmp_path / "policy")

@@ -69,7 +69,7 @@ def client(
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     OSPrunerForCausalLM.untrained(
-        base, tokenizer, 2, base_model_name_or_path=str(folder / "base")
+        base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
     ).save_pretrained(folder / "policy")
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder / "policy")]

@@ -189,6 +189,7 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
         reasoner.tokenizer,
         base_model_name_or_path=str(reasoner.folder),
         reasoning_format=form,
+        tuning="layers",
     ).save_pretrained(tmp_path)
     opened = open_policy(str(tmp_path), **HERE, threshold=1.0, answer="free")
     replies = opened.ask(conversations(rows), Asked(200))
