@@ -17,8 +17,10 @@ from ospruner_cli import app
 BASES = Path(__file__).parents[1] / "bases"
 R1, GPT_OSS, QWEN3 = "r1-distill-qwen-7b", "gpt-oss-20b", "qwen3-30b-a3b"
 
+LAYERS = Workload(tuning="layers")
 
-def plan_of(name: str, work: Workload = Workload()) -> Plan:  # noqa: B008 (frozen)
+
+def plan_of(name: str, work: Workload = LAYERS) -> Plan:
     return plan_for(AutoConfig.from_pretrained(BASES / name), work)
 
 
@@ -47,7 +49,7 @@ def test_sizes_are_those_of_the_public_checkpoints(
 
 
 def test_the_plan_follows_the_workload() -> None:
-    plan, work = plan_of(R1), Workload()
+    plan, work = plan_of(R1), LAYERS
     assert plan.labelling_hours == pytest.approx(40_000 * 5_000 * 1.8 / 2_500 / 3600)
     twice = plan_of(R1, dataclasses.replace(work, gpus=2))
     assert twice.training_hours == pytest.approx(plan.training_hours / 2)
@@ -63,7 +65,7 @@ def test_the_plan_follows_the_workload() -> None:
 
 def test_what_a_policy_adds_to_the_weights_of_a_step() -> None:
     def share(name: str, **given: Any) -> float:
-        return plan_of(name, Workload(**given)).serving_weights_share
+        return plan_of(name, dataclasses.replace(LAYERS, **given)).serving_weights_share
 
     # R1's layers: queries and outputs 2 x 3584^2, keys and values 2 x 3584 x 512, MLP 3 x 3584 x
     # 18,944; the vocabulary's logits 152,064 x 3584. Vectors are not counted here.
@@ -92,16 +94,16 @@ def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path
     assert {"training_peak_gib", "labelling_peak_gib", "serving_kv_tokens"} <= found.keys()
     assert f"{found['training_peak_gib']:.1f} GiB" in said
     assert f"{found['training_cached_peak_gib']:.1f} GiB" in said
-    assert "adds 6.6% to the weights that a step reads" in " ".join(said.split())
+    assert "adds 3.6% to the weights that a step reads" in " ".join(said.split())
     assert found["workload"]["gpu_gib"] == 80
     code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 16)
     assert (code, "training does not fit" in said) == (1, True)
 
 
 def test_a_base_that_fits_in_one_way_only_says_which() -> None:
-    code, said = run("plan", "--base", BASES / QWEN3)
+    code, said = run("plan", "--base", BASES / QWEN3, "--tuning", "layers")
     assert (code, "training fits with --states (63.7 GiB)" in said) == (0, True)
-    code, said = run("plan", "--base", BASES / QWEN3, "--gpu-gib", 63)
+    code, said = run("plan", "--base", BASES / QWEN3, "--tuning", "layers", "--gpu-gib", 63)
     assert (code, "fits with" in said, "does not fit" in said) == (1, False, True)
 
 
@@ -110,7 +112,7 @@ def test_sinks_cost_no_scores_and_packed_experts_stay() -> None:
     assert plan.training_peak_gib == plan.training_cached_peak_gib < 60
     assert "unpacks the base, and training takes 78.0 GiB, or 47.8" in " ".join(plan.notes)
     # Linear in the longest trace: nothing holds its square.
-    work = Workload()
+    work = LAYERS
     peaks = [
         plan_of(GPT_OSS, dataclasses.replace(work, max_tokens=n)).training_peak_gib
         for n in (10_000, 20_000, 30_000)
