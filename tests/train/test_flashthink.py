@@ -119,11 +119,7 @@ def _tokenizer_of(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def test_the_papers_verifier_is_the_default() -> None:
-    assert (
-        TrainSettings(method="flashthink", tuning="layers").verifier
-        == VERIFIER
-        == "Qwen/Qwen2.5-7B-Instruct"
-    )
+    assert TrainSettings(method="flashthink").verifier == VERIFIER == "Qwen/Qwen2.5-7B-Instruct"
 
 
 def test_online_says_that_it_is_for_replay(tmp_path: Path) -> None:

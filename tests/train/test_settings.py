@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from modeling_ospruner.doctor.plan import Workload
 from ospruner.train.settings import TrainSettings
+from ospruner_cli.serving import doctor_plan
+from ospruner_cli.training import train_command
 
 
 @pytest.mark.parametrize(
@@ -87,3 +92,11 @@ def test_a_longer_first_stage_counts_in_every_target() -> None:
         "probe": [9],
         "convergence": [9],
     }
+
+
+def test_the_default_tuning_is_the_same_wherever_one_is_chosen() -> None:
+    """A configuration without the key stands for the paper's layers, as it always has."""
+    asked = (OSPrunerForCausalLM.untrained, train_command, doctor_plan, Workload, TrainSettings)
+    defaults = {inspect.signature(one).parameters["tuning"].default for one in asked}
+    assert defaults == {"queries"}
+    assert OSPrunerConfig().tuning == "layers"
