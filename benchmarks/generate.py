@@ -373,7 +373,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    shape, runs, trace = ("small", 3, 64) if args.quick else ("small", 6, 96)
+    shape, runs, trace = ("small", 3, 48) if args.quick else ("small", 6, 96)
     args.shape = args.shape or shape
     args.runs = args.runs or runs
     args.trace_tokens = args.trace_tokens or trace
