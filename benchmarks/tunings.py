@@ -4,8 +4,8 @@
 
 Each policy's exact expected reward at seven prices and their mean, with intervals that resample
 problems; differences from the first policy are paired. The seconds are of all epochs, without the
-base's pass before them. On the embedded reasoner, where policies can
-be trained with several rates and seeds, `benchmarks/forms.py` does the same for whole forms.
+base's pass before them. On the embedded reasoner, where policies can be trained with several rates
+and seeds, `benchmarks/forms.py` does the same for whole forms.
 """
 
 from __future__ import annotations

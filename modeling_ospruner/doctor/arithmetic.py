@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from modeling_ospruner.configuration_ospruner import decoder_layers
 from modeling_ospruner.loading_ospruner import empty_base
 
-__all__ = ["LayerWork", "ModelWork", "active_weights", "heads_width"]
+__all__ = ["LayerWork", "ModelWork", "active_weights", "heads_width", "share_met"]
 
 _ATTENTION_TOO = (
     LinearAttentionAndFullAttentionLayer,
@@ -34,6 +34,20 @@ _ATTENTION_TOO = (
 FloatArray = npt.NDArray[np.float64]
 
 
+def share_met(parameter: torch.Tensor, config: PreTrainedConfig, tokens: float = 1.0) -> float:
+    """The share of a parameter's weights that tokens meet: of a mixture's experts, of any others 1.
+
+    Args:
+        parameter: of a decoder layer; stacked experts have three dimensions.
+        config: the model's.
+        tokens: how many, each sent to experts independently of the others.
+    """
+    if parameter.ndim != 3:  # (experts, in, out), as transformers stacks them
+        return 1.0
+    per_token = vars(config.get_text_config())["num_experts_per_tok"] / parameter.shape[0]
+    return float(1 - (1 - per_token) ** tokens)
+
+
 def active_weights(layer: torch.nn.Module, config: PreTrainedConfig) -> int:
     """Weights of a layer that a token meets: of a mixture's experts those that it is sent to.
 
@@ -41,14 +55,7 @@ def active_weights(layer: torch.nn.Module, config: PreTrainedConfig) -> int:
         layer: a decoder layer; its weights may lie on the meta device.
         config: the model's.
     """
-    text = vars(config.get_text_config())
-    total = 0.0
-    for parameter in layer.parameters():
-        share = 1.0
-        if parameter.ndim == 3:  # (experts, in, out), as transformers stacks them
-            share = text["num_experts_per_tok"] / parameter.shape[0]
-        total += share * parameter.numel()
-    return int(total)
+    return round(sum(share_met(p, config) * p.numel() for p in layer.parameters()))
 
 
 def _matrices(layer: torch.nn.Module, config: PreTrainedConfig) -> int:

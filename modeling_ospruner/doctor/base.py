@@ -143,7 +143,7 @@ def _end_of_text(where: str, revision: str | None, config: PreTrainedConfig) -> 
 
 
 def _sizes(base: PreTrainedModel) -> list[Finding]:
-    """Parameters and bytes of base and tail, and the policy's cache."""
+    """Parameters and bytes of base and tail, queries only or layers, and the latter's cache."""
     dtype = base.dtype
     count = sum(parameter.numel() for parameter in base.parameters())
     found = [
@@ -155,13 +155,14 @@ def _sizes(base: PreTrainedModel) -> list[Finding]:
     for n in (1, 2):
         if n > base.config.get_text_config().num_hidden_layers:
             continue
+        try:
+            queries = _size(StoppingPolicy.empty(base, n, queries=True))
+            found.append(Finding(f"queries, n={n}", f"{queries}, no cache"))
+        except ValueError as error:
+            advice = f"train with --layers {n} --tuning layers"
+            found.append(Finding(f"queries, n={n}", str(error), "note", advice))
         policy = StoppingPolicy.empty(base, n)
-        size = sum(p.numel() for p in policy.parameters())
-        by_dtype = ", ".join(
-            f"{decimal(size * one.itemsize)} in {_name(one)}"
-            for one in (torch.float32, torch.bfloat16)
-        )
-        found.append(Finding(f"tail, n={n}", f"{_count(size)} parameters, {by_dtype}"))
+        found.append(Finding(f"tail, n={n}", _size(policy)))
         try:
             said = f"{decimal(cache_bytes(policy, dtype))} in {_name(dtype)}"
         except (RuntimeError, NotImplementedError) as error:
@@ -169,6 +170,15 @@ def _sizes(base: PreTrainedModel) -> list[Finding]:
         name = f"cache, n={n}"
         found.append(Finding(name, f"{said} for the first {_CACHED_TOKENS:,} tokens of a row"))
     return found
+
+
+def _size(policy: StoppingPolicy) -> str:
+    """A policy's parameters, and their bytes in two dtypes."""
+    size = sum(p.numel() for p in policy.parameters())
+    by_dtype = (
+        f"{decimal(size * one.itemsize)} in {_name(one)}" for one in (torch.float32, torch.bfloat16)
+    )
+    return f"{_count(size)} parameters, {', '.join(by_dtype)}"
 
 
 def cache_bytes(policy: StoppingPolicy, dtype: torch.dtype) -> int:

@@ -24,7 +24,7 @@ from modeling_ospruner.configuration_ospruner import check_choice, decoder_layer
 from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
-from .arithmetic import active_weights, heads_width
+from .arithmetic import active_weights, heads_width, share_met
 
 GIB = 2**30
 _HALF, _FLOAT32 = 2, 4  # bytes
@@ -368,16 +368,11 @@ def _weights_share(
     The policy's are in bfloat16. Those of queries only are read in steps in which a row ends a
     paragraph, others in each. Rows are sent to experts independently of each other.
     """
-    text = vars(base.config.get_text_config())
 
     def read(module: torch.nn.Module, rows: float, sizes: Callable[[torch.Tensor], float]) -> float:
-        total = 0.0
-        for parameter in module.parameters():
-            met = 1.0
-            if parameter.ndim == 3:  # (experts, in, out)
-                met = 1 - (1 - text["num_experts_per_tok"] / parameter.shape[0]) ** rows
-            total += met * sizes(parameter) * parameter.numel()
-        return total
+        return sum(
+            share_met(p, base.config, rows) * sizes(p) * p.numel() for p in module.parameters()
+        )
 
     rows, often = float(work.streams), 1.0
     if policy.queries:

@@ -163,8 +163,8 @@ def test_the_closing_is_no_part_of_the_answer(model: OSPrunerForCausalLM) -> Non
 def test_a_policy_of_every_price_says_its_range_and_takes_one(reasoner: Reasoner) -> None:
     model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3),
-        base_model_name_or_path=str(SHIPPED),
-     tuning="layers")  # fmt: skip
+        base_model_name_or_path=str(SHIPPED), tuning="layers",
+    )  # fmt: skip
     priced = LocalSource(model, "policy")
     assert priced.prices == (0.0, 1e-3)
     _, pruned = list(priced.ask(asked({"mode": "sample", "length_penalty": 5e-4})))[-1]

@@ -103,6 +103,9 @@ def test_the_embedded_reasoner() -> None:
     count = sum(parameter.numel() for parameter in tail.parameters())
     assert f"{decimal(2 * count)} in bfloat16" in value_of(report, "tail, n=2")
     assert f"{decimal(4 * count)} in float32" in value_of(report, "tail, n=2")
+    few = sum(p.numel() for p in StoppingPolicy.from_base(model, 2, "queries").parameters())
+    assert few < count
+    assert f"{decimal(2 * few)} in bfloat16, no cache" in value_of(report, "queries, n=2")
     cache = tail.new_cache()
     assert cache is not None
     with torch.no_grad():

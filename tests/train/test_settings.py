@@ -9,6 +9,7 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.doctor.plan import Workload
+from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.train.settings import TrainSettings
 from ospruner_cli.serving import doctor_plan
 from ospruner_cli.training import train_command
@@ -60,16 +61,12 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 
 def test_count_that_is_no_integer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"batch_size is 1\.5; it must be an integer"):
-        TrainSettings(length_penalties=(0.0,), batch_size=1.5, tuning="layers")  # type: ignore[arg-type]
+        TrainSettings(length_penalties=(0.0,), batch_size=1.5)  # type: ignore[arg-type]
 
 
 def test_stages_and_baselines_of_equal_length() -> None:
     settings = TrainSettings(
-        length_penalties=[1e-3, 2.5e-5, 0],
-        epochs_per_stage=4,
-        entropy_bonus=0.01,
-        seed=7,
-        tuning="layers",
+        length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, entropy_bonus=0.01, seed=7
     )
     stages = [(stage.name, stage.length_penalty, stage.epochs) for stage in settings.stages]
     assert stages == [("lam1e-3", 1e-3, 4), ("lam2.5e-5", 2.5e-5, 4), ("lam0", 0.0, 4)]
@@ -81,7 +78,7 @@ def test_stages_and_baselines_of_equal_length() -> None:
 
 def test_a_longer_first_stage_counts_in_every_target() -> None:
     settings = TrainSettings(
-        length_penalties=[1e-3, 1e-4, 0], epochs_per_stage=2, first_stage_epochs=5, tuning="layers"
+        length_penalties=[1e-3, 1e-4, 0], epochs_per_stage=2, first_stage_epochs=5
     )
     assert [stage.epochs for stage in settings.stages] == [5, 2, 2]
     epochs = {name: [s.epochs for s in one.stages] for name, one in settings.targets().items()}
@@ -96,7 +93,8 @@ def test_a_longer_first_stage_counts_in_every_target() -> None:
 
 def test_the_default_tuning_is_the_same_wherever_one_is_chosen() -> None:
     """A configuration without the key stands for the paper's layers, as it always has."""
-    asked = (OSPrunerForCausalLM.untrained, train_command, doctor_plan, Workload, TrainSettings)
+    made = (OSPrunerForCausalLM.untrained, StoppingPolicy.from_base, TrainSettings)
+    asked = (*made, train_command, doctor_plan, Workload)
     defaults = {inspect.signature(one).parameters["tuning"].default for one in asked}
     assert defaults == {"queries"}
     assert OSPrunerConfig().tuning == "layers"

@@ -136,7 +136,7 @@ def test_other_precisions_are_refused() -> None:
     with pytest.raises(
         ValueError, match="precision is 'float8'; it must be auto, float32 or bfloat16"
     ):
-        TrainSettings(length_penalties=(1e-2,), precision="float8", tuning="layers")  # type: ignore[arg-type]
+        TrainSettings(length_penalties=(1e-2,), precision="float8")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot")
