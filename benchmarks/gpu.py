@@ -1,6 +1,7 @@
 """What one GPU shows in ten minutes: the policy at R1-Distill-Qwen-7B's sizes, random weights.
 
-    make gpu [ARGS="--only generate train"]          python benchmarks/gpu.py [--tiny] [--json FILE]
+    make gpu [ARGS="--only generate train"]
+    python benchmarks/gpu.py [--tiny] [--tuning layers] [--json FILE]
 
 Nothing is downloaded. Each check runs in a process of its own, in order of worth, and says "held",
 "NOT HELD", or only what was seen; the numbers are written after each, so that what is cut off
@@ -116,12 +117,14 @@ class Job:
     Attributes:
         folder: shared by all checks of one run.
         device: "cuda" or "cpu".
+        tuning: of the policies.
     """
 
     sizes: Sizes
     folder: Path
     device: str
     seed: int
+    tuning: str
 
 
 def check_generate(job: Job) -> Found:
@@ -148,7 +151,7 @@ def _generate(job: Job, attention: str) -> Found:
         device=job.device,
         dtype=job.sizes.dtype,
         policy_layers=2,
-        tunings=["layers"],
+        tunings=[job.tuning],
         attention=attention,
     )
     bench = Bench(job.sizes.shape, args)
@@ -192,7 +195,7 @@ def check_train(job: Job) -> Found:
         batch_size=sizes.traces,
         epochs_per_stage=1,
         seed=job.seed,
-        tuning="layers",
+        tuning=job.tuning,
     )
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -232,7 +235,7 @@ def check_vllm_base(job: Job) -> Found:
     base.save_pretrained(job.folder / "base")
     tokenizer.save_pretrained(job.folder / "base")
     model = OSPrunerForCausalLM.untrained(
-        base, tokenizer, base_model_name_or_path=str(job.folder / "base"), tuning="layers"
+        base, tokenizer, base_model_name_or_path=str(job.folder / "base"), tuning=job.tuning
     )
     with torch.no_grad():  # a head of zeros would hide the states
         model.policy.head.weight.normal_(0.0, 2.0 / shape.hidden**0.5)
@@ -443,7 +446,7 @@ def packed_policy(job: Job, folder: Path) -> None:
     base.save_pretrained(folder / "base")
     reasoner.tokenizer.save_pretrained(folder / "base")
     model = OSPrunerForCausalLM.untrained(
-        base, reasoner.tokenizer, base_model_name_or_path=str(folder / "base"), tuning="layers"
+        base, reasoner.tokenizer, base_model_name_or_path=str(folder / "base"), tuning=job.tuning
     )
     with torch.no_grad():
         model.policy.head.weight.normal_(0.0, 0.25)
@@ -502,7 +505,7 @@ def run_child(name: str, job: Job, tiny: bool, seconds: float) -> Found:
     started = time.monotonic()
     log = job.folder / f"{name}.log"
     command = [sys.executable, __file__, "--check", name, "--folder", str(job.folder)]
-    command += ["--seed", str(job.seed), *(["--tiny"] if tiny else [])]
+    command += ["--seed", str(job.seed), "--tuning", job.tuning, *(["--tiny"] if tiny else [])]
     with log.open("w") as output:
         try:
             done = subprocess.run(
@@ -523,16 +526,22 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = TINY if args.tiny else FULL
     if args.check:
-        job = Job(sizes, Path(args.folder), device, args.seed)
+        job = Job(sizes, Path(args.folder), device, args.seed, args.tuning)
         found = CHECKS[args.check](job)
         (job.folder / f"{args.check}.json").write_text(json.dumps(found))
         return
     if device == "cpu" and not args.tiny:
         raise SystemExit("no GPU is here; --tiny runs the same checks on a CPU, at tiny sizes")
-    result: Found = {"tiny": args.tiny, "seed": args.seed, **environment(), "checks": {}}
+    result: Found = {
+        "tiny": args.tiny,
+        "seed": args.seed,
+        "tuning": args.tuning,
+        **environment(),
+        "checks": {},
+    }
     end = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as name:
-        job = Job(sizes, Path(name), device, args.seed)
+        job = Job(sizes, Path(name), device, args.seed, args.tuning)
         for check in args.only or CHECKS:
             if (left := end - time.monotonic()) < 1:
                 result["checks"][check] = found = {"held": None, "not_run": "no time left"}
@@ -554,6 +563,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: minutes on a CPU")
+    parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--only", nargs="+", choices=CHECKS, help="these checks")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all checks (default: 10)")
     parser.add_argument("--seed", type=int, default=0)
