@@ -51,7 +51,7 @@ def test_it_reads_a_demo(
     ]
     for one in frontiers:
         assert [penalty for penalty, _ in one.gap_closed] == [5e-4, 2e-4, 1e-4]
-    of_one_price = ["lam5e-3", "lam1e-3", "lam5e-4"]
+    of_one_price = ["lam5e-3", "lam1e-3", "lam5e-4", "lam2e-4"]
     spreads = about["seed_spread"]
     first, *_, last = list(spreads)[:7]
     assert (first, last) == ("price 0", "price 1e-2")
