@@ -213,7 +213,7 @@ class TrainSettings:
     verifier: str = ""
     head: Literal["fixed", "price"] = "fixed"
     price_range: Sequence[float] = ()
-    prices_per_batch: int = 6
+    prices_per_batch: int = 16
     length_penalties: Sequence[float] = ()
     epochs_per_stage: int = 1
     first_stage_epochs: int | None = None

@@ -97,7 +97,7 @@ def train_settings(size: DemoSize, seed: int) -> TrainSettings:
         batch_size=32,
         learning_rate=5e-4,
         head_learning_rate=3e-3,
-        swa_share=0.5,
+        swa_share=0.75,
         entropy_bonus=0.01,
         seed=seed,
     )
