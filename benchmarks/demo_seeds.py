@@ -33,7 +33,7 @@ def about_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[
     about = Results.read(folder / RESULTS_FILE).about
     if (about["run"]["seed"], about["run"]["settings"]["name"]) != (seed, size):
         raise SystemExit(f"{folder} holds a demo of another seed or size: choose another --out")
-    return about
+    return dict(about)
 
 
 def markdown(found: Mapping[str, Mapping[str, bool]]) -> str:
@@ -49,7 +49,7 @@ def markdown(found: Mapping[str, Mapping[str, bool]]) -> str:
 
 def main() -> None:
     """Runs the demos, prints how often each claim held, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0-9", help="FIRST-LAST")
     parser.add_argument("--size", default="standard", choices=("quick", "standard"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo-seeds"))

@@ -94,7 +94,7 @@ def label(reasoner: Reasoner, run: Path, size: Size, seed: int, console: Console
 def policies(run: Path, size: Size, seed: int, console: Console) -> dict[str, Path]:
     """A policy of every price on each domain, on all, and on a third of each."""
     every = list(DOMAINS)
-    plans = {domain: ([domain], None) for domain in every}
+    plans: dict[str, tuple[list[str], int | None]] = {d: ([d], None) for d in every}
     plans |= {MIX: (every, None), THIRD: (every, max(1, size.train // len(every)))}
     found = {}
     for name, (domains, limit) in plans.items():
@@ -246,7 +246,7 @@ def measure(
 
 def main() -> None:
     """Measures, prints the tables, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--reasoner", type=Path, default=MIXED_SHIPPED, help="folder of a mixed reasoner"
     )

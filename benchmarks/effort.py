@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from timing import environment, print_last_line
 
@@ -32,7 +33,7 @@ from modeling_ospruner.common.text import markdown_table
 from ospruner.eval.frontier.areas import Family, areas
 from ospruner.eval.frontier.grids import policy_grid
 from ospruner.eval.replay import replay
-from ospruner.eval.table import FloatArray, TraceTable, classifier_targets
+from ospruner.eval.table import TraceTable, classifier_targets
 from ospruner.train.fresh import StageResult
 from ospruner.train.settings import Baseline
 from ospruner.train.toy.demo import (
@@ -53,14 +54,14 @@ def passes(size: DemoSize) -> list[int]:
     return sorted({size.epochs, most, *(2**k for k in range(most.bit_length()) if 2**k <= most)})
 
 
-def cross_entropy(table: TraceTable, pi: FloatArray, method: str) -> float:
+def cross_entropy(table: TraceTable, pi: npt.NDArray[np.floating[Any]], method: str) -> float:
     """Mean over steps of the negative log-probability of a classifier's own labels, in nats."""
     labels = classifier_targets(method, table.correct, table.matches_final, table.mask)[table.mask]
     said = np.clip(pi[table.mask].astype(np.float64), 1e-7, 1 - 1e-7)
     return float(-(labels * np.log(said) + (1 - labels) * np.log1p(-said)).mean())
 
 
-def halved_area(table: TraceTable, seeds: Sequence[FloatArray]) -> float:
+def halved_area(table: TraceTable, seeds: Sequence[npt.NDArray[np.floating[Any]]]) -> float:
     """The area where thresholds are chosen on half of the problems and measured on the other."""
     found = []
     for part in (0, 1):
@@ -137,7 +138,7 @@ def markdown(found: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Trains, prints the curves, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     parser.add_argument("--seeds", type=int, help="by default as many as the demo")

@@ -61,7 +61,7 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--dataset", required=True, help="problems, as `ospruner label` takes them")
     parser.add_argument("--split", help="of a dataset that is no file")

@@ -289,7 +289,7 @@ def markdown(found: Sequence[Mapping[str, Any]]) -> str:
 @no_denormals()
 def main() -> None:
     """Trains, prints the tables, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--out", type=Path, default=Path("runs/forms"), help="folder of policies")
     parser.add_argument(

@@ -26,6 +26,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -68,7 +69,9 @@ ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
 """A high price has a run of its own: annealing that starts with it keeps its early stops."""
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
-SHIFTS = np.arange(-8.0, 9.0)  # of stop logits, by which a policy is made longer or shorter
+SHIFTS = [
+    float(x) for x in range(-8, 9)
+]  # of stop logits, by which a policy is made longer or shorter
 
 
 class Demo:
@@ -100,7 +103,8 @@ class Demo:
         if not stored.is_file():
             model = OSPrunerForCausalLM.from_base(self.base, stage.path)
             np.save(stored, predict(model, self.traces["test"]))
-        return Said(stage.validation_probabilities(), np.load(stored))
+        kept: Any = stage.validation_probabilities()  # float32, as the others are
+        return Said(kept, np.load(stored))
 
 
 def annealed(
@@ -257,7 +261,7 @@ def valley(
     lost = rewards[rewards.mean(1).argmax()] - rewards
     near = lost.mean(1) <= lost.std(1) / len(table) ** 0.5
     tokens = np.array([outcome.mean_tokens for outcome in pooled])
-    length = tokens[SHIFTS == 0].item()
+    length = float(tokens[SHIFTS.index(0.0)])
     accuracy = [
         np.interp(length, [o.mean_tokens for o in seed[::-1]], [o.accuracy for o in seed[::-1]])
         for seed in by_seed  # a higher shift stops earlier
@@ -296,7 +300,7 @@ def report(results: Results) -> None:
 
 def main() -> None:
     """Measures, prints tables, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--lambdas", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")

@@ -356,7 +356,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="shorter; rough")
     parser.add_argument("--shape", choices=SHAPES, help="the base's sizes (default: small)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])

@@ -50,7 +50,9 @@ def measure(policy: str, labels: str) -> dict[str, Any]:
     use = parse_policies([policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
-    said = predictions([use], ours.traces, ours, None, None, device_named(None), silent)[use.path]
+    said = predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)[
+        use.path
+    ]
     assert said.indifference is not None
     history = LabelledTraces.from_dataset(ours.traces).history  # (N, T, 4)
     hopeless = table.correct.max(axis=1) < 0.5
@@ -109,7 +111,7 @@ def report(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measures, prints the table, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="runs/demo/policy", help="of every price")
     parser.add_argument("--labels", type=Path, default=Path("runs/demo/labels/test"))
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")

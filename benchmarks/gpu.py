@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from generate import SHAPES, Bench, Shape, random_base
@@ -124,7 +124,7 @@ class Job:
     folder: Path
     device: str
     seed: int
-    tuning: str
+    tuning: Literal["queries", "layers"]
 
 
 def check_generate(job: Job) -> Found:
@@ -375,7 +375,8 @@ def check_vllm_parity(job: Job) -> Found:
     """Probabilities of stopping on vLLM's own tokens: vLLM's against transformers'."""
     model = OSPrunerForCausalLM.from_pretrained(
         job.folder / "policy", dtype=getattr(torch, job.sizes.dtype)
-    ).to(job.device)
+    )
+    torch.nn.Module.to(model, job.device)
     found: Found = {}
     for name in ("records", "preempted"):
         file = job.folder / f"{name}.json"
@@ -401,7 +402,7 @@ def check_mxfp4(job: Job) -> Found:
     folder = job.folder / "mxfp4"
     packed_policy(job, folder)
     model = OSPrunerForCausalLM.from_pretrained(folder / "policy", dtype=torch.bfloat16)
-    model = model.to(job.device)
+    torch.nn.Module.to(model, job.device)
     draws = torch.Generator().manual_seed(job.seed)
     ids = torch.randint(5, 600, (1, 64), generator=draws).to(job.device)
     with torch.inference_mode():
@@ -561,7 +562,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: minutes on a CPU")
     parser.add_argument("--tuning", choices=("queries", "layers"), default="queries")
     parser.add_argument("--only", nargs="+", choices=CHECKS, help="these checks")

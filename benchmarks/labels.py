@@ -555,7 +555,7 @@ def _print(result: dict[str, Any], forking: Timed, encoding: Timed) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer traces: a minute")
     parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
     parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")

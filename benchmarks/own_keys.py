@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from modeling_ospruner import policy_ospruner
+from modeling_ospruner.configuration_ospruner import hidden_entering
 from modeling_ospruner.policy_ospruner import LayerKeys, Reader, StoppingPolicy
 
 __all__ = ["OWN_KEYS", "step_end_keys", "stream_keys"]
@@ -106,7 +107,7 @@ def _hear_stream(
     reader: Reader, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """In the place of `Reader._before_layer`."""
-    hidden = policy_ospruner.hidden_entering(args, kwargs).detach()
+    hidden = hidden_entering(args, kwargs).detach()
     if module is reader._first:
         reader.hidden, reader.keys = hidden, []
     return args, {**kwargs, "past_key_values": _Stream(reader, hidden, kwargs["position_ids"])}

@@ -74,7 +74,7 @@ def measure(
     for mode in ("sample", "threshold"):
         threshold = PRICE_THRESHOLD if mode == "threshold" else None
         outcomes = [
-            replay(table, said.probabilities(price), mode, threshold)  # type: ignore[arg-type]
+            replay(table, said.probabilities(price), mode, threshold)
             for price in use.config.prices.grid()
         ]
         lost[mode] = np.stack([losses(table, outcome) for outcome in outcomes])
@@ -130,7 +130,9 @@ def _predict(use: Any, ours: Any) -> Any:
     from modeling_ospruner.common.progress import silent
     from modeling_ospruner.engines.opening import device_named
 
-    return predictions([use], ours.traces, ours, None, None, device_named(None), silent)[use.path]
+    return predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)[
+        use.path
+    ]
 
 
 def _betting(lost: FloatArray, max_loss: float) -> BoolArray:
@@ -163,7 +165,7 @@ def report(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measures, prints the table, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="runs/demo/policy", help="of every price")
     parser.add_argument("--labels", type=Path, default=Path("runs/demo/labels/test"))
     parser.add_argument("--problems", default="500,1500", help="of a calibration")

@@ -282,7 +282,7 @@ def collect(commands: Commands) -> dict[str, Any]:
 
 def main() -> None:
     """Runs everything that is not yet there, and writes all numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
     parser.add_argument("--files", type=Path, help="folder of gsm8k_train.jsonl.gz and the others")

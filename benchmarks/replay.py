@@ -50,7 +50,7 @@ def draw_table(traces: int, steps: int, seed: int) -> tuple[TraceTable, np.ndarr
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1,000 traces of 50 steps")
     parser.add_argument("--limit", type=int, help="traces (default: 10,000)")
     parser.add_argument("--steps", type=int, help="steps of the longest (default: 100)")

@@ -25,6 +25,7 @@ import random
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,7 @@ class Arms:
             # Who goes first changes from step to step, and from round to round.
             for name in open_ones if (len(times["plain"]) + turn) % 2 else open_ones[::-1]:
                 kept: list[Any] = []
-                step = engines[name].step
-                times[name].append(timed(lambda step=step, kept=kept: kept.extend(step())))
+                times[name].append(timed(partial(_take_step, engines[name], kept)))
                 outputs[name] |= {o.request_id: list(o.outputs[0].token_ids) for o in kept}
         for name, found in outputs.items():
             self.tokens[name] = [found[str(i)] for i in range(len(self.case.prompts))]
@@ -179,6 +179,10 @@ class Arms:
     def count(self, arm: str) -> int:
         """The tokens of an arm's last pass."""
         return sum(map(len, self.tokens[arm]))
+
+
+def _take_step(engine: Any, kept: list[Any]) -> None:
+    kept.extend(engine.step())
 
 
 def budget(tokens: int) -> dict[str, Any]:

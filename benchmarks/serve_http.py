@@ -75,7 +75,7 @@ def load_of(case: Case, common: dict[str, Any]) -> Load:
     lines = [json.dumps({"prompt": user_message(p, fmt)}) for p in problems]
     file = case.policy.with_name("problems.jsonl")
     file.write_text("\n".join(lines) + "\n")
-    requests, budget = len(lines), case.budgets[0]
+    requests, budget = len(lines), case.early["max_thinking_tokens"]
     return Load(case.name, case.policy, file, requests, case.max_tokens, common, budget)
 
 
@@ -172,7 +172,8 @@ def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int
 def measure(load: Load, seed: int) -> dict[str, dict[str, Any]]:
     """Both arms on one server, printed as a table."""
     on = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_answer_tokens": 8}
-    arms = {"off": {"stop_policy": False}, "on": on | {"max_thinking_tokens": load.budget}}
+    pruned = on | {"max_thinking_tokens": load.budget}
+    arms: dict[str, dict[str, Any]] = {"off": {"stop_policy": False}, "on": pruned}
     with served(load.policy, load.policy.with_name("server.log")) as url:
         for keys in arms.values():
             send(url, load, keys, min(load.requests, STREAMS), seed)  # warms up

@@ -52,7 +52,7 @@ class Target:
 
     def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int, **chosen: Any) -> None:
         priced = "price_range" in chosen
-        lambdas = {} if priced else {"length_penalties": (PENALTY,)}
+        lambdas: dict[str, Any] = {} if priced else {"length_penalties": (PENALTY,)}
         settings = TrainSettings(**lambdas, **chosen, seed=seed, learning_rate=1e-12)
         labels = reasoner.label_settings(seed)
         self.model: OSPrunerForCausalLM = new_policy(base, reasoner.tokenizer, settings, labels)
@@ -168,8 +168,8 @@ def random_base(width: int, layers: int, vocabulary: int, seed: int) -> Qwen2For
         num_hidden_layers=layers,
         num_attention_heads=7,
         num_key_value_heads=1,
-        head_dim=32,
         tie_word_embeddings=False,
+        head_dim=32,  # type: ignore[call-arg]  # an attribute more, which its attention reads
     )
     return Qwen2ForCausalLM(config).eval()
 
@@ -179,7 +179,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reasoner = Reasoner()
     vocabulary = len(reasoner.tokenizer)
-    base = random_base(args.width, args.layers, vocabulary, args.seed).to(device)
+    base = random_base(args.width, args.layers, vocabulary, args.seed)
+    torch.nn.Module.to(base, device)
     dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
     traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
     targets = [Target(base, reasoner, args.seed + n, tuning="layers") for n in range(args.targets)]
@@ -319,7 +320,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="narrower and shorter: a minute")
     parser.add_argument("--limit", type=int, help="traces a step (default: 8)")
     parser.add_argument("--width", type=int, help="hidden size (default: 224)")

@@ -28,7 +28,7 @@ from ospruner.train.traces import LabelledTraces
 
 def main() -> None:
     """Prints the tables, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", nargs="+", required=True, help="folders, the bar first")
     parser.add_argument("--labels", type=Path, required=True, help="to measure on")
     parser.add_argument("--base", help="where the base lies, if elsewhere than when labelled")
