@@ -207,7 +207,8 @@ def test_queries(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_
 def test_queries_compiled(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path) -> None:
     """The base in vLLM's compiled graph, the tail as it is."""
     check(make("gemma3_text", 2, "queries"), tmp_path, enforce_eager=False)
-    assert compilation_counter.num_models_seen == 2  # plain; base
+    counter = compilation_counter  # the cache may hold what an earlier test compiled
+    assert counter.num_aot_compiles + counter.num_aot_artifacts_loaded == 2  # plain; base
 
 
 @pytest.mark.parametrize("base_type", ["qwen2", "gemma3_text"])

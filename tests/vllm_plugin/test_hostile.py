@@ -190,7 +190,8 @@ def malformed(drawn: random.Random, count: int) -> Iterator[Case]:
     for text in ('{"stop_id": "\\ud800"}', '{"stop_\\udfff": 1}', '{"stop_mode": "\\udc80x"}'):
         yield Case("lone surrogates", request({}).replace(b"{}", text.encode()))
     others = request({}).replace(b"{}", b'{"\\udfff": 1}')
-    yield Case("lone surrogates", others, outcomes=("refused", "answered"))
+    # A key that is not the policy's: vLLM cannot send it to its engine, and says 500 itself.
+    yield Case("lone surrogates", others, outcomes=("refused", "answered", "status_500"))
 
 
 def nested() -> Iterator[Case]:
