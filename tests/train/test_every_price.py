@@ -56,12 +56,12 @@ SHORT = dataclasses.replace(PRICED, epochs_per_stage=2)
 
 
 def test_a_step_is_taken_on_0_and_one_price_of_each_part_of_the_range() -> None:
-    parts = np.geomspace(*RANGE, 6)
+    parts = np.geomspace(*RANGE, SHORT.prices_per_batch)
     seen = set()
     for step in range(50):
         first, *drawn = SHORT.prices_of_batch(step)
         assert first == 0
-        assert len(drawn) == 5
+        assert len(drawn) == 15
         for price, low, high in zip(drawn, parts[:-1], parts[1:], strict=True):
             assert low <= price <= high
         assert SHORT.prices_of_batch(step) == (first, *drawn)
