@@ -69,9 +69,7 @@ ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
 """A high price has a run of its own: annealing that starts with it keeps its early stops."""
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
-SHIFTS = [
-    float(x) for x in range(-8, 9)
-]  # of stop logits, by which a policy is made longer or shorter
+SHIFTS = [float(x) for x in range(-8, 9)]  # of stop logits: a policy is made longer or shorter
 
 
 class Demo:

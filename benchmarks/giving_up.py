@@ -50,9 +50,8 @@ def measure(policy: str, labels: str) -> dict[str, Any]:
     use = parse_policies([policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
-    said = predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)[
-        use.path
-    ]
+    found = predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)
+    said = found[use.path]
     assert said.indifference is not None
     history = LabelledTraces.from_dataset(ours.traces).history  # (N, T, 4)
     hopeless = table.correct.max(axis=1) < 0.5

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from timing import environment, print_last_line
 
+from modeling_ospruner.common.progress import silent
+from modeling_ospruner.engines.opening import device_named
 from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
@@ -67,7 +69,8 @@ def measure(
     use = parse_policies([policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
-    said = _predict(use, ours)
+    found = predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)
+    said = found[use.path]
     full = replay_full(table)
     lost: dict[str, FloatArray] = {}
     saved: dict[str, FloatArray] = {}
@@ -124,15 +127,6 @@ def measure(
         "git_modified": modified,
         **environment(),
     }
-
-
-def _predict(use: Any, ours: Any) -> Any:
-    from modeling_ospruner.common.progress import silent
-    from modeling_ospruner.engines.opening import device_named
-
-    return predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)[
-        use.path
-    ]
 
 
 def _betting(lost: FloatArray, max_loss: float) -> BoolArray:
