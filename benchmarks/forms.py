@@ -10,6 +10,11 @@ trained with the other seeds, too. On the test traces its reward is compared wit
 form: seven prices and their mean, with intervals that resample problems and training seeds. As many
 policies train side by side as there are cores. A killed run continues. `--show FILE` prints the
 tables again.
+
+What of the answers' history a form's tail knows is told by linear read-outs of its states at step
+ends, fitted on the training traces: R2 on test. A form of *estimated* answers has the head of trial
+answers, but reads in their place what such read-outs say of a second tail, which learned the
+history almost alone: what knowing it so well is worth.
 """
 
 from __future__ import annotations
@@ -23,10 +28,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from own_keys import OWN_KEYS, stream_keys
+from read_outs import EstimatedTraces, ReadOuts
 from rich.console import Console
 from timing import environment, print_last_line
 
@@ -38,44 +44,59 @@ from modeling_ospruner.common.text import markdown_table, penalty_name
 from ospruner.eval.metrics import REPLICATES, bootstrap_means, seed_weights
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import FloatArray, TraceTable
-from ospruner.train.fresh import Predicted, StageResult, new_policy, predict_outputs
+from ospruner.train.fresh import Predicted, new_policy, predict_outputs
 from ospruner.train.from_labels import load_labels
 from ospruner.train.loop import train
+from ospruner.train.objective import AUXILIARY_TARGETS
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import no_denormals
 from ospruner.train.toy.demo import claimed
 from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import LabelledTraces
 
-TAILS = ("layers", "queries", *OWN_KEYS)
+TAILS = ("layers", "queries", "queries of four layers", *OWN_KEYS)
+HISTORY = ", distilled at 100"  # beside which the objective hardly counts
+TRIALS = ", trial answers at every step"
+ESTIMATED = ", estimated answers at every step"
 EXTRAS: dict[str, dict[str, Any]] = {
     "": {},
-    **{f", distilled at {w:g}": {"auxiliary_weight": w} for w in (0.03, 0.1, 0.3, 1.0, 3.0)},
+    **{f", distilled at {w:g}": {"auxiliary_weight": w} for w in (0.03, 0.1, 0.3, 1.0, 3.0, 100.0)},
     **{
         f", trial answers at every {name}step": {"trial_every": every}
         for name, every in (("", 1), ("2nd ", 2), ("4th ", 4))
     },
+    ESTIMATED: {"trial_every": 1},
 }
 FORMS = {tail + extra: (tail, EXTRAS[extra]) for tail in TAILS for extra in EXTRAS}
 PRICE_RANGE = (5e-5, 1e-2)
 PRICES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+CHEAP = PRICES[:2]  # where trial answers gain
 RATES = (2.5e-4, 5e-4, 1e-3)
 
 
-def settings(form: str, rate: float, seed: int, epochs: int) -> TrainSettings:
+class Fit(NamedTuple):
+    """A policy that is trained here."""
+
+    form: str
+    rate: float
+    seed: int
+
+
+def settings(fit: Fit, epochs: int) -> TrainSettings:
     """The demo's optimiser with another rate, for a form."""
-    tail, extra = FORMS[form]
+    tail, extra = FORMS[fit.form]
     return TrainSettings(
         head="price",
         price_range=PRICE_RANGE,
         epochs_per_stage=epochs,
         batch_size=32,
-        learning_rate=rate,
+        learning_rate=fit.rate,
         head_learning_rate=3e-3,
         swa_share=0.5,
         entropy_bonus=0.01,
-        seed=seed,
+        seed=fit.seed,
         tuning="layers" if tail == "layers" else "queries",
+        num_policy_layers=4 if tail == "queries of four layers" else 2,
         **extra,
     )
 
@@ -104,6 +125,11 @@ def estimates(found: FloatArray) -> list[Estimate]:
     """Value and 95 % interval of each column of (1 + B, K)."""
     low, high = np.quantile(found[1:], [0.025, 0.975], axis=0)
     return [Estimate(*map(float, one)) for one in zip(found[0], low, high, strict=True)]
+
+
+def as_dicts(found: FloatArray) -> list[dict[str, float]]:
+    """`estimates`, for JSON."""
+    return [dataclasses.asdict(one) for one in estimates(found)]
 
 
 def as_form(form: str) -> AbstractContextManager[None]:
@@ -138,62 +164,101 @@ class Study:
         """Of the run."""
         return claimed(self.run)[1]
 
-    def traces(self, split: str, form: str) -> LabelledTraces:
+    def traces(
+        self, split: str, form: str, kind: type[LabelledTraces] = LabelledTraces
+    ) -> LabelledTraces:
         """A split's labels, with what policies of a form read of them in the study's folder."""
         dataset = load_labels(self.run / "labels" / split).traces
         if split == "train" and self.limit is not None:
             dataset = dataset.take(min(self.limit, len(dataset)))
-        traces = LabelledTraces.from_dataset(dataset)
+        traces = kind.from_dataset(dataset)
         tail, _ = FORMS[form]
         if OWN_KEYS.get(tail) is not stream_keys:  # these read something else: not kept in files
             traces.keep_states(self.out / "states")
         return traces
 
-    def train(self, form: str, rate: float, seed: int, progress: Progress = silent) -> StageResult:
+    def folder(self, fit: Fit) -> Path:
+        """Of a policy's run."""
+        name = f"{fit.form}, rate {penalty_name(fit.rate)}, seed {fit.seed}"
+        return self.out / name.replace(", ", "-").replace(" ", "-")
+
+    def train(self, fit: Fit, progress: Progress = silent) -> None:
         """Trains a policy, if it is new."""
-        name = f"{form}, rate {penalty_name(rate)}, seed {seed}".replace(", ", "-")
-        with as_form(form):
-            (stage,) = train(
+        if fit.form.endswith(ESTIMATED):
+            self.train(of_history(fit), progress)
+        train_traces, validation = self.read(fit, "train"), self.read(fit, "validation")
+        with as_form(fit.form):
+            train(
                 self.reasoner.model,
                 self.reasoner.tokenizer,
-                self.traces("train", form),
-                self.traces("validation", form),
-                settings(form, rate, seed, self.epochs),
+                train_traces,
+                validation,
+                settings(fit, self.epochs),
                 self.reasoner.label_settings(self.labels_seed),
-                self.out / name.replace(" ", "-"),
+                self.folder(fit),
                 progress=progress,
             )
-        return stage
 
-    def rewards(self, form: str, stage: StageResult, traces: LabelledTraces) -> FloatArray:
+    def policy(self, fit: Fit) -> OSPrunerForCausalLM:
+        """A trained policy."""
+        with as_form(fit.form):
+            return OSPrunerForCausalLM.from_base(self.reasoner.model, self.folder(fit) / "price")
+
+    def read(self, fit: Fit, split: str) -> LabelledTraces:
+        """A split's labels as a policy reads them: with estimated answers, if its form does."""
+        if not fit.form.endswith(ESTIMATED):
+            return self.traces(split, fit.form)
+        model, examples = self.policy(of_history(fit)), self.traces("train", fit.form)
+        max_tokens = self.reasoner.label_settings(self.labels_seed).max_answer_tokens
+        numbers = examples.trial_numbers(np.arange(len(examples)), 1, max_tokens)
+        assert numbers is not None
+        with as_form(fit.form):
+            read_outs = ReadOuts.fitted(model, examples, numbers.numpy())
+            estimates = read_outs.said(self.traces(split, fit.form))
+        traces = self.traces(split, fit.form, EstimatedTraces)
+        assert isinstance(traces, EstimatedTraces)
+        traces.estimates = estimates
+        return traces
+
+    def rewards(self, fit: Fit, split: str) -> FloatArray:
         """(N, 7) of a policy on a split."""
-        with as_form(form):
-            model = OSPrunerForCausalLM.from_base(self.reasoner.model, stage.path)
+        model, traces = self.policy(fit), self.read(fit, split)
+        with as_form(fit.form):
             return rewards(traces.table, predict_outputs(model, traces))
+
+    def history_known(self, fit: Fit) -> FloatArray:
+        """(4,) R2 on test of what a policy's tail knows of the answers' history."""
+        model, examples, traces = self.policy(fit), self.read(fit, "train"), self.read(fit, "test")
+        with as_form(fit.form):
+            read_outs = ReadOuts.fitted(model, examples, examples.history)
+            return read_outs.explained(traces, traces.history)
+
+
+def of_history(fit: Fit) -> Fit:
+    """The policy whose tail estimates the answers for another."""
+    return fit._replace(form=fit.form.removesuffix(ESTIMATED) + HISTORY)
 
 
 @no_denormals()
-def train_one(
-    study: Study, form: str, rate: float, seed: int, *, progress: Progress
-) -> StageResult:
+def train_one(study: Study, fit: Fit, *, progress: Progress) -> None:
     """A job: trains one policy."""
-    return study.train(form, rate, seed, progress)
+    study.train(fit, progress)
 
 
 @no_denormals()
 def keep_states(study: Study, form: str, *, progress: Progress) -> None:
     """A job: what policies of a form read of the labels is kept, for all that read the same."""
     reasoner = study.reasoner
-    given = settings(form, RATES[0], 0, study.epochs)
+    given = settings(Fit(form, RATES[0], 0), study.epochs)
     of_labels = reasoner.label_settings(study.labels_seed)
     model = new_policy(reasoner.model, reasoner.tokenizer, given, of_labels)
     for split in ("train", "validation", "test"):
         study.traces(split, form).cache_states(model, 0, progress)
 
 
-def seconds_of(policy: Path) -> float:
+def seconds_of(run: Path) -> float:
     """Of a policy's training: all epochs of its run."""
-    log = (policy.parent / "log.jsonl").read_text().splitlines()
+    log = (run / "log.jsonl").read_text().splitlines()
     return float(sum(line.get("seconds", 0.0) for line in map(json.loads, log)))
 
 
@@ -207,52 +272,58 @@ def measure(
 ) -> list[dict[str, Any]]:
     """An entry for each form: its rate, its rewards on test, and those less the first form's."""
     # Forms that read the same share a file, which the first of them makes.
-    kinds = {FORMS[form][0] == "layers": form for form in reversed(forms)}
+    asked = {form: settings(Fit(form, RATES[0], 0), study.epochs) for form in reversed(forms)}
+    kinds = {(one.tuning, one.num_policy_layers): form for form, one in asked.items()}
     workers.run({f: partial(keep_states, study, f) for f in kinds.values()}, progress)
 
-    def trained(asked: Sequence[tuple[str, float, int]]) -> dict[Any, StageResult]:
-        jobs = {f"{form}, {rate:g}, {seed}": (form, rate, seed) for form, rate, seed in asked}
-        stages = workers.run(
-            {name: partial(train_one, study, *one) for name, one in jobs.items()}, progress
-        )
-        return {jobs[name]: stage for name, stage in stages.items()}
-
-    first_seeds = trained([(form, rate, 0) for form in forms for rate in rates])
-    curves: dict[str, dict[float, float]] = {}
-    for form in forms:
-        validation = study.traces("validation", form)
-        curves[form] = {
-            rate: float(np.mean(study.rewards(form, first_seeds[form, rate, 0], validation)))
-            for rate in rates
-        }
-    best = {form: max(curve, key=lambda rate: curve[rate]) for form, curve in curves.items()}
-    stages = trained([(form, best[form], seed) for form in forms for seed in range(seeds)])
-    first: FloatArray | None = None
-    found = []
-    for form in forms:
-        test, of_form = study.traces("test", form), []
-        for seed in range(seeds):
-            of_form.append(study.rewards(form, stages[form, best[form], seed], test))
-        on_test = resampled(test.table, of_form)
-        first = on_test if first is None else first
-        seconds = [seconds_of(stages[form, best[form], seed].path) for seed in range(seeds)]
-        found.append(
-            {
-                "form": form,
-                "rate": best[form],
-                "validation_points": {penalty_name(r): v for r, v in curves[form].items()},
-                "seconds": float(np.mean(seconds)),
-                "reward_points": [dataclasses.asdict(one) for one in estimates(on_test)],
-                "less_first": [dataclasses.asdict(one) for one in estimates(on_test - first)],
+    def train_all(fits: Sequence[Fit]) -> None:
+        for estimated in (False, True):  # these need the policies of others
+            jobs = {
+                f"{fit.form}, {fit.rate:g}, {fit.seed}": partial(train_one, study, fit)
+                for fit in fits
+                if fit.form.endswith(ESTIMATED) == estimated
             }
-        )
+            workers.run(jobs, progress)
+
+    train_all([Fit(form, rate, 0) for form in forms for rate in rates])
+    curves = {
+        form: {
+            rate: float(study.rewards(Fit(form, rate, 0), "validation").mean()) for rate in rates
+        }
+        for form in forms
+    }
+    best = {form: max(curve, key=lambda rate: curve[rate]) for form, curve in curves.items()}
+    fits = {form: [Fit(form, best[form], seed) for seed in range(seeds)] for form in forms}
+    train_all([fit for of_form in fits.values() for fit in of_form])
     table = study.traces("test", forms[0]).table
+    on_test = {
+        form: resampled(table, [study.rewards(fit, "test") for fit in of_form])
+        for form, of_form in fits.items()
+    }
+    found = []
+    for form, of_form in fits.items():
+        known = np.mean([study.history_known(fit) for fit in of_form], axis=0)
+        entry = {
+            "form": form,
+            "rate": best[form],
+            "validation_points": {penalty_name(r): v for r, v in curves[form].items()},
+            "seconds": float(np.mean([seconds_of(study.folder(fit)) for fit in of_form])),
+            "reward_points": as_dicts(on_test[form]),
+            "less_first": as_dicts(on_test[form] - on_test[forms[0]]),
+            "history_r2": dict(zip(AUXILIARY_TARGETS, map(float, known), strict=True)),
+        }
+        tail, _ = FORMS[form]
+        if form not in (tail, tail + TRIALS) and {tail, tail + TRIALS} <= set(forms):
+            gap = on_test[tail + TRIALS] - on_test[tail]
+            closed = 100 * (on_test[form] - on_test[tail]) / gap
+            entry["closed_percent"] = as_dicts(closed[:, : len(CHEAP)])
+        found.append(entry)
     full = replay_full(table)
     values = np.stack([100 * (full.correct - price * full.tokens) for price in PRICES], axis=1)
     found.append(
         {
             "form": "full trace",
-            "reward_points": [dataclasses.asdict(e) for e in estimates(resampled(table, [values]))],
+            "reward_points": as_dicts(resampled(table, [values])),
         }
     )
     return found
@@ -278,12 +349,24 @@ def markdown(found: Sequence[Mapping[str, Any]]) -> str:
         ]
         for one in trained
     ]
-    tables = [
-        markdown_table(["reward, points", *heads], own),
-        markdown_table([f"less {trained[0]['form']}", *heads], less),
-        markdown_table(["", "rate", "validation, points by rate", "seconds a seed"], fits),
+    closed = [
+        [one["form"], *(Estimate(**e).text(1, 0) for e in one["closed_percent"])]
+        for one in trained
+        if "closed_percent" in one
     ]
-    return "\n\n".join(tables)
+    known = [  # files of before the read-outs have none
+        [one["form"], *(f"{value:.3f}" for value in one["history_r2"].values())]
+        for one in trained
+        if "history_r2" in one
+    ]
+    tables = [
+        (["reward, points", *heads], own),
+        ([f"less {trained[0]['form']}", *heads], less),
+        (["gap to trial answers closed, %", *heads[: len(CHEAP)]], closed),
+        (["known of the history, R2", *AUXILIARY_TARGETS], known),
+        (["", "rate", "validation, points by rate", "seconds a seed"], fits),
+    ]
+    return "\n\n".join(markdown_table(names, rows) for names, rows in tables if rows)
 
 
 @no_denormals()

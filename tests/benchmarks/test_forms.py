@@ -21,7 +21,7 @@ def forms(load_script: Callable[[str], ModuleType]) -> ModuleType:
 
 def test_every_form_can_be_trained(forms: ModuleType) -> None:
     for form in forms.FORMS:
-        assert forms.settings(form, 5e-4, 0, 2).head == "price"
+        assert forms.settings(forms.Fit(form, 5e-4, 0), 2).head == "price"
 
 
 def test_seeds_and_problems_are_resampled(forms: ModuleType) -> None:
@@ -52,11 +52,17 @@ def test_tables_of_a_finished_run(repo_dir: Path, tmp_path: Path) -> None:
 
     full = {"form": "full trace", "reward_points": eight(20)}
     file = tmp_path / "forms.json"
-    file.write_text(json.dumps({"forms": [form("layers", 40), form("queries", 39.5), full]}))
+    queries = form("queries", 39.5) | {
+        "closed_percent": [{"value": 21.4, "low": -8.6, "high": 48.2}] * 2,
+        "history_r2": {"repeats": 0.6, "run": 0.7, "distinct": 0.8, "confidence": 0.9},
+    }
+    file.write_text(json.dumps({"forms": [form("layers", 40), queries, full]}))
     command = [sys.executable, str(repo_dir / "benchmarks" / "forms.py"), "--show", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    own, less, fits = done.stdout.strip().split("\n\n")
+    own, less, closed, known, fits = done.stdout.strip().split("\n\n")
     assert own.splitlines()[-1].startswith("| full trace | 20.00 [19.00, 21.00] |")
     assert less.splitlines()[-1].startswith("| queries | -0.50 [-1.50, +0.50] |")
+    assert closed.splitlines()[2:] == ["| queries | 21 [-9, 48] | 21 [-9, 48] |"]
+    assert known.splitlines()[2:] == ["| queries | 0.600 | 0.700 | 0.800 | 0.900 |"]
     assert fits.splitlines()[2] == "| layers | 5e-4 | 5e-4: 40.00 | 60 |"
