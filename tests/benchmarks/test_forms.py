@@ -1,7 +1,8 @@
-"""The study of the policy's forms: its resamples and its tables; its run takes hours."""
+"""The study of the policy's forms: its resamples, its tables, and a run that proves nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from ospruner.train.toy.demo import SPLITS, STANDARD
+from ospruner.train.toy.shipped import Reasoner, draw_split
+
+from .conftest import RunScript
 
 
 @pytest.fixture
@@ -66,3 +72,32 @@ def test_tables_of_a_finished_run(repo_dir: Path, tmp_path: Path) -> None:
     assert closed.splitlines()[2:] == ["| queries | 21 [-9, 48] | 21 [-9, 48] |"]
     assert known.splitlines()[2:] == ["| queries | 0.600 | 0.700 | 0.800 | 0.900 |"]
     assert fits.splitlines()[2] == "| layers | 5e-4 | 5e-4: 40.00 | 60 |"
+
+
+@pytest.mark.slow
+def test_each_kind_of_form_is_measured(run_script: RunScript, tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    for split in SPLITS:
+        Reasoner().label(draw_split(split, 34, 5), run / "labels" / split, 5)
+    claim = dataclasses.asdict(STANDARD) | {"seed": 5}
+    (run / "demo.json").write_text(json.dumps({"demo": claim}))
+    trial = "queries, trial answers at every step"
+    forms = [
+        "queries",
+        trial,
+        "queries, distilled at 1",
+        "queries, estimated answers at every step",
+    ]
+    forms += ["layers", "queries of four layers", "queries, own keys at step ends"]
+    short = ("--epochs", "1", "--rates", "5e-4", "--seeds", "2")
+    out = ("--run", str(run), "--out", str(tmp_path / "out"))
+    found, printed = run_script("forms.py", *out, *short, "--forms", *forms)
+    entries = {one["form"]: one for one in found["forms"]}
+    assert list(entries) == [*forms, "full trace"]
+    assert [name for name, one in entries.items() if "closed_percent" in one] == forms[2:4]
+    for name in forms:
+        assert set(entries[name]["history_r2"]) == {"repeats", "run", "distinct", "confidence"}
+        assert all(value < 1 for value in entries[name]["history_r2"].values())
+    values = [one["reward_points"][0]["value"] for one in entries.values()]
+    assert len(set(values)) == len(values)
+    assert printed.count("| queries of four layers |") == 4
