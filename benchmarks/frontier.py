@@ -281,6 +281,9 @@ def report(results: Results) -> None:
     console = Console()
     for table in frontier_tables(results, BAR_POINTS):
         console.print(table)
+    if results.about["seeds"] == 1:
+        print("\none training seed: nothing is known of the spread over seeds")
+        return
     columns = {
         "accuracy_points": "accuracy, points",
         "accuracy_standard_error": "its s.e.",

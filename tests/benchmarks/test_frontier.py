@@ -61,6 +61,13 @@ def test_it_reads_a_demo(
         assert spread["accuracy_standard_error"] > 0
         assert spread["indifferent_tokens_percent"] >= 0
     assert all(0 <= one.area.value <= 1 for one in frontiers)
+    assert "DOES NOT HOLD" in printed
+    (run / "policies" / "seed1").rename(tmp_path / "seed1")
+    monkeypatch.setattr(sys, "argv", [str(script), "--run", str(run)])
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "one training seed: nothing is known" in printed
+    assert "spread over the seeds " not in printed  # the table's head
     script = repo_dir / "benchmarks" / "effort.py"
     monkeypatch.setattr(
         sys, "argv", [str(script), "--run", str(run), "--seeds", "1", "--json", str(file)]
