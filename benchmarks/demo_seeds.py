@@ -19,8 +19,8 @@ from typing import Any
 
 from timing import environment, print_last_line
 
-from modeling_ospruner.common.results_file import RESULTS_FILE, Results
-from modeling_ospruner.common.text import markdown_table
+from ospruner.common.results_file import RESULTS_FILE, Results
+from ospruner.common.text import markdown_table
 
 
 def about_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def about_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[
     if not (folder / "side_by_side.json").is_file() or not (folder / RESULTS_FILE).is_file():
         options = [] if size == "standard" else [f"--{size}"]
         options += [] if processes is None else ["--processes", str(processes)]
-        command = [sys.executable, "-m", "ospruner_cli", "demo", "--out", str(folder), *options]
+        command = [sys.executable, "-m", "ospruner.cli", "demo", "--out", str(folder), *options]
         subprocess.run([*command, "--seed", str(seed)], check=True)
     about = Results.read(folder / RESULTS_FILE).about
     if (about["run"]["seed"], about["run"]["settings"]["name"]) != (seed, size):

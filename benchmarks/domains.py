@@ -24,9 +24,12 @@ from rich.console import Console
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.progress import PhaseBars
-from modeling_ospruner.common.results_file import Estimate
-from modeling_ospruner.common.text import penalty_name
+from ospruner.common.progress import PhaseBars
+from ospruner.common.results_file import Estimate
+from ospruner.common.text import penalty_name
+from ospruner.demo.domains import DOMAINS, draw_domain
+from ospruner.demo.problems import Split
+from ospruner.demo.shipped import MIXED_SHIPPED, Reasoner
 from ospruner.eval.metrics import paired_difference
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.table import FloatArray
@@ -35,9 +38,6 @@ from ospruner.train.fresh import predict_outputs
 from ospruner.train.from_labels import load_labelled_base, load_labels, train_from_labels
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import no_denormals
-from ospruner.train.toy.domains import DOMAINS, draw_domain
-from ospruner.train.toy.problems import Split
-from ospruner.train.toy.shipped import MIXED_SHIPPED, Reasoner
 from ospruner.train.traces import LabelledTraces
 
 MIX, THIRD = "all three", "a third of each"

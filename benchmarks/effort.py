@@ -27,16 +27,10 @@ import numpy.typing as npt
 from rich.console import Console
 from timing import environment, print_last_line
 
-from modeling_ospruner.common.jobs import Job, Workers
-from modeling_ospruner.common.progress import PhaseBars
-from modeling_ospruner.common.text import markdown_table
-from ospruner.eval.frontier.areas import Family, areas
-from ospruner.eval.frontier.grids import policy_grid
-from ospruner.eval.replay import replay
-from ospruner.eval.table import TraceTable, classifier_targets
-from ospruner.train.fresh import StageResult
-from ospruner.train.settings import Baseline
-from ospruner.train.toy.demo import (
+from ospruner.common.jobs import Job, Workers
+from ospruner.common.progress import PhaseBars
+from ospruner.common.text import markdown_table
+from ospruner.demo.demo import (
     BASELINES,
     DemoSize,
     claimed,
@@ -45,7 +39,13 @@ from ospruner.train.toy.demo import (
     train_one,
     train_settings,
 )
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.eval.frontier.areas import Family, areas
+from ospruner.eval.frontier.grids import policy_grid
+from ospruner.eval.replay import replay
+from ospruner.eval.table import TraceTable, classifier_targets
+from ospruner.train.fresh import StageResult
+from ospruner.train.settings import Baseline
 
 
 def passes(size: DemoSize) -> list[int]:

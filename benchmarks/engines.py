@@ -18,7 +18,7 @@ from typing import Any
 
 from timing import environment, print_last_line, timed
 
-from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
+from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.command import ProblemOptions, load_run_problems, read_format

@@ -37,10 +37,12 @@ from rich.console import Console
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.jobs import Workers
-from modeling_ospruner.common.progress import PhaseBars, Progress, silent
-from modeling_ospruner.common.results_file import Estimate
-from modeling_ospruner.common.text import markdown_table, penalty_name
+from ospruner.common.jobs import Workers
+from ospruner.common.progress import PhaseBars, Progress, silent
+from ospruner.common.results_file import Estimate
+from ospruner.common.text import markdown_table, penalty_name
+from ospruner.demo.demo import claimed
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.metrics import REPLICATES, bootstrap_means, seed_weights
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import FloatArray, TraceTable
@@ -50,8 +52,6 @@ from ospruner.train.loop import train
 from ospruner.train.objective import AUXILIARY_TARGETS
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import no_denormals
-from ospruner.train.toy.demo import claimed
-from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import LabelledTraces
 
 TAILS = ("layers", "queries", "queries of four layers", *OWN_KEYS)

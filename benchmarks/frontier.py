@@ -34,11 +34,13 @@ from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.durable import read_checked_line
-from modeling_ospruner.common.jobs import Job, Workers
-from modeling_ospruner.common.progress import PhaseBars
-from modeling_ospruner.common.results_file import Results
-from modeling_ospruner.common.text import penalty_name
+from ospruner.common.durable import read_checked_line
+from ospruner.common.jobs import Job, Workers
+from ospruner.common.progress import PhaseBars
+from ospruner.common.results_file import Results
+from ospruner.common.text import penalty_name
+from ospruner.demo.demo import claimed, keep_states, read_split, train_one, train_settings
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.frontier.areas import Family, frontiers
 from ospruner.eval.frontier.causal import Known, causal_family
 from ospruner.eval.frontier.competitors import (
@@ -58,8 +60,6 @@ from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.train.comparing.frontier_labels import RULES
 from ospruner.train.fresh import StageResult, predict, predict_outputs
 from ospruner.train.from_labels import load_labels
-from ospruner.train.toy.demo import claimed, keep_states, read_split, train_one, train_settings
-from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import LabelledTraces
 
 CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for

@@ -33,7 +33,7 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.states_ospruner import BREAK, ENDS_NEWLINE, VISIBLE
-from ospruner.train.toy.shipped import SHIPPED
+from ospruner.demo.shipped import SHIPPED
 
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
 ANSWER_TOKENS = 8

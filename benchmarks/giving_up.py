@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from timing import environment, print_last_line
 
-from modeling_ospruner.common.progress import silent
-from modeling_ospruner.engines.opening import device_named
+from ospruner.common.progress import silent
+from ospruner.engines.opening import device_named
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.stopping import threshold_stop
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable

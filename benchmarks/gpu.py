@@ -45,9 +45,9 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.states_ospruner import BREAK, VISIBLE
+from ospruner.demo.shipped import Reasoner
 from ospruner.train.loop import train
 from ospruner.train.settings import TrainSettings
-from ospruner.train.toy.shipped import Reasoner
 
 Found = dict[str, Any]
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
@@ -250,7 +250,7 @@ class Served:
     def __init__(self, job: Job, policy: bool, **further: Any) -> None:
         from vllm import LLM
 
-        from modeling_ospruner.vllm_plugin.plugin import PROCESSOR, WORKER_EXTENSION
+        from ospruner.serving.vllm.plugin import PROCESSOR, WORKER_EXTENSION
 
         self.job = job
         longest = 32 + job.sizes.tokens + 64

@@ -41,7 +41,9 @@ from timing import Timed, environment, median_ratio, print_last_line, timed
 from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import TokenFormat
-from modeling_ospruner.engines import (
+from modeling_ospruner.rules_ospruner import last_logits
+from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from ospruner.engines import (
     Engine,
     ForkedAnswer,
     ForkRequest,
@@ -50,17 +52,15 @@ from modeling_ospruner.engines import (
     TokenCount,
     TransformersEngine,
 )
-from modeling_ospruner.engines.asking import Ask, AskingEngine, Reply, Server
-from modeling_ospruner.engines.transformers import rows
-from modeling_ospruner.engines.transformers.rows import Branch, SamplingRow
-from modeling_ospruner.rules_ospruner import last_logits
+from ospruner.engines.asking import Ask, AskingEngine, Reply, Server
+from ospruner.engines.transformers import rows
+from ospruner.engines.transformers.rows import Branch, SamplingRow
 from ospruner.eval.grading.boxed import read_box
 from ospruner.eval.problems.problem import Problem, user_message
 from ospruner.eval.problems.task import Math, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.making import label
 from ospruner.train.labels.rows import TraceKey, grade_rows, wanted_traces
-from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
 
@@ -441,7 +441,7 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
     """Computed over unique tokens of vLLM on the same forks; None where it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    from modeling_ospruner.engines.vllm import VLLMEngine
+    from ospruner.engines.vllm import VLLMEngine
 
     fmt = reasoner.token_format
     longest = 64 + max(len(r.prompt_ids) + len(r.trace_ids) for r in requests)

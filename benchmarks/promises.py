@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from timing import environment, print_last_line
 
-from modeling_ospruner.common.progress import silent
-from modeling_ospruner.engines.opening import device_named
+from ospruner.common.progress import silent
+from ospruner.engines.opening import device_named
 from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full

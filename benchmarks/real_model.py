@@ -45,7 +45,7 @@ from typing import Any
 
 from timing import environment, print_last_line
 
-from modeling_ospruner.common.durable import replace_file
+from ospruner.common.durable import replace_file
 from ospruner.hub_cards.facts import read_provenance
 from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.looking import stats_of
@@ -122,7 +122,7 @@ class Commands:
         """
         texts = [str(word) for word in words]
         said = shlex.join(["ospruner", *texts])
-        program = ["-m", "ospruner_cli"]
+        program = ["-m", "ospruner.cli"]
         if script is not None:
             said = shlex.join(["python", f"benchmarks/{script}", *texts])
             program = [str(Path(__file__).resolve().parent / script)]

@@ -39,11 +39,11 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.states_ospruner import BREAK, VISIBLE
-from modeling_ospruner.vllm_plugin.plugin import PROCESSOR
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.train.from_labels import load_labels
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB

@@ -36,8 +36,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from modeling_ospruner.formats_ospruner import TokenFormat, guess
 from modeling_ospruner.states_ospruner import VISIBLE
+from ospruner.demo.shipped import draw_split
 from ospruner.eval.problems.problem import user_message
-from ospruner.train.toy.shipped import draw_split
 
 MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end
 PERCENTILES = (50, 99)
@@ -98,7 +98,7 @@ def served(policy: Path, log: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(policy), "--opt-in"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(policy), "--opt-in"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     # Otherwise the second pass would find the first one's prompts computed.

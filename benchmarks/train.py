@@ -36,12 +36,12 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import price_logits
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.table import IntArray
 from ospruner.train.fresh import batch_loss, new_policy
 from ospruner.train.run import new_optimizer
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import step_outputs
-from ospruner.train.toy.shipped import Reasoner
 from ospruner.train.traces import Batch, LabelledTraces, States
 
 PENALTY = 1e-4

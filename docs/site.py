@@ -23,7 +23,7 @@ API = (
         ("StopRule", "LearnedPolicy", "Budget", "AnswerEntropy", "TrialConfidence", "Agreement"),
     ),
     ("Formats", "modeling_ospruner", ("ReasoningFormat", "TokenFormat", "guess")),
-    ("Engines", "modeling_ospruner.engines.opening", ("EngineOptions", "open_engine")),
+    ("Engines", "ospruner.engines.opening", ("EngineOptions", "open_engine")),
     ("Labels", "ospruner.train.labels.command", ("ProblemOptions", "run_label")),
     (
         "Training",

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modeling_ospruner.common.results_file import Estimate, Frontier, Result, Results
-from modeling_ospruner.common.text import markdown_table, penalty_name
+from ospruner.common.results_file import Estimate, Frontier, Result, Results
+from ospruner.common.text import markdown_table, penalty_name
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
 

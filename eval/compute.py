@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from modeling_ospruner.doctor.arithmetic import ModelWork
+from ospruner.doctor.arithmetic import ModelWork
 
 from .table import FloatArray, IntArray, TraceTable
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from modeling_ospruner.common.results_file import Estimate
+from ospruner.common.results_file import Estimate
 
 from .table import FloatArray, IntArray
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modeling_ospruner.common.results_file import Difference, Named, Result
+from ospruner.common.results_file import Difference, Named, Result
 
 from .metrics import (
     AES_ABSOLUTE,

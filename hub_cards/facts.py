@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from modeling_ospruner.common.durable import read_checked, write_checked
+from ospruner.common.durable import read_checked, write_checked
 
 PROVENANCE_FILE = "provenance.json"
 

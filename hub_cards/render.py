@@ -16,8 +16,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
-from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
+from ospruner.common.results_file import RESULTS_FILE, Results
 
 from .facts import read_object, read_provenance, without_paths
 from .measurements import eval_results, results_caption, results_markdown

@@ -48,7 +48,7 @@ _CODE_FOLDER = Path(modeling_ospruner.__file__).parent
 _TEMPLATE = Path(__file__).with_name("space_card.md")
 _APP = '''"""The page of OS-Pruner for {policy}."""
 
-from modeling_ospruner.app.page import open_app, open_source
+from ospruner.app.page import open_app, open_source
 
 open_app(open_source({policy!r}, revision={revision!r}))
 '''

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import modeling_ospruner
-from modeling_ospruner.common.results_file import RESULTS_FILE, Results
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
+from ospruner.common.results_file import RESULTS_FILE, Results
 
 from .facts import (
     PROVENANCE_FILE,

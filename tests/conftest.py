@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from modeling_ospruner.formats_ospruner import TokenFormat
-    from ospruner.train.toy.shipped import Reasoner
+    from ospruner.demo.shipped import Reasoner
 
 
 def pytest_unconfigure() -> None:
@@ -236,6 +236,6 @@ def real_harmony(shared_dir: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat
 @pytest.fixture(scope="session")
 def reasoner() -> Reasoner:
     """The embedded reasoner, loaded once a process."""
-    from ospruner.train.toy.shipped import Reasoner
+    from ospruner.demo.shipped import Reasoner
 
     return Reasoner()

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.durable import DamagedError
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.loading_ospruner import WEIGHTS
+from ospruner.common.durable import DamagedError
+from ospruner.common.progress import Progress, silent
+from ospruner.common.results_file import Results
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay_full
 from ospruner.eval.results import Rule, summarise

@@ -22,12 +22,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import is_quantised
-from modeling_ospruner.engines.opening import device_named, known_revision, load_tokenizer
-from modeling_ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.loading_ospruner import fingerprint_of
+from ospruner.common.progress import Progress, silent
+from ospruner.engines.opening import device_named, known_revision, load_tokenizer
+from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import prompt_token_ids

@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.common.text import penalty_name
 from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import StoppingPolicy, add_adapters
+from ospruner.common.progress import Progress, silent
+from ospruner.common.text import penalty_name
 from ospruner.eval.report.pictures import save_dynamics
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import classifier_targets

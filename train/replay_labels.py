@@ -16,13 +16,13 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.durable import replace_file
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.common.traffic import distribution
 from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
-from modeling_ospruner.doctor.arithmetic import ModelWork
-from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.common.durable import replace_file
+from ospruner.common.progress import Progress, silent
+from ospruner.common.traffic import distribution
+from ospruner.doctor.arithmetic import ModelWork
+from ospruner.engines.opening import device_named, load_tokenizer
 from ospruner.eval.calibration import Calibration, Candidate, calibrate, losses
 from ospruner.eval.compute import Compute
 from ospruner.eval.limits import (

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from modeling_ospruner.common.progress import Progress
 from modeling_ospruner.configuration_ospruner import price_logits
+from ospruner.common.progress import Progress
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.selection import choose
 from ospruner.eval.table import IntArray, TraceTable

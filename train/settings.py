@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from modeling_ospruner.common.text import penalty_name
 from modeling_ospruner.configuration_ospruner import HEADS, TUNINGS, PriceRange
+from ospruner.common.text import penalty_name
 from ospruner.eval.table import TraceTable
 
 from .objective import AUXILIARY_TARGETS

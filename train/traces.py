@@ -24,10 +24,10 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.policy_ospruner import LayerKeys
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
+from ospruner.common.progress import Progress, silent
 from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import BoolArray, FloatArray, IntArray

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modeling_ospruner.common.results_file import Estimate, Frontier
+from ospruner.common.results_file import Estimate, Frontier
 
 from ..limits import hindsight_oracle
 from ..metrics import REPLICATES, bootstrap_means, estimate, seed_weights

@@ -15,15 +15,15 @@ from transformers import (
 )
 
 from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.doctor.arithmetic import ModelWork
-from modeling_ospruner.engines.opening import (
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from ospruner.doctor.arithmetic import ModelWork
+from ospruner.engines.opening import (
     EngineOptions,
     known_revision,
     load_tokenizer,
     open_engine,
 )
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from ospruner.engines.transformers.engine import TransformersEngine
 
 from ..methods import PolicyUse, parse_policies, refuse_other_base
 from ..problems.registry import open_task, parse_task

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from modeling_ospruner.common.durable import replace_file
-from modeling_ospruner.common.results_file import Result
+from ospruner.common.durable import replace_file
+from ospruner.common.results_file import Result
 
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..replay import Outcome

@@ -15,8 +15,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.doctor.arithmetic import ModelWork
-from modeling_ospruner.engines.interface import (
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
+from modeling_ospruner.rules_ospruner import Budget, StopRule, mix64, uniform, window_score
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
+from ospruner.doctor.arithmetic import ModelWork
+from ospruner.engines.interface import (
     Engine,
     ForkedAnswer,
     ForkRequest,
@@ -24,15 +28,11 @@ from modeling_ospruner.engines.interface import (
     SamplingSettings,
     end_ids,
 )
-from modeling_ospruner.engines.transformers.engine import (
+from ospruner.engines.transformers.engine import (
     LIKELIHOOD_TOLERANCE,
     TransformersEngine,
     mean_logprob,
 )
-from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
-from modeling_ospruner.rules_ospruner import Budget, StopRule, mix64, uniform, window_score
-from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
 
 from ..compute import Compute
 from ..methods import PolicyUse

@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from modeling_ospruner.common.results_file import Difference, Estimate, Result
-from modeling_ospruner.common.text import penalty_name
+from ospruner.common.results_file import Difference, Estimate, Result
+from ospruner.common.text import penalty_name
 
 from ..compute import flops_scale
 from ..metrics import AES_ABSOLUTE, AesVariant

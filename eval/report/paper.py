@@ -19,8 +19,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from modeling_ospruner.common.results_file import Result
-from modeling_ospruner.common.text import penalty_name
+from ospruner.common.results_file import Result
+from ospruner.common.text import penalty_name
 
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AesVariant

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from modeling_ospruner.common.durable import read_checked_line
-from modeling_ospruner.common.results_file import Estimate, Result
-from modeling_ospruner.common.text import penalty_name
+from ospruner.common.durable import read_checked_line
+from ospruner.common.results_file import Estimate, Result
+from ospruner.common.text import penalty_name
 
 from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
 from ..metrics import bootstrap_interval

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from modeling_ospruner.common.durable import replace_file
-from modeling_ospruner.common.results_file import (
+from ospruner.common.durable import replace_file
+from ospruner.common.results_file import (
     RESULTS_FILE,
     Difference,
     Estimate,
     Result,
     Results,
 )
-from modeling_ospruner.common.text import penalty_name
+from ospruner.common.text import penalty_name
 
 from ..methods import FRONTIER, ORACLE
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, bootstrap_interval

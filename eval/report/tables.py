@@ -13,8 +13,8 @@ from typing import Literal
 
 import pandas as pd
 
-from modeling_ospruner.common.results_file import Estimate, Result
-from modeling_ospruner.common.text import markdown_table
+from ospruner.common.results_file import Estimate, Result
+from ospruner.common.text import markdown_table
 
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation

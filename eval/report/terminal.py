@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from modeling_ospruner.common.results_file import Difference, Estimate, Frontier, Result, Results
-from modeling_ospruner.common.text import penalty_name
+from ospruner.common.results_file import Difference, Estimate, Frontier, Result, Results
+from ospruner.common.text import penalty_name
 
 from ..compute import flops_scale
 

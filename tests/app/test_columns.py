@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from modeling_ospruner.app.columns import Column, Paragraph, columns_html
+from ospruner.app.columns import Column, Paragraph, columns_html
 
 PLAIN = Column(
     [Paragraph("a\n\n", 10), Paragraph("b\n\n", 20), Paragraph("c\n\n", 40)],

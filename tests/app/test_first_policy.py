@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from modeling_ospruner.app.page import open_source
-from ospruner.train.toy.first_policy import first_policy, run_app
+from ospruner.app.page import open_source
+from ospruner.demo.first_policy import first_policy, run_app
 
 
 def test_a_policy_is_trained_at_the_first_start_alone(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.app.columns import Column, Question
-from modeling_ospruner.app.page import question_of, running_app
-from modeling_ospruner.app.turns import LocalSource
-from ospruner.train.toy.shipped import SHIPPED, Reasoner
+from ospruner.app.columns import Column, Question
+from ospruner.app.page import question_of, running_app
+from ospruner.app.turns import LocalSource
+from ospruner.demo.shipped import SHIPPED, Reasoner
 
 from ..eval.report.browser import Browser
 

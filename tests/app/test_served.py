@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.app.columns import Question
-from modeling_ospruner.app.served import ServedSource
-from ospruner.train.toy.shipped import SHIPPED, Reasoner
+from ospruner.app.columns import Question
+from ospruner.app.served import ServedSource
+from ospruner.demo.shipped import SHIPPED, Reasoner
 
 from ..server_process import free_port, running_server
 
@@ -167,7 +167,7 @@ def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: P
         tuning="layers",
     ).save_pretrained(folder)
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder), "--block-size", "32"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder), "--block-size", "32"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

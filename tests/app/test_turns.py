@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.app.columns import Column, Question
-from modeling_ospruner.app.turns import LocalSource, answer_ids
-from ospruner.train.toy.shipped import SHIPPED, Reasoner
+from ospruner.app.columns import Column, Question
+from ospruner.app.turns import LocalSource, answer_ids
+from ospruner.demo.shipped import SHIPPED, Reasoner
 
 TEXT = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 
@@ -99,7 +99,7 @@ def test_a_budget_stops_the_pruned_column_alone(source: LocalSource) -> None:
 
 
 def test_columns_grow_side_by_side(source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modeling_ospruner.app.turns._FRAME_SECONDS", 0.0)
+    monkeypatch.setattr("ospruner.app.turns._FRAME_SECONDS", 0.0)
     never = {"mode": "threshold", "threshold": 1.0}
     frames = list(source.ask(asked(never, max_tokens=60)))
     between = [one for one in frames if not one[0].done and not one[1].done]
@@ -110,7 +110,7 @@ def test_columns_grow_side_by_side(source: LocalSource, monkeypatch: pytest.Monk
 def test_closing_ends_both(
     source: LocalSource, model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modeling_ospruner.app.turns._FRAME_SECONDS", 0.0)
+    monkeypatch.setattr("ospruner.app.turns._FRAME_SECONDS", 0.0)
     forwards: list[None] = []
     handle = model.base.register_forward_hook(lambda *_: forwards.append(None))
     before = threading.active_count()
@@ -139,7 +139,7 @@ def test_a_setting_that_generate_refuses_reaches_the_page(source: LocalSource) -
 
 
 def test_a_policy_folder_opens_with_its_base(model: OSPrunerForCausalLM, tmp_path: Path) -> None:
-    from modeling_ospruner.app.page import open_source
+    from ospruner.app.page import open_source
 
     model.save_pretrained(tmp_path / "policy")
     opened = open_source(str(tmp_path / "policy"), base="the embedded reasoner")

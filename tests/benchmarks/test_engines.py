@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner.demo.shipped import Reasoner, draw_split
 
 from .conftest import RunScript
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ospruner.train.toy.demo import SPLITS, STANDARD
-from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner.demo.demo import SPLITS, STANDARD
+from ospruner.demo.shipped import Reasoner, draw_split
 
 from .conftest import RunScript
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from modeling_ospruner.common.results_file import Results
+from ospruner.common.results_file import Results
+from ospruner.demo import demo
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.frontier.learnstop import LEARN_STOP
 from ospruner.eval.rules.families import FAMILIES
 from ospruner.train.comparing.frontier_labels import RULES
-from ospruner.train.toy import demo
 
 SIZE = demo.DemoSize("tiny", train=34, validation=10, test=10, seeds=2, epochs=2, max_loss=0.5)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.train.from_labels import settings_for, train_from_labels
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 from .conftest import RunScript
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from modeling_ospruner.common.results_file import Difference, Estimate, Frontier, Results
+from ospruner.common.results_file import Difference, Estimate, Frontier, Results
 
 from ..made_results import make_result
 

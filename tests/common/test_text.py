@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from modeling_ospruner.common.text import markdown_table, penalty_name
+from ospruner.common.text import markdown_table, penalty_name
 
 
 @pytest.mark.parametrize(

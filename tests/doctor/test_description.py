@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from modeling_ospruner.doctor.description import describe, faults
 from modeling_ospruner.formats_ospruner import (
     DEEPSEEK_R1,
     PRESETS,
     ReasoningFormat,
     TokenFormat,
 )
+from ospruner.doctor.description import describe, faults
 
 Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 

@@ -20,13 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.doctor.base import cache_bytes
-from modeling_ospruner.doctor.examination import examine, unmet
-from modeling_ospruner.doctor.findings import Finding, Report, print_report
 from modeling_ospruner.formats_ospruner import HARMONY
 from modeling_ospruner.policy_ospruner import StoppingPolicy
-from ospruner.train.toy.shipped import SHIPPED
-from ospruner_cli import app
+from ospruner.cli import app
+from ospruner.demo.shipped import SHIPPED
+from ospruner.doctor.base import cache_bytes
+from ospruner.doctor.examination import examine, unmet
+from ospruner.doctor.findings import Finding, Report, print_report
 
 from ..broken_tensors import BROKEN, break_tensors
 

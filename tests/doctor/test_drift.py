@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.common.traffic import SIGNALS, bin_of, distribution, observed
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
-from modeling_ospruner.doctor.drift import compare, counts_of_metrics
 from modeling_ospruner.stopping_ospruner import StopRecord
-from ospruner_cli import app
+from ospruner.cli import app
+from ospruner.common.traffic import SIGNALS, bin_of, distribution, observed
+from ospruner.doctor.drift import compare, counts_of_metrics
 
 PROBLEMS = 1000
 

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from modeling_ospruner.doctor.plan import GIB, Plan, Workload, plan_for
-from ospruner_cli import app
+from ospruner.cli import app
+from ospruner.doctor.plan import GIB, Plan, Workload, plan_for
 
 BASES = Path(__file__).parents[1] / "bases"
 R1, GPT_OSS, QWEN3 = "r1-distill-qwen-7b", "gpt-oss-20b", "qwen3-30b-a3b"

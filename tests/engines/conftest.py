@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from modeling_ospruner.engines.interface import (
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.engines.interface import (
     Engine,
     ForkedAnswer,
     ForkRequest,
@@ -17,7 +18,6 @@ from modeling_ospruner.engines.interface import (
 )
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 GREEDY = SamplingSettings(temperature=0, max_new_tokens=800, max_answer_tokens=16)
 ANSWER_TOKENS = 16

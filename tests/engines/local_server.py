@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from transformers import DynamicCache
 
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 
 @dataclass

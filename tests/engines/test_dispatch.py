@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from modeling_ospruner.engines.dispatching import Dispatcher, ServerDownError, first_error
+from ospruner.engines.dispatching import Dispatcher, ServerDownError, first_error
 
 
 def run(

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from modeling_ospruner.common.optional import MissingPackageError
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
-from modeling_ospruner.engines.dispatching import EnginesDownError
-from modeling_ospruner.engines.endpoints import EndpointsEngine
-from modeling_ospruner.engines.openai import OpenAIEngine
-from modeling_ospruner.engines.sglang import SGLangEngine
+from ospruner.common.optional import MissingPackageError
+from ospruner.common.progress import Progress, silent
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
+from ospruner.engines.dispatching import EnginesDownError
+from ospruner.engines.endpoints import EndpointsEngine
+from ospruner.engines.openai import OpenAIEngine
+from ospruner.engines.sglang import SGLangEngine
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.folder import read_labels
 from ospruner.train.labels.making import label
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 from .conftest import GREEDY, Traces, check_agreement, check_choices, choose_all, fork_all
 from .local_server import LocalServer

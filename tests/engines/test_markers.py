@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from modeling_ospruner.engines import Engine, Sampled
-from modeling_ospruner.engines.openai import OpenAIEngine
-from modeling_ospruner.engines.sglang import SGLangEngine
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.engines import Engine, Sampled
+from ospruner.engines.openai import OpenAIEngine
+from ospruner.engines.sglang import SGLangEngine
 
 from .conftest import GREEDY, Traces
 from .local_server import LocalServer

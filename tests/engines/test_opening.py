@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from modeling_ospruner.engines.opening import (
+from ospruner.engines.opening import (
     EngineOptions,
     default_engine,
     open_engine,
     parse_engine_args,
 )
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
-from modeling_ospruner.vllm_plugin.server import vllm_options
+from ospruner.engines.transformers.engine import TransformersEngine
+from ospruner.serving.vllm.server import vllm_options
 
 
 def test_values_have_the_types_that_they_say() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner.engines.sglang import SGLangEngine
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.engines.sglang import SGLangEngine
 
 from ..server_process import SGLANG_PYTHON, running_sglang
 from .conftest import (

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
-from modeling_ospruner.engines import (
+from ospruner.engines import (
     ForkRequest,
     SamplingSettings,
     TokenCount,
     TokenTrie,
     TransformersEngine,
 )
-from modeling_ospruner.engines.transformers import packed_forks, rows
-from modeling_ospruner.engines.transformers.cache import fast_attention
-from modeling_ospruner.engines.transformers.packed_forks import _classes, _cuts, prefill_shared
+from ospruner.engines.transformers import packed_forks, rows
+from ospruner.engines.transformers.cache import fast_attention
+from ospruner.engines.transformers.packed_forks import _classes, _cuts, prefill_shared
 
 
 def texts_of_three_problems() -> list[list[int]]:

@@ -27,7 +27,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
-from modeling_ospruner.engines import (
+from modeling_ospruner.rules_ospruner import mix64
+from ospruner.engines import (
     ForkedAnswer,
     ForkRequest,
     Sampled,
@@ -35,10 +36,9 @@ from modeling_ospruner.engines import (
     TokenTrie,
     TransformersEngine,
 )
-from modeling_ospruner.engines.transformers import budget, rows
-from modeling_ospruner.engines.transformers.cache import SlotCache, SlotLayer, forked, own_cache
-from modeling_ospruner.engines.transformers.rows import choose, row_state, uniforms
-from modeling_ospruner.rules_ospruner import mix64
+from ospruner.engines.transformers import budget, rows
+from ospruner.engines.transformers.cache import SlotCache, SlotLayer, forked, own_cache
+from ospruner.engines.transformers.rows import choose, row_state, uniforms
 
 SETTINGS = SamplingSettings(
     temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3

@@ -10,15 +10,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
-from modeling_ospruner.engines import (
+from ospruner.engines import (
     Engine,
     ForkedAnswer,
     ForkRequest,
     Sampled,
     TransformersEngine,
 )
-from modeling_ospruner.engines.interface import TraceDesk, TraceRequest
-from modeling_ospruner.engines.transformers import budget
+from ospruner.engines.interface import TraceDesk, TraceRequest
+from ospruner.engines.transformers import budget
 
 from .test_transformers_engine import ARCHITECTURES, SETTINGS, make_base, prompts
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner.common.optional import MissingPackageError
-from modeling_ospruner.engines.vllm import VLLMEngine
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.common.optional import MissingPackageError
+from ospruner.demo.shipped import Reasoner
+from ospruner.engines.vllm import VLLMEngine
 
 from ..own_process import run_checks
 

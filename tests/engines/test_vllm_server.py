@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner.engines.openai import OpenAIEngine
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.engines.openai import OpenAIEngine
 
 from ..server_process import free_port, running_server
 from .conftest import (

@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from modeling_ospruner import DEEPSEEK_R1, TokenFormat
-from modeling_ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
-from modeling_ospruner.engines.vllm import VLLMEngine
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
+from ospruner.engines.vllm import VLLMEngine
 
 from .conftest import (
     GREEDY,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.rules_ospruner import LearnedPolicy
+from ospruner.common.results_file import Results
 from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
 from ospruner.eval.replay import (
     Outcome,

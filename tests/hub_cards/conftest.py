@@ -14,10 +14,10 @@ import torch
 from huggingface_hub import HfApi, constants
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.results_file import Results
+from ospruner.common.results_file import Results
+from ospruner.demo.shipped import SHIPPED, Reasoner
 from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import write_policy_card
-from ospruner.train.toy.shipped import SHIPPED, Reasoner
 
 from ..made_results import make_result
 from .local_hub import TOKEN, LocalHub
@@ -26,7 +26,7 @@ from .repositories import Repo
 WITHOUT_PACKAGE = """
 import importlib.util, sys
 sys.path.append(sys.argv.pop(1))
-for name in ("modeling_ospruner", "ospruner", "ospruner_cli"):
+for name in ("modeling_ospruner", "ospruner", "ospruner.cli"):
     assert importlib.util.find_spec(name) is None, name
 """
 

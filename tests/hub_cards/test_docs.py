@@ -19,9 +19,9 @@ import pytest
 from huggingface_hub import HfApi, constants
 from typer.testing import CliRunner
 
-from ospruner.train.toy import demo
-from ospruner.train.toy.problems import Split, iterate_problems
-from ospruner_cli import app
+from ospruner.cli import app
+from ospruner.demo import demo
+from ospruner.demo.problems import Split, iterate_problems
 
 from .conftest import Stranger
 from .local_hub import TOKEN, LocalHub

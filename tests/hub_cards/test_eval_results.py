@@ -11,10 +11,10 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import HfApi, ModelCard, hf_hub_download, parse_eval_result_entries
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.results_file import RESULTS_FILE, Results
+from ospruner.common.results_file import RESULTS_FILE, Results
+from ospruner.demo.shipped import Reasoner
 from ospruner.hub_cards.measurements import write_eval_results
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
-from ospruner.train.toy.shipped import Reasoner
 
 from ..made_results import make_result
 from .local_hub import LocalHub

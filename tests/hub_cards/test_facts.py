@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner.common.durable import write_checked
+from ospruner.common.durable import write_checked
 from ospruner.hub_cards import facts
 
 
@@ -74,8 +74,8 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     [
         (["/a/bin/python3", "/a/bin/ospruner", "demo", "--seed", "1"], "ospruner demo --seed 1"),
         (
-            ["/a/bin/python3", "-m", "ospruner.train.toy", "x y"],
-            "python3 -m ospruner.train.toy 'x y'",
+            ["/a/bin/python3", "-m", "ospruner.demo", "x y"],
+            "python3 -m ospruner.demo 'x y'",
         ),
         (["/a/bin/python3", "/b/benchmarks/train.py", "--quick"], "python3 train.py --quick"),
         (["python3", "benchmarks/train.py"], "python3 benchmarks/train.py"),

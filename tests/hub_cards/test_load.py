@@ -70,7 +70,7 @@ def command(hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Command:
         inherited = {name: value for name, value in os.environ.items() if name not in offline}
         variables = hub.environment(home, **({} if token else {"token": None}))
         done = subprocess.run(
-            [sys.executable, "-m", "ospruner_cli", *map(str, arguments)],
+            [sys.executable, "-m", "ospruner.cli", *map(str, arguments)],
             env={**inherited, **variables, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
             cwd=home,
             stdin=subprocess.DEVNULL,

@@ -13,13 +13,13 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.results_file import Results
+from ospruner.common.results_file import Results
+from ospruner.demo.shipped import SHIPPED, Reasoner
 from ospruner.hub_cards.facts import provenance, read_provenance
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
 from ospruner.hub_cards.publish import Published
 from ospruner.hub_cards.staging import Staged, code_files
 from ospruner.hub_cards.verify import verify_folder
-from ospruner.train.toy.shipped import SHIPPED, Reasoner
 
 from .local_hub import TOKEN, LocalHub
 from .repositories import Repo

@@ -120,7 +120,7 @@ def test_the_staged_code_imports_nothing_that_stays_behind(repo_dir: Path) -> No
 
 ASKS = """
 sys.path.insert(0, sys.argv[1])
-from modeling_ospruner.app.page import open_source, question_of
+from ospruner.app.page import open_source, question_of
 import modeling_ospruner
 assert modeling_ospruner.__file__.startswith(sys.argv[1])
 said = open(sys.argv[1] + "/app.py").read()

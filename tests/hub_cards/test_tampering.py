@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub import HfApi
 
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.demo.shipped import Reasoner
 from ospruner.hub_cards.policies import PolicyRelease, stage_policy
 from ospruner.hub_cards.verify import fetch, verify_folder
-from ospruner.train.toy.shipped import Reasoner
 
 from ..conftest import Fuzzed
 from .local_hub import LocalHub

@@ -22,8 +22,8 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM, rules_ospruner
 from modeling_ospruner.formats_ospruner import HARMONY, ReasoningFormat, TokenFormat
 from modeling_ospruner.rules_ospruner import StepEnd, StopRule, TrialAnswer, Verdict
-from modeling_ospruner.serving.slots import StopSlots
 from modeling_ospruner.states_ospruner import Marker
+from ospruner.serving.slots import StopSlots
 
 from .test_formats_generate import ALWAYS, NEVER, Script, write
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_ospruner import OSPrunerForCausalLM, uniform
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 NEW_TOKENS = 90
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}

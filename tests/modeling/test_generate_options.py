@@ -21,8 +21,8 @@ from modeling_ospruner import (
     generate_with_rule,
     uniform,
 )
+from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
-from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
 GREEDY: dict[str, Any] = {"do_sample": False}

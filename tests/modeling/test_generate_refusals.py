@@ -27,7 +27,7 @@ from modeling_ospruner import (
     generate_with_rule,
 )
 from modeling_ospruner.rules_ospruner import Ask, RowRule, fork_row
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM, ReasoningFormat
 from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig
 from modeling_ospruner.policy_ospruner import StoppingPolicy
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 from ..broken_tensors import BROKEN, break_tensors
 

@@ -19,9 +19,9 @@ from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyCon
 from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from modeling_ospruner.stopping_ospruner import promise_of
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 RANGE = (5e-5, 1e-2)
 PRICES = (0.0, 2e-5, 5e-5, 3e-4, 1e-3, 1e-2)

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modeling_ospruner import Budget, OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
-from modeling_ospruner.engines.opening import ENGINES, EngineOptions, open_engine
-from modeling_ospruner.serving.requests import (
+from ospruner.cli import app
+from ospruner.demo.shipped import Reasoner
+from ospruner.engines.opening import ENGINES, EngineOptions, open_engine
+from ospruner.serving.requests import (
     CONTROL,
     ID,
     KEYS,
@@ -23,9 +25,7 @@ from modeling_ospruner.serving.requests import (
     StopRequest,
     check_body,
 )
-from modeling_ospruner.vllm_plugin import server
-from ospruner.train.toy.shipped import Reasoner
-from ospruner_cli import app
+from ospruner.serving.vllm import server
 
 from .test_generate_options import ALWAYS, NEVER, SAMPLED, Prefer, inputs_for, run, with_policy
 

@@ -19,11 +19,11 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-import ospruner_cli
+import ospruner.cli
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
 from ospruner.hub_cards.facts import provenance
 from ospruner.train.labels.folder import COPY, MANIFEST
-from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 
 from ..conftest import Fuzzed
 
@@ -170,7 +170,7 @@ def test_a_bad_input_is_refused_in_clear_words(
     argv = [part.format(**names) for part in shlex.split(command)]
     monkeypatch.setattr(sys, "argv", ["ospruner", *argv])
     with pytest.raises(SystemExit) as ended:
-        ospruner_cli.main()
+        ospruner.cli.main()
     printed = capsys.readouterr()
     assert str(ended.value.code) == status, printed.err
     assert words.format(**names) in " ".join(printed.err.split())

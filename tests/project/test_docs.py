@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.toy.shipped import SHIPPED, Reasoner
+from ospruner.demo.shipped import SHIPPED, Reasoner
 
 EVERY_PRICE = "org/ospruner-r1-7b"
 POLICIES = ("org/ospruner-r1-7b-lam5e-5", "org/ospruner-r1-7b-lam2e-5")

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from ospruner_cli import app
+from ospruner.cli import app
 
 from ..conftest import Fuzzed
 

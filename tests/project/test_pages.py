@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import typer
 
-from ospruner_cli import app
-from ospruner_cli.serving import DoctorGroup
+from ospruner.cli import app
+from ospruner.cli.serving import DoctorGroup
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("train/toy/*/README.md")])
+PAGES = sorted(
+    [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("ospruner/demo/*/README.md")]
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULES = re.compile(r"\b(?:modeling_ospruner|ospruner)(?:\.\w+)+(?<!\.py)\b")
 
@@ -70,7 +72,7 @@ def test_every_page_of_docs_is_reached_from_readme() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_commands_exist_and_have_their_options(page: Path) -> None:
     for line in command_lines(page):
-        found = re.match(r"(?:.*-m ospruner_cli|ospruner) (.*)", line)
+        found = re.match(r"(?:.*-m ospruner.cli|ospruner) (.*)", line)
         if found is None:
             continue
         command, arguments = command_of(shlex.split(found[1], comments=True))

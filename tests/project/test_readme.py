@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.train.toy.problems import Split, iterate_problems
-from ospruner.train.toy.shipped import SHIPPED, Reasoner
+from ospruner.demo.problems import Split, iterate_problems
+from ospruner.demo.shipped import SHIPPED, Reasoner
 
 
 def test_the_three_uses_run_as_written(

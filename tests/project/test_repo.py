@@ -154,10 +154,10 @@ def test_workflow_calls_real_make_targets_on_the_tested_python(repo_dir: Path) -
     assert f"PYTHON ?= python{python}" in makefile
 
 
-def test_typings_point_at_the_mapped_packages(repo_dir: Path, project: dict[str, Any]) -> None:
+def test_links_point_at_the_mapped_packages(repo_dir: Path, project: dict[str, Any]) -> None:
     mapped = project["tool"]["setuptools"]["package-dir"]
     for name, folder in mapped.items():
-        link = repo_dir / "typings" / name.replace(".", "/")
+        link = repo_dir / name.replace(".", "/")
         assert link.is_symlink()
         assert not link.readlink().is_absolute()
         assert link.resolve() == repo_dir / folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from modeling_ospruner.common.results_file import (
+from ospruner.common.results_file import (
     NOT_MEASURED,
     Estimate,
     Frontier,

@@ -24,9 +24,9 @@ from modeling_ospruner.formats_ospruner import (
     TokenFormat,
 )
 from modeling_ospruner.rules_ospruner import AnswerEntropy, LearnedPolicy, mix64, uniform
-from modeling_ospruner.serving.slots import REASONS, StopSlots, uniforms
 from modeling_ospruner.states_ospruner import kind_of
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRow, shape_scores
+from ospruner.serving.slots import REASONS, StopSlots, uniforms
 
 MARKERS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),

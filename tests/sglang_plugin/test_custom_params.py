@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.sglang_plugin.custom_params import (
+from ospruner.serving.sglang.custom_params import (
     DEFAULTS_VARIABLE,
     check_params,
     excluded,
     server_defaults,
 )
-from modeling_ospruner.sglang_plugin.launching import server_command, sglang_options
-from modeling_ospruner.sglang_plugin.tapped import BASES, check_policy, check_server
-from ospruner_sglang import SGLANG_VERSIONS, UNTESTED, check_version
+from ospruner.serving.sglang.launching import server_command, sglang_options
+from ospruner.serving.sglang.tapped import BASES, check_policy, check_server
+from ospruner.serving.sglang_start import SGLANG_VERSIONS, UNTESTED, check_version
 
 PLAIN = {
     "custom_params": None,
@@ -211,14 +211,16 @@ def test_other_versions_of_sglang_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_entry_point_and_the_environment_are_those_of_the_version(repo_dir: Path) -> None:
     project = tomllib.loads((repo_dir / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["sglang.srt.plugins"] == {"ospruner": "ospruner_sglang:register"}
+    assert project["entry-points"]["sglang.srt.plugins"] == {
+        "ospruner": "ospruner.serving.sglang_start:register"
+    }
     first = ".".join(map(str, SGLANG_VERSIONS[0]))
     assert f"\nsglang=={first}\n" in (repo_dir / "constraints-sglang.txt").read_text()
 
 
 LOADED = """
 import sys
-from ospruner_sglang import register
+from ospruner.serving.sglang_start import register
 register()
 print(sorted({"torch", "transformers", "sglang", "modeling_ospruner"} & set(sys.modules)))
 """

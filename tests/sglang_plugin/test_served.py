@@ -12,9 +12,9 @@ import requests
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.serving.requests import StopRequest
-from modeling_ospruner.sglang_plugin.custom_params import RECORD
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.requests import StopRequest
+from ospruner.serving.sglang.custom_params import RECORD
 
 from ..server_process import SGLANG_PYTHON, running_sglang
 from ..vllm_plugin.plugin_replay import make_prompts, perturb, replay
@@ -78,7 +78,7 @@ def url(
     plain: list[list[int]], model: OSPrunerForCausalLM, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     log = tmp_path_factory.mktemp("served") / "server.log"
-    command = ["-m", "ospruner_cli", "serve", model.config._name_or_path, "--engine", "sglang"]
+    command = ["-m", "ospruner.cli", "serve", model.config._name_or_path, "--engine", "sglang"]
     command += ["--opt-in", *TIGHT]
     with running_sglang(command, log) as address:
         yield address

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.serving.requests import StopRequest
-from modeling_ospruner.sglang_plugin.custom_params import DEFAULTS_VARIABLE
-from modeling_ospruner.sglang_plugin.stopper import Stopper
 from modeling_ospruner.stopping_ospruner import RowPlan, StopRow
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.requests import StopRequest
+from ospruner.serving.sglang.custom_params import DEFAULTS_VARIABLE
+from ospruner.serving.sglang.stopper import Stopper
 
 from .test_custom_params import params
 

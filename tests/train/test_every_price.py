@@ -20,8 +20,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
-from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.cli import app
+from ospruner.common.results_file import Results
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.methods import EVERY_PRICE, parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import TraceTable
@@ -38,8 +40,6 @@ from ospruner.train.loop import StageResult
 from ospruner.train.objective import every_price_loss, objective_loss
 from ospruner.train.replay_labels import calibrate_policy, replay_labels
 from ospruner.train.settings import automatic_range
-from ospruner.train.toy.shipped import Reasoner, draw_split
-from ospruner_cli import app
 
 from .conftest import SETTINGS, MakeLabels, log_of
 

@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.doctor.arithmetic import ModelWork
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.doctor.arithmetic import ModelWork
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import charged_variant
 from ospruner.eval.online.command import OnlineRequest, run_online
@@ -19,7 +20,6 @@ from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_tr
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
 from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import VERIFIER, TrainSettings
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 from .conftest import MakeLabels
 

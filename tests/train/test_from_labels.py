@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.durable import write_checked
-from modeling_ospruner.engines.opening import EngineOptions
+from ospruner.cli import app
+from ospruner.common.durable import write_checked
+from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
+from ospruner.engines.opening import EngineOptions
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import read_provenance
@@ -33,9 +35,7 @@ from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.writer import LabelFolder
 from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import R1_PENALTIES
-from ospruner.train.toy.shipped import SHIPPED, Reasoner, draw_split
 from ospruner.train.traces import LabelledTraces
-from ospruner_cli import app
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.common.progress import silent
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.common.progress import silent
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.fresh import new_policy
 from ospruner.train.processes import Processes

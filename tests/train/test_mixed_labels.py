@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
-from modeling_ospruner.common.durable import write_checked
+from ospruner.cli import app
+from ospruner.common.durable import write_checked
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import LabelSettings
@@ -26,9 +28,7 @@ from ospruner.train.from_labels import (
 )
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.replay_labels import calibrate_policy, replay_labels
-from ospruner.train.toy.shipped import Reasoner, draw_split
 from ospruner.train.traces import LabelledTraces
-from ospruner_cli import app
 
 
 def told_otherwise(folder: Path, source: dict[str, Any] | None = None, **changed: Any) -> Path:

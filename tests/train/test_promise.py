@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, OSPrunerConfig
 from modeling_ospruner.rules_ospruner import Budget
-from modeling_ospruner.serving.requests import StopRequest
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.cli import app
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.table import TraceTable
+from ospruner.serving.requests import StopRequest
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
 from ospruner.train.labels.making import label
 from ospruner.train.replay_labels import calibrate_policy, replay_labels
-from ospruner.train.toy.shipped import Reasoner, draw_split
-from ospruner_cli import app
 
 
 @pytest.fixture(scope="module")

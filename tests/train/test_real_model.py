@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import PLAIN
+from ospruner.cli import app
 from ospruner.eval.grading.boxed import extract_boxed
 from ospruner.train.from_labels import load_labels
-from ospruner_cli import app
 
 from ..server_process import free_port, running_server
 from ..vllm_plugin.test_server import ARGUMENTS, CPU, needs_vllm
@@ -121,7 +121,7 @@ def test_generate_stops_with_the_continuation(folder: Path, policy: Path) -> Non
 @pytest.fixture(scope="module")
 def client(policy: Path) -> Iterator[OpenAI]:
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(policy), "--threshold", "0"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(policy), "--threshold", "0"]
     command += ["--served-model-name", "toy", *ARGUMENTS]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     with running_server(command, url, CPU, policy / "server.log"):

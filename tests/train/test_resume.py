@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.durable import DamagedError, read_checked
-from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.common.durable import DamagedError, read_checked
+from ospruner.common.progress import Progress, silent
 from ospruner.eval.schema import LabelSettings, TraceTable
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.train.loop import StageResult

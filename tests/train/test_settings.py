@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
-from modeling_ospruner.doctor.plan import Workload
 from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.cli.serving import doctor_plan
+from ospruner.cli.training import train_command
+from ospruner.doctor.plan import Workload
 from ospruner.train.settings import TrainSettings
-from ospruner_cli.serving import doctor_plan
-from ospruner_cli.training import train_command
 
 
 @pytest.mark.parametrize(

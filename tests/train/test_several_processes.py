@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from safetensors.torch import load_file
 
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.train.from_labels import train_from_labels
 from ospruner.train.processes import Processes, open_processes
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 from .several_processes import PRICED, QUERIES, SETTINGS
 
@@ -138,7 +138,7 @@ def test_processes_of_several_machines_share_no_file(labels: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [("ospruner_cli", "train"), ("ospruner.train.loop",)])
+@pytest.mark.parametrize("module", [("ospruner.cli", "train"), ("ospruner.train.loop",)])
 def test_the_command_runs_under_accelerate(
     module: tuple[str, ...], labels: Path, tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ def test_the_command_runs_under_accelerate(
 @pytest.mark.slow
 @pytest.mark.parametrize("multi", [(), ("--multi",)])
 def test_adapters_in_two_processes(multi: tuple[str, ...], labels: Path, tmp_path: Path) -> None:
-    line = ["-m", "ospruner_cli", "train", "--labels", labels, "--tuning", "lora", *multi]
+    line = ["-m", "ospruner.cli", "train", "--labels", labels, "--tuning", "lora", *multi]
     line += ["--lambdas", "1e-3,2e-4", "--batch-size", 7, "--learning-rate", "5e-4"]
     # Several targets share the base's layers, which cannot be split for each: they are copied.
     launch(*line, "--out", tmp_path / "two", *(() if multi else ("--shard",)))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ospruner.train.toy.problems import Split
-from ospruner.train.toy.shipped import Reasoner, draw_split
-from ospruner_cli import app
+from ospruner.cli import app
+from ospruner.demo.problems import Split
+from ospruner.demo.shipped import Reasoner, draw_split
 
 SMALL = {
     "--lambdas r1": "--lambdas 5e-4,5e-5",
@@ -50,7 +50,7 @@ def test_every_command_runs(labelled: Path, repo_dir: Path, tiny_base_dir: Path)
         for old, new in SMALL.items():
             line = line.replace(old, new.format(judge=tiny_base_dir))
         # What accelerate launches is run in this process; test_several_processes launches it.
-        launched = line.rpartition("-m ospruner_cli ")[2].removeprefix("ospruner ")
+        launched = line.rpartition("-m ospruner.cli ")[2].removeprefix("ospruner ")
         if launched.startswith("python "):
             continue  # tests/project/test_pages.py
         arguments = shlex.split(launched)

@@ -17,21 +17,21 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
-from modeling_ospruner.doctor.arithmetic import ModelWork
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
-from modeling_ospruner.serving.requests import StopRequest
+from ospruner.cli import app
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.doctor.arithmetic import ModelWork
 from ospruner.eval.compute import Compute
 from ospruner.eval.methods import PolicyUse, refuse_other_trials
 from ospruner.eval.replay import replay
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.serving.requests import StopRequest
 from ospruner.train.fresh import new_policy, predict_outputs
 from ospruner.train.labels.making import label
 from ospruner.train.loop import StageResult
-from ospruner.train.toy.shipped import Reasoner, draw_split
 from ospruner.train.traces import LabelledTraces
-from ospruner_cli import app
 
 from .conftest import SETTINGS, SHORT, MakeLabels
 

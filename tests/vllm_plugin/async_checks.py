@@ -16,8 +16,8 @@ import torch
 from vllm.platforms import current_platform
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.vllm_plugin.processor import StopProcessor
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.vllm.processor import StopProcessor
 
 from .plugin_checks import (
     TIGHT,

@@ -35,7 +35,7 @@ from vllm.compilation.counter import compilation_counter
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.states_ospruner import BREAK, VISIBLE
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 from .plugin_checks import environment, record, run, start, start_policy
 from .plugin_replay import perturb, replay

@@ -15,7 +15,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.vllm_plugin.model import OSPrunerVLLM
+from ospruner.serving.vllm.model import OSPrunerVLLM
 
 from .plugin_checks import (
     TIGHT,

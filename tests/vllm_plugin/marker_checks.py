@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.vllm_plugin.parser import MarkerThinkingParser
-from modeling_ospruner.vllm_plugin.plugin import MARKER_PARSER, PARSER
-from modeling_ospruner.vllm_plugin.server import server_command
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.vllm.parser import MarkerThinkingParser
+from ospruner.serving.vllm.plugin import MARKER_PARSER, PARSER
+from ospruner.serving.vllm.server import server_command
 
 from .plugin_checks import environment as environment
 from .plugin_checks import greedy, record, run, start_policy

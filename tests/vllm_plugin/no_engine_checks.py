@@ -22,20 +22,20 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import price_logits, price_places
 from modeling_ospruner.formats_ospruner import HARMONY
-from modeling_ospruner.serving.requests import DEFAULTS
 from modeling_ospruner.states_ospruner import BREAK, VISIBLE
-from modeling_ospruner.vllm_plugin.model import (
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.requests import DEFAULTS
+from ospruner.serving.vllm.model import (
     STOP_HEAD,
     StopHead,
     check_base_weights,
     check_start,
     merge_adapters,
 )
-from modeling_ospruner.vllm_plugin.pages import check_queries
-from modeling_ospruner.vllm_plugin.parser import HarmonyThinkingParser
-from modeling_ospruner.vllm_plugin.plugin import HARMONY_PARSER, PROCESSOR, register
-from modeling_ospruner.vllm_plugin.processor import StopProcessor
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.serving.vllm.pages import check_queries
+from ospruner.serving.vllm.parser import HarmonyThinkingParser
+from ospruner.serving.vllm.plugin import HARMONY_PARSER, PROCESSOR, register
+from ospruner.serving.vllm.processor import StopProcessor
 
 from ..broken_tensors import BROKEN, break_tensors
 from .plugin_replay import make_policy

@@ -13,11 +13,11 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.serving.requests import StopRequest
 from modeling_ospruner.stopping_ospruner import Phase
-from modeling_ospruner.vllm_plugin.plugin import PROCESSOR, WORKER_EXTENSION
-from modeling_ospruner.vllm_plugin.processor import StopProcessor
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.requests import StopRequest
+from ospruner.serving.vllm.plugin import PROCESSOR, WORKER_EXTENSION
+from ospruner.serving.vllm.processor import StopProcessor
 
 from .plugin_replay import TOLERANCE, make_policy, make_prompts, replay
 

@@ -12,11 +12,11 @@ import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.policy_ospruner import is_adapter
-from modeling_ospruner.serving.requests import StopRequest
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
-from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner.serving.requests import StopRequest
 
 TOLERANCE = 1e-4  # on stop probabilities, in float32
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 from .plugin_checks import environment as environment
 from .plugin_checks import greedy, record, run, start_policy

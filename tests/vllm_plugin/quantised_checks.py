@@ -21,9 +21,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import mxfp4 as mxfp4_layers
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.vllm_plugin.model import OSPrunerVLLM
-from modeling_ospruner.vllm_plugin.plugin import PROCESSOR
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.vllm.model import OSPrunerVLLM
+from ospruner.serving.vllm.plugin import PROCESSOR
 
 from .bases_checks import SIZES, _gpt_oss
 from .plugin_checks import environment

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 from . import plugin_checks
 from .plugin_checks import environment, mixed, plain, served

@@ -13,7 +13,7 @@ import pytest
 from vllm import LLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
 
 from . import plugin_checks, price_checks
 from .plugin_checks import TIGHT, environment, greedy, plain, record, run, served, start_policy

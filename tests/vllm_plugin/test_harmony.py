@@ -68,7 +68,7 @@ def client(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
     ).save_pretrained(folder / "policy")
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder / "policy"), "--opt-in"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder / "policy"), "--opt-in"]
     command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     with running_server(command, url, CPU, folder / "server.log"):

@@ -30,9 +30,9 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
-from modeling_ospruner.serving.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 from modeling_ospruner.stopping_ospruner import StopRecord
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 
 from ..conftest import Fuzzed
 from ..server_process import free_port, running_server
@@ -257,7 +257,7 @@ class SmallApp:
     """Our plug-in on an app whose one route reads a request's keys as vLLM's does."""
 
     def __init__(self) -> None:
-        monitoring = pytest.importorskip("modeling_ospruner.vllm_plugin.monitoring")
+        monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
         app = FastAPI()
 
         @app.exception_handler(ValueError)
@@ -344,7 +344,7 @@ def test_hostile_names_to_the_route(small_app: SmallApp, fuzzed: Fuzzed) -> None
 
 
 def test_counters_have_no_labels_of_a_request() -> None:
-    monitoring = pytest.importorskip("modeling_ospruner.vllm_plugin.monitoring")
+    monitoring = pytest.importorskip("ospruner.serving.vllm.monitoring")
     prometheus = pytest.importorskip("prometheus_client")
     for reason in ("policy", "budget", "natural"):
         for control in (False, True):
@@ -467,7 +467,7 @@ def server(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("policy")
     make_policy(reasoner, folder)
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder), "--opt-in"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder), "--opt-in"]
     command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     log: Path = tmp_path_factory.mktemp("vllm") / "server.log"

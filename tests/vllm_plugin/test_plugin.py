@@ -10,7 +10,7 @@ import pytest
 
 from modeling_ospruner import StopPolicyConfig
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.serving.requests import StopRequest, check_body
+from ospruner.serving.requests import StopRequest, check_body
 
 from ..own_process import run_checks
 

@@ -18,9 +18,9 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, OpenAIError
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.vllm_plugin.plugin import PROCESSOR
-from modeling_ospruner.vllm_plugin.server import server_command
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.shipped import Reasoner
+from ospruner.serving.vllm.plugin import PROCESSOR
+from ospruner.serving.vllm.server import server_command
 
 from ..server_process import free_port, running_server
 from .plugin_replay import make_policy, make_prompts, replay
@@ -49,7 +49,7 @@ def client(
     policy: tuple[OSPrunerForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenAI]:
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(policy[1]), "--opt-in"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(policy[1]), "--opt-in"]
     command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     log: Path = tmp_path_factory.mktemp("vllm") / "server.log"

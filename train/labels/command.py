@@ -11,16 +11,16 @@ from datasets import Dataset
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
-from modeling_ospruner.common.progress import Progress, silent
 from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.engines.opening import (
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from ospruner.common.progress import Progress, silent
+from ospruner.engines.opening import (
     ENGINES,
     EngineOptions,
     known_revision,
     load_tokenizer,
     open_engine,
 )
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from ospruner.eval.problems.problem import Columns, Problem
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
@@ -148,7 +148,7 @@ def run_label(
 
     Args:
         problems: which problems.
-        engine_name: one of `modeling_ospruner.engines.opening.ENGINES`.
+        engine_name: one of `ospruner.engines.opening.ENGINES`.
         engine_options: which base, and how it is run.
         settings: fields of `LabelSettings`, but for the base and its format.
         out_dir: the label folder.
@@ -229,7 +229,7 @@ def run_import(
 
     Args:
         file: the traces; see `label_import.read_traces`.
-        engine_name: one of `modeling_ospruner.engines.opening.ENGINES`.
+        engine_name: one of `ospruner.engines.opening.ENGINES`.
         engine_options: which base, and how it is run.
         settings: fields of `LabelSettings`, but for the base, its format and the file.
         out_dir: the label folder.

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.engines.interface import (
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.engines.interface import (
     AnswerStop,
     Engine,
     ForkedAnswer,
@@ -17,7 +18,6 @@ from modeling_ospruner.engines.interface import (
     SamplingSettings,
     TokenCount,
 )
-from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.eval.problems.problem import Problem, problems_from_rows, read_rows
 from ospruner.eval.problems.sources import text_key
 

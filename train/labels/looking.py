@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.engines.opening import load_tokenizer
+from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.hub_cards.labels import PICTURE
 

@@ -16,12 +16,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.common.durable import room_needed
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.dispatching import EnginesDownError
-from modeling_ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.loading_ospruner import base_fingerprint
+from ospruner.common.durable import room_needed
+from ospruner.common.progress import Progress, silent
+from ospruner.engines.dispatching import EnginesDownError
+from ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids

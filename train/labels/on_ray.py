@@ -10,11 +10,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from modeling_ospruner.common.durable import lock_folder
-from modeling_ospruner.common.optional import needed
-from modeling_ospruner.common.progress import Progress, silent
-from modeling_ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.common.durable import lock_folder
+from ospruner.common.optional import needed
+from ospruner.common.progress import Progress, silent
+from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 
@@ -62,7 +62,7 @@ class EngineWorker:
     """Makes an actor's worker from names; it is sent to the actors.
 
     Attributes:
-        engine_name: one of `modeling_ospruner.engines.opening.ENGINES`.
+        engine_name: one of `ospruner.engines.opening.ENGINES`.
         options: which base, and how it is run.
         settings: of the run, its reasoning format filled in.
     """

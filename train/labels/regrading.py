@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modeling_ospruner.common.progress import Progress, silent
+from ospruner.common.progress import Progress, silent
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance, write_provenance

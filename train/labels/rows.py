@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
 from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Grade, Task
 from ospruner.eval.schema import LabelSettings

@@ -23,9 +23,9 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.common.durable import DamagedError, read_checked, write_checked
-from modeling_ospruner.engines.interface import Engine
 from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.common.durable import DamagedError, read_checked, write_checked
+from ospruner.engines.interface import Engine
 from ospruner.eval.schema import LabelSettings
 
 from .making import label

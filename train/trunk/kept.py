@@ -19,15 +19,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from modeling_ospruner.common.durable import (
+from modeling_ospruner.loading_ospruner import fingerprint_of
+from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
+from ospruner.common.durable import (
     partial_of,
     replace_file,
     room_needed,
     sync_file,
     sync_folder,
 )
-from modeling_ospruner.loading_ospruner import fingerprint_of
-from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
 from ospruner.eval.table import BoolArray, FloatArray, IntArray
 
 __all__ = [

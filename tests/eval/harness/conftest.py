@@ -15,10 +15,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.serving.requests import StopRequest
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.harness.replies import Asked, LocalPolicy
 from ospruner.eval.problems.problem import user_message
-from ospruner.train.toy.shipped import Reasoner, draw_split
+from ospruner.serving.requests import StopRequest
 
 from ...vllm_plugin.plugin_replay import make_policy
 

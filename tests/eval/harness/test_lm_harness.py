@@ -118,7 +118,7 @@ def test_a_server_of_vllm_gives_the_same_grades(
     here = {"policy": str(policy[1]), "dtype": "float32", **stops}
     local = evaluate(tasks, here, device="cpu")
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner_cli", "serve", str(policy[1]), "--opt-in"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(policy[1]), "--opt-in"]
     command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     with running_server(command, url, CPU, tmp_path / "server.log"):
@@ -181,7 +181,7 @@ def test_command_line_knows_the_model(policy: Policy, tasks: Path, tmp_path: Pat
     arguments += ["--include_path", str(tasks), "--apply_chat_template", "--log_samples"]
     arguments += ["--output_path", str(tmp_path), "--limit", "2", "--device", "cpu"]
     done = subprocess.run(
-        [sys.executable, "-m", "ospruner_cli", "lm-eval", *arguments],
+        [sys.executable, "-m", "ospruner.cli", "lm-eval", *arguments],
         capture_output=True,
         text=True,
         env=dict(os.environ),

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.harness.replies import AnswerStrings, Asked, _parts, cut, open_policy
-from ospruner.train.toy.shipped import Reasoner
 
 from .conftest import ChatServer
 

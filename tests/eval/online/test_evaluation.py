@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from modeling_ospruner.common.results_file import Results
+from ospruner.common.results_file import Results
 from ospruner.eval.online.evaluation import Evaluation, find_evaluations
 from ospruner.eval.report.summary import differences_of, parse_lambdas, save_evaluation
 from ospruner.eval.results import best_rows

@@ -17,10 +17,12 @@ from datasets import Dataset
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.common.results_file import Results
-from modeling_ospruner.doctor.arithmetic import ModelWork
-from modeling_ospruner.engines import TransformersEngine
 from modeling_ospruner.rules_ospruner import Budget
+from ospruner.cli import app
+from ospruner.common.results_file import Results
+from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from ospruner.doctor.arithmetic import ModelWork
+from ospruner.engines import TransformersEngine
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import paired_difference
 from ospruner.eval.online.batches import Batch, Journal, Method, SampleRow, evaluate_online
@@ -36,8 +38,6 @@ from ospruner.train.fresh import new_policy, predict
 from ospruner.train.from_labels import load_labels
 from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import TrainSettings
-from ospruner.train.toy.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
-from ospruner_cli import app
 
 SAMPLES = 2
 SETTINGS = OnlineSettings(

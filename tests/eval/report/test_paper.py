@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from modeling_ospruner.common.results_file import Results
+from ospruner.common.results_file import Results
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from modeling_ospruner.common.results_file import Estimate
+from ospruner.common.results_file import Estimate
 from ospruner.eval.online.evaluation import Evaluation
 from ospruner.eval.report.tables import (
     AVERAGE,

@@ -15,7 +15,7 @@ from matplotlib.transforms import Bbox
 from rich.console import Console
 from rich.table import Table
 
-from modeling_ospruner.common.results_file import Difference, Estimate, Frontier, Result, Results
+from ospruner.common.results_file import Difference, Estimate, Frontier, Result, Results
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.metrics import AES_RELATIVE
 from ospruner.eval.report.pictures import draw_pareto, label_points, save_pareto

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from modeling_ospruner.doctor.arithmetic import LayerWork, ModelWork
 from modeling_ospruner.rules_ospruner import (
     Agreement,
     AnswerEntropy,
@@ -14,6 +13,7 @@ from modeling_ospruner.rules_ospruner import (
     StopRule,
     TrialConfidence,
 )
+from ospruner.doctor.arithmetic import LayerWork, ModelWork
 from ospruner.eval.compute import Compute
 from ospruner.eval.replay import replay_budget, replay_step
 from ospruner.eval.rules.families import AtStep, parse_rule

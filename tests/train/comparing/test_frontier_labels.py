@@ -9,8 +9,9 @@ import pytest
 from datasets import Dataset
 from typer.testing import CliRunner
 
-from modeling_ospruner.common.results_file import Results
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.cli import app
+from ospruner.common.results_file import Results
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import provenance
@@ -18,7 +19,6 @@ from ospruner.train.comparing.frontier_labels import RULES, frontier_of_labels, 
 from ospruner.train.fresh import StageResult
 from ospruner.train.labels.folder import data_hash
 from ospruner.train.labels.writer import Chunk, LabelFolder
-from ospruner_cli import app
 
 from ..conftest import SHORT, MakeLabels
 

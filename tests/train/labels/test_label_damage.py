@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from modeling_ospruner.common.durable import DamagedError
+from ospruner.cli import app
+from ospruner.common.durable import DamagedError
 from ospruner.eval.schema import LabelSettings
 from ospruner.hub_cards.facts import hash_files, provenance, read_provenance
 from ospruner.train.from_labels import load_labels
@@ -30,7 +31,6 @@ from ospruner.train.labels.folder import (
 from ospruner.train.labels.looking import stats_of
 from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.writer import Chunk, LabelFolder
-from ospruner_cli import app
 
 from ...conftest import Fuzzed
 from ..conftest import MakeLabels

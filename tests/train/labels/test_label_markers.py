@@ -11,10 +11,10 @@ import torch
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_with_rule
 from modeling_ospruner.rules_ospruner import Budget
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.harness.replies import _parts
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.making import label
-from ospruner.train.toy.shipped import Reasoner, draw_split
 
 SETTINGS = LabelSettings(
     base_model="toy", temperature=0.0, max_new_tokens=300, max_answer_tokens=12

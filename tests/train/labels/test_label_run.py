@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
-from modeling_ospruner.engines.interface import SamplingSettings
-from modeling_ospruner.engines.opening import ENGINES, EngineOptions
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import QWEN3, TokenFormat
+from ospruner.cli import app
+from ospruner.demo.shipped import SHIPPED
+from ospruner.engines.interface import SamplingSettings
+from ospruner.engines.opening import ENGINES, EngineOptions
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.schema import FEATURES, validate_row
 from ospruner.train.labels.command import (
     ProblemOptions,
@@ -28,8 +30,6 @@ from ospruner.train.labels.command import (
 )
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import ImportedTraces, read_traces
-from ospruner.train.toy.shipped import SHIPPED
-from ospruner_cli import app
 
 LIMITS = {"max_new_tokens": 40, "max_answer_tokens": 5}
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from modeling_ospruner.engines.asking import Ask, AskingEngine, Reply, Server
-from modeling_ospruner.engines.interface import SamplingSettings
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.engines.asking import Ask, AskingEngine, Reply, Server
+from ospruner.engines.interface import SamplingSettings
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.folder import read_labels, read_manifest

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.cli import app
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.programs import Code
 from ospruner.eval.problems.registry import parse_task
@@ -28,7 +29,6 @@ from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.rows import grade_rows
 from ospruner.train.labels.writer import LabelFolder
 from ospruner.train.replay_labels import calibrate_policy, replay_labels
-from ospruner_cli import app
 
 
 def label(base: Path, rows: list[dict[str, Any]], out: Path, *arguments: str) -> Dataset:

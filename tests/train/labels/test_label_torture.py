@@ -24,8 +24,9 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.cli import app
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.boxed import Verdict, check_grader
 from ospruner.eval.problems.problem import Problem
@@ -34,7 +35,6 @@ from ospruner.train.labels.folder import TokenCosts, faults_of, read_labels, rea
 from ospruner.train.labels.making import label
 from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.writer import Chunk, LabelFolder
-from ospruner_cli import app
 
 from ...conftest import Fuzzed
 from ..conftest import MakeLabels

@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.engines.dispatching import EnginesDownError
-from modeling_ospruner.engines.interface import TraceDesk, TraceRequest
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.engines.dispatching import EnginesDownError
+from ospruner.engines.interface import TraceDesk, TraceRequest
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.boxed import Verdict
 from ospruner.eval.grading.pool import GradingPool

@@ -18,10 +18,10 @@ import torch
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.common.durable import lock_folder
-from modeling_ospruner.engines.interface import TraceDesk, TraceRequest
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, QWEN3, TokenFormat
+from ospruner.common.durable import lock_folder
+from ospruner.engines.interface import TraceDesk, TraceRequest
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
@@ -162,7 +162,7 @@ import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
-from modeling_ospruner.engines.transformers.engine import TransformersEngine
+from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.making import label

@@ -15,11 +15,11 @@ from unittest import mock
 
 import pytest
 
-from modeling_ospruner.common.optional import MissingPackageError
-from modeling_ospruner.engines import TransformersEngine
-from modeling_ospruner.engines.interface import TraceDesk, TraceRequest
-from modeling_ospruner.engines.opening import EngineOptions
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.common.optional import MissingPackageError
+from ospruner.engines import TransformersEngine
+from ospruner.engines.interface import TraceDesk, TraceRequest
+from ospruner.engines.opening import EngineOptions
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.command import ProblemOptions, run_label

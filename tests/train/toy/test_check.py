@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ospruner.train.tail import no_denormals
-from ospruner.train.toy.check import (
+from ospruner.cli import app
+from ospruner.demo.check import (
     Family,
     Gate,
     first_recheck,
@@ -16,9 +16,9 @@ from ospruner.train.toy.check import (
     repairs_and_breaks,
     scored_card,
 )
-from ospruner.train.toy.domains import DOMAINS, draw_domain
-from ospruner.train.toy.shipped import MIXED_SHIPPED, SHIPPED, Reasoner
-from ospruner_cli import app
+from ospruner.demo.domains import DOMAINS, draw_domain
+from ospruner.demo.shipped import MIXED_SHIPPED, SHIPPED, Reasoner
+from ospruner.train.tail import no_denormals
 
 
 def row(grades: list[float], paragraphs: list[str], ended: str = "natural") -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ospruner.demo.comparison import Comparison, Predictions, compare_methods
 from ospruner.eval.table import TraceTable
-from ospruner.train.toy.comparison import Comparison, Predictions, compare_methods
 
 
 def table_of(seed: int, traces: int = 60, steps: int = 6) -> TraceTable:

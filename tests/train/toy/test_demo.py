@@ -14,17 +14,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.common.results_file import Results
+from ospruner.cli import app
+from ospruner.common.results_file import Results
+from ospruner.demo.comparison import Predictions, compare_methods
+from ospruner.demo.demo import PRICE_RANGE, QUICK, STANDARD, run_demo
 from ospruner.eval.methods import EVERY_PRICE, FULL
 from ospruner.eval.table import TraceTable
 from ospruner.train.labels.folder import read_labels
-from ospruner.train.toy.comparison import Predictions, compare_methods
-from ospruner.train.toy.demo import PRICE_RANGE, QUICK, STANDARD, run_demo
-from ospruner_cli import app
 
 pytestmark = pytest.mark.xdist_group("demo")  # its quick run is made once
 
-COMMAND = [sys.executable, "-m", "ospruner_cli", "demo", "--quick", "--out"]
+COMMAND = [sys.executable, "-m", "ospruner.cli", "demo", "--quick", "--out"]
 
 
 @pytest.fixture(scope="module")

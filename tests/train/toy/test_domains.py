@@ -10,10 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
-from ospruner.train.replay_labels import replay_labels
-from ospruner.train.tail import no_denormals
-from ospruner.train.toy.domains import (
+from ospruner.demo.domains import (
     CHOICE_SHARES,
     DOMAINS,
     MIX,
@@ -23,10 +20,13 @@ from ospruner.train.toy.domains import (
     draw_domain,
     draw_mixed,
 )
-from ospruner.train.toy.examples import build_example
-from ospruner.train.toy.fallible_reasoner import SECOND_CYCLE, write_trace
-from ospruner.train.toy.problems import Split, apply, iterate_problems, split_of
-from ospruner.train.toy.shipped import Reasoner
+from ospruner.demo.examples import build_example
+from ospruner.demo.fallible_reasoner import SECOND_CYCLE, write_trace
+from ospruner.demo.problems import Split, apply, iterate_problems, split_of
+from ospruner.demo.shipped import Reasoner
+from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
+from ospruner.train.replay_labels import replay_labels
+from ospruner.train.tail import no_denormals
 
 CHAIN_SUM = re.compile(r"State the final answer to the following arithmetic problem: ([\d +-]+) =")
 

@@ -3,8 +3,8 @@ from random import Random
 
 import pytest
 
-from ospruner.train.toy.fallible_reasoner import slip_rate, slipped, write_trace
-from ospruner.train.toy.problems import (
+from ospruner.demo.fallible_reasoner import slip_rate, slipped, write_trace
+from ospruner.demo.problems import (
     FAMILY_SHARES,
     SPLIT_SHARES,
     apply,

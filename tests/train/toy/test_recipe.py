@@ -8,17 +8,17 @@ import torch
 from safetensors.torch import load_file
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
-from ospruner.train.toy import recipe as recipe_module
-from ospruner.train.toy.examples import batches_by_length, draw_examples
-from ospruner.train.toy.fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
-from ospruner.train.toy.recipe import (
+from ospruner.demo import recipe as recipe_module
+from ospruner.demo.examples import batches_by_length, draw_examples
+from ospruner.demo.fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
+from ospruner.demo.recipe import (
     Recipe,
     build_tokenizer,
     learning_rate_factor,
     recipe_for,
     train_reasoner,
 )
-from ospruner.train.toy.shipped import SHIPPED
+from ospruner.demo.shipped import SHIPPED
 
 SHORT = Recipe(tokens=6_000, second_tokens=3_000, batch_tokens=1_024)
 

@@ -1,0 +1,1 @@
+"""OS-Pruner: stops a reasoning model at the right paragraph of its thinking."""

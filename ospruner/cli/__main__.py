@@ -1,0 +1,5 @@
+"""`python -m ospruner.cli`: the same as `ospruner`."""
+
+from . import main
+
+main()

@@ -1,0 +1,104 @@
+"""`ospruner app`; without an argument it trains a policy of the embedded reasoner first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.app.page import PIP_LINE, open_app, open_source
+from ospruner.common.durable import replace_file
+from ospruner.common.optional import needed
+from ospruner.common.progress import PhaseBars
+from ospruner.train.loop import train
+from ospruner.train.settings import TrainSettings
+from ospruner.train.tail import no_denormals
+from ospruner.train.traces import LabelledTraces
+
+from .problems import Split
+from .shipped import Reasoner, draw_split
+
+FOLDER = Path("runs/app")
+PENALTIES = (2e-3, 1e-3, 5e-4)
+TRACES: dict[Split, int] = {"train": 256, "validation": 64}
+
+
+def run_app(
+    policy: str | None,
+    url: str | None,
+    revision: str | None,
+    console: Console,
+    host: str | None = None,
+    port: int | None = None,
+    in_browser: bool = False,
+) -> None:
+    """Opens the page for a policy, a server, or the embedded reasoner where neither is given.
+
+    Args:
+        policy: Folder or Hub id.
+        url: Address of a server of `ospruner serve`.
+        revision: Of the policy on the Hub.
+        console: Where to say what is done.
+        host: See `open_app`.
+        port: See `open_app`.
+        in_browser: See `open_app`.
+
+    Raises:
+        MissingPackageError: Gradio is not installed; nothing was trained.
+        ValueError, OSError: As `open_source` and `open_app`.
+    """
+    needed("gradio", "the page of `ospruner app`", PIP_LINE)
+    base = None
+    if policy is None and url is None:
+        if revision is not None:
+            raise ValueError(f"--revision is {revision!r} without a policy: name the policy, too")
+        policy, base = str(first_policy(FOLDER, console)), "the embedded reasoner"
+    open_app(open_source(policy, url, revision, base), host, port, in_browser)
+
+
+@no_denormals()
+def first_policy(
+    out_dir: Path, console: Console, traces: dict[Split, int] | None = None, seed: int = 0
+) -> Path:
+    """Labels traces and trains a policy, unless the folder holds one already.
+
+    Args:
+        out_dir: Where labels and policy are kept; a stopped run continues.
+        console: Where to say what is done.
+        traces: How many of each split; None for `TRACES`.
+        seed: Of problems, sampling and training.
+
+    Returns:
+        The policy's folder.
+    """
+    policy, finished = out_dir / "policy", out_dir / "finished"
+    if finished.is_file():
+        console.print(f"The embedded reasoner with the policy in {policy}.")
+        return policy
+    counts = TRACES if traces is None else traces
+    console.print(
+        f"First start: a policy for the embedded reasoner is trained on {counts['train']} "
+        f"traces; that takes about two minutes on one core, and is kept in {out_dir}. "
+        "`ospruner demo` makes a better one: ospruner app runs/demo/policy"
+    )
+    reasoner = Reasoner()
+    labelled = {}
+    for split, count in counts.items():
+        with PhaseBars(console, split) as bars:
+            rows = reasoner.label(
+                draw_split(split, count, seed), out_dir / "labels" / split, seed, bars
+            )
+        labelled[split] = LabelledTraces.from_dataset(rows)
+    settings = TrainSettings(
+        length_penalties=PENALTIES, epochs_per_stage=4, batch_size=16, learning_rate=5e-4,
+        head_learning_rate=3e-3, final_learning_rate_share=0.1, seed=seed,
+    )  # fmt: skip
+    with PhaseBars(console, "train") as bars:
+        stages = train(
+            reasoner.model, reasoner.tokenizer, labelled["train"], labelled["validation"],
+            settings, reasoner.label_settings(seed), out_dir / "stages", progress=bars,
+        )  # fmt: skip
+    OSPrunerForCausalLM.from_base(reasoner.model, stages[-1].path).save_pretrained(policy)
+    replace_file(finished, b"")
+    return policy

@@ -1,0 +1,108 @@
+"""The embedded reasoners that ship with the package, and how the toy's commands run one."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.common.progress import Progress, silent
+from ospruner.engines.transformers.engine import TransformersEngine
+from ospruner.eval.problems.problem import Problem
+from ospruner.eval.problems.task import Math, Task
+from ospruner.eval.schema import LabelSettings
+from ospruner.train.labels.making import label
+
+from .problems import Split, iterate_problems
+
+SHIPPED = Path(__file__).with_name("reasoner")
+MIXED_SHIPPED = Path(__file__).with_name("reasoner-mixed")
+"""The one that knows every domain of `domains.DOMAINS`; the other knows mathematics."""
+
+MAX_THINKING_TOKENS = 800
+MAX_ANSWER_TOKENS = 16
+
+
+class Reasoner:
+    """An embedded reasoner with what it takes to sample and label its traces.
+
+    Attributes:
+        folder: Where it was loaded from.
+        model: The base, in float32.
+        tokenizer: Its tokenizer.
+        token_format: How it writes its thinking.
+        engine: The transformers engine that runs it.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Load a reasoner.
+
+        Args:
+            folder: Its folder; None for the shipped one.
+
+        Raises:
+            FileNotFoundError: the folder holds no model.
+        """
+        disable_progress_bar()  # transformers' own bars would break into ours
+        self.folder = folder or SHIPPED
+        if not (self.folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{self.folder} holds no reasoner (no config.json): train one with "
+                "`ospruner toy train --out DIR` and name DIR/reasoner"
+            )
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=torch.float32
+        )
+        self.token_format = TokenFormat.compile(DEEPSEEK_R1, self.tokenizer)
+        self.engine = TransformersEngine(self.model, self.tokenizer, batch_size=256)
+
+    def label_settings(self, seed: int, task: Task | None = None) -> LabelSettings:
+        """How the toy's traces are made: temperature 0.6, top-p 0.95, forced answers.
+
+        Args:
+            seed: Of the sampling.
+            task: Whose problems; None for mathematics.
+        """
+        return LabelSettings(
+            base_model=str(self.folder),
+            reasoning_format=DEEPSEEK_R1.to_dict(),
+            seed=seed,
+            max_new_tokens=MAX_THINKING_TOKENS,
+            max_answer_tokens=MAX_ANSWER_TOKENS,
+            task=(task or Math()).settings,
+        )
+
+    def label(
+        self,
+        problems: Sequence[Problem],
+        out_dir: Path,
+        seed: int,
+        progress: Progress = silent,
+        task: Task | None = None,
+    ) -> Dataset:
+        """Sample and label one trace a problem in `out_dir`; a stopped run continues."""
+        return label(
+            problems,
+            self.engine,
+            self.tokenizer,
+            self.token_format,
+            self.label_settings(seed, task),
+            out_dir,
+            chunk_traces=512,
+            progress=progress,
+        )
+
+
+def draw_split(split: Split, count: int, seed: int) -> list[Problem]:
+    """The first `count` problems of a split, as labelling takes them."""
+    return [problem.as_problem() for problem in islice(iterate_problems(split, seed), count)]

@@ -1,0 +1,281 @@
+"""Engines by name: what the command line and scripts construct them with."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+from modeling_ospruner.loading_ospruner import refuse_no_tokenizer
+
+from .interface import Engine
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ENGINES",
+    "EngineOptions",
+    "default_engine",
+    "known_revision",
+    "load_tokenizer",
+    "open_engine",
+    "parse_engine_args",
+]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which base an engine runs, and how.
+
+    Attributes:
+        base: the base's folder or Hub id; for "openai" also the model's name at the endpoints.
+        revision: of a Hub id.
+        batch_size: rows, or requests, that are worked on at once; None for the engine's default.
+        dtype: such as "float32", "bfloat16". Only of "transformers" and "vllm". "auto" is the
+            base's own, but for "transformers" on a CPU: there it is float32, which gives the same
+            in any batch; "bfloat16" is several times as fast where the CPU has units for it.
+        device: such as "cpu", "cuda"; None for the best there is. Only of "transformers".
+        urls: endpoints, of "openai" and "sglang".
+        arguments: further keyword arguments of the engine, such as vLLM's `tensor_parallel_size`.
+    """
+
+    base: str
+    revision: str | None = None
+    batch_size: int | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    urls: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_engine_args(texts: Sequence[str]) -> dict[str, Any]:
+    """Arguments of an engine as the command line gives them: `tensor_parallel_size=2`.
+
+    Args:
+        texts: each a name and a value. A value that reads as JSON (a number, true, a list...) is
+            that; any other is text.
+
+    Raises:
+        ValueError: one has no name or no value, or a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not name.isidentifier() or not equals:
+            raise ValueError(
+                f"engine argument {text!r}; it must be name=value, such as tensor_parallel_size=2"
+            )
+        if name in found:
+            raise ValueError(f"engine argument {name} is given twice; give it once")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def load_tokenizer(base: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base.
+
+    Raises:
+        ValueError: there is no such base, or it has no tokenizer.
+    """
+    try:
+        refuse_no_tokenizer(base, {"revision": revision})
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"base is {base!r}, of which no tokenizer can be loaded ({_first_line(error)}); give "
+            "the folder or Hub id of a reasoning model"
+        ) from error
+    return tokenizer
+
+
+def known_revision(base: str, revision: str | None = None) -> str | None:
+    """The commit of a base on the Hub; None for a folder.
+
+    Raises:
+        ValueError: there is no such base, or it is a stopping policy.
+    """
+    try:
+        file = cached_file(base, "config.json", revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"base is {base!r}, which cannot be loaded ({_first_line(error)}); give the folder or "
+            "Hub id of a reasoning model"
+        ) from error
+    config: dict[str, Any] = json.loads(Path(str(file)).read_text("utf-8"))
+    if config.get("model_type") == "ospruner":
+        raise ValueError(
+            f"base is {base!r}, which is no base but a stopping policy, for the base "
+            f"{config.get('base_model_name_or_path')!r}: give that base"
+        )
+    return extract_commit_hash(file, None)
+
+
+def default_engine(device: str | None = None) -> tuple[str, str]:
+    """The engine to label with where none is named, and why.
+
+    Args:
+        device: where the user wants to compute; None leaves it open.
+    """
+    import torch
+
+    if device is not None:
+        return "transformers", f"the one that computes on a given device ({device})"
+    if not torch.cuda.is_available():
+        return "transformers", "there is no CUDA GPU"
+    if importlib.util.find_spec("vllm") is None:
+        return "transformers", "vLLM, which is many times faster on a GPU, is not installed"
+    return "vllm", "there are a CUDA GPU and vLLM"
+
+
+def open_engine(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    """Opens an engine.
+
+    Args:
+        name: one of `ENGINES`.
+        tokenizer: the base's.
+        options: which base, and how it is run.
+
+    Raises:
+        ValueError: an unknown engine, or a base or option that it cannot take.
+        MissingPackageError: its package is not installed; the message holds the pip line.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"engine is {name!r}; it must be one of {', '.join(ENGINES)}")
+    for option, engines in _ONLY.items():
+        value = vars(options)[option]
+        if name not in engines and value != vars(EngineOptions)[option]:
+            raise ValueError(
+                f"{option} is {value!r}, which the engine {name!r} does not look at (only "
+                f"{', '.join(engines)} do): leave it out"
+            )
+    return ENGINES[name](tokenizer, options)
+
+
+def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from .transformers.engine import TransformersEngine
+
+    ours = set(inspect.signature(TransformersEngine).parameters) - {"model", "tokenizer"}
+    loading = {name: value for name, value in options.arguments.items() if name not in ours}
+    place = device_named(options.device)
+    if options.dtype != "auto" and not isinstance(vars(torch).get(options.dtype), torch.dtype):
+        raise ValueError(
+            f"dtype is {options.dtype!r}; it must be auto, float32, bfloat16 or float16"
+        )
+    on_cpu = torch.device(place).type == "cpu" and "device_map" not in loading
+    dtype = "float32" if options.dtype == "auto" and on_cpu else options.dtype
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            options.base, revision=options.revision, dtype=dtype, **loading
+        )
+    except (OSError, ValueError, TypeError) as error:
+        given = f" with {loading}" if loading else ""
+        raise ValueError(
+            f"base is {options.base!r}, which cannot be loaded{given} ({_first_line(error)})"
+        ) from error
+    if "device_map" not in loading:
+        torch.nn.Module.to(model, place)
+    arguments = {name: options.arguments[name] for name in ours & set(options.arguments)}
+    if options.batch_size is not None:
+        arguments["batch_size"] = options.batch_size
+    return TransformersEngine(model, tokenizer, **arguments)
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device to use.
+
+    Args:
+        name: such as "cpu", "cuda"; None for the best there is.
+
+    Raises:
+        ValueError: it is not here.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device is {name!r}, which is not here ({_first_line(error)}); leave it out, or give "
+            "cpu, or cuda where there is a GPU"
+        ) from error
+    return device
+
+
+def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    from .vllm import VLLMEngine
+
+    return VLLMEngine(
+        options.base,
+        tokenizer,
+        revision=options.revision,
+        dtype=options.dtype,
+        **_with_size(options),
+    )
+
+
+def _open_openai(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    from .openai import OpenAIEngine
+
+    _refuse_unknown("openai", options.arguments, inspect.signature(OpenAIEngine).parameters)
+    return OpenAIEngine(
+        options.base, tokenizer, options.urls, revision=options.revision, **_with_size(options)
+    )
+
+
+def _open_sglang(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    from .sglang import SGLangEngine
+
+    _refuse_unknown("sglang", options.arguments, inspect.signature(SGLangEngine).parameters)
+    return SGLangEngine(
+        options.base, tokenizer, options.urls, revision=options.revision, **_with_size(options)
+    )
+
+
+ENGINES: dict[str, Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]] = {
+    "transformers": _open_transformers,
+    "vllm": _open_vllm,
+    "sglang": _open_sglang,
+    "openai": _open_openai,
+}
+"""What opens each engine."""
+_ONLY = {
+    "dtype": ("transformers", "vllm"),
+    "device": ("transformers",),
+    "urls": ("openai", "sglang"),
+}
+
+
+def _with_size(options: EngineOptions) -> dict[str, Any]:
+    size = {} if options.batch_size is None else {"concurrency": options.batch_size}
+    return {**options.arguments, **size}
+
+
+def _refuse_unknown(engine: str, arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    named = {"base", "self", "tokenizer", "urls", "revision"}
+    if unknown := sorted(set(arguments) - (set(known) - named)):
+        raise ValueError(
+            f"engine arguments {unknown}: the {engine} engine takes "
+            f"{sorted(set(known) - named)}; what the server itself takes is given where it starts"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,0 +1,382 @@
+"""The state of one row being sampled, and of one answer being forked; how tokens are chosen.
+
+Draws are counter-based, and a row's tokens do not depend on its batch: a batch moves the logits by
+a few roundings, so a choice that roundings could turn is made again from the row run alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+from modeling_ospruner.configuration_ospruner import input_device
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.rules_ospruner import greedy, mix64
+from modeling_ospruner.states_ospruner import BoundaryState
+
+from ..interface import (
+    AnswerStop,
+    ForkedAnswer,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+)
+
+_U64 = np.uint64
+_FEW = 64
+
+
+def row_keys(prompts: Sequence[Sequence[int]], keys: Sequence[str] | None) -> list[str]:
+    """The given keys, or for each prompt its ids and how often they occurred before."""
+    if keys is not None:
+        if len(keys) != len(prompts):
+            raise ValueError(f"keys has {len(keys)} entries for {len(prompts)} prompts")
+        return list(keys)
+    seen: Counter[tuple[int, ...]] = Counter()
+    made = []
+    for prompt in prompts:
+        ids = tuple(prompt)
+        made.append(f"{ids}/{seen[ids]}")
+        seen[ids] += 1
+    return made
+
+
+def row_state(seed: int, key: str) -> int:
+    """The 64-bit state from which `uniforms` draws for one row."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return mix64(mix64(seed) ^ int.from_bytes(digest, "big"))
+
+
+def uniforms(states: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> torch.Tensor:
+    """One draw in [0, 1) for each row's state and step (B,): `uniform`, vectorised."""
+    z = (states ^ steps) + _U64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _U64(27))) * _U64(0x94D049BB133111EB)
+    z = z ^ (z >> _U64(31))
+    return torch.from_numpy((z >> _U64(11)).astype(np.float64) * 2.0**-53)
+
+
+_ROUNDINGS = 128
+"""Machine epsilons of the largest logit by which a batch may move a logit; 16 is the most seen."""
+
+
+def batch_noise(model: PreTrainedModel) -> float:
+    """How far a row's logits may move with its batch, relative to the largest; 0 if unbounded.
+
+    In half precision nearly every choice could turn: there it is left to the batch. A base in
+    float64 still rounds some of what it computes to float32 (norms, recurrent states).
+    """
+    return 0.0 if _coarse(model) else _ROUNDINGS * torch.finfo(torch.float32).eps
+
+
+def batch_effects(model: PreTrainedModel) -> str | None:
+    """Why rows may get other tokens in another batch; None where they do not."""
+    return _coarse(model) or unsteady(model)
+
+
+def _coarse(model: PreTrainedModel) -> str | None:
+    """What rounds more coarsely than float32; None where nothing does."""
+    if model.dtype not in (torch.float32, torch.float64):
+        name = str(model.dtype).removeprefix("torch.")
+        return f"the base runs in {name}, which rounds differently in other batches"
+    if input_device(model).type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return "the base runs in TF32, which rounds differently in other batches"
+    return None
+
+
+def unsteady(model: PreTrainedModel) -> str | None:
+    """What lets a batch's roundings grow beyond `batch_noise`, even in float32; None if nothing.
+
+    A rounding that turns a router's choice gives a token another expert. In recurrent states
+    roundings gather over the text (up to 1,400 machine epsilons after 200 tokens were seen); those
+    of short convolutions hold a few tokens only.
+    """
+    text = model.config.get_text_config()
+    if any(name.rsplit(".", 1)[-1] == "experts" for name, _ in model.named_modules()):
+        return (
+            f"the base ({text.model_type}) routes tokens to experts, and a batch's roundings can "
+            "choose others"
+        )
+    recurrent = any(
+        isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=text).layers
+    )
+    if recurrent and "conv" not in (vars(text).get("layer_types") or ()):
+        return f"the base ({text.model_type}) has recurrent states, in which roundings gather"
+    return None
+
+
+@torch.inference_mode()
+def run_alone(model: PreTrainedModel, token_ids: Sequence[int], count: TokenCount) -> torch.Tensor:
+    """The logits (1, V) after a text that runs by itself: they depend on nothing but the text."""
+    count.computed += len(token_ids)
+    ids = torch.tensor([list(token_ids)], device=input_device(model))
+    return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+
+
+def greedy_alone(
+    model: PreTrainedModel, token_ids: Sequence[int], count: TokenCount
+) -> tuple[int, float]:
+    """The most likely token after a text that runs by itself, and its log-probability."""
+    token, logprob = greedy(run_alone(model, token_ids, count))
+    return int(token), float(logprob)
+
+
+def option_scores(
+    model: PreTrainedModel,
+    logits: torch.Tensor,
+    options: Sequence[int],
+    token_ids: Sequence[int],
+    noise: float,
+    count: TokenCount,
+) -> list[float]:
+    """The logits of options after a text; of the text run alone where noise could turn the best.
+
+    Args:
+        model: runs the text alone.
+        logits: (V,), of a batch.
+        options: token ids.
+        token_ids: the text.
+        noise: of the logits, relative to the largest; see `batch_noise`.
+        count: where tokens are counted.
+    """
+    scores = logits[list(options)].float()
+    best = scores.topk(2).values
+    if noise and best[0] - best[1] < 2 * noise * _largest(logits):
+        scores = run_alone(model, token_ids, count)[0, list(options)].float()
+    found: list[float] = scores.tolist()
+    return found
+
+
+def is_close(logits: torch.Tensor, noise: float) -> torch.Tensor:
+    """Whether a batch's noise could turn the most likely token of logits (..., V): (...)."""
+    if not noise:
+        return torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    best = logits.topk(2, dim=-1).values
+    return best[..., 0] - best[..., 1] < 2 * noise * _largest(logits)
+
+
+def choose(
+    logits: torch.Tensor, draws: torch.Tensor, settings: SamplingSettings, noise: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples one token a row by inverting the CDF of the warped distribution.
+
+    Temperature, then top-k, then top-p, as transformers orders them; the nucleus is the smallest
+    set of most likely tokens whose mass reaches `top_p`.
+
+    Args:
+        logits: (B, V).
+        draws: uniform in [0, 1), (B,).
+        settings: temperature, top_k, top_p.
+        noise: of the logits, relative to the largest; see `batch_noise`.
+
+    Returns:
+        Token ids (B,), and whether the noise could turn each of them (B,).
+    """
+    if settings.temperature == 0:
+        return logits.argmax(-1), is_close(logits, noise)
+    scaled = logits.float() / settings.temperature
+    largest = _largest(scaled) if noise else scaled.new_zeros(len(scaled))
+    error = noise * largest[:, None]  # (B, 1), of logs
+    probabilities = torch.softmax(scaled, dim=-1)  # (B, V)
+    vocabulary = probabilities.shape[-1]
+    if settings.top_k == 0 and settings.top_p == 1:
+        index, close = _invert(probabilities, draws, error)
+        return index[:, 0], close
+    kept = min(settings.top_k or _FEW, vocabulary)
+    values, ids = probabilities.topk(min(kept + 1, vocabulary), dim=-1)  # descending
+    ranked = values  # with the first that is not kept: it may be as likely as the last that is
+    values = values[:, :kept]
+    if settings.top_k:
+        values = values / values.sum(-1, keepdim=True)
+    elif kept < vocabulary and bool((values.sum(-1) < settings.top_p + error[:, 0]).any()):
+        values, ids = probabilities.sort(dim=-1, descending=True)
+        ranked = values
+    before = values.cumsum(-1) - values
+    inside = values.masked_fill(before >= settings.top_p, 0.0)
+    if not noise:
+        index, close = _invert(inside, draws, error)
+        return ids.gather(-1, index)[:, 0], close
+    # Tokens at the nucleus' edge may fall in or out, and move all shares by theirs.
+    edge = ((before - settings.top_p).abs() < _moved(before, error)) & (settings.top_p < 1)
+    index, close = _invert(inside, draws, error, values.masked_fill(~edge, 0.0).sum(-1))
+    logs = torch.nn.functional.pad(ranked.log(), (1, 1), value=torch.inf)
+    around = [logs.gather(-1, index + place) for place in range(3)]  # the chosen's neighbours
+    tied = torch.minimum(*((log - around[1]).abs() for log in around[::2])) < 2 * error
+    return ids.gather(-1, index)[:, 0], close | tied[:, 0]
+
+
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of logits (..., V): (...)."""
+    low, high = logits.aminmax(dim=-1)
+    return torch.maximum(-low, high)
+
+
+def _moved(shares: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """How far shares (B, V) of a distribution move where logs move by up to `error` (B, 1).
+
+    Moving all logs inside the share s up and all others down multiplies its odds s / (1 - s) by
+    exp(2 error): s moves by s (1 - s) (exp(2 error) - 1) at most. The shares themselves are
+    rounded, too.
+    """
+    return shares * (1 - shares) * torch.expm1(2 * error) + 8 * torch.finfo(torch.float32).eps
+
+
+def _invert(
+    weights: torch.Tensor,
+    draws: torch.Tensor,
+    error: torch.Tensor,
+    beside: torch.Tensor | float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the running share of the weights (B, V) passes the draw.
+
+    Args:
+        weights: of the tokens.
+        draws: uniform in [0, 1), (B,).
+        error: of the weights' logs, (B, 1).
+        beside: weight that may also join or leave, (B,).
+
+    Returns:
+        The index (B, 1), and whether the error could turn it (B,).
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = draws.to(cumulative.device)[:, None] * total
+    index = torch.searchsorted(cumulative, target, right=True)
+    last = (weights > 0).int().cumsum(-1).argmax(-1, keepdim=True)  # the last index with weight
+    index = torch.minimum(index, last)
+    # Only the shares at both ends of the chosen token's can pass the draw first.
+    ends = torch.cat([index - 1, index], dim=-1).clamp(min=0)  # (B, 2)
+    shares = cumulative.gather(-1, ends) / total
+    margin = (shares - target / total).abs() - _moved(shares, error)
+    turned = margin < torch.as_tensor(beside)[..., None] / total
+    return index, turned.any(-1) & (error[:, 0] > 0)
+
+
+@dataclass
+class SamplingRow:
+    """One prompt being sampled.
+
+    Attributes:
+        index: its place among the prompts.
+        prompt: its prompt.
+        state: what its draws come from.
+        thinking: whether it is before the end marker.
+        tokens: everything sampled, end marker and end-of-text token included.
+        trace_length: how many of them are thinking.
+        end_length: then, how many are the end marker.
+        ended: how the thinking has ended.
+        marked: follows it, where the end marker is several tokens.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    state: int
+    thinking: bool = True
+    tokens: list[int] = field(default_factory=list)
+    trace_length: int = 0
+    end_length: int = 1
+    ended: Literal["natural", "cap"] = "natural"
+    marked: BoundaryState | None = None
+
+    @classmethod
+    def start(cls, index: int, prompt: Sequence[int], key: str, seed: int) -> SamplingRow:
+        """A row that has sampled nothing yet."""
+        return cls(index, prompt, row_state(seed, key))
+
+    def push(
+        self, token: int, settings: SamplingSettings, fmt: TokenFormat, eos_ids: frozenset[int]
+    ) -> bool:
+        """Takes the next sampled token; whether the row is finished."""
+        self.tokens.append(token)
+        if token in eos_ids and token != fmt.think_end_id:
+            return True
+        if not self.thinking:
+            answered = len(self.tokens) - self.trace_length - self.end_length
+            return answered >= settings.max_answer_tokens
+        if token == fmt.think_end_id:
+            self.thinking = False
+            return False
+        self.trace_length += 1
+        if fmt.end_marker is not None:
+            self.marked = self.marked or fmt.end_state()
+            self.marked.push(token)
+            if self.marked.ended:
+                self.thinking = False
+                self.trace_length = self.marked.thinking_tokens
+                self.end_length = self.marked.end_tokens
+                return False
+        if self.trace_length >= settings.max_new_tokens:
+            self.ended = "cap"
+            return True
+        return False
+
+    def sampled(self, eos_ids: frozenset[int]) -> Sampled:
+        """The finished row's result."""
+        end = self.trace_length + self.end_length
+        answer = [] if self.thinking else self.tokens[end:]
+        if answer and answer[-1] in eos_ids:
+            answer = answer[:-1]
+        marked = not self.thinking and self.marked is not None
+        marker = self.tokens[self.trace_length : end] if marked else []
+        return Sampled(self.tokens[: self.trace_length], answer, self.ended, marker)
+
+
+class Branch:
+    """One fork: the answer so far, and how it ended.
+
+    Args:
+        cut: how many thinking tokens it keeps.
+        stop: makes the rule that completes the answer.
+    """
+
+    def __init__(self, cut: int, stop: Callable[[], AnswerStop] | None) -> None:
+        self.cut = cut
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.entropies: list[float] = []
+        self.ended: Literal["closed", "eos", "length"] | None = None
+        self._rule = stop() if stop is not None else None
+        self._chosen: ForkedAnswer | None = None
+
+    def push(
+        self, token: int, logprob: float, entropy: float, limit: int, eos_ids: frozenset[int]
+    ) -> None:
+        """Takes the next token; sets `ended` where it completes the answer."""
+        self.entropies.append(entropy)
+        if token in eos_ids:
+            self.ended = "eos"
+            return
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if self._rule is not None and self._rule.push(token):
+            self.ended = "closed"
+        elif len(self.ids) >= limit:
+            self.ended = "length"
+
+    def choose(self, options: Sequence[int], scores: Sequence[float]) -> None:
+        """Takes the likeliest of options, which completes the answer."""
+        self.ended = "closed"
+        self._chosen = ForkedAnswer.chosen(options, scores)
+
+    def finished(self) -> ForkedAnswer:
+        """The answer.
+
+        Raises:
+            RuntimeError: it is not complete.
+        """
+        if self.ended is None:
+            raise RuntimeError(f"the fork at {self.cut} thinking tokens is not finished")
+        if self._chosen is not None:
+            return self._chosen
+        whole = math.fsum(self.entropies)
+        return ForkedAnswer(self.ids, self.ended, self.logprobs, self.entropies[0], whole)

