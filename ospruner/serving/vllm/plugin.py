@@ -1,7 +1,8 @@
 """The policy inside vLLM: what vLLM calls when it starts, and what it refuses.
 
 `ospruner.serving.vllm_start` calls `register` in each of vLLM's processes, also where it serves
-something else: nothing is imported here that vLLM has not imported by then. The model is in `model.py`, the logits
+something else: nothing is imported here that vLLM has not imported by then. The model is in
+`model.py`, the logits
 processor in `processor.py`.
 """
 
