@@ -26,7 +26,7 @@ from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import BoolArray, FloatArray, IntArray, TraceTable
-from ospruner.hub_cards.facts import git_state
+from ospruner.provenance import git_state
 from ospruner.train.from_labels import load_labels
 from ospruner.train.replay_labels import PRICE_THRESHOLD, predictions
 

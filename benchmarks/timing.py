@@ -17,7 +17,7 @@ import transformers
 from datasets import Dataset
 
 from ospruner.eval.schema import FEATURES
-from ospruner.hub_cards.facts import git_state
+from ospruner.provenance import git_state
 
 
 @dataclass(frozen=True)

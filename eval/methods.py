@@ -11,7 +11,7 @@ from typing import Any, Literal
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.rules_ospruner import LearnedPolicy
 from modeling_ospruner.stopping_ospruner import asked_price
-from ospruner.hub_cards.render import is_hub_id
+from ospruner.provenance import is_hub_id
 
 from .schema import MATH_TASK, LabelSettings
 

@@ -15,8 +15,8 @@ from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from ospruner.common.durable import read_checked, write_checked
 from ospruner.common.text import markdown_table
+from ospruner.provenance import PROVENANCE_FILE, file_hash, hash_of, read_provenance
 
-from .facts import PROVENANCE_FILE, file_hash, hash_of, read_provenance
 from .names import check_repo_id, collection_title, labels_name
 from .publish import Published, add_to_collection, commit_message, find_base, publish_folder
 from .render import CARD_FILE

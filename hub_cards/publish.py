@@ -23,8 +23,9 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 from huggingface_hub.hf_api import RepoFile
 
-from .facts import PROVENANCE_FILE, file_hash, read_provenance
-from .render import License, is_hub_id
+from ospruner.provenance import PROVENANCE_FILE, file_hash, is_hub_id, read_provenance
+
+from .render import License
 from .staging import Base, Staged
 
 Kind = Literal["model", "dataset", "space"]

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from ospruner.common.results_file import RESULTS_FILE, Results
+from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
 
-from .facts import read_object, read_provenance, without_paths
 from .measurements import eval_results, results_caption, results_markdown
 
 CARD_FILE = "README.md"
@@ -213,15 +211,6 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
     if config["method"] not in METHODS:
         raise ValueError(f"{path}: method={config['method']!r} must be one of {sorted(METHODS)}")
     return config
-
-
-def is_hub_id(base: str) -> bool:
-    """Whether a base is named by an id on the Hub, and not by a folder."""
-    try:
-        validate_repo_id(base)
-    except HFValidationError:
-        return False
-    return not Path(base).exists()
 
 
 def _settings(details: dict[str, Any]) -> dict[str, str]:

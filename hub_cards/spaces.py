@@ -20,8 +20,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 import modeling_ospruner
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
+from ospruner.provenance import provenance, read_provenance
 
-from .facts import provenance, read_provenance
 from .names import check_repo_id, collection_title
 from .publish import Published, add_to_collection, commit_message, publish_folder
 from .render import CARD_FILE, read_policy_config

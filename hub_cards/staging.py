@@ -20,8 +20,7 @@ import modeling_ospruner
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.common.results_file import RESULTS_FILE, Results
-
-from .facts import (
+from ospruner.provenance import (
     PROVENANCE_FILE,
     code_state,
     file_hash,

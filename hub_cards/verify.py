@@ -15,10 +15,10 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.loading_ospruner import WEIGHTS
+from ospruner.provenance import PROVENANCE_FILE, file_hash, is_hub_id, read_provenance
 
-from .facts import PROVENANCE_FILE, file_hash, read_provenance
 from .probes import largest_difference, load_policy, read_probes
-from .render import CARD_FILE, is_hub_id, read_policy_config
+from .render import CARD_FILE, read_policy_config
 from .staging import Base, code_files, file_names
 
 __all__ = ["Check", "fetch", "verify_folder"]

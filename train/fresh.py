@@ -30,8 +30,8 @@ from ospruner.eval.replay import Outcome, replay_full
 from ospruner.eval.results import Rule, summarise
 from ospruner.eval.schema import MATH_TASK, LabelSettings
 from ospruner.eval.table import TraceTable, classifier_targets
-from ospruner.hub_cards.facts import file_hash, provenance
 from ospruner.hub_cards.render import write_policy_card
+from ospruner.provenance import file_hash, provenance
 
 from .flashthink import Verifier, tokens_read
 from .objective import classification_loss, every_price_loss, objective_loss

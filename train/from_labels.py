@@ -33,8 +33,7 @@ from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.facts import PROVENANCE_FILE, hash_of
-from ospruner.hub_cards.render import is_hub_id
+from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
 
 from .flashthink import load_verifier_base, verifier_traces
 from .labels.folder import (

@@ -49,8 +49,8 @@ from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.stopping import stop_distribution_from_probabilities, threshold_stop
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance
 from ospruner.hub_cards.render import read_policy_config, write_policy_card
+from ospruner.provenance import PROVENANCE_FILE, read_provenance
 
 from .flashthink import Verifier, tokens_read, verifier_traces
 from .fresh import Predicted, predict, predict_outputs

@@ -23,7 +23,7 @@ from ospruner.common.progress import Progress
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.selection import choose
 from ospruner.eval.table import IntArray, TraceTable
-from ospruner.hub_cards.facts import file_hash
+from ospruner.provenance import file_hash
 
 from .fresh import (
     Predicted,

@@ -26,8 +26,8 @@ from ospruner.eval.compute import Compute
 from ospruner.eval.report.pictures import save_pareto
 from ospruner.eval.report.terminal import differences_table, results_table
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.facts import hash_files, provenance, read_provenance
 from ospruner.hub_cards.render import write_policy_card
+from ospruner.provenance import hash_files, provenance, read_provenance
 from ospruner.train.fresh import StageResult, new_policy, predict_outputs
 from ospruner.train.from_labels import load_labels
 from ospruner.train.loop import train

@@ -16,8 +16,8 @@ from huggingface_hub import HfApi, constants
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.common.results_file import Results
 from ospruner.demo.shipped import SHIPPED, Reasoner
-from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import write_policy_card
+from ospruner.provenance import provenance
 
 from ..made_results import make_result
 from .local_hub import TOKEN, LocalHub

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ospruner.hub_cards.facts import without_paths
 from ospruner.hub_cards.names import check_repo_id, collection_title, labels_name, policy_name
+from ospruner.provenance import without_paths
 
 R1 = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 

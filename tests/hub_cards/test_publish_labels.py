@@ -13,8 +13,8 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.common.durable import read_checked, write_checked
 from ospruner.demo.shipped import SHIPPED
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
-from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.labels import LabelsRelease, send_labels, stage_labels
+from ospruner.provenance import provenance
 from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.writer import Chunk, LabelFolder
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.common.results_file import Results
 from ospruner.demo.shipped import SHIPPED, Reasoner
-from ospruner.hub_cards.facts import provenance, read_provenance
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
 from ospruner.hub_cards.publish import Published
 from ospruner.hub_cards.staging import Staged, code_files
 from ospruner.hub_cards.verify import verify_folder
+from ospruner.provenance import provenance, read_provenance
 
 from .local_hub import TOKEN, LocalHub
 from .repositories import Repo

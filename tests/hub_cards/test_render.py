@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from ospruner.common.results_file import Results
-from ospruner.hub_cards.facts import provenance
 from ospruner.hub_cards.render import EXAMPLE, policy_card, write_policy_card
+from ospruner.provenance import provenance
 
 from ..made_results import make_result
 

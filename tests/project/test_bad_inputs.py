@@ -22,7 +22,7 @@ import pytest
 import ospruner.cli
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
-from ospruner.hub_cards.facts import provenance
+from ospruner.provenance import provenance
 from ospruner.train.labels.folder import COPY, MANIFEST
 
 from ..conftest import Fuzzed

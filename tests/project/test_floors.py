@@ -22,6 +22,7 @@ FLOORS = {
     "ospruner.common": 1,
     "ospruner.engines": 2,
     "ospruner.serving": 2,
+    "ospruner.provenance": 2,
     "ospruner.hub_cards": 2,
     "ospruner.doctor": 2,
     "ospruner.eval": 3,

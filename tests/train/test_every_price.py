@@ -27,7 +27,7 @@ from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.methods import EVERY_PRICE, parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.facts import read_provenance
+from ospruner.provenance import read_provenance
 from ospruner.train.fresh import predict, predict_outputs
 from ospruner.train.from_labels import (
     load_labelled_base,

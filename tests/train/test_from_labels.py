@@ -21,7 +21,7 @@ from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
 from ospruner.engines.opening import EngineOptions
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.schema import LabelSettings
-from ospruner.hub_cards.facts import read_provenance
+from ospruner.provenance import read_provenance
 from ospruner.train.from_labels import (
     held_out_split,
     load_labelled_base,

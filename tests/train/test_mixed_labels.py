@@ -17,7 +17,7 @@ from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.facts import read_provenance
+from ospruner.provenance import read_provenance
 from ospruner.train.fresh import predict_outputs
 from ospruner.train.from_labels import (
     held_out_split,

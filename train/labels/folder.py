@@ -34,7 +34,7 @@ from ospruner.eval.schema import (
     PREFIX_FEATURES,
     LabelSettings,
 )
-from ospruner.hub_cards.facts import PROVENANCE_FILE, hash_of, read_provenance
+from ospruner.provenance import PROVENANCE_FILE, hash_of, read_provenance
 
 __all__ = [
     "StoredChunk",
@@ -118,7 +118,7 @@ def chunks_of(manifest: Mapping[str, Any]) -> list[StoredChunk]:
 
 
 def data_hash(chunks: Iterable[StoredChunk]) -> str:
-    """What `hub_cards.facts.hash_files` gives for the chunks' shards, from the manifest alone."""
+    """What `hash_files` of `ospruner.provenance` gives for the shards, from the manifest alone."""
     return hash_of(chunk.sha256 for chunk in chunks if chunk.file)
 
 

@@ -26,7 +26,7 @@ from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings, validate_row
-from ospruner.hub_cards.facts import PROVENANCE_FILE, provenance, read_provenance
+from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
 from .folder import MANIFEST, TokenCosts, data_hash
 from .rows import (

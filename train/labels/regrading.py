@@ -10,7 +10,7 @@ from typing import Any
 from ospruner.common.progress import Progress, silent
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import LabelSettings
-from ospruner.hub_cards.facts import PROVENANCE_FILE, read_provenance, write_provenance
+from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
 from .folder import data_hash, read_labels, read_manifest
 from .rows import grade_rows

@@ -14,7 +14,7 @@ from ospruner.cli import app
 from ospruner.common.results_file import Results
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.schema import LabelSettings
-from ospruner.hub_cards.facts import provenance
+from ospruner.provenance import provenance
 from ospruner.train.comparing.frontier_labels import RULES, frontier_of_labels, rules_named
 from ospruner.train.fresh import StageResult
 from ospruner.train.labels.folder import data_hash

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ospruner.cli import app
 from ospruner.common.durable import DamagedError
 from ospruner.eval.schema import LabelSettings
-from ospruner.hub_cards.facts import hash_files, provenance, read_provenance
+from ospruner.provenance import hash_files, provenance, read_provenance
 from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.folder import (
     StoredChunk,

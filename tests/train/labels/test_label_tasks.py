@@ -22,7 +22,7 @@ from ospruner.eval.problems.programs import Code
 from ospruner.eval.problems.registry import parse_task
 from ospruner.eval.report.summary import results_of
 from ospruner.eval.schema import LabelSettings, TraceTable
-from ospruner.hub_cards.facts import PROVENANCE_FILE
+from ospruner.provenance import PROVENANCE_FILE
 from ospruner.train.from_labels import settings_for, train_from_labels
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.regrading import regrade

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ospruner import provenance as facts
 from ospruner.common.durable import write_checked
-from ospruner.hub_cards import facts
 
 
 def test_record_is_written_and_read_again(tmp_path: Path) -> None:

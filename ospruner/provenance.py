@@ -1,7 +1,7 @@
 """Where an artefact comes from: one record, written as `provenance.json` beside it.
 
 Label sets, policies and demo runs are stamped by `provenance` alone, so that cards and reports
-read one format.
+read one format. What is on the Hub and what is a folder is decided here, too (`is_hub_id`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
 from ospruner.common.durable import read_checked, write_checked
 
@@ -182,6 +185,15 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; it must be an object")
     return values
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a base, a policy or labels are named by an id on the Hub, and not by a folder."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
 
 
 def file_hash(path: Path) -> str:
