@@ -19,8 +19,8 @@ from typing import Any
 
 from timing import environment, print_last_line
 
-from ospruner.common.results_file import RESULTS_FILE, Results
-from ospruner.common.text import markdown_table
+from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.text import markdown_table
 
 
 def about_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[str, Any]:

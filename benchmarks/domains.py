@@ -24,15 +24,15 @@ from rich.console import Console
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.progress import PhaseBars
-from ospruner.common.results_file import Estimate
-from ospruner.common.text import penalty_name
 from ospruner.demo.domains import DOMAINS, draw_domain
 from ospruner.demo.problems import Split
 from ospruner.demo.shipped import MIXED_SHIPPED, Reasoner
 from ospruner.eval.metrics import paired_difference
 from ospruner.eval.replay import Outcome, replay, replay_full
+from ospruner.eval.results_file import Estimate
 from ospruner.eval.table import FloatArray
+from ospruner.eval.text import penalty_name
+from ospruner.progress import PhaseBars
 from ospruner.train.comparing.frontier_labels import frontier_of_labels
 from ospruner.train.fresh import predict_outputs
 from ospruner.train.from_labels import load_labelled_base, load_labels, train_from_labels

@@ -27,9 +27,6 @@ import numpy.typing as npt
 from rich.console import Console
 from timing import environment, print_last_line
 
-from ospruner.common.jobs import Job, Workers
-from ospruner.common.progress import PhaseBars
-from ospruner.common.text import markdown_table
 from ospruner.demo.demo import (
     BASELINES,
     DemoSize,
@@ -39,11 +36,14 @@ from ospruner.demo.demo import (
     train_one,
     train_settings,
 )
+from ospruner.demo.jobs import Job, Workers
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.frontier.areas import Family, areas
 from ospruner.eval.frontier.grids import policy_grid
 from ospruner.eval.replay import replay
 from ospruner.eval.table import TraceTable, classifier_targets
+from ospruner.eval.text import markdown_table
+from ospruner.progress import PhaseBars
 from ospruner.train.fresh import StageResult
 from ospruner.train.settings import Baseline
 

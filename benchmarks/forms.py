@@ -37,15 +37,15 @@ from rich.console import Console
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.jobs import Workers
-from ospruner.common.progress import PhaseBars, Progress, silent
-from ospruner.common.results_file import Estimate
-from ospruner.common.text import markdown_table, penalty_name
 from ospruner.demo.demo import claimed
+from ospruner.demo.jobs import Workers
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.metrics import REPLICATES, bootstrap_means, seed_weights
 from ospruner.eval.replay import replay, replay_full
+from ospruner.eval.results_file import Estimate
 from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.eval.text import markdown_table, penalty_name
+from ospruner.progress import PhaseBars, Progress, silent
 from ospruner.train.fresh import Predicted, new_policy, predict_outputs
 from ospruner.train.from_labels import load_labels
 from ospruner.train.loop import train

@@ -34,13 +34,10 @@ from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.durable import read_checked_line
-from ospruner.common.jobs import Job, Workers
-from ospruner.common.progress import PhaseBars
-from ospruner.common.results_file import Results
-from ospruner.common.text import penalty_name
 from ospruner.demo.demo import claimed, keep_states, read_split, train_one, train_settings
+from ospruner.demo.jobs import Job, Workers
 from ospruner.demo.shipped import Reasoner
+from ospruner.durable import read_checked_line
 from ospruner.eval.frontier.areas import Family, frontiers
 from ospruner.eval.frontier.causal import Known, causal_family
 from ospruner.eval.frontier.competitors import (
@@ -55,8 +52,11 @@ from ospruner.eval.frontier.competitors import (
 from ospruner.eval.methods import EVERY_PRICE, METHOD_NAMES
 from ospruner.eval.replay import Outcome, pool, replay
 from ospruner.eval.report.terminal import frontier_tables
+from ospruner.eval.results_file import Results
 from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.eval.text import penalty_name
+from ospruner.progress import PhaseBars
 from ospruner.train.comparing.frontier_labels import RULES
 from ospruner.train.fresh import StageResult, predict, predict_outputs
 from ospruner.train.from_labels import load_labels

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from timing import environment, print_last_line
 
-from ospruner.common.progress import silent
 from ospruner.engines.opening import device_named
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.stopping import threshold_stop
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable
+from ospruner.progress import silent
 from ospruner.train.from_labels import load_labels
 from ospruner.train.replay_labels import PRICE_THRESHOLD, predictions
 from ospruner.train.traces import LabelledTraces

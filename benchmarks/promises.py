@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from timing import environment, print_last_line
 
-from ospruner.common.progress import silent
 from ospruner.engines.opening import device_named
 from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import BoolArray, FloatArray, IntArray, TraceTable
+from ospruner.progress import silent
 from ospruner.provenance import git_state
 from ospruner.train.from_labels import load_labels
 from ospruner.train.replay_labels import PRICE_THRESHOLD, predictions

@@ -45,7 +45,7 @@ from typing import Any
 
 from timing import environment, print_last_line
 
-from ospruner.common.durable import replace_file
+from ospruner.durable import replace_file
 from ospruner.provenance import read_provenance
 from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.looking import stats_of

@@ -19,8 +19,8 @@ from forms import PRICES, estimates, resampled, rewards, seconds_of
 from timing import environment, print_last_line
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.results_file import Estimate
-from ospruner.common.text import markdown_table, penalty_name
+from ospruner.eval.results_file import Estimate
+from ospruner.eval.text import markdown_table, penalty_name
 from ospruner.train.fresh import predict_outputs
 from ospruner.train.from_labels import load_labelled_base, load_labels
 from ospruner.train.traces import LabelledTraces

@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ospruner.common.results_file import Estimate, Frontier, Result, Results
-from ospruner.common.text import markdown_table, penalty_name
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
+from ospruner.eval.results_file import Estimate, Frontier, Result, Results
+from ospruner.eval.text import markdown_table, penalty_name
 
 DOCS = Path(__file__).resolve().parent
 PAGES = (DOCS.parent / "README.md", DOCS / "results.md", DOCS / "real-model.md")

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ospruner.doctor.arithmetic import ModelWork
-
+from .arithmetic import ModelWork
 from .table import FloatArray, IntArray, TraceTable
 
 __all__ = ["Compute", "flops_scale"]

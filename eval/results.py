@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ospruner.common.results_file import Difference, Named, Result
-
 from .metrics import (
     AES_ABSOLUTE,
     REPLICATES,
@@ -27,6 +25,7 @@ from .metrics import (
     seed_weights,
 )
 from .replay import Outcome, pool
+from .results_file import Difference, Named, Result
 from .table import FloatArray, IntArray
 
 __all__ = ["Choice", "Rule", "best_rows", "compare", "means_of", "pool_seeds", "summarise"]

@@ -13,8 +13,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
-from ospruner.common.durable import read_checked, write_checked
-from ospruner.common.text import markdown_table
+from ospruner.durable import read_checked, write_checked
+from ospruner.eval.text import markdown_table
 from ospruner.provenance import PROVENANCE_FILE, file_hash, hash_of, read_provenance
 
 from .names import check_repo_id, collection_title, labels_name

@@ -18,8 +18,8 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from ospruner.common.results_file import RESULTS_FILE, Results
-from ospruner.common.text import markdown_table
+from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.text import markdown_table
 
 EVAL_RESULTS_FOLDER = ".eval_results"
 """Where the Hub looks for results that it shows and ranks by itself."""

@@ -12,7 +12,7 @@ import re
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
-from ospruner.common.text import penalty_name
+from ospruner.eval.text import penalty_name
 
 __all__ = ["check_repo_id", "collection_title", "labels_name", "policy_name"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.text import penalty_name
+from ospruner.eval.text import penalty_name
 
 from .measurements import write_eval_results
 from .names import check_repo_id, collection_title, policy_name

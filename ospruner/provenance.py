@@ -23,7 +23,7 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
-from ospruner.common.durable import read_checked, write_checked
+from ospruner.durable import read_checked, write_checked
 
 PROVENANCE_FILE = "provenance.json"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ospruner import provenance as facts
-from ospruner.common.durable import write_checked
+from ospruner.durable import write_checked
 
 
 def test_record_is_written_and_read_again(tmp_path: Path) -> None:

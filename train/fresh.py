@@ -22,15 +22,15 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.loading_ospruner import WEIGHTS
-from ospruner.common.durable import DamagedError
-from ospruner.common.progress import Progress, silent
-from ospruner.common.results_file import Results
+from ospruner.durable import DamagedError
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay_full
 from ospruner.eval.results import Rule, summarise
+from ospruner.eval.results_file import Results
 from ospruner.eval.schema import MATH_TASK, LabelSettings
 from ospruner.eval.table import TraceTable, classifier_targets
 from ospruner.hub_cards.render import write_policy_card
+from ospruner.progress import Progress, silent
 from ospruner.provenance import file_hash, provenance
 
 from .flashthink import Verifier, tokens_read

@@ -25,7 +25,6 @@ from transformers import (
 from modeling_ospruner.configuration_ospruner import is_quantised
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.loading_ospruner import fingerprint_of
-from ospruner.common.progress import Progress, silent
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import Problem
@@ -33,6 +32,7 @@ from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
+from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
 
 from .flashthink import load_verifier_base, verifier_traces

@@ -28,11 +28,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.policy_ospruner import StoppingPolicy, add_adapters
-from ospruner.common.progress import Progress, silent
-from ospruner.common.text import penalty_name
 from ospruner.eval.report.pictures import save_dynamics
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import classifier_targets
+from ospruner.eval.text import penalty_name
+from ospruner.progress import Progress, silent
 
 from .fresh import StageResult, fresh_policy
 from .processes import Processes

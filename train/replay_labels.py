@@ -18,11 +18,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.common.durable import replace_file
-from ospruner.common.progress import Progress, silent
-from ospruner.common.traffic import distribution
-from ospruner.doctor.arithmetic import ModelWork
+from ospruner.durable import replace_file
 from ospruner.engines.opening import device_named, load_tokenizer
+from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.calibration import Calibration, Candidate, calibrate, losses
 from ospruner.eval.compute import Compute
 from ospruner.eval.limits import (
@@ -50,7 +48,9 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.eval.stopping import stop_distribution_from_probabilities, threshold_stop
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.render import read_policy_config, write_policy_card
+from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance
+from ospruner.serving.traffic import distribution
 
 from .flashthink import Verifier, tokens_read, verifier_traces
 from .fresh import Predicted, predict, predict_outputs

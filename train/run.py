@@ -19,10 +19,10 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from modeling_ospruner.configuration_ospruner import price_logits
-from ospruner.common.progress import Progress
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.selection import choose
 from ospruner.eval.table import IntArray, TraceTable
+from ospruner.progress import Progress
 from ospruner.provenance import file_hash
 
 from .fresh import (

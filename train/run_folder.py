@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ospruner.common.durable import (
+from ospruner.durable import (
     DamagedError,
     append_durably,
     checked_line,

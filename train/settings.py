@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from modeling_ospruner.configuration_ospruner import HEADS, TUNINGS, PriceRange
-from ospruner.common.text import penalty_name
 from ospruner.eval.table import TraceTable
+from ospruner.eval.text import penalty_name
 
 from .objective import AUXILIARY_TARGETS
 

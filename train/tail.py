@@ -22,10 +22,10 @@ from transformers.models.llama.modeling_llama import LlamaModel, rotate_half
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from modeling_ospruner.policy_ospruner import StoppingPolicy
-from ospruner.common.sinks import sinks_as_keys
 
 from .processes import Processes
 from .settings import TrainSettings
+from .sinks import sinks_as_keys
 
 __all__ = [
     "FusedKernels",

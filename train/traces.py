@@ -27,10 +27,10 @@ from torch import Tensor
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.policy_ospruner import LayerKeys
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
-from ospruner.common.progress import Progress, silent
 from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.schema import TraceTable
 from ospruner.eval.table import BoolArray, FloatArray, IntArray
+from ospruner.progress import Progress, silent
 
 from .objective import AUXILIARY_TARGETS, answer_history
 from .processes import Processes

@@ -21,8 +21,8 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.states_ospruner import BoundaryState
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
-from ospruner.common.optional import needed
 from ospruner.engines.interface import end_ids
+from ospruner.optional import needed
 from ospruner.serving.requests import ID, KEYS, ON, StopRequest
 
 __all__ = ["Asked", "Policy", "Reply", "open_policy"]

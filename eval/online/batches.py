@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ospruner.common.durable import append_durably
+from ospruner.durable import append_durably
 
 from ..methods import FULL
 from ..problems.problem import Problem

@@ -16,7 +16,6 @@ from transformers import (
 
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from ospruner.doctor.arithmetic import ModelWork
 from ospruner.engines.opening import (
     EngineOptions,
     known_revision,
@@ -25,6 +24,7 @@ from ospruner.engines.opening import (
 )
 from ospruner.engines.transformers.engine import TransformersEngine
 
+from ..arithmetic import ModelWork
 from ..methods import PolicyUse, parse_policies, refuse_other_base
 from ..problems.registry import open_task, parse_task
 from ..problems.sources import load_source

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from ospruner.common.durable import replace_file
-from ospruner.common.results_file import Result
+from ospruner.durable import replace_file
 
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..replay import Outcome
 from ..results import Rule, summarise
+from ..results_file import Result
 from ..table import FloatArray, IntArray, TraceTable
 
 __all__ = ["Evaluation", "find_evaluations", "trace_hash"]

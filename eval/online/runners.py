@@ -19,7 +19,6 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
 from modeling_ospruner.rules_ospruner import Budget, StopRule, mix64, uniform, window_score
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
-from ospruner.doctor.arithmetic import ModelWork
 from ospruner.engines.interface import (
     Engine,
     ForkedAnswer,
@@ -34,6 +33,7 @@ from ospruner.engines.transformers.engine import (
     mean_logprob,
 )
 
+from ..arithmetic import ModelWork
 from ..compute import Compute
 from ..methods import PolicyUse
 from ..problems.task import Task, prompt_token_ids

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ospruner.common.optional import needed
+from ospruner.optional import needed
 
 from ..grading.sandbox import check_sandbox, run_program
 from .domains import normalised

@@ -12,13 +12,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ospruner.common.results_file import Difference, Estimate, Result
-from ospruner.common.text import penalty_name
-
 from ..compute import flops_scale
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation, find_evaluations
 from ..results import best_rows
+from ..results_file import Difference, Estimate, Result
+from ..text import penalty_name
 from .paper import BENCHMARKS, MODELS, compare_with_paper
 from .pictures import save_difficulty, save_dynamics, save_panels
 from .summary import differences_of, never_right, never_right_told, of_probabilities

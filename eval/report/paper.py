@@ -19,12 +19,11 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from ospruner.common.results_file import Result
-from ospruner.common.text import penalty_name
-
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
+from ..results_file import Result
+from ..text import penalty_name
 from .terminal import number_cell, rules_table
 
 __all__ = [

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ospruner.common.durable import read_checked_line
-from ospruner.common.results_file import Estimate, Result
-from ospruner.common.text import penalty_name
+from ospruner.durable import read_checked_line
 
 from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
 from ..metrics import bootstrap_interval
 from ..online.evaluation import Evaluation
+from ..results_file import Estimate, Result
 from ..table import FloatArray
+from ..text import penalty_name
 
 __all__ = [
     "FAINT",

@@ -15,20 +15,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ospruner.common.durable import replace_file
-from ospruner.common.results_file import (
+from ospruner.durable import replace_file
+
+from ..methods import FRONTIER, ORACLE
+from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, bootstrap_interval
+from ..online.evaluation import Evaluation, find_evaluations
+from ..results import best_rows, compare
+from ..results_file import (
     RESULTS_FILE,
     Difference,
     Estimate,
     Result,
     Results,
 )
-from ospruner.common.text import penalty_name
-
-from ..methods import FRONTIER, ORACLE
-from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, bootstrap_interval
-from ..online.evaluation import Evaluation, find_evaluations
-from ..results import best_rows, compare
+from ..text import penalty_name
 from .paper import compare_with_paper, comparison_table, table_1_scores
 from .tables import best_aes_table
 from .terminal import differences_table, number_cell, results_table, rules_table

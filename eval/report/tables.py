@@ -13,13 +13,12 @@ from typing import Literal
 
 import pandas as pd
 
-from ospruner.common.results_file import Estimate, Result
-from ospruner.common.text import markdown_table
-
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
 from ..results import best_rows
+from ..results_file import Estimate, Result
 from ..schema import MATH_TASK
+from ..text import markdown_table
 
 __all__ = [
     "AVERAGE",

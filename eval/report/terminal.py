@@ -9,10 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ospruner.common.results_file import Difference, Estimate, Frontier, Result, Results
-from ospruner.common.text import penalty_name
-
 from ..compute import flops_scale
+from ..results_file import Difference, Estimate, Frontier, Result, Results
+from ..text import penalty_name
 
 __all__ = [
     "DIFFERENCES_CAPTION",

@@ -12,8 +12,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.rules_ospruner import top_entropy
-from ospruner.common.progress import Progress, silent
 from ospruner.engines.transformers.cache import own_cache
+from ospruner.progress import Progress, silent
 
 from ..table import BoolArray, FloatArray, IntArray, TraceTable
 

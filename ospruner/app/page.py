@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.optional import needed
+from ospruner.optional import needed
 
 from .columns import Column, Question, Source, columns_html
 from .turns import LocalSource

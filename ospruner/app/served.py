@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.common.optional import needed
+from ospruner.optional import needed
 from ospruner.serving.requests import KEYS
 
 from .columns import Column, Paragraph, Question

@@ -65,10 +65,10 @@ def eval_replay(
     json_file: JsonFile = None,
 ) -> None:
     """Compute the exact expected accuracy and length of policies and rules on labelled traces."""
-    from ospruner.common.progress import PhaseBars
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.summary import parse_lambdas
+    from ospruner.progress import PhaseBars
     from ospruner.train.replay_labels import replay_labels
 
     lambdas, _ = parse_lambdas(penalties), charged_variant(charge)  # refused before the work
@@ -112,9 +112,9 @@ def eval_frontier(
     json_file: JsonFile = None,
 ) -> None:
     """Compare whole methods: area under the frontier, gap to the oracle closed, intervals."""
-    from ospruner.common.progress import PhaseBars
     from ospruner.eval.report.summary import parse_lambdas
     from ospruner.eval.report.terminal import frontier_tables
+    from ospruner.progress import PhaseBars
     from ospruner.train.comparing.frontier_labels import (
         frontier_of_labels,
         rules_named,
@@ -197,13 +197,13 @@ def eval_online(
     json_file: JsonFile = None,
 ) -> None:
     """Generate with policies and rules: Pass@1 over k samples, lengths, wall-clock."""
-    from ospruner.common.progress import PhaseBars
     from ospruner.engines.opening import parse_engine_args
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.online.command import OnlineRequest, run_online
     from ospruner.eval.online.settings import preset as preset_settings
     from ospruner.eval.report.summary import parse_lambdas
+    from ospruner.progress import PhaseBars
 
     settings = preset_settings(
         preset, samples=samples, temperature=temperature, top_p=top_p, answer=answer, seed=seed,
@@ -267,7 +267,7 @@ def lm_eval_command(
     arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own.")] = None,
 ) -> None:
     """lm-evaluation-harness's own command line, with the model `ospruner` in it."""
-    from ospruner.common.optional import needed
+    from ospruner.optional import needed
 
     needed("lm_eval", "`ospruner lm-eval`", "pip install 'ospruner[eval]'")
     from ospruner.eval.harness.lm_harness import run
@@ -303,9 +303,9 @@ def _show(
     json_file: Path | None,
 ) -> None:
     """Print an evaluation and save it."""
-    from ospruner.common.results_file import RESULTS_FILE
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.summary import print_results, save_evaluation
+    from ospruner.eval.results_file import RESULTS_FILE
 
     results = save_evaluation(
         evaluation, out, variant=charged_variant(charge), length_penalties=lambdas

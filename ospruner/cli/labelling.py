@@ -100,9 +100,9 @@ def label_command(
     json_file: JsonFile = None,
 ) -> None:
     """Sample traces of problems, force and grade the answer after every step."""
-    from ospruner.common.progress import PhaseBars
     from ospruner.engines.opening import EngineOptions, parse_engine_args
     from ospruner.eval.problems.registry import parse_task
+    from ospruner.progress import PhaseBars
     from ospruner.train.labels.command import ProblemOptions, parse_columns, run_label
     from ospruner.train.labels.looking import print_run
     from ospruner.train.labels.on_ray import RayOptions
@@ -210,9 +210,9 @@ def labels_import(
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
-    from ospruner.common.progress import PhaseBars
     from ospruner.engines.opening import EngineOptions, parse_engine_args
     from ospruner.eval.problems.registry import parse_task
+    from ospruner.progress import PhaseBars
     from ospruner.train.labels.command import parse_columns, run_import
     from ospruner.train.labels.looking import print_run
 
@@ -263,7 +263,7 @@ def labels_regrade(
     json_file: JsonFile = None,
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
-    from ospruner.common.progress import PhaseBars
+    from ospruner.progress import PhaseBars
     from ospruner.train.labels.looking import print_regrade
     from ospruner.train.labels.regrading import regrade
 

@@ -62,8 +62,8 @@ def toy_train(
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
 ) -> None:
     """Train an embedded reasoner by the recipe that made the shipped weights."""
-    from ospruner.common.progress import PhaseBars
     from ospruner.demo.recipe import recipe_for, train_reasoner
+    from ospruner.progress import PhaseBars
 
     with PhaseBars(console, "reasoner") as bars:
         train_reasoner(out, recipe_for(tokens, seed, mixed), bars, device)

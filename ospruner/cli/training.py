@@ -128,7 +128,7 @@ def train_command(
     json_file: JsonFile = None,
 ) -> None:
     """Train policies on labelled traces: one run anneals through all lambdas."""
-    from ospruner.common.progress import PhaseBars, silent
+    from ospruner.progress import PhaseBars, silent
     from ospruner.train.from_labels import settings_for, train_from_labels
     from ospruner.train.loop import print_stages
     from ospruner.train.processes import open_processes
@@ -220,9 +220,9 @@ def calibrate_command(
     import json
     from dataclasses import asdict
 
-    from ospruner.common.durable import replace_file
-    from ospruner.common.progress import PhaseBars
+    from ospruner.durable import replace_file
     from ospruner.eval.rules.families import FAMILIES
+    from ospruner.progress import PhaseBars
     from ospruner.train.replay_labels import calibrate_policy, calibrate_rule
 
     tried = tuple(_number(text) for text in values.split(",")) if values else None

@@ -16,10 +16,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ospruner.common.durable import replace_file
-from ospruner.common.progress import PhaseBars
+from ospruner.durable import replace_file
 from ospruner.engines.interface import ForkRequest
 from ospruner.eval.problems.problem import Problem
+from ospruner.progress import PhaseBars
 
 from .domains import DOMAINS, draw_domain
 from .fallible_reasoner import BACKWARDS, RECHECKS

@@ -17,16 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.durable import replace_file
-from ospruner.common.jobs import Job, Workers
-from ospruner.common.progress import PhaseBars, Progress, silent
-from ospruner.common.results_file import RESULTS_FILE, Results
-from ospruner.doctor.arithmetic import ModelWork
+from ospruner.durable import replace_file
+from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compute import Compute
 from ospruner.eval.report.pictures import save_pareto
 from ospruner.eval.report.terminal import differences_table, results_table
+from ospruner.eval.results_file import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.render import write_policy_card
+from ospruner.progress import PhaseBars, Progress, silent
 from ospruner.provenance import hash_files, provenance, read_provenance
 from ospruner.train.fresh import StageResult, new_policy, predict_outputs
 from ospruner.train.from_labels import load_labels
@@ -45,6 +44,7 @@ from .comparison import (
     promised_result,
 )
 from .fresh_process import generate_side_by_side
+from .jobs import Job, Workers
 from .problems import Split
 from .shipped import Reasoner, draw_split
 

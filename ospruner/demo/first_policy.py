@@ -8,9 +8,9 @@ from rich.console import Console
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.page import PIP_LINE, open_app, open_source
-from ospruner.common.durable import replace_file
-from ospruner.common.optional import needed
-from ospruner.common.progress import PhaseBars
+from ospruner.durable import replace_file
+from ospruner.optional import needed
+from ospruner.progress import PhaseBars
 from ospruner.train.loop import train
 from ospruner.train.settings import TrainSettings
 from ospruner.train.tail import no_denormals

@@ -26,8 +26,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from ospruner.common.durable import replacing
-from ospruner.common.progress import Progress
+from ospruner.durable import replacing
+from ospruner.progress import Progress
 
 from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
 from .fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE

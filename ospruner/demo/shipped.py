@@ -15,11 +15,11 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
-from ospruner.common.progress import Progress, silent
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Math, Task
 from ospruner.eval.schema import LabelSettings
+from ospruner.progress import Progress, silent
 from ospruner.train.labels.making import label
 
 from .problems import Split, iterate_problems

@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from ospruner.common.durable import replace_file
-from ospruner.common.traffic import SIGNALS, bin_of, observed
+from ospruner.durable import replace_file
+from ospruner.serving.traffic import SIGNALS, bin_of, observed
 
 from .findings import Finding, Report, print_report
 

@@ -22,9 +22,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from modeling_ospruner.configuration_ospruner import check_choice, decoder_layers
 from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy
-from ospruner.common.sinks import takes_sinks_as_keys
-
-from .arithmetic import active_weights, heads_width, share_met
+from ospruner.eval.arithmetic import active_weights, heads_width, share_met
+from ospruner.train.sinks import takes_sinks_as_keys
 
 GIB = 2**30
 _HALF, _FLOAT32 = 2, 4  # bytes

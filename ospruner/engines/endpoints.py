@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ospruner.common.optional import needed
+from ospruner.optional import needed
 
 from .asking import Ask, AskingEngine, Reply, Server
 from .dispatching import ServerDownError

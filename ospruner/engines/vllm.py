@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ospruner.common.optional import needed
+from ospruner.optional import needed
 
 from .asking import Ask, AskingEngine, Reply, Server
 from .interface import ENTROPY_TOKENS, AnswerStop, SamplingSettings, base_end_ids

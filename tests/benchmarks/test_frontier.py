@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ospruner.common.results_file import Results
 from ospruner.demo import demo
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.frontier.learnstop import LEARN_STOP
+from ospruner.eval.results_file import Results
 from ospruner.eval.rules.families import FAMILIES
 from ospruner.train.comparing.frontier_labels import RULES
 

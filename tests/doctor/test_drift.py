@@ -17,8 +17,8 @@ from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
 from modeling_ospruner.stopping_ospruner import StopRecord
 from ospruner.cli import app
-from ospruner.common.traffic import SIGNALS, bin_of, distribution, observed
 from ospruner.doctor.drift import compare, counts_of_metrics
+from ospruner.serving.traffic import SIGNALS, bin_of, distribution, observed
 
 PROBLEMS = 1000
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from ospruner.common.optional import MissingPackageError
-from ospruner.common.progress import Progress, silent
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
 from ospruner.engines.dispatching import EnginesDownError
@@ -20,6 +18,8 @@ from ospruner.engines.endpoints import EndpointsEngine
 from ospruner.engines.openai import OpenAIEngine
 from ospruner.engines.sglang import SGLangEngine
 from ospruner.eval.schema import LabelSettings
+from ospruner.optional import MissingPackageError
+from ospruner.progress import Progress, silent
 from ospruner.train.labels.folder import read_labels
 from ospruner.train.labels.making import label
 

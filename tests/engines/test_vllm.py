@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.common.optional import MissingPackageError
 from ospruner.demo.shipped import Reasoner
 from ospruner.engines.vllm import VLLMEngine
+from ospruner.optional import MissingPackageError
 
 from ..own_process import run_checks
 

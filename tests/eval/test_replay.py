@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_ospruner.rules_ospruner import LearnedPolicy
-from ospruner.common.results_file import Results
 from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
 from ospruner.eval.replay import (
     Outcome,
@@ -24,6 +23,7 @@ from ospruner.eval.replay import (
     windowed,
 )
 from ospruner.eval.results import Choice, Rule, compare, pool_seeds, summarise
+from ospruner.eval.results_file import Results
 from ospruner.eval.table import FloatArray, TraceTable
 
 

@@ -14,8 +14,8 @@ import torch
 from huggingface_hub import HfApi, constants
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.results_file import Results
 from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.eval.results_file import Results
 from ospruner.hub_cards.render import write_policy_card
 from ospruner.provenance import provenance
 

@@ -11,8 +11,8 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import HfApi, ModelCard, hf_hub_download, parse_eval_result_entries
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.common.results_file import RESULTS_FILE, Results
 from ospruner.demo.shipped import Reasoner
+from ospruner.eval.results_file import RESULTS_FILE, Results
 from ospruner.hub_cards.measurements import write_eval_results
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
 

@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import DatasetCard, HfApi
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.common.durable import read_checked, write_checked
 from ospruner.demo.shipped import SHIPPED
+from ospruner.durable import read_checked, write_checked
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
 from ospruner.hub_cards.labels import LabelsRelease, send_labels, stage_labels
 from ospruner.provenance import provenance

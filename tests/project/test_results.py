@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from ospruner.common.results_file import (
+from ospruner.eval.methods import EVERY_PRICE
+from ospruner.eval.results_file import (
     NOT_MEASURED,
     Estimate,
     Frontier,
     Result,
     Results,
 )
-from ospruner.eval.methods import EVERY_PRICE
 
 
 def estimate(value: float) -> Estimate:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.common.durable import read_checked_line
+from ospruner.durable import read_checked_line
 from ospruner.eval.schema import FEATURES, LabelSettings
 from ospruner.train.loop import StageResult, train
 from ospruner.train.settings import TrainSettings

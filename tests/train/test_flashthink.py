@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.doctor.arithmetic import ModelWork
+from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import charged_variant
 from ospruner.eval.online.command import OnlineRequest, run_online

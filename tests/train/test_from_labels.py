@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.cli import app
-from ospruner.common.durable import write_checked
 from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
+from ospruner.durable import write_checked
 from ospruner.engines.opening import EngineOptions
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.schema import LabelSettings

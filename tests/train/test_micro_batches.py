@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.common.progress import silent
 from ospruner.eval.schema import LabelSettings
+from ospruner.progress import silent
 from ospruner.train.fresh import new_policy
 from ospruner.train.processes import Processes
 from ospruner.train.run import Run

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from ospruner.cli import app
-from ospruner.common.durable import write_checked
 from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.durable import write_checked
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import LabelSettings

@@ -34,9 +34,9 @@ from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import plain_text_config
 from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy
-from ospruner.common.progress import silent
 from ospruner.doctor.plan import GIB, Workload, plan_for
 from ospruner.eval.schema import FEATURES
+from ospruner.progress import silent
 from ospruner.train.flashthink import Verifier
 from ospruner.train.processes import Processes
 from ospruner.train.run import Run

@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.common.durable import DamagedError, read_checked
-from ospruner.common.progress import Progress, silent
+from ospruner.durable import DamagedError, read_checked
 from ospruner.eval.schema import LabelSettings, TraceTable
 from ospruner.hub_cards.verify import verify_folder
+from ospruner.progress import Progress, silent
 from ospruner.train.loop import StageResult
 from ospruner.train.run_folder import read_checkpoint, state_hash
 from ospruner.train.traces import LabelledTraces

@@ -21,7 +21,7 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
 from ospruner.cli import app
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.doctor.arithmetic import ModelWork
+from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compute import Compute
 from ospruner.eval.methods import PolicyUse, refuse_other_trials
 from ospruner.eval.replay import replay

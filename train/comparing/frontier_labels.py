@@ -11,8 +11,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.common.progress import Progress, silent
-from ospruner.common.results_file import Results
 from ospruner.engines.opening import device_named, load_tokenizer
 from ospruner.eval.frontier.areas import Family, frontier_points, frontiers
 from ospruner.eval.frontier.causal import Known, causal_family
@@ -35,8 +33,10 @@ from ospruner.eval.methods import (
 )
 from ospruner.eval.metrics import REPLICATES
 from ospruner.eval.report.pictures import save_frontiers
+from ospruner.eval.results_file import Results
 from ospruner.eval.rules.families import FAMILIES, LEFT_OUT
 from ospruner.eval.table import TraceTable
+from ospruner.progress import Progress, silent
 
 from ..fresh import Predicted, predict_outputs
 from ..from_labels import Labels, load_labelled_base, load_labels

@@ -13,7 +13,6 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from ospruner.common.progress import Progress, silent
 from ospruner.engines.opening import (
     ENGINES,
     EngineOptions,
@@ -26,6 +25,7 @@ from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import MATH_TASK, LabelSettings
+from ospruner.progress import Progress, silent
 
 from .folder import check_folder
 from .importing import ImportedTraces, read_traces

@@ -25,7 +25,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from datasets import Dataset, Features, List
 
-from ospruner.common.durable import LOCK, DamagedError, partial_of, read_checked
+from ospruner.durable import LOCK, DamagedError, partial_of, read_checked
 from ospruner.eval.schema import (
     COLUMNS,
     FEATURES,

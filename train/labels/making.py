@@ -18,14 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.loading_ospruner import base_fingerprint
-from ospruner.common.durable import room_needed
-from ospruner.common.progress import Progress, silent
+from ospruner.durable import room_needed
 from ospruner.engines.dispatching import EnginesDownError
 from ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings, validate_row
+from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
 from .folder import MANIFEST, TokenCosts, data_hash

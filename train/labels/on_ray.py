@@ -11,12 +11,12 @@ from typing import Any
 from datasets import Dataset
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.common.durable import lock_folder
-from ospruner.common.optional import needed
-from ospruner.common.progress import Progress, silent
+from ospruner.durable import lock_folder
 from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
+from ospruner.optional import needed
+from ospruner.progress import Progress, silent
 
 from .rows import TraceKey, wanted_traces
 from .units import PARTS, Worker, do_unit, merge_units, open_units, unit_size

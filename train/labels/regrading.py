@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ospruner.common.progress import Progress, silent
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import LabelSettings
+from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
 from .folder import data_hash, read_labels, read_manifest

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.common.durable import DamagedError, read_checked, write_checked
+from ospruner.durable import DamagedError, read_checked, write_checked
 from ospruner.engines.interface import Engine
 from ospruner.eval.schema import LabelSettings
 

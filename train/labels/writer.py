@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ospruner.common.durable import (
+from ospruner.durable import (
     lock_folder,
     partial_of,
     replace_file,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from modeling_ospruner.loading_ospruner import fingerprint_of
 from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
-from ospruner.common.durable import (
+from ospruner.durable import (
     partial_of,
     replace_file,
     room_needed,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from ospruner.common.optional import MissingPackageError
+from ospruner.optional import MissingPackageError
 
 from ..requests import CONTROL, StopRequest, value_of
 from ..sglang_start import check_version

@@ -19,7 +19,7 @@ from prometheus_client import Counter
 
 from modeling_ospruner.configuration_ospruner import shown
 from modeling_ospruner.stopping_ospruner import StopRecord
-from ospruner.common.traffic import bin_of, observed
+from ospruner.serving.traffic import bin_of, observed
 
 from ..requests import DEFAULTS, StopRequest, check_body, in_json
 from .plugin import HARMONY_PARSER

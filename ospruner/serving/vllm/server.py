@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.common.optional import needed
+from ospruner.optional import needed
 
 from ..requests import DEFAULTS, StopRequest, value_of
 from ..vllm_start import check_version

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ospruner.common.results_file import Results
 from ospruner.eval.online.evaluation import Evaluation, find_evaluations
 from ospruner.eval.report.summary import differences_of, parse_lambdas, save_evaluation
 from ospruner.eval.results import best_rows
+from ospruner.eval.results_file import Results
 
 from ..evaluations import make_evaluation
 

@@ -19,10 +19,9 @@ from typer.testing import CliRunner
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.rules_ospruner import Budget
 from ospruner.cli import app
-from ospruner.common.results_file import Results
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
-from ospruner.doctor.arithmetic import ModelWork
 from ospruner.engines import TransformersEngine
+from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import paired_difference
 from ospruner.eval.online.batches import Batch, Journal, Method, SampleRow, evaluate_online
@@ -32,6 +31,7 @@ from ospruner.eval.online.runners import EngineRunner, HookRunner, Setup
 from ospruner.eval.online.settings import OnlineSettings, preset
 from ospruner.eval.problems.task import Math, ProblemSet, Task
 from ospruner.eval.replay import replay, replay_budget, replay_full
+from ospruner.eval.results_file import Results
 from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.table import TraceTable
 from ospruner.train.fresh import new_policy, predict

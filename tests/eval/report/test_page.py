@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.common.durable import checked_line
+from ospruner.durable import checked_line
 from ospruner.eval.report.page import write_report
 from ospruner.eval.report.summary import never_right, never_right_told
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from ospruner.common.durable import checked_line
+from ospruner.durable import checked_line
 from ospruner.eval.report.pictures import (
     assign_styles,
     difficulty_groups,

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ospruner.common.results_file import Results
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
@@ -24,6 +23,7 @@ from ospruner.eval.report.paper import (
 )
 from ospruner.eval.report.summary import print_comparison
 from ospruner.eval.results import Rule, summarise
+from ospruner.eval.results_file import Results
 
 from ..evaluations import make_evaluation
 

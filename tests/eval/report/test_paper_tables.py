@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from ospruner.common.results_file import Estimate
 from ospruner.eval.online.evaluation import Evaluation
 from ospruner.eval.report.tables import (
     AVERAGE,
@@ -17,6 +16,7 @@ from ospruner.eval.report.tables import (
     chosen_parameters,
     full_table,
 )
+from ospruner.eval.results_file import Estimate
 
 from ..evaluations import make_evaluation
 

@@ -13,7 +13,7 @@ from modeling_ospruner.rules_ospruner import (
     StopRule,
     TrialConfidence,
 )
-from ospruner.doctor.arithmetic import LayerWork, ModelWork
+from ospruner.eval.arithmetic import LayerWork, ModelWork
 from ospruner.eval.compute import Compute
 from ospruner.eval.replay import replay_budget, replay_step
 from ospruner.eval.rules.families import AtStep, parse_rule

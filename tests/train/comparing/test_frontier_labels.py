@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.cli import app
-from ospruner.common.results_file import Results
 from ospruner.eval.frontier.causal import CAUSAL
+from ospruner.eval.results_file import Results
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import provenance
 from ospruner.train.comparing.frontier_labels import RULES, frontier_of_labels, rules_named

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ospruner.cli import app
-from ospruner.common.durable import DamagedError
+from ospruner.durable import DamagedError
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import hash_files, provenance, read_provenance
 from ospruner.train.from_labels import load_labels

@@ -19,7 +19,7 @@ from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, QWEN3, TokenFormat
-from ospruner.common.durable import lock_folder
+from ospruner.durable import lock_folder
 from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box

@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
-from ospruner.common.optional import MissingPackageError
 from ospruner.engines import TransformersEngine
 from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.opening import EngineOptions
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
+from ospruner.optional import MissingPackageError
 from ospruner.train.labels.command import ProblemOptions, run_label
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.on_ray import RayOptions, UnfinishedUnitsError, label_with_ray

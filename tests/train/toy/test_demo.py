@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner.cli import app
-from ospruner.common.results_file import Results
 from ospruner.demo.comparison import Predictions, compare_methods
 from ospruner.demo.demo import PRICE_RANGE, QUICK, STANDARD, run_demo
 from ospruner.eval.methods import EVERY_PRICE, FULL
+from ospruner.eval.results_file import Results
 from ospruner.eval.table import TraceTable
 from ospruner.train.labels.folder import read_labels
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ospruner.common.text import markdown_table, penalty_name
+from ospruner.eval.text import markdown_table, penalty_name
 
 
 @pytest.mark.parametrize(

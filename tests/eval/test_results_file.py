@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ospruner.common.results_file import Difference, Estimate, Frontier, Results
+from ospruner.eval.results_file import Difference, Estimate, Frontier, Results
 
 from ..made_results import make_result
 

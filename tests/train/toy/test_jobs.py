@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ospruner.common.jobs import Workers
+from ospruner.demo.jobs import Workers
 
 MODULE = """
 import os, time
@@ -91,7 +91,7 @@ def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
         "from functools import partial\n"
         "from pathlib import Path\n"
         "from functions_of_jobs import wait_for_ever\n"
-        "from ospruner.common.jobs import Workers\n"
+        "from ospruner.demo.jobs import Workers\n"
         "if __name__ == '__main__':\n"
         "    job = partial(wait_for_ever, Path(sys.argv[1]))\n"
         "    with Workers(1) as workers:\n"

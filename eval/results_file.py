@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .durable import replace_file
+from ospruner.durable import replace_file
+
 from .text import number_text, parameter_text
 
 __all__ = ["RESULTS_FILE", "Difference", "Estimate", "Frontier", "Named", "Result", "Results"]

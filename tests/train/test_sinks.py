@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ospruner.common.sinks import sinks_as_keys, takes_sinks_as_keys
+from ospruner.train.sinks import sinks_as_keys, takes_sinks_as_keys
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

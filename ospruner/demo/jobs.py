@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .progress import Progress
+from ospruner.progress import Progress
 
 __all__ = ["Job", "Workers"]
 

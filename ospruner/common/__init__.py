@@ -1,1 +1,0 @@
-"""What every floor may use: durable writes, progress, optional packages."""
