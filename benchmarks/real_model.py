@@ -17,7 +17,6 @@ These commands run one after the other, each as one would type it; all of them a
     benchmarks/serve.py   in vLLM, on the first test problems: seconds
     ospruner eval online  the same in transformers
     benchmarks/engines.py what each engine does a second on the training problems
-    benchmarks/tunings.py the paper's tail on every token, trained alike, beside queries only
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
 while their labels and policies are the same. Seconds are added up over all runs. `--share` takes
@@ -181,23 +180,6 @@ def _train(commands: Commands, name: str, folder: Path, tuning: str, own: Sequen
     commands.run(f"train {name}", [*words, *own, "--out", folder / name], inputs)
 
 
-def tunings(commands: Commands, policies: Path) -> None:
-    """The paper's tail, which runs on every token, beside the one of queries only."""
-    folder = commands.out / "tunings"
-    # Its tail sees every token; a CPU with units for bfloat16 is several times as fast in it.
-    precision = ("--precision", "bfloat16" if commands.dtype == "bfloat16" else "auto")
-    _train(commands, "layers", folder, "layers", (*OURS, *precision))
-    records = [*folder.glob("layers/run.json"), *policies.glob("price/run.json")]
-    for name in TESTS:
-        labels = commands.out / "labels" / name
-        (folder / name).mkdir(exist_ok=True)
-        words: list[object] = ["--policies", folder / "layers" / "price"]
-        words += [policies / "price" / "price", "--labels", labels, "--base", commands.base]
-        words += ["--states", commands.out / "states", "--json", folder / name / "numbers.json"]
-        inputs = [*records, labels / "manifest.json"]
-        commands.run(f"tunings {name}", words, inputs, "tunings.py")
-
-
 def compare(commands: Commands, policies: Path) -> None:
     """Frontiers and replays on the test problems."""
     labels = commands.out / "labels"
@@ -270,7 +252,7 @@ def collect(commands: Commands) -> dict[str, Any]:
     for name in PROBLEMS:
         record = dataclasses.asdict(read_provenance(out / "labels" / name))
         found["made_by"][name] = {key: record[key] for key in MADE_BY}
-    for kind in ("frontier", "replay", "online", "tunings"):
+    for kind in ("frontier", "replay", "online"):
         for file in sorted((out / kind).glob("**/numbers.json")):
             name = file.parent.name if kind != "online" else "gsm8k"
             found.setdefault(kind, {})[name] = json.loads(file.read_text("utf-8"))
@@ -317,7 +299,6 @@ def main() -> None:
         served(commands, policies, args.share)
         online(commands, policies, args.share)
         engines(commands, args.files, args.share)
-        tunings(commands, policies)
     print_last_line(collect(commands), args.json)
 
 

@@ -18,9 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
-from ospruner.eval.results_file import Estimate, Frontier, Result, Results
+from ospruner.eval.results_file import Frontier, Result, Results
 from ospruner.eval.text import markdown_table, penalty_name
 
 DOCS = Path(__file__).resolve().parent
@@ -131,24 +130,6 @@ def engines(file: Content) -> str:
     return markdown_table(["engine", "computes in", "thinking tokens a second"], rows)
 
 
-def tunings(file: Content) -> str:
-    """Rewards of policies of several tunings by price, and what the later ones differ by."""
-    first, *others = file["policies"]
-
-    def row(name: str, estimates: list[dict[str, float]], signed: bool = False) -> list[str]:
-        return [name, *(Estimate(**one).text(1, 2, signed=signed) for one in estimates)]
-
-    rows = [
-        [*row(one["tuning"], one["reward_points"]), f"{one['seconds'] / 60:.0f}"]
-        for one in file["policies"]
-    ]
-    for one in others:
-        name = f"{one['tuning']} less {first['tuning']}"
-        rows.append([*row(name, one["less_first"], signed=True), ""])
-    heads = [*(f"λ={penalty_name(price)}" for price in file["prices"]), "mean"]
-    return markdown_table(["reward, points", *heads, "minutes of training"], rows)
-
-
 def areas(file: Content) -> str:
     """The area under each method's frontier, and what OS-Pruner has more."""
     results = Results.from_dict(file)
@@ -205,7 +186,7 @@ def readme(of_points: Content, of_areas: Content) -> str:
         [
             one.method
             for one in frontiers.frontiers
-            if one.method not in (*OURS, *CLASSIFIERS, CAUSAL, "fixed budget")
+            if one.method not in (*OURS, *CLASSIFIERS, "fixed budget")
         ]
     )
     tuned = {one.method: one for one in results.results}
@@ -313,7 +294,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "online": online,
     "served": served,
     "engines": engines,
-    "tunings": tunings,
 }
 
 

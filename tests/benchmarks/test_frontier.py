@@ -68,15 +68,3 @@ def test_it_reads_a_demo(
     printed = capsys.readouterr().out
     assert "one training seed: nothing is known" in printed
     assert "spread over the seeds " not in printed  # the table's head
-    script = repo_dir / "benchmarks" / "effort.py"
-    monkeypatch.setattr(
-        sys, "argv", [str(script), "--run", str(run), "--seeds", "1", "--json", str(file)]
-    )
-    runpy.run_path(str(script), run_name="__main__")
-    curves = json.loads(file.read_text())["curves"]
-    assert [(one["method"], one["passes"], one["used"]) for one in curves] == [
-        (method, passes, passes == SIZE.epochs) for method in demo.BASELINES for passes in (1, 2, 4)
-    ]
-    assert {one["seeds"] for one in curves} == {1}
-    assert all(one["cross_entropy"] > 0 and 0 < one["area"] < 1 for one in curves)
-    assert "lowest cross-entropy" in capsys.readouterr().out
