@@ -19,7 +19,7 @@ from typing import Any
 
 from timing import environment, print_last_line
 
-from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.text import markdown_table
 
 

@@ -52,7 +52,7 @@ from ospruner.eval.frontier.competitors import (
 from ospruner.eval.methods import EVERY_PRICE, METHOD_NAMES
 from ospruner.eval.replay import Outcome, pool, replay
 from ospruner.eval.report.terminal import frontier_tables
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.eval.text import penalty_name

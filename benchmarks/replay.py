@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from timing import environment, print_last_line, timed
 
+from ospruner.eval.intervals import Rule, summarise
 from ospruner.eval.replay import replay, replay_at, replay_full
-from ospruner.eval.results import Rule, summarise
 from ospruner.eval.table import TraceTable
 
 THRESHOLDS = (0.7, 0.75, 0.8, 0.85, 0.9)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
-from ospruner.eval.results_file import Frontier, Result, Results
+from ospruner.eval.results import Frontier, Result, Results
 from ospruner.eval.text import markdown_table, penalty_name
 
 DOCS = Path(__file__).resolve().parent

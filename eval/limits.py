@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .intervals import Choice, Rule
 from .replay import Outcome, replay_at, replay_budget, replay_full, replay_step
-from .results import Choice, Rule
 from .selection import best_aes
 from .table import BoolArray, FloatArray, TraceTable
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .results_file import Estimate
+from .results import Estimate
 from .table import FloatArray, IntArray
 
 __all__ = [

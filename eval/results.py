@@ -1,302 +1,332 @@
-"""Outcomes of stopping rules summarised: each number with its 95 % interval by problem.
+"""The one file of results: whatever measures writes it, whatever shows numbers reads it.
 
-All rules of one call see the same resamples of the problems, so that their intervals and the
-differences between them belong together.
+It holds numbers, never formatted text. `Results.frame` gives them as a pandas frame, one row a rule
+and three columns a number; every table is a view of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from ospruner.durable import replace_file
 
-from .metrics import (
-    AES_ABSOLUTE,
-    REPLICATES,
-    AesVariant,
-    Charge,
-    bootstrap_means,
-    charged_tokens,
-    estimate,
-    reduction,
-    reward,
-    seed_weights,
-)
-from .replay import Outcome, pool
-from .results_file import Difference, Named, Result
-from .table import FloatArray, IntArray
+from .text import number_text, parameter_text, penalty_name
 
-__all__ = ["Choice", "Rule", "best_rows", "compare", "means_of", "pool_seeds", "summarise"]
+if TYPE_CHECKING:
+    import pandas as pd
 
+__all__ = [
+    "RESULTS_FILE",
+    "Difference",
+    "Estimate",
+    "Frontier",
+    "Named",
+    "Result",
+    "Results",
+    "best_rows",
+]
 
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """How a rule was chosen on validation, so that each resample can choose again.
-
-    Attributes:
-        validation: each candidate's outcome there, of several training seeds a sequence.
-        test: the outcomes of a candidate, by its number, on the traces that are summarised.
-        base: the full traces' outcome on validation.
-        problem_index: the problem of each validation trace.
-        pick: the number of the candidate to take, from accuracy (C,) and mean tokens (C,) of all
-            and of the full traces.
-    """
-
-    validation: Sequence[Sequence[Outcome]]
-    test: Callable[[int], Sequence[Outcome]]
-    base: Outcome
-    problem_index: IntArray
-    pick: Callable[[FloatArray, FloatArray, float, float], int]
-
-    def picks(self, replicates: int = REPLICATES, seed: int = 0) -> IntArray:
-        """(1 + B,) the candidate that is taken: on all validation traces, and in each resample.
-
-        Args:
-            replicates: B.
-            seed: of the resamples of problems, and of training seeds, which are those of `test`.
-        """
-        blocks = [[self.base], *self.validation]
-        columns = [x for block in blocks for one in block for x in (one.correct, one.tokens)]
-        values = np.column_stack(columns)
-        # Validation problems are others than those of `test`: drawn by themselves.
-        drawn = bootstrap_means(values, self.problem_index, replicates, ~seed & 0xFFFF)
-        means = np.concatenate([values.mean(axis=0)[None], drawn])
-        points, start = np.empty((len(means), len(blocks), 2)), 0
-        for number, block in enumerate(blocks):
-            part = means[:, start : start + 2 * len(block)].reshape(len(means), len(block), 2)
-            weights = seed_weights(len(block), replicates, seed)
-            points[:, number] = np.einsum("bs,bsk->bk", weights, part)
-            start += 2 * len(block)
-        return np.array(
-            [self.pick(p[1:, 0], p[1:, 1], float(p[0, 0]), float(p[0, 1])) for p in points]
-        )
+RESULTS_FILE = "results.json"
+FORMAT, VERSION = "ospruner-results", 1
 
 
 @dataclass(frozen=True)
-class Rule(Named):
-    """A rule to summarise.
+class Estimate:
+    """A number with the ends of its 95 % interval by problem; NaN where not measured."""
+
+    value: float
+    low: float
+    high: float
+
+    def texts(self, scale: float, digits: int, *, signed: bool = False) -> tuple[str, str, str]:
+        """The number and the ends of its interval as text; – where there is none.
+
+        Args:
+            scale: what to multiply by, such as 100 for percent.
+            digits: decimals.
+            signed: with a + where positive.
+        """
+        value, low, high = (
+            number_text(x * scale, digits, signed=signed) for x in (self.value, self.low, self.high)
+        )
+        return value, low, high
+
+    def text(self, scale: float, digits: int, *, signed: bool = False) -> str:
+        """Such as "71.2 [70.1, 72.3]"."""
+        return "{} [{}, {}]".format(*self.texts(scale, digits, signed=signed))
+
+    def short_text(self, scale: float, digits: int, *, signed: bool = False) -> str:
+        """Such as "71.2 ±1.1": the wider half of the interval, so that ± spans all of it."""
+        sides = self.value - self.low, self.high - self.value
+        half = scale * (math.nan if any(map(math.isnan, sides)) else max(sides))
+        value = number_text(self.value * scale, digits, signed=signed)
+        return f"{value} ±{number_text(half, digits)}"
+
+
+NOT_MEASURED = Estimate(math.nan, math.nan, math.nan)
+
+
+class Named:
+    """What is told apart by a method and its parameter."""
+
+    method: str
+    parameter: float | None
+    parameter_name: str
+
+    @property
+    def parameter_text(self) -> str:
+        """Such as "λ=5e-4", "≥.70", "110 tokens", or ""."""
+        return parameter_text(self.parameter, self.parameter_name)
+
+    @property
+    def name(self) -> str:
+        """Method and parameter: "OS-Pruner λ=5e-4"."""
+        return f"{self.method} {self.parameter_text}".strip()
+
+
+@dataclass(frozen=True)
+class Result(Named):
+    """A rule's numbers, each with its 95 % interval by problem.
 
     Attributes:
-        method: name of its family.
-        outcome: of its training seeds the mean.
-        parameter: what picks it from its family.
-        parameter_name: what that is.
-        seeds: each training seed's outcome, where there are several.
-        choice: how it was chosen on validation; its intervals then contain the choice.
+        method: name of the method.
+        parameter: length penalty, threshold, budget...; None where there is none.
+        parameter_name: "λ", "threshold", "tokens", "step"; "" where there is none.
+        accuracy: share of right answers.
+        tokens: mean thinking tokens.
+        reduction: share of the full trace's thinking tokens saved.
+        aes: accuracy-efficiency score, of the variant `aes_label`.
+        answer_tokens: mean tokens of the forced answer.
+        helped: share of traces right under the rule and wrong in full.
+        harmed: share of traces wrong under the rule and right in full.
+        truncated: share of traces cut at the token cap.
+        probe_tokens: mean tokens that the rule read or generated to decide, charged in `flops`.
+        generated_tokens: mean tokens of thinking and answer together.
+        total_reduction: share of all generated tokens (thinking, answer) of the full trace saved.
+        time_ratio: wall-clock time over that of the full trace; NaN where not measured.
+        tokens_per_second: generated tokens (thinking, answer) a second; NaN where not measured.
+        rewards: (lambda, accuracy - lambda * tokens) for some lambdas, charged as `aes_label` says.
+        aes_label: which AES, and what its length counts.
+        traces: how many traces.
+        problems: how many problems.
+        flops: compute: mean floating-point operations of all that is computed for a trace (prompt,
+            thinking, answer, tail, verifier, trial answers); NaN where not counted.
+        flops_ratio: the same over that of the full trace.
     """
 
     method: str
-    outcome: Outcome
-    parameter: float | None = None
-    parameter_name: str = ""
-    seeds: tuple[Outcome, ...] = ()
-    choice: Choice | None = None
+    parameter: float | None
+    parameter_name: str
+    accuracy: Estimate
+    tokens: Estimate
+    reduction: Estimate
+    aes: Estimate
+    answer_tokens: Estimate
+    helped: Estimate
+    harmed: Estimate
+    truncated: Estimate
+    probe_tokens: Estimate
+    generated_tokens: Estimate
+    total_reduction: Estimate
+    time_ratio: Estimate
+    tokens_per_second: Estimate
+    rewards: tuple[tuple[float, Estimate], ...]
+    aes_label: str
+    traces: int
+    problems: int
+    flops: Estimate = NOT_MEASURED
+    flops_ratio: Estimate = NOT_MEASURED
 
 
-def pool_seeds(rules: Sequence[Rule]) -> tuple[list[Rule], list[list[int]]]:
-    """Rules of one method and parameter as one rule, with each as a training seed.
+@dataclass(frozen=True)
+class Difference:
+    """One rule less another on the same traces, resampled together.
 
-    Args:
-        rules: on the same traces.
-
-    Returns:
-        The rules in order of first appearance, and the numbers of the given ones in each.
+    Attributes:
+        rule: name and parameter of the one.
+        other: name and parameter of the other.
+        accuracy: difference of the shares of right answers.
+        tokens: of mean thinking tokens.
+        reduction: of the shares of thinking tokens saved.
+        aes: of the accuracy-efficiency scores.
     """
-    groups: dict[tuple[str, float | None], list[int]] = {}
-    for number, rule in enumerate(rules):
-        groups.setdefault((rule.method, rule.parameter), []).append(number)
-    pooled = []
-    for numbers in groups.values():
-        first, outcomes = rules[numbers[0]], tuple(rules[k].outcome for k in numbers)
-        if len(outcomes) == 1:
-            pooled.append(first)
-        else:
-            pooled.append(dataclasses.replace(first, outcome=pool(outcomes), seeds=outcomes))
-    return pooled, list(groups.values())
+
+    rule: str
+    other: str
+    accuracy: Estimate
+    tokens: Estimate
+    reduction: Estimate
+    aes: Estimate
 
 
-def summarise(
-    rules: Sequence[Rule],
-    base: Outcome,
-    problem_index: IntArray,
-    *,
-    variant: AesVariant = AES_ABSOLUTE,
-    length_penalties: Sequence[float] = (),
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> list[Result]:
-    """Accuracy, tokens, reduction, AES and more of each rule, with 95 % intervals by problem.
+@dataclass(frozen=True)
+class Frontier:
+    """What a method reaches over all lengths; its rules are chosen on validation.
 
-    Args:
-        rules: rules and their outcomes on the same N traces.
-        base: the full traces' outcome, to which reductions and AES refer.
-        problem_index: (N,) the problem of each trace, 0 .. P-1.
-        variant: which AES, and what it and rewards charge.
-        length_penalties: lambdas at which to give the expected reward.
-        replicates: bootstrap resamples.
-        seed: of the resamples.
+    Attributes:
+        method: name of the method.
+        area: under accuracy against length, between stopping at once and never, in [0, 1].
+        lead: OS-Pruner's area less this one, paired; None for OS-Pruner itself, and for an estimate
+            of what rules without hindsight can reach.
+        gap_closed: (lambda, share of the gap in reward from the full trace to the oracle). A
+            method's choice includes never stopping and stopping at once.
+    """
+
+    method: str
+    area: Estimate
+    lead: Estimate | None
+    gap_closed: tuple[tuple[float, Estimate], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What was measured on one set of traces.
+
+    Attributes:
+        dataset: what it was measured on, as people say it: "MATH-500".
+        setting: one line on how: model, mode, kind of answers, number of seeds.
+        results: the rules; the first is the full trace, to which reductions refer.
+        limits: what no rule can reach, or none should need.
+        chosen: place in `results` of the policy that the file lies beside, or that was chosen on
+            validation; None where there is none.
+        differences: paired.
+        frontiers: of whole methods.
+        natural_accuracy: of the model's own answers, never mixed with forced ones; None where
+            there are none.
+        about: what else belongs to the numbers (settings, environment), JSON values.
 
     Raises:
-        ValueError: an outcome of another number of traces.
+        ValueError: `dataset` or `setting` is empty, or `chosen` names no row.
     """
-    for rule in rules:
-        if len(rule.outcome) != len(base):
+
+    dataset: str
+    setting: str
+    results: list[Result] = field(default_factory=list)
+    limits: list[Result] = field(default_factory=list)
+    chosen: int | None = None
+    differences: list[Difference] = field(default_factory=list)
+    frontiers: list[Frontier] = field(default_factory=list)
+    natural_accuracy: Estimate | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("dataset", "setting"):
+            if not getattr(self, name).strip():
+                raise ValueError(f"{name} is empty: say what was measured, and how")
+        if self.chosen is not None and not 0 <= self.chosen < len(self.results):
             raise ValueError(
-                f"{rule.method}: an outcome of {len(rule.outcome)} traces, the full traces are "
-                f"{len(base)}"
+                f"chosen is {self.chosen}; it must be a place in results, 0 to "
+                f"{len(self.results) - 1}, or None"
             )
-    means = _means_of_rules(base, rules, problem_index, replicates, seed)  # (1 + B, K) each
-    problems = len(np.unique(problem_index))
-    full = _Means(means[0])
-    results = []
-    for number, rule in enumerate(rules, start=1):
-        ours = _Means(means[number])
-        numbers = ours.against(full, variant)
-        correct, charged = ours.of["correct"], ours.charged(full, variant.charge)
-        results.append(
-            Result(
-                method=rule.method,
-                parameter=rule.parameter,
-                parameter_name=rule.parameter_name,
-                **{name: estimate(*_first_and_rest(x)) for name, x in numbers.items()},
-                rewards=tuple(
-                    (
-                        penalty,
-                        estimate(*_first_and_rest(reward(correct, charged, penalty))),
-                    )
-                    for penalty in length_penalties
-                ),
-                aes_label=variant.label,
-                traces=len(base),
-                problems=problems,
-            )
-        )
-    return results
-
-
-def means_of(
-    blocks: Sequence[Sequence[Outcome]],
-    problem_index: IntArray,
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> list[FloatArray]:
-    """The means (1 + B, K) of each rule's columns: on all traces, and on each resample.
-
-    Problems are resampled, and with them the training seeds of a rule that has several.
-
-    Args:
-        blocks: for each rule its seeds' outcomes on the same N traces; one where it has none.
-        problem_index: (N,) the problem of each trace.
-        replicates: B.
-        seed: of the resamples.
-    """
-    columns = [outcome.columns() for block in blocks for outcome in block]  # each (N, K)
-    values, width = np.concatenate(columns, axis=1), columns[0].shape[1]
-    resampled = bootstrap_means(values, problem_index, replicates, seed)
-    means = np.concatenate([values.mean(axis=0)[None], resampled])  # row 0: all traces
-    found, start = [], 0
-    for block in blocks:
-        part = means[:, start : start + width * len(block)].reshape(len(means), len(block), width)
-        weights = seed_weights(len(block), replicates, seed)  # (1 + B, S)
-        found.append(np.einsum("bs,bsk->bk", weights, part))
-        start += width * len(block)
-    return found
-
-
-def _means_of_rules(
-    base: Outcome, rules: Sequence[Rule], problem_index: IntArray, replicates: int, seed: int
-) -> list[FloatArray]:
-    """`means_of` the full traces and each rule; each resample chooses again what was chosen."""
-    blocks = [[base], *(rule.seeds or [rule.outcome] for rule in rules)]
-    found = means_of(blocks, problem_index, replicates, seed)
-    for number, rule in enumerate(rules, start=1):
-        if rule.choice is not None:
-            picks = rule.choice.picks(replicates, seed)
-            taken, place = np.unique(picks, return_inverse=True)
-            candidates = [rule.choice.test(int(k)) for k in taken]
-            means = np.stack(means_of(candidates, problem_index, replicates, seed))  # (U, 1+B, K)
-            found[number] = means[place, np.arange(len(picks))]
-    return found
-
-
-class _Means:
-    """The means of one outcome's columns, on all traces and on each resample: (1 + B, K)."""
-
-    def __init__(self, means: FloatArray) -> None:
-        self.of = dict(zip([f.name for f in dataclasses.fields(Outcome)], means.T, strict=True))
 
     @property
-    def generated(self) -> FloatArray:
-        """Thinking and answer tokens."""
-        return self.of["tokens"] + self.of["answer_tokens"]
+    def frame(self) -> pd.DataFrame:
+        """A row for each rule, then one for each limit; see `_row` for how numbers are spread.
 
-    def charged(self, full: _Means, charge: Charge) -> FloatArray:
-        """The length that AES and rewards see."""
-        own, base = self.of, full.of
-        return charged_tokens(charge, own["tokens"], own["flops"], base["tokens"], base["flops"])
+        kind            "rule" or "limit"
+        method          name of the method, the same for all its settings
+        parameter       price, threshold, budget ...; NaN where there is none
+        parameter_name  what that is: "λ", "threshold", "tokens", "step", ...
+        setting         the parameter as text: "λ=5e-4", "≥.70", "110 tokens", ""
+        chosen          whether it is the one that was chosen (`Results.chosen`)
+        accuracy, accuracy_low, accuracy_high    and so for every number of `Result`: shares in
+                        [0, 1], tokens, operations; NaN where not measured
+        reward@5e-4, reward@5e-4_low, ...        for each price at which rewards were asked for
+        aes_label, traces, problems
+        """
+        rows = []
+        for kind, of_kind in (("rule", self.results), ("limit", self.limits)):
+            for number, one in enumerate(of_kind):
+                chosen = kind == "rule" and number == self.chosen
+                row = {"kind": kind, **_row(one), "chosen": chosen}
+                rows.append({**row, "setting": one.parameter_text})
+        first = ["kind", "method", "parameter", "parameter_name", "setting", "chosen"]
+        return _frame(rows, first)
 
-    def against(self, full: _Means, variant: AesVariant) -> dict[str, FloatArray]:
-        """The fields of `Result` by name, as arrays."""
-        own, base = self.of, full.of
-        return {
-            "accuracy": own["correct"],
-            "tokens": own["tokens"],
-            "reduction": reduction(own["tokens"], base["tokens"]),
-            "aes": variant(
-                own["correct"],
-                self.charged(full, variant.charge),
-                base["correct"],
-                base["tokens"],
-            ),
-            "answer_tokens": own["answer_tokens"],
-            "helped": own["helped"],
-            "harmed": own["harmed"],
-            "truncated": own["truncated"],
-            "probe_tokens": own["probe_tokens"],
-            "generated_tokens": self.generated,
-            "total_reduction": reduction(self.generated, full.generated),
-            "time_ratio": own["seconds"] / base["seconds"],
-            "tokens_per_second": self.generated / own["seconds"],
-            "flops": own["flops"],
-            "flops_ratio": own["flops"] / base["flops"],
-        }
+    @property
+    def difference_frame(self) -> pd.DataFrame:
+        """A row for each paired difference: rule, other, accuracy, accuracy_low, ..."""
+        return _frame([_row(one) for one in self.differences], ["rule", "other"])
 
+    @property
+    def frontier_frame(self) -> pd.DataFrame:
+        """A row for each method: method, area, area_low, ..., lead, ..., gap@5e-4, ...
 
-def _first_and_rest(values: FloatArray) -> tuple[float, FloatArray]:
-    return float(values[0]), values[1:]
+        `lead` is the first method's area less this one's, paired; NaN for itself.
+        """
+        return _frame([_row(one) for one in self.frontiers], ["method"])
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values; NaN, which JSON lacks, is None.
 
-def compare(
-    a: Rule,
-    b: Rule,
-    base: Outcome,
-    problem_index: IntArray,
-    *,
-    variant: AesVariant = AES_ABSOLUTE,
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> Difference:
-    """Paired differences a - b on the same traces, with 95 % intervals by problem.
+        Raises:
+            TypeError, ValueError: `about` holds something JSON cannot.
+        """
+        content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        ready: dict[str, Any] = _without_nan(content)
+        json.dumps(ready, allow_nan=False)
+        return ready
 
-    Args:
-        a: one rule.
-        b: the other; the full trace's own for a comparison with it.
-        base: the full traces' outcome, for reduction and AES.
-        problem_index: (N,) the problem of each trace.
-        variant: which AES.
-        replicates: bootstrap resamples.
-        seed: of the resamples.
-    """
-    means = _means_of_rules(base, [a, b], problem_index, replicates, seed)
-    full, left, right = (_Means(m) for m in means)
-    ours, theirs = left.against(full, variant), right.against(full, variant)
-    numbers = {
-        name: estimate(*_first_and_rest(ours[name] - theirs[name]))
-        for name in ("accuracy", "tokens", "reduction", "aes")
-    }
-    return Difference(a.name, b.name, **numbers)
+    @classmethod
+    def from_dict(cls, content: Any, where: str = "this") -> Results:
+        """What `to_dict` gave.
+
+        Args:
+            content: the values.
+            where: what errors call them: the file.
+
+        Raises:
+            ValueError: they are no results, of another version, or lack something.
+        """
+        given = dict(content) if isinstance(content, Mapping) else {}
+        found = given.pop("format", None), given.pop("version", None)
+        if found != (FORMAT, VERSION):
+            raise ValueError(
+                f"{where} has format {found[0]!r} and version {found[1]!r}, this version of "
+                f"ospruner reads {FORMAT!r} version {VERSION}: make the results again"
+            )
+        try:
+            natural = given.pop("natural_accuracy")
+            return cls(
+                results=[_result(one) for one in given.pop("results")],
+                limits=[_result(one) for one in given.pop("limits")],
+                differences=[Difference(**_estimates(one)) for one in given.pop("differences")],
+                frontiers=[_frontier(one) for one in given.pop("frontiers")],
+                natural_accuracy=None if natural is None else _estimate(natural),
+                **given,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{where} holds no whole results ({error}): make them again"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file, whole or not at all; its folder must exist.
+
+        Raises:
+            TypeError, ValueError: `about` holds something JSON cannot.
+        """
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        replace_file(Path(path), (text + "\n").encode())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Results:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: it holds something else, or was written by another version.
+        """
+        try:
+            content = json.loads(Path(path).read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: no JSON ({error}); make it again") from error
+        return cls.from_dict(content, str(path))
 
 
 def best_rows(results: Sequence[Result]) -> dict[str, int]:
@@ -307,3 +337,64 @@ def best_rows(results: Sequence[Result]) -> dict[str, int]:
         if there is None or result.aes.value > results[there].aes.value:
             best[result.method] = number
     return best
+
+
+_PAIRS = {"rewards": "reward", "gap_closed": "gap"}  # fields of (price, number) pairs
+
+
+def _row(one: Result | Difference | Frontier) -> dict[str, Any]:
+    """Values by column: a number x with its interval as x, x_low and x_high."""
+    row: dict[str, Any] = {}
+    for name, value in vars(one).items():
+        if name in _PAIRS:
+            for price, number in value:
+                row |= _spread(f"{_PAIRS[name]}@{penalty_name(price)}", number)
+        elif isinstance(value, Estimate) or name == "lead":
+            row |= _spread(name, NOT_MEASURED if value is None else value)
+        else:
+            row[name] = value
+    return row
+
+
+def _spread(name: str, number: Estimate) -> dict[str, float]:
+    return {name: number.value, f"{name}_low": number.low, f"{name}_high": number.high}
+
+
+def _frame(rows: Iterable[Mapping[str, Any]], first: Sequence[str]) -> pd.DataFrame:
+    import pandas as pd  # here: it takes half a second, and most readers of results need none
+
+    found = pd.DataFrame(list(rows))
+    columns = [*first, *(name for name in found.columns if name not in first)]
+    return found.reindex(columns=columns)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _estimate(values: Mapping[str, float | None]) -> Estimate:
+    return Estimate(**{name: math.nan if x is None else x for name, x in values.items()})
+
+
+def _estimates(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's values with every number that has an interval as an `Estimate`."""
+    return {
+        name: _estimate(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+    }
+
+
+def _by_penalty(pairs: Sequence[Any]) -> tuple[tuple[float, Estimate], ...]:
+    return tuple((penalty, _estimate(values)) for penalty, values in pairs)
+
+
+def _result(values: Mapping[str, Any]) -> Result:
+    return Result(**{**_estimates(values), "rewards": _by_penalty(values["rewards"])})
+
+
+def _frontier(values: Mapping[str, Any]) -> Frontier:
+    return Frontier(**{**_estimates(values), "gap_closed": _by_penalty(values["gap_closed"])})

@@ -18,7 +18,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.text import markdown_table
 
 EVAL_RESULTS_FOLDER = ".eval_results"

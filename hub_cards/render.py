@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
-from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
 
 from .measurements import eval_results, results_caption, results_markdown

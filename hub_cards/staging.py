@@ -19,7 +19,7 @@ from typing import Any
 import modeling_ospruner
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
-from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.provenance import (
     PROVENANCE_FILE,
     code_state,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ospruner.eval.results_file import Estimate, Result
+from ospruner.eval.results import Estimate, Result
 
 
 def make_result(

@@ -23,10 +23,10 @@ from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, p
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.loading_ospruner import WEIGHTS
 from ospruner.durable import DamagedError
+from ospruner.eval.intervals import Rule, summarise
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay_full
-from ospruner.eval.results import Rule, summarise
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.schema import MATH_TASK, LabelSettings
 from ospruner.eval.table import TraceTable, classifier_targets
 from ospruner.hub_cards.render import write_policy_card

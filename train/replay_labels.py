@@ -23,6 +23,7 @@ from ospruner.engines.opening import device_named, load_tokenizer
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.calibration import Calibration, Candidate, calibrate, losses
 from ospruner.eval.compute import Compute
+from ospruner.eval.intervals import Rule, pool_seeds
 from ospruner.eval.limits import (
     best_fixed_budget,
     best_fixed_step,
@@ -41,7 +42,6 @@ from ospruner.eval.online.evaluation import Evaluation, trace_hash
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.replay import replay, replay_full, windowed
 from ospruner.eval.report.viewer import PricesShown, trace_views
-from ospruner.eval.results import Rule, pool_seeds
 from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.schema import LabelSettings

@@ -17,7 +17,7 @@ import numpy as np
 from ..limits import hindsight_oracle
 from ..metrics import REPLICATES, bootstrap_means, estimate, seed_weights
 from ..replay import Outcome, replay_full, replay_step
-from ..results_file import Estimate, Frontier
+from ..results import Estimate, Frontier
 from ..table import FloatArray, TraceTable
 
 __all__ = [

@@ -22,11 +22,11 @@ import numpy as np
 
 from ospruner.durable import append_durably
 
+from ..intervals import Rule
 from ..methods import FULL
 from ..problems.problem import Problem
 from ..problems.task import ProblemSet
 from ..replay import Outcome
-from ..results import Rule
 from .evaluation import Evaluation, refuse_other_settings
 from .settings import OnlineSettings
 

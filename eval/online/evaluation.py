@@ -23,10 +23,10 @@ import numpy as np
 
 from ospruner.durable import replace_file
 
+from ..intervals import Rule, summarise
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..replay import Outcome
-from ..results import Rule, summarise
-from ..results_file import Result
+from ..results import Result
 from ..table import FloatArray, IntArray, TraceTable
 
 __all__ = ["Evaluation", "find_evaluations", "trace_hash"]

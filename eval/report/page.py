@@ -15,8 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ..compute import flops_scale
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation, find_evaluations
-from ..results import best_rows
-from ..results_file import Difference, Estimate, Result
+from ..results import Difference, Estimate, Result, best_rows
 from ..text import penalty_name
 from .paper import BENCHMARKS, MODELS, compare_with_paper
 from .pictures import save_difficulty, save_dynamics, save_panels

@@ -22,7 +22,7 @@ from rich.text import Text
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
-from ..results_file import Result
+from ..results import Result
 from ..text import penalty_name
 from .terminal import number_cell, rules_table
 

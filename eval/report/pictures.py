@@ -18,7 +18,7 @@ from ospruner.durable import read_checked_line
 from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
 from ..metrics import bootstrap_interval
 from ..online.evaluation import Evaluation
-from ..results_file import Estimate, Result
+from ..results import Estimate, Result
 from ..table import FloatArray
 from ..text import penalty_name
 

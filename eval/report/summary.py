@@ -17,16 +17,17 @@ from rich.text import Text
 
 from ospruner.durable import replace_file
 
+from ..intervals import compare
 from ..methods import FRONTIER, ORACLE
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, bootstrap_interval
 from ..online.evaluation import Evaluation, find_evaluations
-from ..results import best_rows, compare
-from ..results_file import (
+from ..results import (
     RESULTS_FILE,
     Difference,
     Estimate,
     Result,
     Results,
+    best_rows,
 )
 from ..text import penalty_name
 from .paper import compare_with_paper, comparison_table, table_1_scores

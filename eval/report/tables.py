@@ -15,8 +15,7 @@ import pandas as pd
 
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
-from ..results import best_rows
-from ..results_file import Estimate, Result
+from ..results import Estimate, Result, best_rows
 from ..schema import MATH_TASK
 from ..text import markdown_table
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..compute import flops_scale
-from ..results_file import Difference, Estimate, Frontier, Result, Results
+from ..results import Difference, Estimate, Frontier, Result, Results
 from ..text import penalty_name
 
 __all__ = [

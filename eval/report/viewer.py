@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, PriceRange
 
-from ..results import Rule
+from ..intervals import Rule
 from ..table import TraceTable
 
 if TYPE_CHECKING:

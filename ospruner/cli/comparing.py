@@ -305,7 +305,7 @@ def _show(
     """Print an evaluation and save it."""
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.summary import print_results, save_evaluation
-    from ospruner.eval.results_file import RESULTS_FILE
+    from ospruner.eval.results import RESULTS_FILE
 
     results = save_evaluation(
         evaluation, out, variant=charged_variant(charge), length_penalties=lambdas

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from ospruner.eval.compute import Compute
 from ospruner.eval.frontier.grids import policy_grid
+from ospruner.eval.intervals import Choice, Rule, compare, summarise
 from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
 from ospruner.eval.replay import Outcome, pool, replay, replay_full
-from ospruner.eval.results import Choice, Rule, compare, summarise
-from ospruner.eval.results_file import Difference, Result, Results
+from ospruner.eval.results import Difference, Result, Results
 from ospruner.eval.selection import best_aes, largest_reduction
 from ospruner.eval.table import FloatArray, TraceTable
 

@@ -22,7 +22,7 @@ from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compute import Compute
 from ospruner.eval.report.pictures import save_pareto
 from ospruner.eval.report.terminal import differences_table, results_table
-from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.render import write_policy_card
 from ospruner.progress import PhaseBars, Progress, silent

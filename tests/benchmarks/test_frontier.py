@@ -14,7 +14,7 @@ from rich.console import Console
 from ospruner.demo import demo
 from ospruner.eval.frontier.causal import CAUSAL
 from ospruner.eval.frontier.learnstop import LEARN_STOP
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.rules.families import FAMILIES
 from ospruner.train.comparing.frontier_labels import RULES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.train.from_labels import load_labels
 
 from .conftest import RunScript

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ospruner.eval.intervals import summarise
 from ospruner.eval.limits import (
     StoppingProblem,
     best_fixed_budget,
@@ -23,7 +24,6 @@ from ospruner.eval.limits import (
 )
 from ospruner.eval.metrics import aes
 from ospruner.eval.replay import Outcome, replay, replay_at, replay_budget, replay_full, replay_step
-from ospruner.eval.results import summarise
 from ospruner.eval.table import TraceTable
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modeling_ospruner.rules_ospruner import LearnedPolicy
+from ospruner.eval.intervals import Choice, Rule, compare, pool_seeds, summarise
 from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
 from ospruner.eval.replay import (
     Outcome,
@@ -22,8 +23,7 @@ from ospruner.eval.replay import (
     replay_step,
     windowed,
 )
-from ospruner.eval.results import Choice, Rule, compare, pool_seeds, summarise
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
 
 

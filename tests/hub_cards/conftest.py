@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import SHIPPED, Reasoner
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.hub_cards.render import write_policy_card
 from ospruner.provenance import provenance
 

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, ModelCard, hf_hub_download, parse_eval_result
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
-from ospruner.eval.results_file import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.hub_cards.measurements import write_eval_results
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import SHIPPED, Reasoner
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
 from ospruner.hub_cards.publish import Published
 from ospruner.hub_cards.staging import Staged, code_files

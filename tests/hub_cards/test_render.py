@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.hub_cards.render import EXAMPLE, policy_card, write_policy_card
 from ospruner.provenance import provenance
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ospruner.eval.methods import EVERY_PRICE
-from ospruner.eval.results_file import (
+from ospruner.eval.results import (
     NOT_MEASURED,
     Estimate,
     Frontier,

@@ -25,7 +25,7 @@ from ospruner.cli import app
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.methods import EVERY_PRICE, parse_policies
 from ospruner.eval.replay import replay, replay_full
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.provenance import read_provenance
 from ospruner.train.fresh import predict, predict_outputs

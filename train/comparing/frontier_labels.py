@@ -33,7 +33,7 @@ from ospruner.eval.methods import (
 )
 from ospruner.eval.metrics import REPLICATES
 from ospruner.eval.report.pictures import save_frontiers
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.rules.families import FAMILIES, LEFT_OUT
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent

@@ -8,8 +8,7 @@ import pytest
 
 from ospruner.eval.online.evaluation import Evaluation, find_evaluations
 from ospruner.eval.report.summary import differences_of, parse_lambdas, save_evaluation
-from ospruner.eval.results import best_rows
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results, best_rows
 
 from ..evaluations import make_evaluation
 

@@ -31,7 +31,7 @@ from ospruner.eval.online.runners import EngineRunner, HookRunner, Setup
 from ospruner.eval.online.settings import OnlineSettings, preset
 from ospruner.eval.problems.task import Math, ProblemSet, Task
 from ospruner.eval.replay import replay, replay_budget, replay_full
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.table import TraceTable
 from ospruner.train.fresh import new_policy, predict

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from ospruner.eval.intervals import Rule, summarise
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
@@ -22,8 +23,7 @@ from ospruner.eval.report.paper import (
     table_1_scores,
 )
 from ospruner.eval.report.summary import print_comparison
-from ospruner.eval.results import Rule, summarise
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 
 from ..evaluations import make_evaluation
 

@@ -16,7 +16,7 @@ from ospruner.eval.report.tables import (
     chosen_parameters,
     full_table,
 )
-from ospruner.eval.results_file import Estimate
+from ospruner.eval.results import Estimate
 
 from ..evaluations import make_evaluation
 

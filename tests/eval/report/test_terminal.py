@@ -19,7 +19,7 @@ from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.metrics import AES_RELATIVE
 from ospruner.eval.report.pictures import draw_pareto, label_points, save_pareto
 from ospruner.eval.report.terminal import differences_table, frontier_tables, results_table
-from ospruner.eval.results_file import Difference, Estimate, Frontier, Result, Results
+from ospruner.eval.results import Difference, Estimate, Frontier, Result, Results
 from ospruner.eval.table import FloatArray
 
 from ...made_results import make_result

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.cli import app
 from ospruner.eval.frontier.causal import CAUSAL
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import provenance
 from ospruner.train.comparing.frontier_labels import RULES, frontier_of_labels, rules_named

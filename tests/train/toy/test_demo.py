@@ -18,7 +18,7 @@ from ospruner.cli import app
 from ospruner.demo.comparison import Predictions, compare_methods
 from ospruner.demo.demo import PRICE_RANGE, QUICK, STANDARD, run_demo
 from ospruner.eval.methods import EVERY_PRICE, FULL
-from ospruner.eval.results_file import Results
+from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.train.labels.folder import read_labels
 

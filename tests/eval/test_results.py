@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ospruner.eval.results_file import Difference, Estimate, Frontier, Results
+from ospruner.eval.results import Difference, Estimate, Frontier, Results
 
 from ..made_results import make_result
 
@@ -109,3 +109,26 @@ def test_names() -> None:
         "m step 4",
         "m ≤0.4 nats",
     ]
+
+
+def test_every_number_has_its_place_in_the_frame() -> None:
+    frame = WHOLE.frame
+    assert list(frame.kind) == ["rule", "rule", "limit"]
+    assert list(frame.columns[:6]) == [
+        "kind", "method", "parameter", "parameter_name", "setting", "chosen",
+    ]  # fmt: skip
+    ours = frame[frame.chosen].iloc[0]
+    result = WHOLE.results[1]
+    assert (ours.method, ours.setting) == ("OS-Pruner", "λ=5e-5")
+    for name, value in vars(result).items():
+        if isinstance(value, Estimate):
+            found = [ours[name], ours[f"{name}_low"], ours[f"{name}_high"]]
+            assert found == pytest.approx([value.value, value.low, value.high], nan_ok=True)
+    assert math.isnan(frame.aes_low[2])
+    (difference,) = WHOLE.difference_frame.itertuples()
+    assert (difference.other, difference.tokens_high) == ("full trace", 0.2)
+    frontiers = WHOLE.frontier_frame
+    assert frontiers["gap@1e-4_low"][0] == 0.05
+    assert math.isnan(frontiers.lead[0])
+    assert frontiers.lead[1] == 0.1
+    assert Results(dataset="d", setting="s").frame.empty
