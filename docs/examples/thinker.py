@@ -1,10 +1,13 @@
 """Tunes a model that reasons in its reply into one that thinks first, with second thoughts.
 
-    python docs/examples/thinker.py BASE traces.jsonl.gz --out runs/thinker
+    python docs/examples/thinker.py BASE traces.jsonl.gz --out runs/thinker --models DeepSeek-R1
 
 Each line of the traces is a JSON object with `problem`, `answer`, `reasoning` (a reasoning model's
-thinking), and, where they are known, `correct`, `closed`, `dataset` and `model`. The shortest that
-are right are learnt, one of a problem, by LoRA (peft) on the tokens that the model writes itself.
+thinking), `model` and, where they are known, `correct` and `closed`. Right, closed traces of the
+named models are learnt, one of a problem (the first-named model's), by LoRA (peft) in transformers'
+Trainer. Only the upper layers and the markers' output rows are trained, so that nothing runs
+backwards below them. A stopped run goes on from its last checkpoint.
+
 The folder holds the merged model, a tokenizer with `<think>` and `</think>`, a chat template that
 opens the thinking, and `problems.jsonl`: hand that to `ospruner label --exclude`, so that no
 problem that was learnt is measured.
@@ -16,20 +19,22 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.problems.problem import read_rows
@@ -38,20 +43,11 @@ OPENING, CLOSING = "<think>\n", "\n</think>\n\n"
 
 
 class Learnt(NamedTuple):
-    """A conversation to learn: its ids, how many are the prompt's, the problem and its answer."""
+    """A conversation to learn: its ids, how many are the prompt's, and the trace's row."""
 
     ids: list[int]
     prompt: int
-    problem: str
-    answer: str
-
-
-def right_traces(path: Path, dataset: str | None, model: str | None) -> Iterator[dict[str, Any]]:
-    """The closed, right traces of a file."""
-    for row in read_rows(path):
-        wanted = dataset in (None, row.get("dataset")) and model in (None, row.get("model"))
-        if wanted and row.get("correct", True) and row.get("closed", True):
-            yield dict(row)
+    row: dict[str, Any]
 
 
 def add_thinking(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -74,8 +70,8 @@ def add_thinking(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [int(i) for i in tokenizer.convert_tokens_to_ids(["<think>", "</think>"])]
 
 
-def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """The ids of a conversation, and how many of them are the prompt's."""
+def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Learnt:
+    """The ids of a conversation: question, thinking, and the boxed answer."""
     message = f"{row['problem']}\n\n{DEEPSEEK_R1.user_instruction}"
     turns = [{"role": "user", "content": message}]
     prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
@@ -85,55 +81,98 @@ def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[lis
     before = tokenizer.encode(prompt, add_special_tokens=False)
     after = tokenizer.encode(written, add_special_tokens=False)
     assert tokenizer.eos_token_id is not None
-    return [*before, *after, tokenizer.eos_token_id], len(before)
+    return Learnt([*before, *after, tokenizer.eos_token_id], len(before), row)
 
 
 def choose(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Learnt]:
-    """The shortest right trace of each problem, the shortest problems first."""
-    shortest: dict[str, Learnt] = {}
-    for row in right_traces(given.traces, given.dataset, given.model):
-        ids, prompt = encode(row, tokenizer)
-        known = shortest.get(row["problem"])
-        if len(ids) <= given.max_tokens and (known is None or len(ids) < len(known.ids)):
-            shortest[row["problem"]] = Learnt(ids, prompt, row["problem"], row["answer"])
-    learnt = sorted(shortest.values(), key=lambda one: len(one.ids))[: given.limit]
+    """The traces to learn, in an order that the seed draws, one of a problem."""
+    chosen: dict[str, Learnt] = {}
+    rows = [dict(row) for row in read_rows(given.traces)]
+    for model in given.models:
+        for row in rows:
+            right = row.get("correct", True) and row.get("closed", True)
+            if row["model"] == model and right and row["problem"] not in chosen:
+                one = encode(row, tokenizer)
+                if given.min_tokens <= len(one.ids) - one.prompt <= given.max_tokens:
+                    chosen[row["problem"]] = one
+    learnt = sorted(chosen.values(), key=lambda one: str(one.row["problem"]))
+    random.Random(given.seed).shuffle(learnt)
     if not learnt:
-        sys.exit(f"{given.traces} holds no right, closed trace that fits: widen the arguments")
-    return learnt
+        known = sorted({str(row["model"]) for row in rows})
+        sys.exit(f"{given.traces} holds no trace that fits: its models are {', '.join(known)}")
+    return learnt[: given.limit]
 
 
-def tune(model: PreTrainedModel, learnt: list[Learnt], given: argparse.Namespace) -> None:
-    """Trains what is trainable, a trace at a time, and prints the loss a written token."""
-    model.train()
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    steps = given.epochs * -(-len(learnt) // given.batch_size)
-    optimizer = torch.optim.AdamW(trained, lr=given.learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, given.learning_rate, total_steps=steps + 1, pct_start=0.1
+def begin_rows(model: PreTrainedModel, markers: list[int], end: int) -> None:
+    """Gives the markers rows to begin with: the mean row, and the end-of-text token's."""
+    opening, closing = markers
+    with torch.no_grad():
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            rows: Any = module.weight  # type: ignore[union-attr]
+            rows[opening] = rows[:opening].float().mean(0).to(rows.dtype)
+            rows[closing] = rows[end]
+
+
+class EveryMinutes(TrainerCallback):
+    """A checkpoint whenever so many minutes have passed."""
+
+    def __init__(self, minutes: float) -> None:
+        self.seconds, self.last = 60 * minutes, time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Asks for one at the end of an optimiser step."""
+        if time.monotonic() - self.last >= self.seconds:
+            self.last, control.should_save = time.monotonic(), True
+
+
+def tune(model: PreTrainedModel, learnt: list[Learnt], given: argparse.Namespace, pad: int) -> None:
+    """Trains what is trainable on the tokens that the model writes itself."""
+    rows = [
+        {"input_ids": one.ids, "labels": [-100] * one.prompt + one.ids[one.prompt :]}
+        for one in learnt
+    ]
+    settings = TrainingArguments(
+        output_dir=str(given.out / "checkpoints"),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=given.batch_size,
+        num_train_epochs=given.epochs,
+        learning_rate=given.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.05},
+        warmup_steps=5,
+        weight_decay=0.0,
+        save_strategy="no",
+        save_total_limit=2,
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=given.device == "cpu",
+        seed=given.seed,
     )
-    order = random.Random(given.seed)
-    for epoch in range(given.epochs):
-        order.shuffle(learnt)
-        for start in range(0, len(learnt), given.batch_size):
-            batch = learnt[start : start + given.batch_size]
-            written = sum(len(one.ids) - one.prompt for one in batch)
-            total = 0.0
-            for one in batch:
-                inputs = torch.tensor([one.ids], device=given.device)
-                kept = len(one.ids) - one.prompt + 1
-                logits = model(inputs, logits_to_keep=kept).logits[0, :-1]
-                loss = cross_entropy(logits.float(), inputs[0, one.prompt :], reduction="sum")
-                (loss / written).backward()
-                total += loss.item()
-            clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            print(
-                f"epoch {epoch + 1}, {start + len(batch)}: loss {total / written:.4f}", flush=True
-            )
+
+    def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        width = max(len(row["input_ids"]) for row in batch)
+
+        def padded(name: str, fill: int) -> torch.Tensor:
+            return torch.tensor([row[name] + [fill] * (width - len(row[name])) for row in batch])
+
+        mask = [[1] * len(row["labels"]) + [0] * (width - len(row["labels"])) for row in batch]
+        return {
+            "input_ids": padded("input_ids", pad),
+            "labels": padded("labels", -100),
+            "attention_mask": torch.tensor(mask),
+        }
+
+    trainer = Trainer(
+        model,
+        settings,
+        train_dataset=rows,  # type: ignore[arg-type]
+        data_collator=collate,
+        callbacks=[EveryMinutes(given.checkpoint_minutes)],
+    )
+    checkpoints = given.out / "checkpoints"
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
 
 
 def arguments() -> argparse.Namespace:
@@ -141,21 +180,23 @@ def arguments() -> argparse.Namespace:
     ask = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     ask.add_argument("base", help="the model's folder or Hub id")
     ask.add_argument("traces", type=Path, help="a .jsonl, .jsonl.gz or .parquet file")
-    ask.add_argument("--out", type=Path, required=True, help="an empty folder")
-    ask.add_argument("--dataset", help="only traces of this dataset")
-    ask.add_argument("--model", help="only traces of this model")
-    ask.add_argument("--limit", type=int, default=150, help="traces to learn, the shortest first")
-    ask.add_argument("--max-tokens", type=int, default=2_000, help="longer traces are left out")
-    ask.add_argument("--epochs", type=int, default=2)
-    ask.add_argument("--batch-size", type=int, default=8, help="traces an optimiser step")
-    ask.add_argument("--learning-rate", type=float, default=2e-4)
-    ask.add_argument("--rank", type=int, default=16)
+    ask.add_argument("--out", type=Path, required=True, help="a folder; a stopped run goes on")
+    ask.add_argument("--models", nargs="+", required=True, help="whose traces, the best first")
+    ask.add_argument("--limit", type=int, default=220, help="traces to learn")
+    ask.add_argument("--min-tokens", type=int, default=250, help="shorter ones are left out")
+    ask.add_argument("--max-tokens", type=int, default=1_300, help="longer ones are left out")
+    ask.add_argument("--first-layer", type=int, help="the lowest trained; 3/7 of the way up")
+    ask.add_argument("--epochs", type=int, default=1)
+    ask.add_argument("--batch-size", type=int, default=4, help="traces an optimiser step")
+    ask.add_argument("--learning-rate", type=float, default=3e-4)
+    ask.add_argument("--rank", type=int, default=32)
+    ask.add_argument("--checkpoint-minutes", type=float, default=10.0)
     ask.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     ask.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     ask.add_argument("--seed", type=int, default=0)
     given = ask.parse_args()
-    if given.out.exists() and any(given.out.iterdir()):
-        sys.exit(f"{given.out} is not empty: give an empty folder")
+    if (given.out / "thinker.json").exists():
+        sys.exit(f"{given.out} holds a finished thinker: give another folder")
     return given
 
 
@@ -165,33 +206,42 @@ def main() -> None:
     torch.manual_seed(given.seed)
     tokenizer = AutoTokenizer.from_pretrained(given.base)
     markers = add_thinking(tokenizer)
+    end = tokenizer.eos_token_id
     learnt = choose(given, tokenizer)
     tokens = sum(len(one.ids) for one in learnt)
-    print(f"{len(learnt)} traces, {tokens} tokens, the longest {len(learnt[-1].ids)}", flush=True)
+    print(f"{len(learnt)} traces, {tokens} tokens", flush=True)
 
     model: Any = AutoModelForCausalLM.from_pretrained(given.base, dtype=getattr(torch, given.dtype))
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
-    rows = model.get_input_embeddings().weight
-    with torch.no_grad():  # rows that no text has trained
-        rows[markers] = rows[: min(markers)].float().mean(0).to(rows.dtype)
+    begin_rows(model, markers, end)
+    before, after = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    tied = before is after
+    equal = torch.equal(before, after)  # as weights unpacked from one matrix are
+    layers = model.config.num_hidden_layers
+    first = layers * 3 // 7 if given.first_layer is None else given.first_layer
+    upper = "|".join(str(layer) for layer in range(first, layers))
     lora = LoraConfig(
         r=given.rank,
         lora_alpha=2 * given.rank,
-        target_modules="all-linear",
-        trainable_token_indices=markers,
+        target_modules=rf".*\.layers\.({upper})\..*_proj",
+        # Were the input's rows trained, too, all layers would have to run backwards.
+        trainable_token_indices=markers if tied else {"lm_head": markers},
         task_type="CAUSAL_LM",
     )
     tuned: Any = get_peft_model(model.to(given.device), lora)
-    tune(tuned, list(learnt), given)
+    tune(tuned, learnt, given, end)
 
-    given.out.mkdir(parents=True, exist_ok=True)
-    tuned.merge_and_unload().save_pretrained(given.out)
+    merged = tuned.merge_and_unload()
+    if equal and not tied:  # the closing's row is learnt in one of them alone
+        rows = merged.get_output_embeddings().weight.detach()[markers]
+        merged.get_input_embeddings().weight.data[markers] = rows
+    merged.save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
     with (given.out / "problems.jsonl").open("w", encoding="utf-8") as file:
         for number, one in enumerate(learnt):
-            problem = {"id": f"learnt/{number}", "problem": one.problem, "answer": one.answer}
-            file.write(json.dumps(problem) + "\n")
+            problem = {key: one.row[key] for key in ("problem", "answer")}
+            file.write(json.dumps({"id": f"learnt/{number}", **problem}) + "\n")
     settings = {name: str(value) for name, value in vars(given).items()}
     (given.out / "thinker.json").write_text(json.dumps(settings, indent=1) + "\n", "utf-8")
     print(f"saved in {given.out}")

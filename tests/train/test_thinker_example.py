@@ -73,21 +73,24 @@ def tune(
 
     def run(*options: str, base: Path = base) -> None:
         given = [base, traces, "--out", tmp_path / "out", "--device", "cpu", *options]
+        given += ["--min-tokens", "1"]
         monkeypatch.setattr(sys, "argv", ["thinker.py", *map(str, given)])
         example["main"]()
 
     return run
 
 
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_plain_model_learns_to_think(
-    tune: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tied: bool, tune: Callable[..., None], base: Path, tmp_path: Path
 ) -> None:
-    options = ["--model", "A", "--dtype", "float32", "--epochs", "100", "--learning-rate", "2e-2"]
-    tune(*options)
-    printed = capsys.readouterr().out
-    assert printed.startswith("2 traces, ")
-    losses = [float(line.split()[-1]) for line in printed.splitlines() if "loss" in line]
-    assert losses[-1] < losses[0] / 4
+    if not tied:
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        plain.config.tie_word_embeddings = False
+        plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.detach().clone())
+        plain.save_pretrained(base)
+    options = ["--dtype", "float32", "--first-layer", "0", "--batch-size", "2", "--rank", "8"]
+    tune("--models", "A", "--epochs", "150", "--learning-rate", "2e-2", *options)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -104,17 +107,45 @@ def test_a_plain_model_learns_to_think(
     assert "Wait, let me check" in text
     assert "\n</think>\n\n" in text
     learnt = (tmp_path / "out/problems.jsonl").read_text().splitlines()
-    assert [json.loads(line)["problem"] for line in learnt] == ["3 + 4?", "12 * 2?"]
+    assert {json.loads(line)["problem"] for line in learnt} == {"3 + 4?", "12 * 2?"}
 
 
 def test_what_cannot_be_tuned(
     tune: Callable[..., None], tmp_path: Path, tiny_base_dir: Path
 ) -> None:
-    with pytest.raises(SystemExit, match="holds no right, closed trace that fits"):
-        tune("--model", "C")
+    with pytest.raises(SystemExit, match="its models are A, B"):
+        tune("--models", "C")
     with pytest.raises(SystemExit, match="this model thinks already"):
-        tune(base=tiny_base_dir)
+        tune("--models", "A", base=tiny_base_dir)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/kept").touch()
-    with pytest.raises(SystemExit, match="is not empty"):
-        tune()
+    (tmp_path / "out/thinker.json").touch()
+    with pytest.raises(SystemExit, match="holds a finished thinker"):
+        tune("--models", "A")
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(
+    tune: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--models", "A", "--dtype", "float32", "--first-layer", "0", "--epochs", "6"]
+    options += ["--batch-size", "1", "--checkpoint-minutes", "0"]
+    tune(*options)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    (tmp_path / "out").rename(tmp_path / "whole")
+
+    stopped = torch.optim.AdamW.step
+    steps = []
+
+    def step(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 8:
+            raise KeyboardInterrupt
+        return stopped(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        tune(*options)
+    tune(*options)
+    assert len(steps) == 8 + 12 - 7  # seven were done, the eighth was cut
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor)
