@@ -23,6 +23,7 @@ FLOORS = {
     "ospruner.optional": 1,
     "ospruner.progress": 1,
     "ospruner.engines": 2,
+    "ospruner.rules": 2,
     "ospruner.serving": 2,
     "ospruner.provenance": 2,
     "ospruner.hub_cards": 3,

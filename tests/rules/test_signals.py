@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,18 +10,24 @@ from typing import Any
 
 import pytest
 
-from modeling_ospruner.rules_ospruner import StopRule, TrialAnswer
-from ospruner.eval.rules.rivals import (
+from ospruner.eval.grading.boxed import equal
+from ospruner.rules import (
+    Agreement,
+    AnswerEntropy,
+    Budget,
     Deer,
     Dynasor,
+    Family,
     HaltCot,
     Puma,
     Refrain,
+    Rule,
     RunJump,
     ThinkJustEnough,
-    similarity,
-    student_tail,
+    TrialAnswer,
+    TrialConfidence,
 )
+from ospruner.rules.signals import similarity, student_tail
 
 
 @dataclass
@@ -34,7 +39,6 @@ class End:
     words: Sequence[str] = ()
     entropies: Sequence[float] = ()
     every: int = 10
-    sample_index: int = 0
     may_stop: bool = True
     step: int = 0
     tried: list[int] = field(default_factory=list)
@@ -42,9 +46,6 @@ class End:
     @property
     def thinking_tokens(self) -> int:
         return (self.step + 1) * self.every
-
-    def stop_probability(self, numbers: Sequence[float] = ()) -> float:
-        raise AssertionError
 
     def trial_answer(self, max_tokens: int) -> TrialAnswer:
         self.tried.append(self.step)
@@ -60,7 +61,7 @@ class End:
         return self.entropies[self.step]
 
 
-def stops(rule: StopRule, end: End, steps: int) -> list[int]:
+def stops(rule: Rule, end: End, steps: int) -> list[int]:
     """At which steps, from 1, a rule would stop, were it never obeyed."""
     row, found = rule.for_row(), []
     for step in range(steps):
@@ -68,6 +69,10 @@ def stops(rule: StopRule, end: End, steps: int) -> list[int]:
         if row.at_step_end(end).stop:
             found.append(step + 1)
     return found
+
+
+def graded(one: str, other: str) -> bool:
+    return bool(equal(one, other))
 
 
 def said(text: str, sure: float = 1.0, ended: Any = "closed", bits: float = 0.0) -> TrialAnswer:
@@ -78,7 +83,7 @@ def said(text: str, sure: float = 1.0, ended: Any = "closed", bits: float = 0.0)
 def test_dynasor_wants_k_equal_answers_none_of_which_hesitates() -> None:
     answers = ["3", "7", "7.0", "7", "wait, 7", "7", "7", "7", "", "7"]
     end = End([said(text) for text in answers], every=64)
-    assert stops(Dynasor(3), end, len(answers)) == [4, 8]
+    assert stops(Dynasor(3, same=graded), end, len(answers)) == [4, 8]
     # Every 64 tokens: with steps of 40 tokens, an answer is tried at 80, 160, 240, 320 of them.
     end = End([said("7")] * 8, every=40)
     assert stops(Dynasor(3), end, 8) == [6, 8]
@@ -133,7 +138,7 @@ def test_deer_must_be_above_its_threshold_before_wait_and_tries_ten_times() -> N
     end = End(later, words=["Wait"] * 12)
     assert stops(Deer(0.95), end, 12) == []
     assert end.tried == list(range(10))
-    assert stops(dataclasses.replace(Deer(0.95), trials=12), end, 12) == [11, 12]
+    assert stops(Deer(0.95, trials=12), end, 12) == [11, 12]
 
 
 def test_think_just_enough_compares_the_mean_entropy_in_bits() -> None:
@@ -168,11 +173,41 @@ def test_puma_verifies_at_two_redundant_steps() -> None:
     answers = ["1", "2", "7", "7", "8", "9", "9", "9"]
     sure = [1.0, 1.0, 0.99, 0.97, 0.99, 1.0, 0.99, 0.95]
     end = End([said(a, s) for a, s in zip(answers, sure, strict=True)], texts)
-    rule = Puma(confidence=0.98, first_step=1)
     # Steps 3, 4, 5, 7 and 8 repeat the one before. 4 confirms 3; 5 says something else; 8 is less
     # sure than 7 by more than .03.
-    assert stops(rule, end, 8) == [4]
+    assert stops(Puma(0.98, first_step=1), end, 8) == [4]
     assert end.tried == [2, 3, 4, 6, 7]
-    assert stops(dataclasses.replace(rule, confidence=0.995), end, 8) == []
-    assert stops(dataclasses.replace(rule, drop=0.05), end, 8) == [4, 8]
-    assert stops(dataclasses.replace(rule, first_step=5), end, 8) == []
+    assert stops(Puma(0.995, first_step=1), end, 8) == []
+    assert stops(Puma(0.98, first_step=1, drop=0.05), end, 8) == [4, 8]
+    assert stops(Puma(0.98, first_step=5), end, 8) == []
+
+
+def test_trial_answers_by_hand() -> None:
+    """The answer's certainty and agreement, at each step end or where one is due."""
+    answers = [said("7", 0.5), said("7", 0.9), said("7", 0.99, ended="length"), said("7", 0.96)]
+    end = End(answers, words=["so", "Wait", "Wait", "so"])
+    assert stops(TrialConfidence(0.9), end, 4) == [2, 4]
+    assert stops(TrialConfidence(0.9, transition_words=("Wait",)), end, 4) == [2]
+    end = End([said(text) for text in ("3", "7", "7", "", "7", "7", "7")])
+    assert stops(Agreement(3), end, 7) == [7]
+    assert stops(Agreement(2), end, 7) == [3, 6, 7]
+    sure = [TrialAnswer((0,), "closed", (0.0,), nats) for nats in (0.5, 0.4, 0.3, math.nan)]
+    assert stops(AnswerEntropy(0.4), End(sure), 4) == [2, 3]
+    assert stops(Budget(21), End(), 4) == [3, 4]
+
+
+def test_nothing_is_tried_before_a_row_may_stop() -> None:
+    end = End([said("7")] * 3, may_stop=False)
+    assert stops(Agreement(2), end, 3) == []
+    assert end.tried == []
+
+
+@pytest.mark.parametrize("family", [Agreement, Deer, RunJump, HaltCot, Refrain, Puma])
+def test_rows_do_not_share_what_they_remember(family: Family) -> None:
+    """A second row of the same rule stops where the first did."""
+    texts = ["the answer is 7", "wait the answer is 7", "wait the answer is 7"] * 5
+    end = End([said("7", bits=0.1)] * 15, texts, ["Wait"] * 15)
+    rule = family(2 if family.whole else 0.5)
+    found = stops(rule, end, 15)
+    assert found
+    assert stops(rule, end, 15) == found

@@ -1,0 +1,347 @@
+"""Rules without training by name, such as "budget:200": a signal, compared with a threshold.
+
+A `Family` is a rule whose threshold is open: `rules.Deer`. With a threshold it is a `Rule`, which
+generate takes and labels replay: `rules.Deer(0.95)`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from . import signals
+from .signals import Same, StepEnd
+
+__all__ = ["FAMILIES", "GROUP", "Ask", "Family", "Rule", "Verdict", "parse_rule"]
+
+Ask = Literal["trial_answer", "text", "thinking_entropy"]
+"""What a signal may ask a step end for; generate prepares it, or refuses what it cannot give."""
+
+GROUP = "ospruner_rules"
+"""The entry-point group in which packages offer families under a name."""
+
+MANY = 2.0**31 - 1
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    ">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt,
+}  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    """What a rule says at a step end.
+
+    Attributes:
+        stop: whether the row stops thinking here.
+        signal: what it measured; None where it did not measure.
+    """
+
+    stop: bool
+    signal: float | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A rule whose threshold is open.
+
+    Attributes:
+        name: as in "deer:0.95".
+        signal: see `signals`; its further arguments, with defaults, are the rule's settings.
+        method: what tables call it; "" for the name.
+        parameter_name: what the threshold is: "tokens", "nats", "answers", ...
+        stops: how the signal compares with the threshold where a row stops: ">=", ">", "<=", "<".
+            NaN never stops a row.
+        low: the lowest threshold allowed.
+        high: the highest.
+        whole: whether thresholds are whole numbers.
+        asks: what the signal asks step ends for.
+        reads: the column of labels without which it cannot be replayed; "" for none.
+        settings: of the signal, where they differ from its defaults.
+    """
+
+    name: str
+    signal: Callable[..., Iterator[float]]
+    method: str = ""
+    parameter_name: str = "threshold"
+    stops: Literal[">=", ">", "<=", "<"] = ">="
+    low: float = 0.0
+    high: float = 1.0
+    whole: bool = False
+    asks: frozenset[Ask] = frozenset()
+    reads: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> Rule:
+        """The rule of a threshold.
+
+        Args:
+            threshold: between `low` and `high`.
+            same: whether two answers mean the same; by default they are the same text.
+            settings: of the signal, such as `every_tokens` or `transition_words`.
+
+        Raises:
+            TypeError: no number, or a setting that the signal does not have or of another type.
+            ValueError: the threshold is out of range.
+        """
+        return Rule(self, float(threshold), same, {**self.settings, **settings})
+
+    @property
+    def never(self) -> float:
+        """The threshold that stops nothing, or next to nothing."""
+        return self.high if self.stops.startswith(">") else self.low
+
+    @property
+    def at_once(self) -> float:
+        """The threshold that stops wherever the rule may."""
+        return self.low if self.stops.startswith(">") else self.high
+
+    def reached(self, signal: Any, threshold: float) -> Any:
+        """Whether a signal stops a row; arrays give arrays."""
+        return _COMPARE[self.stops](signal, threshold)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule without training, ready to stop rows.
+
+    Attributes:
+        family: what it measures.
+        threshold: what stops.
+        same: whether two answers mean the same.
+        settings: of the signal.
+    """
+
+    family: Family
+    threshold: float
+    same: Same = operator.eq
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        family, value, name = self.family, self.threshold, self.family.name
+        if not family.low <= value <= family.high:  # also refuses NaN
+            raise ValueError(
+                f"rule {name!r}: {family.parameter_name or 'threshold'} is {value:g}; it must lie "
+                f"in [{family.low:g}, {family.high:g}]"
+            )
+        if family.whole and not value.is_integer():
+            raise ValueError(f"rule {name!r} takes a whole number, not {value:g}")
+        known = {*_settings(family.signal)}
+        for key, given in self.settings.items():
+            if key not in known:
+                raise TypeError(f"rule {name!r} has no setting {key!r}; it has {sorted(known)}")
+            words = key in ("transition_words", "hesitation")
+            if words and not (isinstance(given, tuple) and all(isinstance(w, str) for w in given)):
+                raise TypeError(
+                    f"rule {name!r}: {key} is {given!r}; it must be a tuple of words, such as "
+                    "('Wait', 'Alternatively')"
+                )
+            least = 0 if key in ("redundancy", "drop", "significance") else 1
+            if not words and not (isinstance(given, int | float) and given >= least):
+                raise ValueError(f"rule {name!r}: {key} is {given!r}; it must be at least {least}")
+
+    @property
+    def method(self) -> str:
+        """What tables call it."""
+        return self.family.method or self.family.name
+
+    def __repr__(self) -> str:
+        return f"{self.family.name}:{self.threshold:g}"
+
+    @property
+    def reason(self) -> Literal["policy", "budget"]:
+        """What `StopRecord.reason` says of the rows that it stopped."""
+        return "budget" if self.family.name in ("budget", "step") else "policy"
+
+    @property
+    def asks(self) -> frozenset[Ask]:
+        """What its signal asks step ends for."""
+        words: frozenset[Ask] = frozenset({"text"} if self.settings.get("transition_words") else ())
+        return self.family.asks | words
+
+    def measure(self, ends: Iterator[Any]) -> Iterator[float]:
+        """Its signal at the step ends of one row, one by one."""
+        return self.family.signal(ends, self.same, **self.settings)
+
+    def for_row(self) -> RowRule:
+        """The rule for a row that starts thinking."""
+        return RowRule(self)
+
+
+class RowRule:
+    """A rule at work on one row, which is asked at each step end in turn."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._end: StepEnd | None = None
+        self._signals = rule.measure(self._ends())
+
+    def _ends(self) -> Iterator[Any]:
+        while True:
+            yield self._end
+
+    def at_step_end(self, end: StepEnd) -> Verdict:
+        """Measures, and compares with the threshold."""
+        self._end = end
+        signal = next(self._signals)
+        stop = bool(self._rule.family.reached(signal, self._rule.threshold))
+        return Verdict(stop, None if math.isnan(signal) else signal)
+
+
+def _settings(signal: Callable[..., Any]) -> Iterator[str]:
+    """The settings of a signal; `**trials` stands for those of `answers_tried`."""
+    for name, parameter in list(inspect.signature(signal).parameters.items())[1:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            yield from _settings(signals.answers_tried)
+        elif name != "same":
+            yield name
+
+
+_TRIAL: frozenset[Ask] = frozenset({"trial_answer"})
+_TEXT: frozenset[Ask] = frozenset({"text"})
+_BOTH: frozenset[Ask] = _TRIAL | _TEXT
+_COUNT: dict[str, Any] = {"whole": True, "high": MANY}
+_SURE = 1e-9  # a threshold of 0 would stop at answers without any confidence
+
+Budget = Family("budget", signals.tokens, "fixed budget", "tokens", low=1, **_COUNT)
+Step = Family("step", signals.steps, "fixed step", "step", low=1, **_COUNT)
+AnswerEntropy = Family(
+    "entropy", signals.entropy, "answer entropy", "nats", "<=", 0.0, math.log(20),
+    asks=_TRIAL, reads="forced_entropy",
+)  # fmt: skip
+TrialConfidence = Family(
+    "confidence", signals.confidence, "trial confidence", low=_SURE, asks=_TRIAL,
+    reads="forced_logprob",
+)  # fmt: skip
+Agreement = Family(
+    "agreement", signals.agreement, "answer agreement", "answers", low=2, asks=_BOTH, **_COUNT
+)
+Dynasor = Family(
+    "dynasor", signals.agreement, "Dynasor", "answers", low=2, asks=_BOTH, **_COUNT,
+    settings={
+        "max_tokens": 20, "every_tokens": 64,
+        "hesitation": ("wait", "hold", "but", "okay", "no", "hmm"),
+    },
+)  # fmt: skip
+RunJump = Family("es-cot", signals.run_jump, "ES-CoT", "jump", low=1, asks=_BOTH, **_COUNT)
+HaltCot = Family(
+    "halt-cot", signals.whole_entropy, "HALT-CoT", "bits", "<", 0.0, 1e3, asks=_TRIAL,
+    reads="forced_answer_entropy",
+)  # fmt: skip
+Deer = Family(
+    "deer", signals.confidence, "DEER", "threshold", ">", _SURE, asks=_BOTH,
+    reads="forced_logprob",
+    settings={"max_tokens": 20, "transition_words": ("Wait",), "trials": 10},
+)  # fmt: skip
+ThinkJustEnough = Family(
+    "just-enough", signals.thinking_entropy, "Think Just Enough", "bits", "<=", 0.0, 5.0,
+    asks=frozenset({"thinking_entropy"}),
+)  # fmt: skip
+Refrain = Family("refrain", signals.repetition, "REFRAIN", asks=_TEXT)
+Puma = Family("puma", signals.confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Budget, Step, AnswerEntropy, TrialConfidence, Agreement, Dynasor, RunJump, HaltCot, Deer,
+        ThinkJustEnough, Refrain, Puma,
+    )
+}  # fmt: skip
+"""The families by name. NEAT (arXiv 2602.02010) is not among them: it reads the activations of
+neurons in every layer at every token, which labels do not keep and generate's hook does not see."""
+
+EXAMPLES = (
+    "budget:200, step:5, entropy:0.4, confidence:0.95, agreement:3, dynasor:3, es-cot:10, "
+    "halt-cot:0.6, deer:0.95, just-enough:0.5, refrain:0.7, puma:0.98"
+)
+
+
+def installed_families() -> dict[str, Callable[[], Any]]:
+    """What loads the family of each name that installed packages offer."""
+    return {point.name: point.load for point in entry_points(group=GROUP)}
+
+
+def is_rule(text: str) -> bool:
+    """Whether a text names a rule or a family, known or of one's own, and no policy."""
+    name = text.partition(":")[0]
+    return name in FAMILIES or name.endswith(".py") or name in installed_families()
+
+
+def parse_rule(text: str, same: Same = operator.eq) -> Rule | Family:
+    """The rule, or without a number the family, that a user named.
+
+    Args:
+        text: a name of `FAMILIES`, alone or with its number, such as "budget:200" (tokens),
+            "entropy:0.4" (nats of the answer's first token) or "agreement:3" (trial answers).
+            "my_rules.py:MINE" is a family of one's own file; a package offers one by name in the
+            entry-point group `GROUP`.
+        same: whether two answers mean the same (`Task.same`).
+
+    Raises:
+        FileNotFoundError: the file of a rule of one's own is missing.
+        ValueError: another name, no number, or one out of range; or the file cannot be run, or has
+            no such family.
+    """
+    name, _, number = text.partition(":")
+    if name.endswith(".py"):
+        kind, _, number = number.partition(":")
+        family = _own(family_of(name, kind), f"{name}:{kind}")
+    elif name in FAMILIES:
+        family = FAMILIES[name]
+    else:
+        offered = installed_families()
+        if name not in offered:
+            more = f"; installed: {', '.join(offered)}" if offered else ""
+            raise ValueError(
+                f"rule {text!r} is not known; rules are written as {EXAMPLES}, or "
+                f"my_rules.py:MINE:0.5 for one of your own{more}"
+            )
+        family = _own(offered[name](), name)
+    if not number:
+        return family
+    try:
+        value = float(number)
+    except ValueError:
+        raise ValueError(
+            f"rule {text!r}: {number!r} is no number; write it as {EXAMPLES}"
+        ) from None
+    return family(value, same=same)
+
+
+def family_of(path: str | Path, name: str) -> Any:
+    """What a Python file, which is run, calls by a name.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file cannot be run, or defines no such name.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no rule at {path}: give a .py file with a family {name}")
+    spec = importlib.util.spec_from_file_location(f"ospruner_rule_{path.stem}", path)
+    assert spec is not None  # it ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file may raise
+        raise ValueError(
+            f"the rule {path} cannot be run ({type(error).__name__}: {error}): mend the file"
+        ) from error
+    if name not in vars(module):
+        own = [key for key, value in vars(module).items() if isinstance(value, Family)]
+        raise ValueError(f"{path} defines no {name!r}; its families are {', '.join(own) or 'none'}")
+    return vars(module)[name]
+
+
+def _own(found: Any, where: str) -> Family:
+    if not isinstance(found, Family):
+        raise ValueError(
+            f"{where} is {found!r}; it must be an ospruner.rules.Family, made of a function that "
+            "takes step ends and gives a number at each"
+        )
+    return found

@@ -1,0 +1,356 @@
+"""What rules without training measure at each step end: one function a rule, with its source.
+
+A function takes the step ends of one row in order (`StepEnd`), and what says that two answers are
+the same; it gives one number a step end, NaN where it measures nothing. It never looks ahead, so
+that it runs on labelled traces and in generate alike. What differs from the original is said where
+it does. Everywhere a step is a paragraph, and a trial answer is forced into a box and decoded
+greedily.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+__all__ = ["REFLECTION", "Same", "StepEnd", "TrialAnswer", "similarity", "student_tail"]
+
+Same = Callable[[str, str], bool]
+"""Whether two answers mean the same."""
+
+TRIAL_TOKENS = 32
+ENTROPY_TOKENS = 20
+"""How many of the most likely tokens an entropy is taken over."""
+
+_BIT = math.log(2)
+
+
+@dataclass(frozen=True)
+class TrialAnswer:
+    """A forced answer tried at a step end.
+
+    Attributes:
+        ids: its tokens after the box prefix; the one that closed the box is included, one that
+            ended the text is not.
+        ended: "closed" by the brace that closes the box, "eos", or "length" at its cap.
+        logprobs: natural log-probability of each of `ids` under the model's plain (temperature 1)
+            distribution.
+        entropy: in nats, of the distribution at the first token over its 20 most likely tokens,
+            renormalised.
+        text: what `ids` say, without the closing brace; empty without a tokenizer.
+        whole_entropy: the sum of the same over all tokens of the answer, that of its end included:
+            the chain rule along the greedy answer. NaN where it is not known.
+    """
+
+    ids: tuple[int, ...]
+    ended: Literal["closed", "eos", "length"]
+    logprobs: tuple[float, ...]
+    entropy: float
+    text: str = ""
+    whole_entropy: float = math.nan
+
+    @property
+    def said(self) -> str:
+        """The text of a complete answer; "" of any other."""
+        return "" if self.ended == "length" else self.text.strip()
+
+    @property
+    def confidence(self) -> float:
+        """Geometric mean of its tokens' probabilities; NaN where it has none or is not complete."""
+        if self.ended == "length" or not self.logprobs:
+            return math.nan
+        return math.exp(math.fsum(self.logprobs) / len(self.logprobs))
+
+
+class StepEnd(Protocol):
+    """A row at the end of a step: what a rule is told, and may ask for."""
+
+    @property
+    def step(self) -> int:
+        """The step's index, from 0."""
+
+    @property
+    def thinking_tokens(self) -> int:
+        """L_i, the tokens generated through the step's end."""
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether `min_thinking_tokens` is reached; if not, a stop is ignored."""
+
+    def trial_answer(self, max_tokens: int) -> TrialAnswer:
+        """An answer forced here, of at most so many tokens; the row is left as it is."""
+
+    def next_text(self) -> str:
+        """The text of the token that the model finds most likely to come next."""
+
+    def step_text(self) -> str:
+        """The text of the step that has ended here."""
+
+    def thinking_entropy(self) -> float:
+        """Mean entropy, in nats, at which the thinking's tokens so far were drawn.
+
+        Each over the ENTROPY_TOKENS most likely tokens at temperature 1.
+        """
+
+
+def tokens(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+    """The thinking tokens so far (s1's budget, at a step's end)."""
+    for end in ends:
+        yield float(end.thinking_tokens)
+
+
+def steps(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+    """The number of steps so far."""
+    for end in ends:
+        yield float(end.step + 1)
+
+
+def answers_tried(
+    ends: Iterable[StepEnd],
+    max_tokens: int = TRIAL_TOKENS,
+    every_tokens: int = 1,
+    transition_words: tuple[str, ...] = (),
+    trials: float = math.inf,
+) -> Iterator[TrialAnswer | None]:
+    """The answer tried at each step end; None where none is.
+
+    Args:
+        ends: of one row.
+        max_tokens: cap on a trial answer.
+        every_tokens: thinking tokens, at least, from one trial answer to the next.
+        transition_words: if given, answers are tried only where the most likely next token is one
+            of these words, such as ("Wait", "Alternatively").
+        trials: at most so many answers are tried.
+    """
+    last = 0  # thinking tokens at the last trial answer
+    for end in ends:
+        due = trials > 0 and end.may_stop and end.thinking_tokens - last >= every_tokens
+        if due and transition_words:
+            due = end.next_text().strip() in transition_words
+        if due:
+            last, trials = end.thinking_tokens, trials - 1
+        yield end.trial_answer(max_tokens) if due else None
+
+
+def entropy(ends: Iterable[StepEnd], same: Same, **trials: Any) -> Iterator[float]:
+    """Entropy, in nats, of the trial answer's first token: one forward, for that needs no more."""
+    for answer in answers_tried(ends, **{"max_tokens": 1, **trials}):
+        yield math.nan if answer is None else answer.entropy
+
+
+def confidence(ends: Iterable[StepEnd], same: Same, **trials: Any) -> Iterator[float]:
+    """Geometric mean of the probabilities of the trial answer's tokens, the brace included.
+
+    DEER (arXiv 2504.15895) is this with "Wait", 20 tokens and ten trials, as its authors'
+    `vllm-deer.py` with the paper's mean. The original looks for "Wait" anywhere, ours where a
+    paragraph would begin with it; its trial answer leaves the thinking open.
+    """
+    for answer in answers_tried(ends, **trials):
+        yield math.nan if answer is None else answer.confidence
+
+
+def agreement(
+    ends: Iterable[StepEnd],
+    same: Same,
+    hesitation: tuple[str, ...] = (),
+    **trials: Any,
+) -> Iterator[float]:
+    """How many trial answers in a row, to this one, are the same (arXiv 2506.02536).
+
+    An answer that is empty, incomplete, or holds a word of `hesitation` agrees with none. Dynasor
+    (`dynasor/core/cot.py`) is this every 64 tokens with such words; the original samples its probes
+    at temperature .6, in the middle of a paragraph, too.
+    """
+    previous, run = "", 0
+    for answer in answers_tried(ends, **trials):
+        if answer is None:
+            yield math.nan
+            continue
+        text = answer.said
+        if any(word in answer.text.lower() for word in hesitation):
+            text = ""
+        if text and previous and same(previous, text):
+            run += 1
+        else:
+            run = int(bool(text))
+        previous = text
+        yield float(run)
+
+
+def run_jump(
+    ends: Iterable[StepEnd],
+    same: Same,
+    significance: float = 0.05,
+    **trials: Any,
+) -> Iterator[float]:
+    """ES-CoT (arXiv 2509.14004): by how much the run of equal answers exceeds the one before.
+
+    r_1 .. r_n are the lengths of the runs of equal answers, the last still growing, and
+    d_i = r_{i+1} - r_i. The signal is d_{n-1} where it is above the earlier differences in a
+    one-sided t-test, else 0. Where the paper leaves it open: a run of length 0 stands before the
+    first, so that an answer which never changes can stop; with fewer than two earlier differences
+    the jump alone decides; an incomplete answer ends its run and is none.
+    """
+    runs, previous = [0], ""
+    for answer in answers_tried(ends, **trials):
+        if answer is None:
+            yield math.nan
+            continue
+        text = answer.said
+        if text and previous and same(previous, text):
+            runs[-1] += 1
+        elif text:
+            runs.append(1)
+        previous = text
+        *earlier, last = [b - a for a, b in pairwise(runs)] or [0]
+        yield float(last) if text and _above(last, earlier, significance) else 0.0
+
+
+def _above(last: int, earlier: Sequence[int], significance: float) -> bool:
+    """Whether the mean of the earlier differences is below the last one."""
+    m = len(earlier)
+    if m < 2:
+        return True
+    mean = math.fsum(earlier) / m
+    deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in earlier) / (m - 1))
+    if deviation == 0:
+        return last > mean
+    return student_tail((last - mean) * math.sqrt(m) / deviation, m - 1) < significance
+
+
+def student_tail(t: float, freedom: int) -> float:
+    """P(T > t) of Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+
+    Our own: scipy is no dependency.
+
+    Args:
+        t: the statistic.
+        freedom: degrees of freedom, 1 or more.
+    """
+    angle = math.atan2(t, math.sqrt(freedom))
+    cosine2 = math.cos(angle) ** 2
+    odd = freedom % 2
+    term = math.sin(angle) * (math.cos(angle) if odd else 1.0)
+    total = 0.0
+    for k in range(freedom // 2):
+        total += term
+        term *= cosine2 * (2 * k + 1 + odd) / (2 * k + 2 + odd)
+    within = 2 / math.pi * (angle + total) if odd else total
+    return (1 - within) / 2
+
+
+def whole_entropy(
+    ends: Iterable[StepEnd],
+    same: Same,
+    streak: int = 2,
+    **trials: Any,
+) -> Iterator[float]:
+    """HALT-CoT: entropy of the answer, in bits: the highest of the last two.
+
+    The original takes the entropy over a given set of candidates, whose probabilities it reads off
+    their first tokens. Questions with open answers have no such set: ours is the chain rule's along
+    the greedy answer, over all its tokens and its end.
+    """
+    last: list[float] = []
+    for answer in answers_tried(ends, **trials):
+        if answer is None:
+            yield math.nan
+            continue
+        complete = answer.ended != "length"
+        last = [*last, answer.whole_entropy / _BIT if complete else math.inf][-streak:]
+        highest = max(last) if len(last) == streak else math.inf
+        yield highest if highest < math.inf else math.nan
+
+
+def thinking_entropy(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+    """Think Just Enough (arXiv 2510.08146): mean entropy of the thinking so far, in bits.
+
+    Over the 20 most likely tokens. The original decides once, after a first bounded piece of
+    reasoning, and takes its threshold from correct examples; ours decides at each step's end.
+    """
+    for end in ends:
+        yield end.thinking_entropy() / _BIT
+
+
+def similarity(one: Counter[str], other: Counter[str]) -> float:
+    """Cosine of two texts' word counts; 0 where one has no words."""
+    product = sum(count * other[word] for word, count in one.items())
+    norms = math.sqrt(sum(n * n for n in one.values()) * sum(n * n for n in other.values()))
+    return product / norms if norms else 0.0
+
+
+def _words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+", text.lower()))
+
+
+REFLECTION = (
+    "wait", "let me check", "hold on", "have made a mistake", "double check", "double-check",
+    "is that correct", "let me re-read", "alternatively", "let me try", "let me consider",
+    "what if we try", "from a different angle", "not sure", "looks like", "that seems", "hmm",
+    "perhaps", "maybe i", "not certain", "it seems", "i suspect", "my guess is",
+    "earlier we saw", "from before", "recall that", "let me go back", "previous result",
+    "remember that we found",
+)  # fmt: skip
+"""REFRAIN's words of reflection."""
+
+_ANSWERED = ("answer is", "answer should be", "\\boxed")
+
+
+def repetition(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
+    """REFRAIN's discriminator (arXiv 2510.10103, Algorithm 1): a reflective step repeats another.
+
+    The similarity to the most similar step before, at a step that holds one of `REFLECTION` after
+    an earlier step held an answer. The original embeds steps with a sentence encoder, and moves its
+    threshold from problem to problem with a bandit; ours compares word counts, at one threshold.
+    """
+    seen: list[Counter[str]] = []
+    answered = False
+    for end in ends:
+        text = end.step_text().lower()
+        words, signal = _words(text), math.nan
+        if answered and any(cue in text for cue in REFLECTION):
+            signal = max(similarity(words, before) for before in seen)
+        seen.append(words)
+        answered |= any(cue in text for cue in _ANSWERED)
+        yield signal
+
+
+def confirmed(
+    ends: Iterable[StepEnd],
+    same: Same,
+    max_tokens: int = TRIAL_TOKENS,
+    redundancy: float = 0.35,
+    drop: float = 0.03,
+    first_step: int = 10,
+) -> Iterator[float]:
+    """PUMA-like: confidence of an answer that a second redundant step confirms.
+
+    A step is redundant if it repeats the one before (similarity of at least `redundancy`). Answers
+    are tried at redundant steps; the second of two that follow each other with the same answer
+    confirms the first, unless it is less confident by more than `drop` (arXiv 2605.17672,
+    `configs/DS-7B.conf`). Before the tenth step nothing stops. The original's detector of
+    redundancy is a trained sentence encoder, and it breaks loops; ours compares word counts.
+    """
+    before: Counter[str] | None = None
+    first: tuple[str, float] | None = None
+    for end in ends:
+        words, previous = _words(end.step_text()), before
+        before = words
+        if previous is None or similarity(words, previous) < redundancy or not end.may_stop:
+            yield math.nan
+            continue
+        answer, held = end.trial_answer(max_tokens), first
+        sure = answer.confidence
+        first = None if not answer.said or math.isnan(sure) else (answer.said, sure)
+        verified = (
+            first is not None
+            and held is not None
+            and same(held[0], first[0])
+            and sure >= held[1] - drop
+            and end.step + 1 >= first_step
+        )
+        yield held[1] if verified and held is not None else math.nan

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from ospruner.eval.arithmetic import LayerWork, ModelWork
+from ospruner.eval.compute import Compute
+from ospruner.eval.measured import (
+    Split,
+    _LabelledEnd,
+    family_thresholds,
+    measure,
+    replay_rule,
+    spread_values,
+)
+from ospruner.eval.replay import Outcome, replay_at, replay_budget, replay_step
+from ospruner.eval.table import TraceTable
+from ospruner.rules import (
+    FAMILIES,
+    Agreement,
+    AnswerEntropy,
+    Rule,
+    ThinkJustEnough,
+    TrialConfidence,
+    parse_rule,
+)
+
+ROWS = {
+    # Each step of a trace: answer, tokens, mean log-probability, entropy.
+    "first": [("7", 3, -2.0, 1.5), ("8", 2, -0.2, 0.3), ("8", 2, -0.01, 0.1), ("8", 2, -0.01, 0.1)],
+    "second": [("", 8, -0.01, 0.9), ("5", 3, -0.5, 0.5), ("6", 3, -0.4, 0.6)],
+}
+
+
+def labelled() -> tuple[Dataset, TraceTable]:
+    columns: dict[str, list[Any]] = {
+        "problem_id": list(ROWS),
+        "family": ["", ""],
+        "step_ends": [[10 * (i + 1) for i in range(len(steps))] for steps in ROWS.values()],
+        "forced_answers": [[s[0] for s in steps] for steps in ROWS.values()],
+        "forced_correct": [[float(s[0] == "8") for s in steps] for steps in ROWS.values()],
+        "matches_final": [[s[0] == steps[-1][0] for s in steps] for steps in ROWS.values()],
+        "forced_answer_tokens": [[s[1] for s in steps] for steps in ROWS.values()],
+        "forced_logprob": [[s[2] for s in steps] for steps in ROWS.values()],
+        "forced_entropy": [[s[3] for s in steps] for steps in ROWS.values()],
+        "forced_answer_entropy": [[2 * s[3] for s in steps] for steps in ROWS.values()],
+        "natural_correct": [1.0, 0.0],
+        "natural_answer_tokens": [4, 4],
+        "ended": ["natural", "natural"],
+    }
+    dataset = Dataset.from_dict(columns)
+    return dataset, TraceTable.from_dataset(dataset)
+
+
+SUFFIX = 4  # tokens forced before every trial answer
+
+
+def replayed(text: str, split: Split) -> Outcome:
+    rule = parse_rule(text, split.same)
+    assert isinstance(rule, Rule)
+    return replay_rule(split, rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tokens", "probes"),
+    [
+        # entropy 0.4: one token each, tried at steps 1 and 2, and at both free steps of the other
+        ("entropy:0.4", [20, 30], [2 * (SUFFIX + 1), 2 * (SUFFIX + 1)]),
+        # exp(-0.01) is reached at step 3; the other's first answer never closed its box
+        ("confidence:0.95", [30, 30], [3 * SUFFIX + 7, 2 * SUFFIX + 11]),
+        ("agreement:2", [30, 30], [3 * SUFFIX + 7, 2 * SUFFIX + 11]),
+    ],
+)
+def test_trial_answers_decide_and_are_charged(
+    rule: str, tokens: list[float], probes: list[float]
+) -> None:
+    dataset, table = labelled()
+    outcome = replayed(rule, Split(dataset, table, SUFFIX))
+    assert outcome.tokens.tolist() == tokens
+    assert outcome.probe_tokens.tolist() == probes
+
+
+def test_the_compute_of_trial_answers_by_hand() -> None:
+    """One layer: 100 operations a token and 10 for each token attended to, 1,000 for logits."""
+    dataset, table = labelled()
+    work = ModelWork((LayerWork(100, 10),), logits=1000)
+    compute = Compute(work, np.array([5, 0]), SUFFIX)
+    charged = compute.charge(table)
+
+    def read(start: int, end: int) -> int:
+        return sum(100 + 10 * (position + 1) for position in range(start, end))
+
+    # Stopped after 20 tokens of thinking, and an answer of 2 of which the last is not read again.
+    stopped = read(0, 5 + 20 + SUFFIX + 1) + 1000 * (20 + 2)
+    assert charged.flops is not None
+    assert charged.flops[0, 1] == stopped
+    outcome = replay_rule(Split(dataset, charged, SUFFIX, compute=compute), AnswerEntropy(0.4))
+    # Tried after 10 and 20 tokens, one token each: the closing is read, the logits are taken.
+    trials = read(15, 15 + SUFFIX) + read(25, 25 + SUFFIX) + 2 * 1000
+    assert outcome.flops[0] == stopped + trials
+    free = replay_rule(Split(dataset, table, SUFFIX), AnswerEntropy(0.4))
+    np.testing.assert_array_equal(outcome.tokens, free.tokens)
+    tail = compute.charge_tail(charged, 1)
+    assert tail.flops is not None
+    assert tail.flops[0, 1] - stopped == read(0, 25)
+    assert compute.charge_tail(table, 1) is table
+    queries = compute.charge_tail(charged, 1, queries=True)
+    assert queries.flops is not None
+    assert queries.flops[0, 1] - stopped == read(14, 15) + read(24, 25)
+    last = int(table.last[0])
+    assert (queries.flops - charged.flops)[0, last] == (queries.flops - charged.flops)[0, last - 1]
+    with pytest.raises(ValueError, match="trial answers have no price: give the Split the"):
+        replay_rule(Split(dataset, charged, SUFFIX), AnswerEntropy(0.4))
+
+
+def test_deer_tries_answers_only_before_transition_words() -> None:
+    dataset, table = labelled()
+    # Token 1 is " Wait", any other a word; the first trace goes on with it after step 3 only, the
+    # second never. Confidence alone would stop the first trace at step 3, too, but charge more.
+    traces = [[0] * (10 * len(steps)) for steps in ROWS.values()]
+    traces[0][30] = 1
+    both = dataset.add_column("trace_ids", traces)
+
+    def decode(ids: list[int]) -> str:
+        return "".join(" Wait" if one == 1 else " so" for one in ids)
+
+    outcome = replayed("deer:0.95", Split(both, table, SUFFIX, decode))
+    assert outcome.tokens.tolist() == [30, 30]
+    assert outcome.probe_tokens.tolist() == [SUFFIX + 2, 0]
+    early = replayed("deer:0.995", Split(both, table, SUFFIX, decode))
+    assert early.tokens.tolist() == [40, 30]
+
+
+def test_rules_that_read_lengths_cost_nothing() -> None:
+    dataset, table = labelled()
+    for rule, expected in (
+        ("budget:15", replay_budget(table, 15)),
+        ("step:2", replay_step(table, 2)),
+    ):
+        outcome = replayed(rule, Split(dataset, table, SUFFIX))
+        np.testing.assert_array_equal(outcome.columns(), expected.columns())
+        assert outcome.probe_tokens.tolist() == [0, 0]
+
+
+def test_what_labels_do_not_tell_is_refused() -> None:
+    dataset, table = labelled()
+    split = Split(dataset, table, SUFFIX)
+    with pytest.raises(ValueError, match="reads the thinking, and the base's tokenizer is not"):
+        replay_rule(split, TrialConfidence(0.9, transition_words=("Wait",)))
+    with pytest.raises(ValueError, match="goes by the entropy of the thinking"):
+        replay_rule(split, ThinkJustEnough(0.5))
+    nulls = [[None] * len(steps) for steps in ROWS.values()]
+    old = dataset.remove_columns("forced_entropy").add_column("forced_entropy", nulls)
+    with pytest.raises(ValueError, match="forced_entropy is null.*label again"):
+        replay_rule(Split(old, table, SUFFIX), AnswerEntropy(0.4))
+
+
+def random_split(seed: int, traces: int = 12, steps: int = 15) -> Split:
+    rng = np.random.default_rng(seed)
+    table_rows: dict[str, list[Any]] = {name: [] for name in labelled()[0].column_names}
+    table_rows["trace_ids"] = []
+    for n in range(traces):
+        T = int(rng.integers(1, steps))
+        ends = rng.integers(3, 40, T).cumsum().tolist()
+        values = {
+            "problem_id": f"p{n}", "family": "", "step_ends": ends,
+            "forced_answers": rng.choice(["1", "2", "2.0", "", "no"], T).tolist(),
+            "forced_correct": rng.integers(0, 2, T).astype(float).tolist(),
+            "matches_final": [True] * T,
+            "forced_answer_tokens": rng.integers(1, 30, T).tolist(),
+            "forced_logprob": (-rng.exponential(0.05, T)).tolist(),
+            "forced_entropy": rng.exponential(0.4, T).tolist(),
+            "forced_answer_entropy": rng.exponential(0.6, T).tolist(),
+            "natural_correct": 1.0, "natural_answer_tokens": 3, "ended": "natural",
+            "trace_ids": rng.integers(0, 6, ends[-1]).tolist(),
+        }  # fmt: skip
+        for name, value in values.items():
+            table_rows[name].append(value)
+    words = ["wait two", "the answer is 4", "hmm two", "Wait", "now two and two", "\\boxed{4}"]
+    dataset = Dataset.from_dict(table_rows)
+    table = TraceTable.from_dataset(dataset)
+    entropy = rng.random(table.mask.shape)
+    return Split(
+        dataset, table, SUFFIX, lambda ids: " ".join(words[i] for i in ids[:4]), None,
+        lambda a, b: a.rstrip(".0") == b.rstrip(".0"), lambda: entropy,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thresholds_of_the_matrix_stop_where_the_rule_of_a_row_does(name: str) -> None:
+    """What generate runs step by step, and what replay reads off arrays, are one rule."""
+    split, family = random_split(3), FAMILIES[name]
+    measured, table = measure(split, family), split.table
+    grid = family_thresholds(family, measured, 9)
+    assert (grid[0], grid[-1]) == (family.at_once, family.never)
+    short = [measured.outcome(table, family, value).mean_tokens for value in grid]
+    assert short == sorted(short)
+    for value in grid:
+        stops = []
+        for n in range(len(table)):
+            end, row = End(split, n), family(value, same=split.same).for_row()
+            verdicts = (row.at_step_end(end.at(i)).stop for i in range(int(table.last[n])))
+            stops.append(next((i for i, stop in enumerate(verdicts) if stop), int(table.last[n])))
+        np.testing.assert_array_equal(
+            measured.outcome(table, family, value).tokens, replay_at(table, stops).tokens
+        )
+
+
+class End(_LabelledEnd):
+    """A step end as generate has it: one at a time, in order."""
+
+    def __init__(self, split: Split, row: int) -> None:
+        super().__init__(split, row, split.dataset[:])
+
+    def at(self, step: int) -> End:
+        self.step = step
+        return self
+
+
+def test_agreement_goes_by_what_the_task_calls_the_same() -> None:
+    dataset, table = labelled()
+    strict = replay_rule(Split(dataset, table, SUFFIX), Agreement(2))
+    assert strict.tokens.tolist() == [30, 30]
+    loose = replay_rule(Split(dataset, table, SUFFIX), Agreement(2, same=lambda a, b: True))
+    assert loose.tokens.tolist() == [20, 30]
+
+
+def test_values_are_spread_by_rank_and_counted_once() -> None:
+    assert spread_values([3.0, 1.0, 1.0, 1.0, 2.0, np.nan], 9) == [1.0, 2.0, 3.0]
+    assert spread_values(np.arange(101.0), 3) == [0.0, 50.0, 100.0]
+    assert spread_values([np.nan], 3) == []
+    with pytest.raises(ValueError, match="count is 0"):
+        spread_values([1.0], 0)
