@@ -1,1 +1,1 @@
-"""Policies as models of other people's evaluation harnesses."""
+"""Policies as models of lm-evaluation-harness, and our tasks in it."""

@@ -1,46 +1,54 @@
-"""The model `ospruner` of EleutherAI's lm-evaluation-harness (lm_eval).
+"""The model `ospruner` of EleutherAI's lm-evaluation-harness (lm_eval): its `hf` with a policy.
 
 Importing this module registers it. lm_eval looks for no plug-ins, so that its command line does
 not know the model; `ospruner lm-eval` is lm_eval's own command line with the model in it.
+
+What `hf` lacks stands here: the policy's settings, answers told from thinking by ids, stop strings
+that count in the answer alone, and how long the model thought.
 """
 
 from __future__ import annotations
 
-import json
+import statistics
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
-from tqdm import tqdm  # type: ignore[import-untyped]
+from lm_eval.models.huggingface import HFLM
 
-from .replies import Asked, open_policy
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import max_positions
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.engines.interface import end_ids
 
-__all__ = ["LOGGED", "OSPrunerLM", "run"]
+__all__ = ["LOGGED", "OSPrunerLM", "answer_of", "run"]
 
 LOGGED = "ospruner"
-"""The key of a sample's logged arguments under which it stands why and when thinking ended."""
+"""Under it stands, in a sample's logged arguments, why and when thinking ended; in the results'
+config, the same over all replies."""
 
 
 @register_model("ospruner")
-class OSPrunerLM(LM):
+class OSPrunerLM(HFLM):
     """A policy as a model of lm_eval, for tasks that generate; say `--apply_chat_template`.
 
-    What is graded is the answer. A sample's log holds, in its arguments under `ospruner`, for
-    each reply the thinking, its tokens, and what ended it.
-
     Args:
-        policy: folder or Hub id; with a url, the name under which the server knows it.
-        batch_size: replies generated together; with a url, requests sent at once.
-        max_batch_size: of lm_eval's "auto", which is not offered.
-        device: of the base; not with a url.
+        policy: folder or Hub id.
+        stop_policy: False for the base as it is.
+        revision: of a Hub id.
+        dtype: of the base; None for its own.
+        device: of the base; None for the GPU where there is one.
         max_gen_toks: cap on thinking and answer, of tasks that name none. A task's own cap was
             meant for an answer; `--gen_kwargs max_gen_toks=...` replaces it.
-        arguments: the others of `open_policy`: url, revision, dtype, stop_policy, and the
-            settings of `StopPolicyConfig`.
+        batch_size: as lm_eval has it.
+        max_batch_size: as lm_eval has it.
+        settings: of `StopPolicyConfig`: price, mode, threshold, max_loss...
 
     Raises:
         ValueError: an argument is unknown or wrong.
@@ -49,47 +57,57 @@ class OSPrunerLM(LM):
     def __init__(
         self,
         policy: str | None = None,
-        batch_size: int | str | None = None,
-        max_batch_size: int | None = None,
+        *,
+        stop_policy: bool = True,
+        revision: str | None = None,
+        dtype: str | None = None,
         device: str | None = None,
         max_gen_toks: int = 4096,
-        **arguments: Any,
+        batch_size: int | str | None = 1,
+        max_batch_size: int | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__()
-        size = None if batch_size is None else str(batch_size)
-        if max_batch_size is not None or (size is not None and not size.isdigit()):
-            raise ValueError(
-                f"batch_size is {batch_size!r} and max_batch_size {max_batch_size}; give one "
-                "number, --batch_size 8: no batch size is looked for"
-            )
-        if "url" in arguments:
-            device = None  # lm_eval's default, which the server does not ask for
-        self.max_gen_toks = max_gen_toks
-        self.policy = open_policy(
-            policy,
-            batch_size=None if size is None else int(size),
-            device=device,
-            **arguments,
+        if not isinstance(policy, str) or not policy:
+            raise ValueError(f"policy is {policy!r}; name its folder or Hub id: policy=FOLDER")
+        if not isinstance(stop_policy, bool):
+            raise ValueError(f"stop_policy is {stop_policy!r}; it must be True or False")
+        if settings and not stop_policy:
+            raise ValueError(f"stop_policy is False, so that {sorted(settings)} would do nothing")
+        self.settings = StopPolicyConfig.of(settings) if stop_policy else None
+        pinned = {} if revision is None else {"revision": revision}
+        model: Any = OSPrunerForCausalLM.from_pretrained(policy, dtype=dtype or "auto", **pinned)
+        if self.settings is not None:  # what the policy does not promise is refused at once
+            self.settings.with_defaults(model.config)
+        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        super().__init__(
+            model,
+            backend="causal",
+            think_end_token=-1,  # answers come without it; so told, `hf` strips blanks before them
+            tokenizer=model.tokenizer,
+            max_length=max_positions(model.base.config),
+            batch_size=1 if batch_size is None else batch_size,
+            max_batch_size=max_batch_size,
         )
+        self.policy, self._max_gen_toks = policy, max_gen_toks
+        # The marker of the thinking's end may end a turn, too: in Harmony.
+        ends = end_ids(model.base.generation_config, model.tokenizer)
+        self._ends = {
+            *ends.difference(model.token_format.think_end_ids),
+            self.tokenizer.pad_token_id,
+        }
+        self._templated = False
+        self._logs: dict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)  # by prompt
+        self._replies: list[dict[str, Any]] = []
 
     @property
-    def tokenizer_name(self) -> str:
-        """What lm_eval's cache of requests tells conversations apart by."""
-        return f"ospruner-messages-{self.policy.name}".replace("/", "__")
-
-    def chat_template(self, chat_template: bool | str = False) -> str:
-        """Nothing: the base's own template is applied with each request."""
-        if isinstance(chat_template, str):
-            raise ValueError(
-                f"chat_template is {chat_template!r}: a policy uses its base's own; say "
-                "--apply_chat_template alone"
-            )
-        return ""
+    def max_gen_toks(self) -> int:
+        """The cap on thinking and answer of tasks that name none."""
+        return self._max_gen_toks
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as JSON; the base's template makes a prompt of it later.
+        """As `hf`.
 
         Raises:
             ValueError: the task begins the answer by itself.
@@ -99,92 +117,115 @@ class OSPrunerLM(LM):
                 "the task begins the model's answer (gen_prefix), in front of its thinking: "
                 "take a task without one"
             )
-        return json.dumps(chat_history, ensure_ascii=False)
+        self._templated = True
+        return str(super().apply_chat_template(chat_history))
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The answer to each request.
 
         Raises:
-            ValueError: a context is no conversation, or a task asks for what is not known.
+            ValueError: the requests are no conversations.
         """
-        answers: dict[int, str] = {}
-        groups: dict[str, list[int]] = {}
-        for place, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(place)
-        logs: dict[int, list[dict[str, Any]]] = {}
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="ospruner") as bar:
-            for places in groups.values():
-                asked = self._asked(requests[places[0]].args[1])
-                for some in _chunks(places, 64):
-                    conversations = [_messages(requests[place].args[0]) for place in some]
-                    replies = self.policy.ask(conversations, asked)
-                    for place, reply in zip(some, replies, strict=True):
-                        answers[place] = reply.answer
-                        # Before the log changes the arguments, of which lm_eval's cache makes
-                        # its key.
-                        self.cache_hook.add_partial(
-                            "generate_until", requests[place].args, reply.answer
-                        )
-                        logs.setdefault(id(requests[place]), []).append(reply.log())
-                    bar.update(len(some))
+        if not self._templated:
+            raise ValueError(
+                "the requests are no conversations: say --apply_chat_template (in Python: "
+                "apply_chat_template=True); a policy knows chats alone"
+            )
+        self._logs.clear()
+        answers: list[str] = super().generate_until(requests, disable_tqdm)
         for request in requests:
-            if id(request) in logs:  # a repeated request stands here several times
-                context, settings = request.args
-                request.arguments = (context, {**settings, LOGGED: logs.pop(id(request))})
-        return [answers[place] for place in range(len(requests))]
+            context, settings = request.args
+            if logs := self._logs.get(tuple(self.tok_encode(context))):
+                # A repeated request stands here several times, and keeps what all came to.
+                request.arguments = (context, {**settings, LOGGED: logs})
+        return answers
 
-    def _asked(self, settings: dict[str, Any]) -> Asked:
-        given = {name: value for name, value in settings.items() if name != LOGGED}
-        wanted: dict[str, Any] = dict(normalize_gen_kwargs(given, self.max_gen_toks))
-        wanted.pop("do_sample")
-        return Asked(
-            wanted.pop("max_gen_toks"),
-            tuple(stop for stop in wanted.pop("until") if stop),
-            wanted.pop("temperature", 0.0),
-            wanted,
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **arguments: Any
+    ) -> torch.Tensor:
+        """Prompts (B, S), each followed by its answer alone; stop strings cut that afterwards."""
+        arguments.pop(LOGGED, None)
+        mask, settings = arguments["attention_mask"], self.settings
+        if settings is not None:  # rows are numbered, so that their draws differ
+            first = settings.first_sample_index + len(self._replies)
+            settings = replace(settings, first_sample_index=first)
+        # Not `stop`: it stands in any thinking.
+        written = super()._model_generate(
+            context, max_length, [], stop_policy=settings or False, **arguments
+        )
+        model: Any = self.model
+        fmt = model.token_format
+        answers = torch.full_like(written, self.tokenizer.pad_token_id)
+        answers[:, : context.shape[1]] = context
+        for row, ids in enumerate(written[:, context.shape[1] :].tolist()):
+            prompt = context[row][mask[row].bool()].tolist()
+            length = next((n for n, token in enumerate(ids) if token in self._ends), len(ids))
+            thinking, answer = answer_of(fmt, prompt, ids[:length])
+            closed = length < len(ids) or fmt.follow(prompt, ids).ended
+            log: dict[str, Any] = {"thinking_tokens": len(thinking), "tokens": length}
+            log["reason"] = "natural" if closed else "length"
+            if settings is not None:  # a sentence forced before the closing is not counted
+                record = model.last_stop[row]
+                log |= {"thinking_tokens": record.thinking_tokens, "reason": str(record.reason)}
+            self._replies.append(log)
+            text = self.tokenizer.decode(thinking, skip_special_tokens=True)
+            self._logs[tuple(prompt)].append({**log, "thinking": text.strip()})
+            answers[row, context.shape[1] :][: len(answer)] = torch.tensor(answer)
+        return answers
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Which policy, and what its replies came to: means of tokens, and reasons."""
+        if not self._replies:
+            return {"policy": self.policy}
+        means = {
+            name: round(statistics.fmean(reply[name] for reply in self._replies), 1)
+            for name in ("thinking_tokens", "tokens")
+        }
+        reasons = dict(Counter(reply["reason"] for reply in self._replies))
+        found = {"replies": len(self._replies), **means, "reasons": reasons}
+        print(f"{self.policy}: {found}", file=sys.stderr)
+        return {"policy": self.policy, LOGGED: found}
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
+        """Refused: a policy changes what is generated, not how likely a text is."""
+        tasks = sorted({str(request.task_name) for request in requests})
+        raise ValueError(
+            f"{', '.join(tasks)} asks for log-likelihoods, which a stopping policy does not "
+            "change: run it on the base (--model hf), or take a task that generates "
+            "(generate_until)"
         )
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Refused: a policy changes what is generated, not how likely a text is."""
-        raise _refusal(requests)
+    loglikelihood_rolling = loglikelihood
 
-    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Refused, as `loglikelihood`."""
-        raise _refusal(requests)
+
+def answer_of(
+    fmt: TokenFormat, prompt: Sequence[int], ids: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Takes thinking and answer of a reply apart, by the ids of its markers.
+
+    Of a model that thinks in its reply, all of it is the answer.
+
+    Args:
+        fmt: how the base writes its thinking.
+        prompt: the prompt's ids.
+        ids: the reply's, without what ends the text.
+    """
+    kept = list(ids)
+    if fmt.in_reply:
+        return [], kept
+    state = fmt.follow(prompt, kept)
+    if not state.ended:
+        return kept, []
+    thinking = max(0, state.thinking_tokens)
+    begins = max(0, state.thinking_tokens + state.end_tokens)
+    # Between the marker and the answer: in Harmony, the answer's header.
+    rest = list(fmt.closing_left(state)) if fmt.channels else []
+    if rest and kept[begins : begins + len(rest)] == rest:
+        begins += len(rest)
+    return kept[:thinking], kept[begins:]
 
 
 def run(arguments: Sequence[str]) -> None:
     """lm_eval's command line, which then knows the model `ospruner`."""
     sys.argv = ["lm_eval", *arguments]
     cli_evaluate()
-
-
-def _refusal(requests: Sequence[Any]) -> ValueError:
-    tasks = sorted({str(request.task_name) for request in requests})
-    return ValueError(
-        f"{', '.join(tasks)} asks for log-likelihoods, which a stopping policy does not change: "
-        "run it on the base (--model hf), or take a task that generates (generate_until)"
-    )
-
-
-def _messages(context: str) -> list[dict[str, str]]:
-    """The conversation of a context that `apply_chat_template` wrote.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        messages: list[dict[str, str]] = json.loads(context)
-        roles = [message["role"] for message in messages]
-    except (ValueError, TypeError, KeyError):
-        roles = []
-    if not roles:
-        raise ValueError(
-            f"the context {context[:60]!r} is no conversation: say --apply_chat_template (in "
-            "Python: apply_chat_template=True); a policy knows chats alone"
-        )
-    return messages
-
-
-def _chunks(places: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [places[first : first + size] for first in range(0, len(places), size)]

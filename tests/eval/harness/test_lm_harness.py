@@ -6,29 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.demo.shipped import Reasoner
 
-from ...server_process import free_port, running_server
-from ...vllm_plugin.test_server import ARGUMENTS, CPU, needs_vllm
-from .conftest import COUNT, ChatServer
+from .conftest import COUNT
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ospruner[eval]'")
 
 Policy = tuple[OSPrunerForCausalLM, Path]
-TASK = Path(__file__).with_name("sums.yaml")
-
-
-@pytest.fixture(scope="module")
-def tasks(data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tasks")
-    text = TASK.read_text("utf-8").replace("{data_file}", json.dumps(str(data_file)), 2)
-    (folder / "sums.yaml").write_text(text, "utf-8")
-    return folder
+HERE: dict[str, Any] = {"device": "cpu"}
 
 
 def evaluate(folder: Path, model_args: dict[str, Any], **more: Any) -> Any:
@@ -40,7 +34,7 @@ def evaluate(folder: Path, model_args: dict[str, Any], **more: Any) -> Any:
     arguments = {"apply_chat_template": True, "tasks": ["ospruner_sums"], "log_samples": True}
     done = lm_eval.simple_evaluate(
         model="ospruner",
-        model_args=model_args,
+        model_args={"dtype": "float32", **model_args},  # the reasoner's own is bfloat16
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,
         **{**arguments, **more},
@@ -53,17 +47,16 @@ def logged(done: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [sample["arguments"][0][1]["ospruner"] for sample in done["samples"]["ospruner_sums"]]
 
 
-def test_task_is_graded_on_the_answers(
-    policy: Policy, tasks: Path, rows: list[dict[str, str]]
+@pytest.mark.parametrize(
+    "settings", [{"threshold": 0.1}, {"threshold": 0.9, "max_thinking_tokens": 40}, None]
+)
+def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
+    policy: Policy, tasks: Path, rows: list[dict[str, str]], settings: dict[str, Any] | None
 ) -> None:
     model, folder = policy
     tokenizer: Any = model.tokenizer
-    done = evaluate(
-        tasks,
-        {"policy": str(folder), "dtype": "float32", "threshold": 0.1},
-        batch_size=1,
-        device="cpu",
-    )
+    given = {"stop_policy": False} if settings is None else settings
+    done = evaluate(tasks, {"policy": str(folder), **given}, batch_size=2, device="cpu")
     samples = done["samples"]["ospruner_sums"]
     assert [sample["target"] for sample in samples] == [row["answer"] for row in rows]
     right = 0
@@ -74,70 +67,48 @@ def test_task_is_graded_on_the_answers(
             return_dict=True,
             return_tensors="pt",
         )
-        model.generate(
-            **inputs, stop_policy={"threshold": 0.1}, max_new_tokens=300, do_sample=False
+        output = model.generate(
+            **inputs, stop_policy=settings or False, max_new_tokens=300, do_sample=False
         )
-        (log,) = sample["arguments"][0][1]["ospruner"]
-        assert log["thinking_tokens"] == model.last_stop[0].thinking_tokens
-        assert log["reason"] == model.last_stop[0].reason
-        answer = sample["resps"][0][0]
-        assert log["thinking"] not in answer
+        new = output[0, inputs["input_ids"].shape[1] :].tolist()
+        answer, (log,) = sample["resps"][0][0], sample["arguments"][0][1]["ospruner"]
+        end = new.index(model.token_format.think_end_id) if answer else len(new)
+        assert log["thinking"] == tokenizer.decode(new[:end], skip_special_tokens=True).strip()
+        whole = tokenizer.decode(new[end + 1 :], skip_special_tokens=True).lstrip()
+        assert answer == whole.partition("\n\n")[0].partition("Question:")[0]  # its stop strings
+        if settings is None:
+            assert log["reason"] == ("natural" if answer else "length")
+            assert log["thinking_tokens"] == (end if answer else log["tokens"])
+        else:
+            record = model.last_stop[0]
+            assert (log["thinking_tokens"], log["reason"]) == (
+                record.thinking_tokens,
+                record.reason,
+            )
         right += f"boxed{{{row['answer']}}}" in answer
     assert done["results"]["ospruner_sums"]["exact_match,boxed"] == right / COUNT
-    thoughts = [log[0]["thinking"] for log in logged(done)]
-    assert any("\n\n" in thought for thought in thoughts), "a stop string of the task"
+    logs = [log[0] for log in logged(done)]
+    assert any("\n\n" in log["thinking"] for log in logs), "a stop string of the task"
+    told = done["config"]["ospruner"]
+    assert told["replies"] == COUNT == sum(told["reasons"].values())
+    mean = sum(log["thinking_tokens"] for log in logs) / COUNT
+    assert told["thinking_tokens"] == pytest.approx(mean, abs=0.05)
 
 
-def test_served_policy_gets_the_same_grades(
-    policy: Policy, tasks: Path, chat_server: ChatServer
-) -> None:
-    here = {
-        "policy": str(policy[1]),
-        "dtype": "float32",
-        "threshold": 0.9,
-        "max_thinking_tokens": 60,
-    }
-    local = evaluate(tasks, here, device="cpu")
-    served = evaluate(
-        tasks,
-        {"policy": "toy", "url": chat_server.url, "threshold": 0.9, "max_thinking_tokens": 60},
-    )
-    assert local["results"] == served["results"]
-    assert [log[0]["thinking_tokens"] for log in logged(local)] == [
-        log[0]["thinking_tokens"] for log in logged(served)
-    ]
-    assert {log[0]["reason"] for log in logged(served)} <= {"budget", "policy", "natural"}
-
-
-@pytest.mark.slow
-@needs_vllm
-def test_a_server_of_vllm_gives_the_same_grades(
-    policy: Policy, tasks: Path, tmp_path: Path
-) -> None:
-    stops = {"threshold": 0.9, "max_thinking_tokens": 60}
-    here = {"policy": str(policy[1]), "dtype": "float32", **stops}
-    local = evaluate(tasks, here, device="cpu")
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(policy[1]), "--opt-in"]
-    command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
-    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    with running_server(command, url, CPU, tmp_path / "server.log"):
-        served = evaluate(tasks, {"policy": "toy", "url": url, **stops})
-    assert local["results"] == served["results"]
-    for ours, theirs in zip(logged(local), logged(served), strict=True):
-        for key in ("thinking_tokens", "reason"):
-            assert ours[0][key] == theirs[0][key]
+def test_batches_draw_as_one_by_one(policy: Policy, tasks: Path) -> None:
+    arguments = {"policy": str(policy[1]), "mode": "sample", "seed": 1}
+    one, four = (evaluate(tasks, arguments, batch_size=size, **HERE) for size in (1, 4))
+    assert logged(one) == logged(four)
+    assert len({log[0]["thinking_tokens"] for log in logged(one)}) > 1
 
 
 def test_cache_knows_the_request_again(policy: Policy, tasks: Path, tmp_path: Path) -> None:
     arguments = {"policy": str(policy[1]), "max_thinking_tokens": 40}
-    cache = {"use_cache": str(tmp_path / "cache"), "device": "cpu"}
-    first = evaluate(tasks, arguments, **cache)
-    again = evaluate(tasks, arguments, **cache)
+    cache = {"use_cache": str(tmp_path / "cache"), **HERE}
+    first, again = (evaluate(tasks, arguments, **cache) for _ in range(2))
     assert first["results"] == again["results"]
-    assert "ospruner" not in again["samples"]["ospruner_sums"][0]["arguments"][0][1], (
-        "from the cache"
-    )
+    sample = again["samples"]["ospruner_sums"][0]
+    assert "ospruner" not in sample["arguments"][0][1], "from the cache"
 
 
 def test_log_likelihoods_are_refused(policy: Policy, tasks: Path, tmp_path: Path) -> None:
@@ -145,33 +116,80 @@ def test_log_likelihoods_are_refused(policy: Policy, tasks: Path, tmp_path: Path
     head = text[: text.index("generation_kwargs")].replace("generate_until", "loglikelihood")
     (tmp_path / "likely.yaml").write_text(head.replace("ospruner_sums", "likely"), "utf-8")
     with pytest.raises(ValueError, match="likely asks for log-likelihoods"):
-        evaluate(tmp_path, {"policy": str(policy[1])}, tasks=["likely"], device="cpu")
+        evaluate(tmp_path, {"policy": str(policy[1])}, tasks=["likely"], **HERE)
 
 
 @pytest.mark.parametrize(
-    ("more", "model_args", "complaint"),
+    ("model_args", "complaint"),
     [
-        ({"apply_chat_template": False}, {}, "say --apply_chat_template"),
-        ({"batch_size": "auto"}, {}, "batch_size is 'auto'"),
-        ({}, {"lenght_penalty": 1}, "lenght_penalty"),
+        ({"policy": ""}, "policy is ''"),
+        ({"lenght_penalty": 1}, "lenght_penalty"),
+        ({"threshold": 2}, "threshold"),
+        ({"stop_policy": False, "threshold": 0.5}, r"\['threshold'\] would do nothing"),
+        ({"stop_policy": "no"}, "stop_policy is 'no'"),
+        ({"max_loss": 0.01}, "promises nothing"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    policy: Policy, tasks: Path, more: dict[str, Any], model_args: dict[str, Any], complaint: str
+def test_arguments_that_cannot_be_are_refused(
+    policy: Policy, tasks: Path, model_args: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        evaluate(tasks, {"policy": str(policy[1]), **model_args}, **{"device": "cpu", **more})
+        evaluate(tasks, {"policy": str(policy[1]), **model_args}, **HERE)
 
 
-def test_other_templates_are_refused() -> None:
+def test_requests_that_are_no_conversations_are_refused(policy: Policy, tasks: Path) -> None:
     from ospruner.eval.harness.lm_harness import OSPrunerLM
 
-    model = OSPrunerLM("toy", url="http://127.0.0.1:1")
-    assert model.chat_template(True) == ""
-    with pytest.raises(ValueError, match="uses its base's own"):
-        model.chat_template("mine")
+    with pytest.raises(ValueError, match="say --apply_chat_template"):
+        evaluate(tasks, {"policy": str(policy[1])}, apply_chat_template=False, **HERE)
+    model = OSPrunerLM(str(policy[1]), device="cpu")
     with pytest.raises(ValueError, match="gen_prefix"):
         model.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=False)
+
+
+def test_harmony_header_is_no_answer(
+    real_harmony: tuple[PreTrainedTokenizerBase, TokenFormat],
+) -> None:
+    from ospruner.eval.harness.lm_harness import answer_of
+
+    tokenizer: Any = real_harmony[0]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, return_dict=False
+    )
+    texts = {
+        "<|channel|>analysis<|message|>One.\n\nTwo.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>It is 2.\n\nSo.": True,
+        "<|channel|>final<|message|>It is 2.\n\nSo.": False,
+    }
+    for text, thinks in texts.items():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        thinking, answer = answer_of(real_harmony[1], prompt, ids)
+        assert tokenizer.decode(answer) == "It is 2.\n\nSo."
+        assert ("Two." in tokenizer.decode(thinking)) == thinks
+
+
+def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
+    reasoner: Reasoner, tasks: Path, tmp_path: Path
+) -> None:
+    """With words for the final answer, which end the thinking that is counted."""
+    words = {"name": "reply", "think_end": "", "think_start": "", "closing": "\n\nThat fits "}
+    form = replace(reasoner.token_format.format, **words, answer_phrase="That fits")
+    OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        base_model_name_or_path=str(reasoner.folder),
+        reasoning_format=form,
+    ).save_pretrained(tmp_path)
+    settings = {"threshold": 1.0, "answer": "free"}
+    done = evaluate(tasks, {"policy": str(tmp_path), **settings}, gen_kwargs={"until": []}, **HERE)
+    replies = [sample["resps"][0][0] for sample in done["samples"]["ospruner_sums"]]
+    assert any("That fits" in reply for reply in replies)
+    tokenizer: Any = reasoner.tokenizer
+    for reply, (log,) in zip(replies, logged(done), strict=True):
+        assert log["thinking"] == ""
+        if "That fits" in reply:
+            before = tokenizer.encode(reply.partition("That fits")[0], add_special_tokens=False)
+            assert (log["thinking_tokens"], log["reason"]) == (len(before), "natural")
 
 
 def test_command_line_knows_the_model(policy: Policy, tasks: Path, tmp_path: Path) -> None:
@@ -225,14 +243,14 @@ def test_a_task_of_ours_asks_and_grades_in_lm_eval(policy: Policy, choices: Path
 
     done = evaluate(
         choices,
-        {"policy": str(policy[1]), "dtype": "float32", "threshold": 0.1, "max_gen_toks": 300},
+        {"policy": str(policy[1]), "threshold": 0.1, "max_gen_toks": 300},
         tasks=["letters"],
         device="cpu",
     )
     samples = done["samples"]["letters"]
     assert [sample["target"] for sample in samples] == ["B", "A"]
-    asked = [json.loads(sample["arguments"][0][0])[0]["content"] for sample in samples]
-    assert asked[0].startswith("Which is the largest?\n\nA. 3+4\nB. 5*6\nC. 9-1\n\n")
+    asked = [sample["arguments"][0][0] for sample in samples]
+    assert "Which is the largest?\n\nA. 3+4\nB. 5*6\nC. 9-1\n\n" in asked[0]
     assert all(Choice().instruction in one for one in asked)
     right = [Choice().read_free(s["resps"][0][0]) == s["target"] for s in samples]
     assert [sample["acc"] for sample in samples] == right

@@ -12,7 +12,6 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_with_rule
 from modeling_ospruner.rules_ospruner import Budget
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.eval.harness.replies import _parts
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.making import label
 
@@ -71,8 +70,6 @@ def test_labels_and_generate_end_at_the_same_token(
             record.step_ends[: len(row["step_ends"])] == row["step_ends"][: len(record.step_ends)]
         )
         # The marker and what follows it are the answer's, in generate and in the labels.
-        parts = _parts(fmt, prompt, written, frozenset([reasoner.tokenizer.eos_token_id]))
-        assert parts.thinking == trace
         state = fmt.follow(prompt, written)
         after = len(trace) + state.end_tokens
         assert str(reasoner.tokenizer.decode(written[len(trace) : after])).endswith("That gives")
