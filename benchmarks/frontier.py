@@ -114,8 +114,8 @@ def annealed(
     table, spreads = demo.splits.test.table, {}
     for stage, seeds in zip(stages[0], policies, strict=True):
         outcomes = [replay(table, said.test) for said in seeds]
-        spreads[stage.name] = spread(outcomes, stage.length_penalty) | valley(
-            table, [said.test for said in seeds], stage.length_penalty
+        spreads[stage.name] = spread(outcomes, stage.price) | valley(
+            table, [said.test for said in seeds], stage.price
         )
     return drawn_family(ANNEALED, demo.splits, policies), spreads
 
@@ -226,7 +226,7 @@ def measure(run: Path, penalties: Sequence[float]) -> Results:
     )
 
 
-def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, float]:
+def spread(outcomes: Sequence[Outcome], price: float) -> dict[str, float]:
     """Largest less smallest over the seeds: accuracy and reward in points, tokens as a share.
 
     `accuracy_standard_error` is that of the difference between the two most unlike seeds, by
@@ -239,12 +239,12 @@ def spread(outcomes: Sequence[Outcome], length_penalty: float) -> dict[str, floa
         "accuracy_points": float(np.ptp(accuracy)),
         "accuracy_standard_error": float(100 * np.std(most - least) / len(most) ** 0.5),
         "tokens_percent": float(100 * np.ptp(tokens) / tokens.mean()),
-        "reward_points": float(np.ptp(accuracy - 100 * length_penalty * tokens)),
+        "reward_points": float(np.ptp(accuracy - 100 * price * tokens)),
     }
 
 
 def valley(
-    table: TraceTable, probabilities: Sequence[FloatArray], length_penalty: float
+    table: TraceTable, probabilities: Sequence[FloatArray], price: float
 ) -> dict[str, float]:
     """How closely lambda tells a policy's length, seen by shifting the seeds' stop logits.
 
@@ -255,7 +255,7 @@ def valley(
     """
     by_seed = [[replay(table, shifted(pi, shift)) for shift in SHIFTS] for pi in probabilities]
     pooled = [pool(list(outcomes)) for outcomes in zip(*by_seed, strict=True)]
-    rewards = np.array([o.correct - length_penalty * o.tokens for o in pooled])  # (shifts, N)
+    rewards = np.array([o.correct - price * o.tokens for o in pooled])  # (shifts, N)
     lost = rewards[rewards.mean(1).argmax()] - rewards
     near = lost.mean(1) <= lost.std(1) / len(table) ** 0.5
     tokens = np.array([outcome.mean_tokens for outcome in pooled])

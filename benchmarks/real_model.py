@@ -196,7 +196,7 @@ def compare(commands: Commands, policies: Path) -> None:
         commands.run(f"frontier {name}", words, inputs)
         out = commands.out / "replay" / name
         words = ["eval", "replay", "--labels", labels / name, *shared, "--name", name]
-        words += ["--length-penalty", "frontier", "--lambdas", GAPS]
+        words += ["--price", "frontier", "--lambdas", GAPS]
         for rule in ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3"):
             words += ["--rules", rule]
         words += ["--json", out / "numbers.json", "--out", out]

@@ -201,7 +201,7 @@ def policy_case(policy: Path, labels: Path, requests: int, max_tokens: int, pric
         policy,
         prompts,
         max_tokens,
-        {"stop_mode": "threshold", "stop_length_penalty": price},
+        {"stop_mode": "threshold", "stop_price": price},
         [{} for _ in prompts],
         False,
     )

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def hindsight_oracle(table: TraceTable, length_penalty: float = 0.0) -> Outcome:
+def hindsight_oracle(table: TraceTable, price: float = 0.0) -> Outcome:
     """Stops each trace where A_i - lambda L_i is largest, at the earliest of equals.
 
     With lambda = 0 (the limit from above) this is the highest accuracy that stopping can reach, at
@@ -42,8 +42,8 @@ def hindsight_oracle(table: TraceTable, length_penalty: float = 0.0) -> Outcome:
     Raises:
         ValueError: lambda is negative or not finite.
     """
-    _check_penalty(length_penalty)
-    reward = np.where(table.mask, table.correct - length_penalty * table.lengths, -np.inf)
+    _check_penalty(price)
+    reward = np.where(table.mask, table.correct - price * table.lengths, -np.inf)
     return replay_at(table, reward.argmax(axis=1))
 
 
@@ -175,7 +175,7 @@ class Solution:
     stop: BoolArray
 
 
-def solve(problem: StoppingProblem, length_penalty: float) -> Solution:
+def solve(problem: StoppingProblem, price: float) -> Solution:
     """Solves the Bellman equation backwards, V_s = max(A_s - lambda L_s, sum_s' P[s, s'] V_s').
 
     The paper's section 3 writes values to go, without the cost of the tokens already spent; here
@@ -184,8 +184,8 @@ def solve(problem: StoppingProblem, length_penalty: float) -> Solution:
     Raises:
         ValueError: lambda is negative or not finite.
     """
-    _check_penalty(length_penalty)
-    reward = problem.correct - length_penalty * problem.lengths
+    _check_penalty(price)
+    reward = problem.correct - price * problem.lengths
     values = reward.copy()
     continuation = np.full(len(reward), -np.inf)
     for state in np.flatnonzero(~problem.terminal)[::-1]:
@@ -199,27 +199,25 @@ def solve(problem: StoppingProblem, length_penalty: float) -> Solution:
     )
 
 
-def policy_value(
-    problem: StoppingProblem, stop_probability: FloatArray, length_penalty: float
-) -> float:
+def policy_value(problem: StoppingProblem, stop_probability: FloatArray, price: float) -> float:
     """Expected reward of a policy that stops in state s with probability `stop_probability[s]`.
 
     Args:
         problem: the stopping problem.
         stop_probability: (S,) in [0, 1]; terminal states stop whatever it says.
-        length_penalty: lambda >= 0.
+        price: lambda >= 0.
 
     Raises:
         ValueError: a wrong shape, a probability outside [0, 1], or a bad lambda.
     """
-    _check_penalty(length_penalty)
+    _check_penalty(price)
     pi = np.asarray(stop_probability, np.float64)
     if pi.shape != problem.correct.shape or not ((pi >= 0) & (pi <= 1)).all():
         raise ValueError(
             f"stop_probability has shape {pi.shape}; it must hold {len(problem.correct)} "
             "probabilities in [0, 1]"
         )
-    reward = problem.correct - length_penalty * problem.lengths
+    reward = problem.correct - price * problem.lengths
     values = reward.copy()
     for state in np.flatnonzero(~problem.terminal)[::-1]:
         onward = problem.transitions[state] @ values
@@ -227,7 +225,7 @@ def policy_value(
     return float(problem.initial @ values)
 
 
-def best_threshold(problem: StoppingProblem, length_penalty: float) -> tuple[float, float]:
+def best_threshold(problem: StoppingProblem, price: float) -> tuple[float, float]:
     """The best rule "stop where A_s >= gamma", with A_s known exactly.
 
     The rule changes only at the values that A takes, so trying these and "never" is the supremum.
@@ -241,14 +239,14 @@ def best_threshold(problem: StoppingProblem, length_penalty: float) -> tuple[flo
     tried = [
         (
             float(gamma),
-            policy_value(problem, (problem.correct >= gamma).astype(np.float64), length_penalty),
+            policy_value(problem, (problem.correct >= gamma).astype(np.float64), price),
         )
         for gamma in [*np.unique(problem.correct), np.inf]
     ]
     return max(tried, key=lambda pair: pair[1])
 
 
-def theorem1_problem(length_penalty: float, gap: float) -> StoppingProblem:
+def theorem1_problem(price: float, gap: float) -> StoppingProblem:
     """The problem of the paper's Theorem 1: the optimum exceeds `gap` times any threshold's value.
 
     Two first states look alike, A = epsilon, each with probability 1/2. Going on from the good one
@@ -258,7 +256,7 @@ def theorem1_problem(length_penalty: float, gap: float) -> StoppingProblem:
     does not follow from it: both are asked for here.
 
     Args:
-        length_penalty: lambda, in (0, 1).
+        price: lambda, in (0, 1).
         gap: K > 0.
 
     Returns:
@@ -267,12 +265,12 @@ def theorem1_problem(length_penalty: float, gap: float) -> StoppingProblem:
     Raises:
         ValueError: lambda outside (0, 1), or K not positive and finite.
     """
-    if not 0.0 < length_penalty < 1.0:
-        raise ValueError(f"length_penalty is {length_penalty!r}; the theorem takes (0, 1)")
+    if not 0.0 < price < 1.0:
+        raise ValueError(f"price is {price!r}; the theorem takes (0, 1)")
     if not (math.isfinite(gap) and gap > 0):
         raise ValueError(f"gap is {gap!r}; it must be positive and finite")
-    epsilon = (1.0 - length_penalty) / (4.0 * max(gap, 0.5))
-    detour_tokens = max(1, math.ceil((1.0 - length_penalty - 2.0 * epsilon) / length_penalty))
+    epsilon = (1.0 - price) / (4.0 * max(gap, 0.5))
+    detour_tokens = max(1, math.ceil((1.0 - price - 2.0 * epsilon) / price))
     transitions = np.zeros((4, 4))
     transitions[0, 2] = transitions[1, 3] = 1.0
     return StoppingProblem(
@@ -283,6 +281,6 @@ def theorem1_problem(length_penalty: float, gap: float) -> StoppingProblem:
     )
 
 
-def _check_penalty(length_penalty: float) -> None:
-    if not (math.isfinite(length_penalty) and length_penalty >= 0):
-        raise ValueError(f"length_penalty is {length_penalty!r}; it must be a finite number >= 0")
+def _check_penalty(price: float) -> None:
+    if not (math.isfinite(price) and price >= 0):
+        raise ValueError(f"price is {price!r}; it must be a finite number >= 0")

@@ -75,7 +75,7 @@ class PolicyUse:
         config: its configuration.
         mode: "sample" stops with the probability given (the paper), "threshold" from a threshold.
         threshold: with mode "threshold".
-        length_penalty: the price of a token that it is told; None for its own lambda.
+        asked_price: the price of a token that it is told; None for its own lambda.
         window: how many of the last probabilities it looks at; see `LearnedPolicy`.
         by: how.
     """
@@ -84,15 +84,15 @@ class PolicyUse:
     config: OSPrunerConfig
     mode: Literal["sample", "threshold"]
     threshold: float | None = None
-    length_penalty: float | None = None
+    asked_price: float | None = None
     window: int = 1
     by: Literal["vote", "mean"] = "vote"
 
     @property
     def price(self) -> float:
         """The lambda at which it stops."""
-        own = self.config.length_penalty
-        return own if self.length_penalty is None else self.length_penalty
+        own = self.config.price
+        return own if self.asked_price is None else self.asked_price
 
     @property
     def method(self) -> str:
@@ -134,7 +134,7 @@ class PolicyUse:
 
 
 def parse_prices(text: str) -> tuple[float, ...] | None:
-    """What `--length-penalty` means: numbers, () for "frontier", None for nothing.
+    """What `--price` means: numbers, () for "frontier", None for nothing.
 
     Raises:
         ValueError: it is no list of numbers.
@@ -145,7 +145,7 @@ def parse_prices(text: str) -> tuple[float, ...] | None:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
         raise ValueError(
-            f"length penalty {text!r}: give one price of a token or several, such as 5e-5,1e-4, or "
+            f"price {text!r}: give one price of a token or several, such as 5e-5,1e-4, or "
             "'frontier' for 31 of the policy's range"
         ) from None
 
@@ -173,7 +173,7 @@ def parse_policies(
     """
     if domain is not None and prices is not None:
         raise ValueError(
-            f"domain is {domain!r}, and so are length penalties given: a domain has its own "
+            f"domain is {domain!r}, and so are prices given: a domain has its own "
             "price; leave one of them out"
         )
     uses = [use for spec in specs for use in _parse(spec, prices, domain)]
@@ -185,7 +185,7 @@ def parse_policies(
     if prices == () and all(use.config.prices is None for use in uses):
         raise ValueError(
             f"none of {list(specs)} is a policy of every price (ospruner train --head price), and "
-            "no other has a frontier of its own: leave --length-penalty out"
+            "no other has a frontier of its own: leave --price out"
         )
     seen = set()
     kinds: dict[tuple[str, float | None], PolicyUse] = {}
@@ -199,7 +199,7 @@ def parse_policies(
                     f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
                     "policy; evaluate them into two folders"
                 )
-        key = (use.path, use.mode, use.threshold, use.price, use.window, use.by)
+        key = (use.path, use.mode, use.threshold, use.asked_price, use.window, use.by)
         if key in seen:
             raise ValueError(
                 f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
@@ -226,7 +226,7 @@ def _parse(spec: str, prices: Sequence[float] | None, domain: str | None) -> lis
     how, window = _window(how)
     uses = []
     found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
-    for folder, config in sorted(found, key=lambda one: -one[1].length_penalty):
+    for folder, config in sorted(found, key=lambda one: -one[1].price):
         uses += [
             PolicyUse(folder, config, *mode, price, *window)
             for price in _prices(folder, config, prices, domain)

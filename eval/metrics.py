@@ -151,20 +151,20 @@ def reduction(tokens: npt.ArrayLike, base_tokens: npt.ArrayLike) -> FloatArray:
     return 1.0 - np.asarray(tokens, np.float64) / np.asarray(base_tokens, np.float64)
 
 
-def reward(accuracy: npt.ArrayLike, tokens: npt.ArrayLike, length_penalty: float) -> FloatArray:
+def reward(accuracy: npt.ArrayLike, tokens: npt.ArrayLike, price: float) -> FloatArray:
     """The mean reward (the paper's Eq. 2), accuracy - lambda * tokens; arrays broadcast.
 
     Args:
         accuracy: in [0, 1].
         tokens: mean thinking tokens.
-        length_penalty: lambda >= 0.
+        price: lambda >= 0.
 
     Raises:
         ValueError: lambda is negative or not finite.
     """
-    if not (math.isfinite(length_penalty) and length_penalty >= 0):
-        raise ValueError(f"length_penalty is {length_penalty!r}; it must be a finite number >= 0")
-    return np.asarray(accuracy, np.float64) - length_penalty * np.asarray(tokens, np.float64)
+    if not (math.isfinite(price) and price >= 0):
+        raise ValueError(f"price is {price!r}; it must be a finite number >= 0")
+    return np.asarray(accuracy, np.float64) - price * np.asarray(tokens, np.float64)
 
 
 def aes(

@@ -86,7 +86,7 @@ def log_stop_distribution(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def expected_reward(
-    logits: Tensor, correct: Tensor, lengths: Tensor, length_penalty: float, mask: Tensor
+    logits: Tensor, correct: Tensor, lengths: Tensor, price: float, mask: Tensor
 ) -> Tensor:
     """Expected reward of each trace, R = sum_i P(tau = i) (A_i - lambda L_i); differentiable.
 
@@ -94,22 +94,22 @@ def expected_reward(
         logits: (N, T) stop logits.
         correct: (N, T) A_i in [0, 1], the correctness of the answer forced at each step.
         lengths: (N, T) L_i, thinking tokens through each step.
-        length_penalty: lambda >= 0, reward lost per thinking token.
+        price: lambda >= 0, reward lost per thinking token.
         mask: (N, T) bool, true on real steps.
 
     Returns:
         (N,) expected rewards, in the logits' precision (float32 at least).
 
     Raises:
-        TypeError, ValueError: `length_penalty` is negative or not finite; or see
+        TypeError, ValueError: `price` is negative or not finite; or see
             `log_stop_distribution`.
     """
-    if not (math.isfinite(length_penalty) and length_penalty >= 0):
-        raise ValueError(f"length_penalty is {length_penalty!r}; it must be a finite number >= 0")
+    if not (math.isfinite(price) and price >= 0):
+        raise ValueError(f"price is {price!r}; it must be a finite number >= 0")
     _same_shape("correct", correct, mask)
     _same_shape("lengths", lengths, mask)
     probability = log_stop_distribution(logits, mask).exp()  # (N, T)
-    reward = correct.to(probability.dtype) - length_penalty * lengths.to(probability.dtype)
+    reward = correct.to(probability.dtype) - price * lengths.to(probability.dtype)
     return (probability * reward.masked_fill(~mask, 0.0)).sum(dim=1)
 
 

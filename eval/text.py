@@ -20,11 +20,11 @@ def number_text(value: float, digits: int, *, signed: bool = False) -> str:
     return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:{sign},.{digits}f}"
 
 
-def penalty_name(length_penalty: float) -> str:
+def penalty_name(price: float) -> str:
     """A lambda as it stands in names and tables: 1e-4, 2.5e-5, 0."""
-    if length_penalty == 0:
+    if price == 0:
         return "0"
-    mantissa, _, exponent = f"{length_penalty:.6e}".partition("e")
+    mantissa, _, exponent = f"{price:.6e}".partition("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 

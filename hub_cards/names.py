@@ -32,17 +32,17 @@ def base_name(base: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name).strip("-.")
 
 
-def policy_name(base: str, method: str, length_penalty: float | None) -> str:
+def policy_name(base: str, method: str, price: float | None) -> str:
     """The name of a policy's repository: ospruner-r1-7b-lam5e-5, ospruner-r1-7b-probe.
 
     Args:
         base: its Hub id, or its folder.
         method: of the policy.
-        length_penalty: lambda; None for a policy of every price, which is ospruner-r1-7b.
+        price: lambda; None for a policy of every price, which is ospruner-r1-7b.
     """
-    if length_penalty is None:
+    if price is None:
         return f"ospruner-{base_name(base)}"
-    kind = f"lam{penalty_name(length_penalty)}" if method == "os-pruner" else method
+    kind = f"lam{penalty_name(price)}" if method == "os-pruner" else method
     return f"ospruner-{base_name(base)}-{kind}"
 
 

@@ -88,7 +88,7 @@ def stage_policy(
     """
     config = read_policy_config(folder)
     base, remarks = find_base(config, release.base, release.base_revision, api)
-    fixed = config["length_penalty"] if config["head"] == "fixed" else None
+    fixed = config["price"] if config["head"] == "fixed" else None
     name = policy_name(base.id, config["method"], fixed)
     repo_id = check_repo_id(release.repo, name)
     license: License | None
@@ -135,7 +135,7 @@ def send_policy(
     if config["head"] == "price":
         note = f"λ from 0 to {penalty_name(config['price_range'][1])}"
     elif method == "os-pruner":
-        note = f"λ = {penalty_name(config['length_penalty'])}"
+        note = f"λ = {penalty_name(config['price'])}"
     message = commit_message("policy", [base, note])
     done = publish_folder(staged, repo_id, "model", private=private, message=message, api=api)
     if collection is None:

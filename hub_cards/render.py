@@ -32,7 +32,7 @@ NEEDED_CONFIG = (
     "tuning",
     "method",
     "head",
-    "length_penalty",
+    "price",
     "default_mode",
     "default_threshold",
     "reasoning_format",

@@ -50,7 +50,7 @@ CALIBRATION_FIELDS = {
     "confidence": "how surely it is kept, on problems like those of the calibration",
     "mode": "'threshold' or 'sample', in which it is kept",
     "threshold": "the stop probability at which mode 'threshold' keeps it, else None",
-    "length_penalty": "the price of a token at which a policy of every price keeps it, else None",
+    "price": "the price of a token at which a policy of every price keeps it, else None",
     "loss": "mean loss over the calibration's problems",
     "tokens_saved": "share of their full traces' thinking tokens",
     "problems": "how many there were",
@@ -114,10 +114,10 @@ class PriceRange:
             TypeError: it is no number.
             ValueError: it lies outside; the range is named.
         """
-        check_number(owner, "length_penalty", price, 0, math.inf)
+        check_number(owner, "price", price, 0, math.inf)
         if price > self.high:  # type: ignore[operator]  # a number
             raise ValueError(
-                f"{owner}: length_penalty is {price}, but the policy was trained for prices of a "
+                f"{owner}: price is {price}, but the policy was trained for prices of a "
                 f"token from 0 to {self.high:g}: ask for one of these, or train for a wider range "
                 "(ospruner train --head price --lambdas LOW,HIGH)"
             )
@@ -176,6 +176,21 @@ def price_places(outputs: Tensor) -> Tensor:
     return parts.sum(-1).masked_fill(beyond, torch.inf)
 
 
+_OLD_PRICE = "length_penalty"  # what policies of the first days called the price
+
+
+def _with_price(objects: Any) -> Any:
+    """A list of a configuration's objects, with the price under today's name."""
+    if not isinstance(objects, list):
+        return objects
+    return [
+        {("price" if key == _OLD_PRICE else key): value for key, value in one.items()}
+        if isinstance(one, dict)
+        else one
+        for one in objects
+    ]
+
+
 class OSPrunerConfig(PreTrainedConfig):
     """Configuration of `OSPrunerForCausalLM`.
 
@@ -194,7 +209,7 @@ class OSPrunerConfig(PreTrainedConfig):
         lora_rank: of these adapters.
         head: "fixed" (the paper's, for one lambda), or "price": the price of a token is said when
             generating.
-        length_penalty: lambda, in reward per thinking token, that the policy was trained for; with
+        price: lambda, in reward per thinking token, that the policy was trained for; with
             the head "price" the one that it takes where none is said.
         price_range: [low, high] of `PriceRange`, for the head "price"; None for the other.
         step_stride: the policy decides at every k-th step end, as its labels did.
@@ -209,7 +224,7 @@ class OSPrunerConfig(PreTrainedConfig):
         task: how the problems were asked, answered and graded that it was trained on, as its
             labels name it; None for mathematics.
         domains: where it was trained on several tasks, by each domain's name: "task" (as `task`,
-            which is the first one's) and, with the head "price", "length_penalty", the price that
+            which is the first one's) and, with the head "price", "price", the price that
             was chosen on the domain's validation traces. None for one.
         calibrations: what `ospruner calibrate` promised, one object a promise with the fields of
             `CALIBRATION_FIELDS`; None for none.
@@ -227,7 +242,7 @@ class OSPrunerConfig(PreTrainedConfig):
     tuning: str = "layers"
     lora_rank: int = 16
     head: str = "fixed"
-    length_penalty: float = 0.0
+    price: float = 0.0
     price_range: list[float] | None = None
     step_stride: int = 1
     trial_every: int = 0
@@ -246,6 +261,13 @@ class OSPrunerConfig(PreTrainedConfig):
         known_type = kwargs.pop("model_type", self.model_type)
         if known_type != self.model_type:
             raise ValueError(f"model_type is {known_type!r}; it must be {self.model_type!r}")
+        if _OLD_PRICE in kwargs:
+            self.price = kwargs.pop(_OLD_PRICE)
+            self.calibrations = _with_price(self.calibrations)
+            if isinstance(self.domains, dict):
+                self.domains = dict(
+                    zip(self.domains, _with_price([*self.domains.values()]), strict=True)
+                )
         unknown = sorted(set(kwargs) - _TRANSFORMERS_KEYS)
         if unknown:
             raise ValueError(
@@ -323,7 +345,7 @@ class OSPrunerConfig(PreTrainedConfig):
         check_choice(owner, "method", self.method, METHODS)
         check_choice(owner, "default_mode", self.default_mode, MODES)
         check_choice(owner, "head", self.head, HEADS)
-        check_number(owner, "length_penalty (lambda)", self.length_penalty, 0, math.inf)
+        check_number(owner, "price", self.price, 0, math.inf)
         check_number(owner, "default_threshold", self.default_threshold, 0, 1)
         check_integer(owner, "lora_rank", self.lora_rank, 1)
         check_integer(owner, "step_stride", self.step_stride, 1)
@@ -364,13 +386,13 @@ class OSPrunerConfig(PreTrainedConfig):
                     f"{owner}: domains holds {shown(one)} for {name!r}; it must have the settings "
                     "of a task, with its name, under 'task'"
                 )
-            if "length_penalty" in one:
+            if "price" in one:
                 if self.prices is None:
                     raise ValueError(
-                        f"{owner}: domains holds a length_penalty for {name!r}, but the head "
+                        f"{owner}: domains holds a price for {name!r}, but the head "
                         f"{self.head!r} knows one lambda alone"
                     )
-                self.prices.check(f"{owner}: domains[{name!r}]", one["length_penalty"])
+                self.prices.check(f"{owner}: domains[{name!r}]", one["price"])
 
     def domain_price(self, owner: str, domain: str) -> float:
         """The price of a token that was chosen for a domain.
@@ -382,11 +404,7 @@ class OSPrunerConfig(PreTrainedConfig):
         Raises:
             ValueError: the policy has no such domain, or no price for it.
         """
-        known = {
-            name: one["length_penalty"]
-            for name, one in (self.domains or {}).items()
-            if "length_penalty" in one
-        }
+        known = {name: one["price"] for name, one in (self.domains or {}).items() if "price" in one}
         if domain not in known:
             has = f"one of {sorted(known)}" if known else "left out: the policy has none"
             raise ValueError(
@@ -412,7 +430,7 @@ class OSPrunerConfig(PreTrainedConfig):
                 f"{owner}: head is 'price', but method {self.method!r} is a classifier, which has "
                 "no length penalty"
             )
-        PriceRange(*self.price_range).check(owner, self.length_penalty)
+        PriceRange(*self.price_range).check(owner, self.price)
 
     @property
     def prices(self) -> PriceRange | None:
@@ -444,8 +462,8 @@ def check_calibrations(owner: str, calibrations: object) -> None:
         for name in [*names, "threshold"] if one["mode"] == "threshold" else names:
             check_number(f"{owner}: calibrations", name, one[name], 0, 1)
         check_number(f"{owner}: calibrations", "loss", abs(one["loss"]), 0, 1)
-        if (price := one["length_penalty"]) is not None:
-            check_number(f"{owner}: calibrations", "length_penalty", price, 0, math.inf)
+        if (price := one["price"]) is not None:
+            check_number(f"{owner}: calibrations", "price", price, 0, math.inf)
         check_integer(f"{owner}: calibrations", "problems", one["problems"], 1)
 
 

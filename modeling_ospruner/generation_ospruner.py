@@ -170,14 +170,14 @@ class Capture:
     Args:
         base: the causal LM.
         policy: its policy.
-        length_penalty: the price of a token, for a policy of every price.
+        price: the price of a token, for a policy of every price.
     """
 
     def __init__(
-        self, base: PreTrainedModel, policy: StoppingPolicy, length_penalty: float | None = None
+        self, base: PreTrainedModel, policy: StoppingPolicy, price: float | None = None
     ) -> None:
         self.policy = policy
-        self._length_penalty = length_penalty
+        self._price = price
         self._base = base
         self._decoder = base.get_decoder()
         self._thread = threading.get_ident()
@@ -253,7 +253,7 @@ class Capture:
         """
         self._numbers[row] = numbers
         said = _with_numbers(self.policy, self._asked(row), numbers)
-        return float(torch.sigmoid(self.policy.logits(said, self._length_penalty)))
+        return float(torch.sigmoid(self.policy.logits(said, self._price)))
 
     @torch.no_grad()
     def price(self, row: int) -> float:
@@ -347,14 +347,14 @@ class QueryCapture:
     Args:
         base: the causal LM.
         policy: its policy.
-        length_penalty: the price of a token, for a policy of every price.
+        price: the price of a token, for a policy of every price.
     """
 
     def __init__(
-        self, base: PreTrainedModel, policy: StoppingPolicy, length_penalty: float | None = None
+        self, base: PreTrainedModel, policy: StoppingPolicy, price: float | None = None
     ) -> None:
         self.policy = policy
-        self._length_penalty = length_penalty
+        self._price = price
         # Its hooks stay, silent: to take them off and on would break other threads' forwards.
         self._reader = Reader(base, len(policy.layers), queries=True)
         self._reader.listening = False
@@ -423,7 +423,7 @@ class QueryCapture:
 
     def _say(self, rows: Sequence[int], outputs: torch.Tensor) -> None:
         """Keeps what the outputs (R, 1 or 6) mean for rows."""
-        logits = self.policy.logits(outputs, self._length_penalty)
+        logits = self.policy.logits(outputs, self._price)
         prices, priced = self.policy.prices, [math.nan] * len(logits)
         if prices is not None:
             priced = [prices.price_at(place) for place in price_places(outputs).tolist()]
@@ -740,7 +740,7 @@ def generate_pruned(
         capture: Capture | QueryCapture | None = None
         trials = None
         if "stop_probability" in rule.asks and policy is not None:
-            price = settings.length_penalty
+            price = settings.price
             if policy.queries:
                 capture = stack.enter_context(QueryCapture(base, policy, price))
             else:

@@ -132,7 +132,7 @@ class PolicyScores:
                 output = self.base(**inputs)
                 hidden, keys = reader.hidden, reader.keys
             check_length(self.base.config, hidden.shape[1], "the text")
-            price = self.config.length_penalty
+            price = self.config.price
             logits = self.policy(hidden, position_ids, attention_mask, None, price, keys)
             probabilities = torch.sigmoid(logits)
         else:
@@ -189,7 +189,7 @@ class PolicyScores:
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        length_penalty: float | None = None,
+        price: float | None = None,
         columns: torch.Tensor | None = None,
         trial_numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -200,7 +200,7 @@ class PolicyScores:
         Args:
             input_ids: (B, S).
             attention_mask: (B, S), 1 for tokens.
-            length_penalty: the price of a token; None for the configuration's.
+            price: the price of a token; None for the configuration's.
             columns: (B, T) to be looked at; None for all. With tuning "queries" no others are
                 computed.
             trial_numbers: `TRIAL_NUMBERS` (11,), or of each of these columns (B, S or T, 11), for a
@@ -214,7 +214,7 @@ class PolicyScores:
         """
         hidden, keys = self.reading(input_ids, attention_mask)
         positions = positions_of(input_ids, attention_mask).to(hidden.device)
-        price = asked_price("stop_logits", self.config, length_penalty)
+        price = asked_price("stop_logits", self.config, price)
         if columns is not None:
             columns = columns.to(hidden.device)
         if columns is not None and self.policy.queries:
@@ -236,7 +236,7 @@ class PolicyScores:
         *,
         attention_mask: torch.Tensor | None = None,
         prompt_length: int | Sequence[int] | None = None,
-        length_penalty: float | None = None,
+        price: float | None = None,
         trial_numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The stop probability pi_i at each step end of given traces, in one pass.
@@ -247,7 +247,7 @@ class PolicyScores:
             attention_mask: of the same shape, 1 for tokens; padding may stand on either side.
             prompt_length: the tokens before the thinking, padding not counted: one number, or
                 one a row. None finds the last `ReasoningFormat.think_start` of each row.
-            length_penalty: the price of a token; None for the configuration's.
+            price: the price of a token; None for the configuration's.
             trial_numbers: as for `stop_logits`, (11,) or (B, T, 11).
 
         Returns:
@@ -275,7 +275,7 @@ class PolicyScores:
         places = _step_columns(rows, mask, self.token_format, prompt_length)
         steps = max(len(row) for row in places)
         columns = torch.tensor([[*row, *[0] * (steps - len(row))] for row in places])  # (B, T)
-        logits = self.stop_logits(rows, mask, length_penalty, columns, trial_numbers)  # (B, T)
+        logits = self.stop_logits(rows, mask, price, columns, trial_numbers)  # (B, T)
         result = torch.sigmoid(logits)
         for b, row in enumerate(places):
             result[b, len(row) :] = torch.nan
@@ -357,7 +357,7 @@ _AUTO_MAP = {
 class _NoGenerationConfig(GenerationConfig):
     """The base's generation config is used; our own configuration holds none of its settings.
 
-    (Its `length_penalty` is lambda, not that of beam search.)
+    (Its `price` is lambda, not that of beam search.)
     """
 
     @classmethod

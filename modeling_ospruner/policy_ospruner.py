@@ -617,7 +617,7 @@ class StoppingPolicy(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        length_penalty: float | None = None,
+        price: float | None = None,
         keys: Sequence[LayerKeys] = (),
         columns: torch.Tensor | None = None,
         numbers: torch.Tensor | None = None,
@@ -630,7 +630,7 @@ class StoppingPolicy(nn.Module):
             position_ids: (B, S).
             attention_mask: (B, cached + S), 1 for tokens and 0 for padding.
             past_key_values: a cache of `new_cache`, extended by this call.
-            length_penalty: the price of a token, with the head "price"; the other ignores it.
+            price: the price of a token, with the head "price"; the other ignores it.
             keys: with tuning "queries" those of the base's last n layers, of the whole text; then
                 `hidden` and `position_ids` may be of any positions of it.
             columns: (B, S) where these stand among the text's columns; None for all of them.
@@ -643,7 +643,7 @@ class StoppingPolicy(nn.Module):
             ValueError: see `with_history` and `logits`.
         """
         outputs = self.outputs(hidden, position_ids, attention_mask, past_key_values, keys, columns)
-        return self.logits(self.with_history(outputs, numbers), length_penalty)
+        return self.logits(self.with_history(outputs, numbers), price)
 
     def with_history(self, outputs: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
         """What the head says, (..., 1 or 6), with what the history of trial answers adds to it.
@@ -667,7 +667,7 @@ class StoppingPolicy(nn.Module):
             added: torch.Tensor = self.trial(numbers.to(outputs.device))
         return outputs + added
 
-    def logits(self, outputs: torch.Tensor, length_penalty: float | None) -> torch.Tensor:
+    def logits(self, outputs: torch.Tensor, price: float | None) -> torch.Tensor:
         """Stop logits (...) of the head's outputs (..., 1 or 6).
 
         Raises:
@@ -676,9 +676,9 @@ class StoppingPolicy(nn.Module):
         """
         if self.prices is None:
             return outputs[..., 0]
-        self.prices.check("StoppingPolicy", length_penalty)
-        assert length_penalty is not None
-        place = torch.tensor(self.prices.place(length_penalty), device=outputs.device)
+        self.prices.check("StoppingPolicy", price)
+        assert price is not None
+        place = torch.tensor(self.prices.place(price), device=outputs.device)
         return price_logits(outputs, place)
 
     def outputs(

@@ -52,13 +52,13 @@ def asked_price(owner: str, config: OSPrunerConfig, asked: float | None) -> floa
         ValueError: a policy of every price does not know it, or one of a fixed lambda has another.
     """
     if asked is None:
-        return config.length_penalty
+        return config.price
     if config.prices is not None:
         config.prices.check(owner, asked)
-    elif asked != config.length_penalty:
+    elif asked != config.price:
         raise ValueError(
-            f"{owner}: length_penalty is {shown(asked)}, but the policy was trained for "
-            f"{config.length_penalty:g} alone (head 'fixed'): leave it out, take the policy of "
+            f"{owner}: price is {shown(asked)}, but the policy was trained for "
+            f"{config.price:g} alone (head 'fixed'): leave it out, take the policy of "
             "that lambda, or train one for every price with `ospruner train --head price`"
         )
     return asked
@@ -72,14 +72,14 @@ class StopPolicyConfig:
         mode: "sample" stops with probability pi (the paper), "threshold" where pi reaches the
             threshold. None: "threshold" where one is given, else the policy's default.
         threshold: in [0, 1], of mode "threshold". None: the policy's default.
-        length_penalty: the price of a token, lambda, in reward per thinking token: a policy with
+        price: the price of a token, lambda, in reward per thinking token: a policy with
             the head "price" stops where going on is not worth it. One for all rows of the call.
             None: the policy's default; a policy with the head "fixed" knows its own alone.
         domain: stop at the price that the policy chose for this domain, one of those that it was
-            trained on (`OSPrunerConfig.domains`); in place of `length_penalty`.
+            trained on (`OSPrunerConfig.domains`); in place of `price`.
         max_loss: stop as boldly as a calibration of the policy (`ospruner calibrate`) promised to
             lose no more accuracy than this against the full trace, as a share; it gives mode,
-            threshold and length_penalty. None: no promise.
+            threshold and price. None: no promise.
         seed: of the draws in mode "sample"; without a meaning elsewhere.
         first_sample_index: the index of the call's first row, for runs over several calls, of
             which the draws of mode "sample" depend. Rows
@@ -105,7 +105,7 @@ class StopPolicyConfig:
 
     mode: Literal["sample", "threshold"] | None = None
     threshold: float | None = None
-    length_penalty: float | None = None
+    price: float | None = None
     domain: str | None = None
     max_loss: float | None = None
     seed: int = 0
@@ -134,19 +134,19 @@ class StopPolicyConfig:
                 )
             if self.rule is None:
                 object.__setattr__(self, "mode", "threshold")  # what a threshold alone means
-        if isinstance(self.length_penalty, list | tuple):
+        if isinstance(self.price, list | tuple):
             raise TypeError(
-                f"{_OWNER}: length_penalty is {shown(self.length_penalty)}; it must be one number, "
+                f"{_OWNER}: price is {shown(self.price)}; it must be one number, "
                 "for all rows of the call: generate for rows of other prices in calls of their own"
             )
-        if self.length_penalty is not None:
-            check_number(_OWNER, "length_penalty", self.length_penalty, 0, math.inf)
+        if self.price is not None:
+            check_number(_OWNER, "price", self.price, 0, math.inf)
         if not isinstance(self.domain, str | None):
             raise TypeError(f"{_OWNER}: domain is {shown(self.domain)}; it must be a text or None")
-        if self.domain is not None and self.length_penalty is not None:
+        if self.domain is not None and self.price is not None:
             raise ValueError(
-                f"{_OWNER}: domain is {shown(self.domain)}, and so is length_penalty "
-                f"{self.length_penalty} given: a domain has its own price; leave one of them out"
+                f"{_OWNER}: domain is {shown(self.domain)}, and so is price "
+                f"{self.price} given: a domain has its own price; leave one of them out"
             )
         self._check_max_loss()
         check_integer(_OWNER, "seed", self.seed)
@@ -172,7 +172,7 @@ class StopPolicyConfig:
         unpromised = {
             "mode": self.mode is not None,
             "threshold": self.threshold is not None,
-            "length_penalty": self.length_penalty is not None,
+            "price": self.price is not None,
             "domain": self.domain is not None,
             "rule": self.rule is not None,
             "min_thinking_tokens": self.min_thinking_tokens > 0,
@@ -195,10 +195,10 @@ class StopPolicyConfig:
             raise TypeError(
                 f"{_OWNER}: rule is {self.rule!r}; it must be a StopRule, such as AnswerEntropy()"
             )
-        learned = (self.mode, self.threshold, self.length_penalty, self.domain)
+        learned = (self.mode, self.threshold, self.price, self.domain)
         if learned != (None, None, None, None):
             raise ValueError(
-                f"{_OWNER}: mode, threshold, length_penalty and domain are the learned policy's, "
+                f"{_OWNER}: mode, threshold, price and domain are the learned policy's, "
                 "and rule "
                 f"{type(self.rule).__name__} takes its place; leave them out, or the rule"
             )
@@ -214,7 +214,7 @@ class StopPolicyConfig:
         Raises:
             TypeError: the price is no number.
             ValueError: `max_loss` is given, and no calibration promises as little; or see
-                `price`.
+                `price_for`.
         """
         if self.rule is not None:
             return self
@@ -229,9 +229,9 @@ class StopPolicyConfig:
                     f"calibrate POLICY --labels DIR --max-loss {self.max_loss:g}`"
                 )
             boldest = max(kept, key=lambda one: (one["max_loss"], one["confidence"]))
-            promised = {name: boldest[name] for name in ("mode", "threshold", "length_penalty")}
+            promised = {name: boldest[name] for name in ("mode", "threshold", "price")}
             return replace(self, max_loss=None, **promised)
-        price = self.price(_OWNER, config)
+        price = self.price_for(_OWNER, config)
         chosen, threshold = self.mode or config.default_mode, config.default_threshold
         if chosen == "threshold" and self.threshold is not None:
             threshold = self.threshold
@@ -239,11 +239,11 @@ class StopPolicyConfig:
             self,
             mode=chosen,  # type: ignore[arg-type]  # checked
             threshold=threshold if chosen == "threshold" else None,
-            length_penalty=price,
+            price=price,
             domain=None,
         )
 
-    def price(self, owner: str, config: OSPrunerConfig) -> float:
+    def price_for(self, owner: str, config: OSPrunerConfig) -> float:
         """The price of a token that is asked for: by number, by domain, or the policy's default.
 
         Args:
@@ -256,7 +256,7 @@ class StopPolicyConfig:
         """
         if self.domain is not None:
             return config.domain_price(owner, self.domain)
-        return asked_price(owner, config, self.length_penalty)
+        return asked_price(owner, config, self.price)
 
     def chosen_rule(
         self,
@@ -304,6 +304,8 @@ class StopPolicyConfig:
             return stop_policy
         if isinstance(stop_policy, Mapping):
             known = [one.name for one in fields(cls)]
+            if "length_penalty" in stop_policy:
+                raise ValueError(f"{_OWNER}: length_penalty is called price now")
             if unknown := sorted(map(str, set(stop_policy) - set(known))):
                 raise ValueError(f"stop_policy has no {unknown}; its keys are {known}")
             return cls(**stop_policy)
@@ -328,9 +330,9 @@ def promise_of(settings: StopPolicyConfig, config: OSPrunerConfig) -> dict[str, 
         settings: with the policy's defaults.
         config: the policy's.
     """
-    fields_of = ("mode", "threshold", "length_penalty")
+    fields_of = ("mode", "threshold", "price")
     for one in config.calibrations or []:
-        priced = fields_of if one["length_penalty"] is not None else fields_of[:2]
+        priced = fields_of if one["price"] is not None else fields_of[:2]
         same = all(vars(settings)[name] == one[name] for name in priced)
         if same and settings == StopPolicyConfig(
             **{name: vars(settings)[name] for name in fields_of},

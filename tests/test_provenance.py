@@ -22,12 +22,12 @@ def test_record_is_written_and_read_again(tmp_path: Path) -> None:
         base_model="org/base",
         base_revision="abc123",
         data_hash="00ff",
-        details={"length_penalty": 5e-5, "stages": [1, 2]},
+        details={"price": 5e-5, "stages": [1, 2]},
     )
     assert facts.read_provenance(tmp_path) == written
     assert [path.name for path in tmp_path.iterdir()] == ["provenance.json"]
     assert (written.seed, written.base_model, written.base_revision) == (7, "org/base", "abc123")
-    assert written.details == {"length_penalty": 5e-5, "stages": [1, 2]}
+    assert written.details == {"price": 5e-5, "stages": [1, 2]}
     assert written.packages["torch"] == metadata.version("torch")
     assert written.packages["ospruner"] == metadata.version("ospruner")
     made = datetime.fromisoformat(written.created_utc)

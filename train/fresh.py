@@ -71,7 +71,7 @@ class StageResult:
     Attributes:
         name: of the stage.
         method: of `OSPrunerConfig`.
-        length_penalty: lambda; 0 for the baselines; of a policy of every price its default.
+        price: lambda; 0 for the baselines; of a policy of every price its default.
         path: the policy's folder.
         probabilities_path: its stop probabilities (N, T) on the validation traces, a .npy file.
         probabilities_sha256: of that file; "" in processes that do not write it.
@@ -84,7 +84,7 @@ class StageResult:
 
     name: str
     method: str
-    length_penalty: float
+    price: float
     path: Path
     probabilities_path: Path
     probabilities_sha256: str
@@ -205,7 +205,7 @@ def batch_loss(
     method: str,
     logits: Tensor,
     batch: Batch,
-    length_penalty: float | Sequence[float] | None,
+    price: float | Sequence[float] | None,
     entropy_bonus: float = 0.0,
 ) -> Tensor:
     """The loss of one batch.
@@ -214,17 +214,17 @@ def batch_loss(
         method: of `OSPrunerConfig`.
         logits: (B, T) stop logits at step ends, or (J, B, T) at each of J lambdas.
         batch: the labels.
-        length_penalty: lambda, or J lambdas; only "os-pruner" has one.
+        price: lambda, or J lambdas; only "os-pruner" has one.
         entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
     """
     mask = batch.mask.to(logits.device)
     correct = batch.correct.to(logits.device)
     if method == "os-pruner":
         lengths = batch.lengths.to(logits.device)
-        if isinstance(length_penalty, Sequence):
-            return every_price_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
-        assert length_penalty is not None
-        return objective_loss(logits, correct, lengths, length_penalty, mask, entropy_bonus)
+        if isinstance(price, Sequence):
+            return every_price_loss(logits, correct, lengths, price, mask, entropy_bonus)
+        assert price is not None
+        return objective_loss(logits, correct, lengths, price, mask, entropy_bonus)
     labels = (batch.correct.numpy(), batch.matches_final.numpy(), batch.mask.numpy())
     targets = torch.from_numpy(classifier_targets(method, *labels)).to(logits.device)
     return classification_loss(logits, targets, mask)
@@ -274,28 +274,28 @@ class Predicted:
         outputs: (N, T, K) float32 of its head; 0 on padding.
         mask: (N, T) true on real steps.
         prices: that the policy knows; None with the head "fixed".
-        length_penalty: its own lambda.
+        price: its own lambda.
     """
 
     outputs: npt.NDArray[np.float32]
     mask: npt.NDArray[np.bool_]
     prices: PriceRange | None
-    length_penalty: float
+    price: float
 
-    def probabilities(self, length_penalty: float | None = None) -> npt.NDArray[np.float32]:
+    def probabilities(self, price: float | None = None) -> npt.NDArray[np.float32]:
         """(N, T) stop probabilities, 0 on padding. Replay does not read the last step's.
 
         Args:
-            length_penalty: the price of a token; None for the policy's own.
+            price: the price of a token; None for the policy's own.
 
         Raises:
             ValueError: the policy does not know this price.
         """
-        price = self.length_penalty if length_penalty is None else length_penalty
+        price = self.price if price is None else price
         outputs = torch.from_numpy(self.outputs)
         logits = outputs[..., 0]
         if self.prices is not None:
-            self.prices.check("length_penalty", price)
+            self.prices.check("price", price)
             logits = price_logits(outputs, torch.tensor(self.prices.place(price)))
         found: npt.NDArray[np.float32] = torch.sigmoid(logits).numpy()
         return np.where(self.mask, found, np.float32(0.0))
@@ -313,7 +313,7 @@ def predict(
     model: Trainable,
     dataset: Dataset | LabelledTraces,
     cache_limit_bytes: int = 2**31,
-    length_penalty: float | None = None,
+    price: float | None = None,
 ) -> npt.NDArray[np.float32]:
     """Stop probabilities at the step ends of labelled traces: one causal pass a trace.
 
@@ -321,7 +321,7 @@ def predict(
         model: as for `predict_outputs`.
         dataset: as there.
         cache_limit_bytes: as there.
-        length_penalty: the price of a token; None for the policy's own. `predict_outputs` gives
+        price: the price of a token; None for the policy's own. `predict_outputs` gives
             those of all prices at once.
 
     Returns:
@@ -330,7 +330,7 @@ def predict(
     Raises:
         ValueError: a trace is longer than the base's positions, or see `Predicted`.
     """
-    return predict_outputs(model, dataset, cache_limit_bytes).probabilities(length_penalty)
+    return predict_outputs(model, dataset, cache_limit_bytes).probabilities(price)
 
 
 @torch.no_grad()
@@ -390,7 +390,7 @@ def predict_with(
         if new:
             out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
     outputs = processes.sum(out.astype(np.float64)).astype(np.float32)
-    prices, price = model.config.prices, model.config.length_penalty
+    prices, price = model.config.prices, model.config.price
     return Predicted(outputs, traces.table.mask, prices, price)
 
 
@@ -452,6 +452,6 @@ def save_policy_folder(
         setting="replay by `ospruner train`, problems of the kind it was trained on, one training "
         "seed",
         results=summarise([Rule(FULL, full), *uses], full, table.problem_index),
-        chosen=1 + list(outcomes).index(config.length_penalty),
+        chosen=1 + list(outcomes).index(config.price),
     )
     write_policy_card(folder, name=stage.name, license=None, results=results)

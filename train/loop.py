@@ -140,7 +140,7 @@ def print_stages(
         "full trace", "", f"{100 * full.full_accuracy:.1f}", f"{full.full_tokens:.0f}", "0.0"
     )
     for stage in stages:
-        penalty = penalty_name(stage.length_penalty) if stage.method == "os-pruner" else ""
+        penalty = penalty_name(stage.price) if stage.method == "os-pruner" else ""
         reduction = 1 - stage.tokens / stage.full_tokens
         table.add_row(
             stage.name,

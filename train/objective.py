@@ -69,7 +69,7 @@ def objective_loss(
     logits: Tensor,
     correct: Tensor,
     lengths: Tensor,
-    length_penalty: float,
+    price: float,
     mask: Tensor,
     entropy_bonus: float = 0.0,
 ) -> Tensor:
@@ -79,7 +79,7 @@ def objective_loss(
         logits: (N, T) stop logits at step ends.
         correct: (N, T) A_i.
         lengths: (N, T) L_i in tokens.
-        length_penalty: lambda >= 0.
+        price: lambda >= 0.
         mask: (N, T) bool, true on real steps.
         entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
 
@@ -89,7 +89,7 @@ def objective_loss(
     Raises:
         TypeError, ValueError: see `expected_reward`.
     """
-    gain = expected_reward(logits, correct, lengths, length_penalty, mask)  # (N,)
+    gain = expected_reward(logits, correct, lengths, price, mask)  # (N,)
     if entropy_bonus:
         gain = gain + entropy_bonus * stop_entropy(logits, mask)
     return -gain.mean()

@@ -223,7 +223,7 @@ def replay_labels(
     shown: dict[int, PricesShown] = {}
     found = [Rule(FULL, replay_full(table))]
     for use in uses:
-        pi = said[use.path].probabilities(use.price)
+        pi = said[use.path].probabilities(use.asked_price)
         prices = said[use.path].indifference
         if prices is not None and use.config.prices is not None:
             shown[len(found)] = PricesShown(prices, use.price, use.config.prices)
@@ -460,7 +460,7 @@ def calibrate_policy(
             "confidence": confidence,
             "mode": mode,
             "threshold": threshold,
-            "length_penalty": None if known is None else found.value,
+            "price": None if known is None else found.value,
             "data_hash": ours.data_hash,
             "traffic": _traffic(table, said, pi, threshold),
         }

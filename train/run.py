@@ -222,16 +222,16 @@ class Run:
             if self._due(self.settings.validate_every):
                 price = self._shown_price(stage)
                 outcome = self._replay(self._predict(), price)
-                place = {"steps": self.steps, "length_penalty": price}
+                place = {"steps": self.steps, "price": price}
                 found = {"accuracy": outcome.accuracy, "tokens": outcome.mean_tokens}
                 self.folder.log({"dynamics": place | found})
                 self._track(found)
             if self._due(self.settings.checkpoint_every):
                 self._checkpoint()
-        entry = {"stage": stage.name, "length_penalty": stage.length_penalty, "epoch": self.epoch}
+        entry = {"stage": stage.name, "price": stage.price, "epoch": self.epoch}
         seconds = round(time.monotonic() - started, 3)
         self.folder.log(entry | self.tally.entry() | {"steps": self.steps, "seconds": seconds})
-        priced = {} if stage.length_penalty is None else {"length_penalty": stage.length_penalty}
+        priced = {} if stage.price is None else {"price": stage.price}
         self._track({**priced, **self.tally.entry()})
         self.tally = Tally()
         self.epoch += 1
@@ -355,7 +355,7 @@ class Run:
         """Logits (B, T) and the stage's lambda, or logits (J, B, T) and the J of this step."""
         known = self.model.policy.prices
         if known is None:
-            return outputs[..., 0], stage.length_penalty
+            return outputs[..., 0], stage.price
         drawn = self.settings.prices_of_batch(self.steps)
         places = torch.tensor([known.place(price) for price in drawn], device=outputs.device)
         return price_logits(outputs, places[:, None, None]), drawn
@@ -440,18 +440,18 @@ class Run:
         }
         frontier: dict[float, Outcome] = {}
         if config.prices is None:
-            assert stage.length_penalty is not None
-            config.length_penalty = stage.length_penalty
-            outcomes = {stage.length_penalty: self._replay(predicted, stage.length_penalty)}
+            assert stage.price is not None
+            config.price = stage.price
+            outcomes = {stage.price: self._replay(predicted, stage.price)}
         else:
             frontier = {one: self._replay(predicted, one) for one in config.prices.grid()}
-            config.length_penalty = default_price(frontier, table)
-            shown = [*list(frontier)[::_SHOWN_EVERY], config.length_penalty]
+            config.price = default_price(frontier, table)
+            shown = [*list(frontier)[::_SHOWN_EVERY], config.price]
             outcomes = {one: frontier[one] for one in sorted(set(shown))}
-            facts["length_penalty_chosen_by"] = CHOSEN_BY
+            facts["price_chosen_by"] = CHOSEN_BY
             self._choose_by_domain(frontier)
-        outcome = outcomes[config.length_penalty]
-        probabilities = predicted.probabilities(config.length_penalty)
+        outcome = outcomes[config.price]
+        probabilities = predicted.probabilities(config.price)
         warning = warning_about(table, outcome)
         facts |= {"warning": warning} if warning else {}
         tensors = self._tensors()
@@ -472,7 +472,7 @@ class Run:
         result = StageResult(
             name=stage.name,
             method=self.settings.method,
-            length_penalty=config.length_penalty,
+            price=config.price,
             path=path,
             probabilities_path=saved,
             probabilities_sha256=file_hash(saved) if self.folder.writes else "",
@@ -485,7 +485,7 @@ class Run:
         self.results.append(result)
         if config.prices is not None:
             found = [
-                {"length_penalty": price, "accuracy": one.accuracy, "tokens": one.mean_tokens}
+                {"price": price, "accuracy": one.accuracy, "tokens": one.mean_tokens}
                 for price, one in frontier.items()
             ]
             self.folder.log({"frontier": found})
@@ -499,7 +499,7 @@ class Run:
             rows = np.flatnonzero(np.array(table.domains or []) == name)
             if len(rows):
                 own = {price: one.of_rows(rows) for price, one in frontier.items()}
-                domain["length_penalty"] = default_price(own, table.subset(rows))
+                domain["price"] = default_price(own, table.subset(rows))
 
     def _track(self, values: dict[str, float]) -> None:
         self.processes.track(self.folder.path.name, values, self.steps)
@@ -508,18 +508,18 @@ class Run:
         """What the policy says on the validation traces."""
         return predict_with(self.trained, self.model, self.validation, self.processes)
 
-    def _replay(self, predicted: Predicted, length_penalty: float) -> Outcome:
+    def _replay(self, predicted: Predicted, price: float) -> Outcome:
         """What the policy comes to on the validation traces."""
         config, table = self.model.config, self.validation.table
-        probabilities = predicted.probabilities(length_penalty)
+        probabilities = predicted.probabilities(price)
         if config.default_mode == "sample":
             return replay(table, probabilities)
         return replay(table, probabilities, "threshold", config.default_threshold)
 
     def _shown_price(self, stage: Stage) -> float:
         """The lambda at which the course of the training is shown: of all, the middle one."""
-        if stage.length_penalty is not None:
-            return stage.length_penalty
+        if stage.price is not None:
+            return stage.price
         low, high = self.settings.price_range
         return math.sqrt(low * high)
 

@@ -132,12 +132,12 @@ class Stage:
 
     Attributes:
         name: the policy's folder.
-        length_penalty: lambda; 0 for the baselines, which have none; None for every price.
+        price: lambda; 0 for the baselines, which have none; None for every price.
         epochs: passes over the training traces.
     """
 
     name: str
-    length_penalty: float | None
+    price: float | None
     epochs: int
 
 

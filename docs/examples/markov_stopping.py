@@ -77,9 +77,9 @@ def train(problem: StoppingProblem, traces: int = 4000, epochs: int = 250) -> li
     logits = torch.zeros(len(problem.correct), requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.1)
     policies = []
-    for length_penalty in LAMBDAS:
+    for price in LAMBDAS:
         for _ in range(epochs):
-            loss = -expected_reward(logits[states], correct, lengths, length_penalty, mask).mean()
+            loss = -expected_reward(logits[states], correct, lengths, price, mask).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -20,13 +20,13 @@ GAPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 PENALTIES = (0.1, 0.5, 0.9)
 
 
-def ratios(length_penalty: float) -> list[float]:
+def ratios(price: float) -> list[float]:
     """Optimal value over the best threshold's, for each K of GAPS."""
     found = []
     for gap in GAPS:
-        problem = theorem1_problem(length_penalty, gap)
-        optimum = solve(problem, length_penalty).value
-        _, threshold = best_threshold(problem, length_penalty)
+        problem = theorem1_problem(price, gap)
+        optimum = solve(problem, price).value
+        _, threshold = best_threshold(problem, price)
         found.append(optimum / threshold)
     return found
 
@@ -37,12 +37,10 @@ def main(path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(GAPS, GAPS, ls=(0, (4, 3)), color=MUTED, lw=1, label="K: what the theorem promises")
-    for length_penalty, (colour, marker) in zip(PENALTIES, STYLES, strict=False):
-        found = ratios(length_penalty)
-        print(f"λ={length_penalty}:", ", ".join(f"{ratio:.1f}" for ratio in found))
-        axes.plot(
-            GAPS, found, marker=marker, color=colour, lw=1.2, ms=5, label=f"λ={length_penalty}"
-        )
+    for price, (colour, marker) in zip(PENALTIES, STYLES, strict=False):
+        found = ratios(price)
+        print(f"λ={price}:", ", ".join(f"{ratio:.1f}" for ratio in found))
+        axes.plot(GAPS, found, marker=marker, color=colour, lw=1.2, ms=5, label=f"λ={price}")
     axes.set_xscale("log")
     axes.set_yscale("log")
     furnish(axes, "K asked for", "optimal value / best threshold's value")

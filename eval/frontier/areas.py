@@ -213,7 +213,7 @@ def frontiers(
     ]
 
 
-def best_rule(family: Family, validation: TraceTable, length_penalty: float) -> int:
+def best_rule(family: Family, validation: TraceTable, price: float) -> int:
     """Which of a method's rules has the highest reward on validation; of equals the first.
 
     A method may always do nothing, or stop at once: whoever has its rules has these, too.
@@ -221,20 +221,20 @@ def best_rule(family: Family, validation: TraceTable, length_penalty: float) -> 
     Args:
         family: the method.
         validation: the validation traces.
-        length_penalty: lambda.
+        price: lambda.
 
     Returns:
         0 for never stopping, 1 for stopping after the first step, 2 + k for the family's rule k.
     """
     points = _points([*_trivial(validation), *family.validation], validation, 1, 0, 0)
-    return int(np.argmax(_rewards(points[0], length_penalty)))
+    return int(np.argmax(_rewards(points[0], price)))
 
 
 def gap_closed(
     family: Family,
     validation: TraceTable,
     test: TraceTable,
-    length_penalty: float,
+    price: float,
     replicates: int = REPLICATES,
     seed: int = 0,
 ) -> Estimate:
@@ -251,15 +251,15 @@ def gap_closed(
         family: the method.
         validation: the validation traces.
         test: the test traces.
-        length_penalty: lambda.
+        price: lambda.
         replicates: resamples.
         seed: of the resamples.
     """
-    oracle = hindsight_oracle(test, length_penalty)
+    oracle = hindsight_oracle(test, price)
     with_oracle = Family(family.name, family.validation, [*family.test, oracle])
     chosen_on, measured = _both(with_oracle, validation, test, replicates, seed)
-    rewards = _rewards(measured, length_penalty)  # (1 + B, 2 + rules + 1)
-    chosen = _rewards(chosen_on, length_penalty).argmax(axis=1)
+    rewards = _rewards(measured, price)  # (1 + B, 2 + rules + 1)
+    chosen = _rewards(chosen_on, price).argmax(axis=1)
     taken = np.take_along_axis(rewards, chosen[:, None], axis=1)[:, 0]
     share = (taken - rewards[:, 0]) / (rewards[:, -1] - rewards[:, 0])
     return estimate(float(share[0]), share[1:])
@@ -270,7 +270,7 @@ def _trivial(table: TraceTable) -> tuple[Outcome, Outcome]:
     return replay_full(table), replay_step(table, 1)
 
 
-def _rewards(points: FloatArray, length_penalty: float) -> FloatArray:
+def _rewards(points: FloatArray, price: float) -> FloatArray:
     """Accuracy - lambda tokens of (..., 2) points."""
-    rewards: FloatArray = points[..., 1] - length_penalty * points[..., 0]
+    rewards: FloatArray = points[..., 1] - price * points[..., 0]
     return rewards

@@ -142,13 +142,13 @@ def causal_family(
     return Family(CAUSAL, on_validation, on_test)
 
 
-def fit_stops(known: Known, other: Known, length_penalty: float, seed: int = 0) -> IntArray:
+def fit_stops(known: Known, other: Known, price: float, seed: int = 0) -> IntArray:
     """Fits on some traces; (M,) the step index at which each of the others stops.
 
     Args:
         known: on which to fit. Traces cut at the token cap are left out, as in training.
         other: M traces; of these only the features are read.
-        length_penalty: lambda.
+        price: lambda.
         seed: of the fit.
     """
     table = known.table
@@ -160,7 +160,7 @@ def fit_stops(known: Known, other: Known, length_penalty: float, seed: int = 0) 
     rows = known.features[n, i]
     mean, deviation = rows.mean(axis=0), rows.std(axis=0) + 1e-3
     inputs = torch.from_numpy(((rows - mean) / deviation).astype(np.float32))
-    rewards = table.correct - length_penalty * table.lengths
+    rewards = table.correct - price * table.lengths
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = nn.Sequential(

@@ -208,7 +208,7 @@ class HookRunner:
         if isinstance(method.how, PolicyUse):
             use = method.how
             config = StopPolicyConfig(
-                mode=use.mode, threshold=use.threshold, length_penalty=use.price, **common
+                mode=use.mode, threshold=use.threshold, price=use.asked_price, **common
             )
             if use.window > 1:
                 config = StopPolicyConfig(rule=use.rule, **common)
@@ -488,7 +488,7 @@ class EngineRunner:
             pi = model.stop_probabilities(
                 [*prompt, *trace.trace_ids],
                 prompt_length=len(prompt),
-                length_penalty=use.price,
+                price=use.asked_price,
             ).tolist()
             sample_index = batch.first_sample_index + i
             chosen = of_row[-1]

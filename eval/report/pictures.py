@@ -556,8 +556,8 @@ def _stage_label(
 ) -> str:
     """The lambda of a stage; of one for every lambda, the one at which it is drawn."""
     if stage["name"] == "price":
-        return f"every λ, drawn at λ={penalty_name(points[-1][1]['length_penalty'])}"
-    return f"λ={penalty_name(stage['length_penalty'])}"
+        return f"every λ, drawn at λ={penalty_name(points[-1][1]['price'])}"
+    return f"λ={penalty_name(stage['price'])}"
 
 
 def _read_log(

@@ -130,7 +130,7 @@ def build_page(source: Source) -> Any:
                 )  # fmt: skip
                 low, high = source.prices or (0.0, 1.0)
                 price = gr.Textbox(
-                    "", label="Length penalty λ", elem_id="price",
+                    "", label="Price λ", elem_id="price",
                     visible=source.prices is not None,
                     info=f"price of a thinking token, {low:g} to {high:g}", min_width=220,
                     placeholder="the policy's own", max_lines=1,
@@ -197,7 +197,7 @@ def question_of(
     if mode == "threshold":
         settings["threshold"] = threshold
     if price.strip():
-        settings["length_penalty"] = _number("Length penalty λ", price, float, "1e-4")
+        settings["price"] = _number("Price λ", price, float, "1e-4")
     if budget.strip():
         settings["max_thinking_tokens"] = _number("Budget", budget, int, "200")
     drawn = _number("Seed", seed, int, "0") if seed.strip() else None

@@ -41,7 +41,7 @@ def eval_replay(
         list[str] | None,
         typer.Option(help="Policy, or folder of policies; @.7,.8 for thresholds. Repeatable."),
     ] = None,
-    length_penalty: LengthPenalty = "",
+    price: LengthPenalty = "",
     domain: Domain = None,
     rules: Annotated[
         list[str] | None, typer.Option(help="budget:200, step:5, entropy:0.4, ... Repeatable.")
@@ -75,7 +75,7 @@ def eval_replay(
     with PhaseBars(console, "replay") as bars:
         evaluation = replay_labels(
             labels, policies or (), rules or (),
-            length_penalties=parse_prices(length_penalty), domain=domain, base=base,
+            length_penalties=parse_prices(price), domain=domain, base=base,
             force_base=force_base, across_tasks=across_tasks, validation=validation, model=model,
             benchmark=name, limit=limit, device=device, states=states, progress=bars,
         )  # fmt: skip
@@ -145,7 +145,7 @@ def eval_online(
     policies: Annotated[
         list[str] | None, typer.Option(help="As for replay. The base is what they pin. Repeatable.")
     ] = None,
-    length_penalty: LengthPenalty = "",
+    price: LengthPenalty = "",
     domain: Domain = None,
     rules: Annotated[list[str] | None, typer.Option(help="As for replay. Repeatable.")] = None,
     base: Annotated[
@@ -212,7 +212,7 @@ def eval_online(
     )  # fmt: skip
     request = OnlineRequest(
         dataset=dataset, policies=policies or (),
-        length_penalties=parse_prices(length_penalty), domain=domain, rules=rules or (),
+        length_penalties=parse_prices(price), domain=domain, rules=rules or (),
         base=base, engine=engine,
         engine_options={
             "urls": tuple(url or ()), "device": device, "dtype": dtype,

@@ -109,7 +109,7 @@ Domain = Annotated[
 LengthPenalty = Annotated[
     str,
     typer.Option(
-        "--length-penalty",
+        "--price",
         help="Prices of a token for policies of every price: 5e-5,1e-4, or frontier for 31.",
     ),
 ]

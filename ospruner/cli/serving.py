@@ -17,7 +17,7 @@ def serve(
     max_loss: Annotated[
         float | None, typer.Option(help="What `ospruner calibrate` promised, such as 0.02.")
     ] = None,
-    length_penalty: Annotated[
+    price: Annotated[
         float | None, typer.Option(help="Price of a token; default: the policy's own.")
     ] = None,
     domain: Domain = None,
@@ -48,7 +48,7 @@ def serve(
         "stop_mode": mode,
         "stop_threshold": threshold,
         "stop_max_loss": max_loss,
-        "stop_length_penalty": length_penalty,
+        "stop_price": price,
         "stop_domain": domain,
         "stop_answer": answer,
         "stop_wind_down": wind_down,

@@ -31,14 +31,14 @@ class Predictions:
 
     Attributes:
         method: "os-pruner", "probe" or "convergence".
-        length_penalty: The price that OS-Pruner's is told; 0 for the baselines.
+        price: The price that OS-Pruner's is told; 0 for the baselines.
         validation: For each seed, (N, T) on the validation traces.
         test: For each seed, (N, T) on the test traces.
         layers: Of its tail, which is queries only.
     """
 
     method: str
-    length_penalty: float
+    price: float
     validation: list[npt.NDArray[np.float32]]
     test: list[npt.NDArray[np.float32]]
     layers: int = 2
@@ -249,7 +249,7 @@ def _candidate(
             (paid, predictions.test),
         )
     )
-    parameter, name = (predictions.length_penalty, "λ") if threshold is None else (threshold, "")
+    parameter, name = (predictions.price, "λ") if threshold is None else (threshold, "")
     rule = Rule(
         EVERY_PRICE if threshold is None else METHOD_NAMES[predictions.method],
         pool(on_test),

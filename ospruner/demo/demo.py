@@ -344,7 +344,7 @@ def _promise(
     found = calibrate_policy(policy, labels, size.max_loss, CONFIDENCE, states=out_dir / STATES)
     rule = None
     if found.value is not None:
-        pi = next(p.test[0] for p in predictions if p.length_penalty == found.value)
+        pi = next(p.test[0] for p in predictions if p.price == found.value)
         rule = promised_result(test, pi, PRICE_THRESHOLD, found.value)
     promised = Promised(size.max_loss, found.told(size.max_loss, CONFIDENCE), rule)
     return dataclasses.replace(comparison, promised=promised)
@@ -425,13 +425,13 @@ def _save_policy(
     penalty = float(comparison.chosen.parameter or 0.0)
     folder = out_dir / "policy"
     model = OSPrunerForCausalLM.from_base(reasoner.model, runs[0]["os-pruner"].path)
-    model.config.length_penalty = penalty
+    model.config.price = penalty
     model.save_pretrained(folder)
     provenance(
         folder,
         seed=seed,
         base_model=str(reasoner.folder),
         data_hash=_hash_folder(out_dir / "labels" / "train" / "data"),
-        details={"length_penalty": penalty},
+        details={"price": penalty},
     )
     return folder

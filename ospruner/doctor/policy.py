@@ -71,7 +71,7 @@ def examine_policy(where: str, revision: str | None, report: Report) -> Sections
 
 
 def _lambda(config: OSPrunerConfig) -> str:
-    own = f"{config.length_penalty:g} reward per thinking token"
+    own = f"{config.price:g} reward per thinking token"
     if config.prices is None:
         return own
     return f"one policy of every price from 0 to {config.prices.high:g}; where none is said, {own}"

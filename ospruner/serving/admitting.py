@@ -33,7 +33,7 @@ class Admitted:
         sample_index: its index among all rows of the run, for the draws.
         end_id: the token that ends it, once its answer is complete.
         control: whether it belongs to those that never stop.
-        length_penalty: the price of a token, for a policy of every price.
+        price: the price of a token, for a policy of every price.
         promise: the calibration that it stops by; None where it stops otherwise.
         name: under which its record can be read; None for no record.
     """
@@ -42,7 +42,7 @@ class Admitted:
     sample_index: int
     end_id: int
     control: bool
-    length_penalty: float
+    price: float
     promise: Mapping[str, Any] | None
     name: str | None
 
@@ -102,7 +102,7 @@ class Admission:
         settings = asked.settings(self._defaults)
         if settings is None:
             return None
-        price = settings.price("the request's keys", self.config)
+        price = settings.price_for("the request's keys", self.config)
         self._seen += 1
         control = uniform(self._seed, self._seen, -1) < self._defaults.control
         if control:

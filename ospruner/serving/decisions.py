@@ -39,11 +39,11 @@ class Decisions:
         """How many steps have been noted and not read."""
         return len(self._noted)
 
-    def enter(self, slot: int, length_penalty: float | None) -> None:
+    def enter(self, slot: int, price: float | None) -> None:
         """Takes the price of the request that has come into a slot."""
         if self._prices is not None:
-            assert length_penalty is not None  # a request of such a policy has been given one
-            self._places[slot] = self._prices.place(length_penalty)
+            assert price is not None  # a request of such a policy has been given one
+            self._places[slot] = self._prices.place(price)
 
     def decide(self, slots: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
         """Decides for slots at a step's end.

@@ -41,14 +41,14 @@ ON = "stop_policy"
 ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
 MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
-PRICE = "stop_length_penalty"
+PRICE = "stop_price"
 DOMAIN = "stop_domain"
 WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
 OF_SERVERS = (MAX_LOSS, WIND_DOWN)
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
-    PRICE: "length_penalty",
+    PRICE: "price",
     DOMAIN: "domain",
     MAX_LOSS: "max_loss",
     "stop_seed": "seed",
@@ -147,12 +147,12 @@ class StopRequest:
         refuse_trial_answers(config)
         if "max_loss" in self.fields:
             kept = StopPolicyConfig(max_loss=self.fields.pop("max_loss")).with_defaults(config)
-            for name in ("mode", "threshold", "length_penalty"):
+            for name in ("mode", "threshold", "price"):
                 self.fields[name] = vars(kept)[name]
         if (domain := self.fields.pop("domain", None)) is not None:
             price = config.domain_price(f"the server's {DOMAIN}", domain)
-            self.fields["length_penalty"] = price
-        asked_price(f"the server's {PRICE}", config, self.fields.get("length_penalty"))
+            self.fields["price"] = price
+        asked_price(f"the server's {PRICE}", config, self.fields.get("price"))
 
     def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
         """The request's settings over a server's defaults; None where the policy is off."""
@@ -163,8 +163,8 @@ class StopRequest:
         if fields.get("mode") == "sample":
             fields.pop("threshold", None)  # of the defaults
         if "domain" in self.fields:
-            fields.pop("length_penalty", None)  # likewise
-        elif "length_penalty" in self.fields:
+            fields.pop("price", None)  # likewise
+        elif "price" in self.fields:
             fields.pop("domain", None)
         least, most = fields.get("min_thinking_tokens", 0), fields.get("max_thinking_tokens")
         if most is not None and least > most:  # the request's word is the later one
@@ -238,9 +238,9 @@ def check_price(request: StopRequest, config: OSPrunerConfig, owner: str) -> Non
     Raises:
         ValueError: naming it and those that it knows.
     """
-    price, domain = request.fields.get("length_penalty"), request.fields.get("domain")
+    price, domain = request.fields.get("price"), request.fields.get("domain")
     try:
-        StopPolicyConfig(length_penalty=price, domain=domain).price("stop_policy", config)
+        StopPolicyConfig(price=price, domain=domain).price_for("stop_policy", config)
     except ValueError as error:
         raise ValueError(f"{owner}: {_in_keys(str(error))}") from None
 

@@ -36,7 +36,7 @@ def test_a_question_says_what_is_wrong_with_it() -> None:
 
 def test_knobs_become_settings() -> None:
     made = question_of(" 1+4? ", "threshold", 0.7, "2e-4", "50", 0.6, "", 100.0)
-    settings = {"mode": "threshold", "threshold": 0.7, "length_penalty": 2e-4}
+    settings = {"mode": "threshold", "threshold": 0.7, "price": 2e-4}
     settings["max_thinking_tokens"] = 50
     assert made == Question("1+4?", settings, 0.6, None, 100)
     assert question_of("1+4?", "sample", 0.7, "", " ", 0.6, "3", 100.0).stop_policy == {
@@ -166,6 +166,6 @@ def test_errors_say_what_to_do_and_a_price_has_its_knob(browser: Browser) -> Non
         write(browser, "1+4?")
         browser.click("#ask")
         until(lambda: "the server is gone: start it again" in browser.text("body"))
-        assert "'length_penalty': 0.0005" in browser.text("body")
+        assert "'price': 0.0005" in browser.text("body")
         assert "'threshold': 0.7" in browser.text("body")
         keep(browser, "app-error")

@@ -167,7 +167,7 @@ def test_a_policy_of_every_price_says_its_range_and_takes_one(reasoner: Reasoner
     )  # fmt: skip
     priced = LocalSource(model, "policy")
     assert priced.prices == (0.0, 1e-3)
-    _, pruned = list(priced.ask(asked({"mode": "sample", "length_penalty": 5e-4})))[-1]
+    _, pruned = list(priced.ask(asked({"mode": "sample", "price": 5e-4})))[-1]
     assert pruned.done
-    with pytest.raises(ValueError, match="length_penalty"):
-        list(priced.ask(asked({"mode": "sample", "length_penalty": 1.0})))
+    with pytest.raises(ValueError, match="price"):
+        list(priced.ask(asked({"mode": "sample", "price": 1.0})))

@@ -12,10 +12,10 @@ import pytest
 LoadScript = Callable[[str], ModuleType]
 
 
-@pytest.mark.parametrize("length_penalty", [0.01, 0.5, 0.99])
-def test_theorem_1_holds_for_every_k(load_script: LoadScript, length_penalty: float) -> None:
+@pytest.mark.parametrize("price", [0.01, 0.5, 0.99])
+def test_theorem_1_holds_for_every_k(load_script: LoadScript, price: float) -> None:
     example = load_script("docs/examples/theorem1.py")
-    for ratio, gap in zip(example.ratios(length_penalty), example.GAPS, strict=True):
+    for ratio, gap in zip(example.ratios(price), example.GAPS, strict=True):
         assert ratio > gap
 
 

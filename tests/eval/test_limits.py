@@ -211,11 +211,11 @@ def test_budget_candidates_span_the_lengths() -> None:
 
 def test_errors() -> None:
     for penalty in (0.0, 1.0, math.nan):
-        with pytest.raises(ValueError, match="length_penalty"):
+        with pytest.raises(ValueError, match="price"):
             theorem1_problem(penalty, 2.0)
     with pytest.raises(ValueError, match="gap is 0"):
         theorem1_problem(0.5, 0)
-    with pytest.raises(ValueError, match="length_penalty is -1"):
+    with pytest.raises(ValueError, match="price is -1"):
         hindsight_oracle(make_table(0), -1)
     good = random_problem(0)
     with pytest.raises(ValueError, match="transitions goes back"):

@@ -17,7 +17,7 @@ def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more:
         base_model_name_or_path="org/base",
         base_revision="abc",
         method=method,
-        length_penalty=penalty,
+        price=penalty,
         default_mode="sample" if method == "os-pruner" else "threshold",
         reasoning_format=DEEPSEEK_R1.to_dict(),
         **more,

@@ -207,9 +207,9 @@ def test_nan_probability_continues() -> None:
 def test_errors_name_the_argument() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match=r"length_penalty is -0\.1"):
+    with pytest.raises(ValueError, match=r"price is -0\.1"):
         expected_reward(x, x, x, -0.1, mask)
-    with pytest.raises(ValueError, match="length_penalty is nan"):
+    with pytest.raises(ValueError, match="price is nan"):
         expected_reward(x, x, x, math.nan, mask)
     with pytest.raises(ValueError, match=r"correct has shape \(1, 3\)"):
         expected_reward(x, torch.zeros(1, 3), x, 0.0, mask)

@@ -61,7 +61,7 @@ def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> 
     model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, init_bias=-1.0, tuning="layers"
     )
-    model.config.length_penalty = 5e-5
+    model.config.price = 5e-5
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         model.policy.head.weight.copy_(torch.randn(128, generator=generator)[None] * 0.1)

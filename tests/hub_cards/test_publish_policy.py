@@ -72,7 +72,7 @@ def test_one_repository_is_the_whole_frontier(
     model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, price_range=(5e-5, 1e-2), tuning="layers"
     )
-    model.config.length_penalty = 2e-4
+    model.config.price = 2e-4
     model.save_pretrained(folder)
     provenance(folder, seed=0, base_model=str(SHIPPED))
     staged = publisher.stage(folder, "org/")
@@ -80,8 +80,8 @@ def test_one_repository_is_the_whole_frontier(
     assert publisher.repo_id == "org/ospruner-base"
     head = hub.repos["model", publisher.repo_id].head
     card = head.files["README.md"].content.decode()
-    assert "| length penalties λ | 0, and 5e-05 to 0.01 per token; default 0.0002 |" in card
-    assert 'stop_policy={"length_penalty": 5e-05}' in card
+    assert "| prices λ | 0, and 5e-05 to 0.01 per token; default 0.0002 |" in card
+    assert 'stop_policy={"price": 5e-05}' in card
 
 
 def test_one_commit_holds_exactly_the_policy(

@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
     "tuning": "layers",
     "method": "os-pruner",
     "head": "fixed",
-    "length_penalty": 5e-05,
+    "price": 5e-05,
     "default_mode": "sample",
     "default_threshold": 0.5,
     "reasoning_format": {"user_instruction": "Put it within \\boxed{}."},
@@ -115,7 +115,7 @@ def test_card_without_results_says_so(policy_dir: Path) -> None:
 def test_facts_of_the_making_are_shown(policy_dir: Path) -> None:
     text = policy_card(policy_dir, name="org/policy", license="mit").text
     assert "revision `abc123`" in text
-    assert "| length penalty λ | 5e-05 per token |" in text
+    assert "| price λ | 5e-05 per token |" in text
     assert "| policy layers | 2 (layers) |" in text
     assert "| decides by | sample |" in text
     assert "| seed | 3 |" in text
@@ -129,7 +129,7 @@ def test_facts_of_the_making_are_shown(policy_dir: Path) -> None:
     ("changes", "shown", "absent"),
     [
         ({"method": "probe", "default_mode": "threshold"}, "threshold at 0.5", "λ"),
-        ({"method": "convergence"}, "answer-convergence", "length penalty"),
+        ({"method": "convergence"}, "answer-convergence", "price λ"),
         ({"num_policy_layers": 0}, "holds a linear head", "a tail of"),
         ({"base_revision": None}, "| base | `org/base-7b` |", "revision"),
     ],

@@ -39,7 +39,7 @@ def save_policy(
 ) -> Path:
     """A policy with weights of its own."""
     model = OSPrunerForCausalLM.untrained(base, tokenizer, **{"tuning": "layers", **fields})
-    model.config.length_penalty = seed * 1e-5
+    model.config.price = seed * 1e-5
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for parameter in model.policy.parameters():
@@ -80,7 +80,7 @@ def test_policies_share_a_base_and_are_exchanged(
     generated = two.generate(ids, max_new_tokens=30, stop_policy=True)
     one.set_policy(folders[1])
     assert one.base is two.base is base
-    assert one.config.length_penalty == 2e-5
+    assert one.config.price == 2e-5
     assert torch.equal(scores(one), wanted[1])
     assert torch.equal(one.generate(ids, max_new_tokens=30, stop_policy=True), generated)
     one.set_policy(str(folders[0]))

@@ -38,7 +38,7 @@ def saved(
     model = OSPrunerForCausalLM.untrained(
         base, tiny_tokenizer, num_policy_layers=request.param, tuning="layers"
     )
-    model.config.length_penalty = 5e-4
+    model.config.price = 5e-4
     with torch.no_grad():
         for parameter in filter(lambda p: p.requires_grad, model.policy.parameters()):
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -69,7 +69,7 @@ def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None
     assert set(tensors) == {f"policy.{name}" for name in model.policy.state_dict()}
     assert {path.name for path in folder.iterdir()} >= EXPECTED_FILES
     config = json.loads((folder / "config.json").read_text())
-    assert config["length_penalty"] == 5e-4
+    assert config["price"] == 5e-4
     assert config["text_config"]["hidden_size"] == 32
     assert config["auto_map"] == {
         "AutoConfig": "configuration_ospruner.OSPrunerConfig",
@@ -93,7 +93,7 @@ def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path], auto: Any) -> None:
     model, folder = saved
     loaded = auto.from_pretrained(folder)
     assert type(loaded) is OSPrunerForCausalLM
-    assert loaded.config.length_penalty == 5e-4
+    assert loaded.config.price == 5e-4
     assert loaded.token_format == model.token_format
     torch.testing.assert_close(
         loaded.stop_probabilities(TEXT, prompt_length=4),
@@ -247,8 +247,8 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
     ("fields", "message"),
     [
         (
-            {"length_penalty": -1e-4},
-            r"length_penalty \(lambda\) is -0.0001; it must lie in \[0, inf\)",
+            {"price": -1e-4},
+            r"price is -0.0001; it must lie in \[0, inf\)",
         ),
         ({"default_threshold": 1.01}, r"default_threshold is 1.01; it must lie in \[0, 1\]"),
         ({"num_policy_layers": -1}, "num_policy_layers is -1; it must be 0 or more"),
@@ -258,8 +258,8 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
         ),
         ({"method": "magic"}, "method is 'magic'; it must be 'os-pruner' or 'probe' or"),
         ({"default_mode": "never"}, "default_mode is 'never'; it must be 'sample' or 'threshold'"),
-        ({"length_penalty": float("nan")}, r"\(lambda\) is nan; it must lie in \[0, inf\)"),
-        ({"length_penalty": True}, r"length_penalty \(lambda\) is True; it must be a number"),
+        ({"price": float("nan")}, r"price is nan; it must lie in \[0, inf\)"),
+        ({"price": True}, r"price is True; it must be a number"),
         ({"default_threshold": "0.5"}, "default_threshold is '0.5'; it must be a number"),
         ({"num_policy_layers": True}, "num_policy_layers is True; it must be an integer"),
         ({"lora_rank": 2.0}, "lora_rank is 2.0; it must be an integer"),

@@ -16,7 +16,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
-from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
+from modeling_ospruner.configuration_ospruner import (
+    CALIBRATION_FIELDS,
+    PriceRange,
+    price_logits,
+    price_places,
+)
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from modeling_ospruner.stopping_ospruner import promise_of
 from ospruner.demo.shipped import Reasoner, draw_split
@@ -120,7 +125,7 @@ def test_a_fresh_head_says_the_same_everywhere(
     )
     ids = torch.arange(20)[None]
     for price, logit in ((0.0, -2.5), (1e-2, -2.5 + 5 * 0.6)):
-        found = fresh.stop_logits(ids, length_penalty=price)
+        found = fresh.stop_logits(ids, price=price)
         torch.testing.assert_close(found, torch.full_like(found, logit))
 
 
@@ -135,7 +140,7 @@ def test_the_tail_runs_once_for_all_prices(
         lambda _, __, out: seen.append(out.last_hidden_state)
     )
     with torch.no_grad():
-        found = [model.stop_logits(torch.tensor([ids]), length_penalty=one) for one in PRICES]
+        found = [model.stop_logits(torch.tensor([ids]), price=one) for one in PRICES]
     handle.remove()
     assert len(seen) == len(PRICES)
     assert all(torch.equal(one, seen[0]) for one in seen)
@@ -151,7 +156,7 @@ def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layer
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
     tokens = []
     for price in PRICES:
-        how = {"length_penalty": price, "mode": "threshold", "threshold": 0.5}
+        how = {"price": price, "mode": "threshold", "threshold": 0.5}
         output = model.generate(
             ids, attention_mask=mask, stop_policy=how, max_new_tokens=150, do_sample=False
         )
@@ -160,7 +165,7 @@ def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layer
             written = [*text, *row[width:].tolist()]
             steps = len(record.step_ends)
             assert steps
-            pi = model.stop_probabilities(written, prompt_length=len(text), length_penalty=price)
+            pi = model.stop_probabilities(written, prompt_length=len(text), price=price)
             said = torch.tensor(record.probabilities)
             torch.testing.assert_close(said, pi[:steps], atol=1e-5, rtol=1e-4)
             assert len(record.prices) == steps
@@ -176,16 +181,16 @@ def test_a_policy_of_one_lambda_has_no_prices(reasoner: Reasoner) -> None:
         reasoner.model, reasoner.tokenizer, num_policy_layers=1, tuning="layers"
     )
     (ids,) = prompts(reasoner, 1)
-    model.config.length_penalty = 1e-3
-    own = {"length_penalty": 1e-3, "threshold": 1.0}
+    model.config.price = 1e-3
+    own = {"price": 1e-3, "threshold": 1.0}
     model.generate(torch.tensor([ids]), stop_policy=own, max_new_tokens=40)
     assert model.last_stop[0].step_ends
     assert model.last_stop[0].prices == []
     for ask in (
-        lambda: model.generate(torch.tensor([ids]), stop_policy={"length_penalty": 2e-3}),
-        lambda: model.stop_logits(torch.tensor([ids]), length_penalty=2e-3),
+        lambda: model.generate(torch.tensor([ids]), stop_policy={"price": 2e-3}),
+        lambda: model.stop_logits(torch.tensor([ids]), price=2e-3),
     ):
-        with pytest.raises(ValueError, match="length_penalty is 0.002, but the policy was trained"):
+        with pytest.raises(ValueError, match="price is 0.002, but the policy was trained"):
             ask()
 
 
@@ -204,12 +209,12 @@ def test_steps_at_which_it_is_not_asked_have_no_price(
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"length_penalty": 0.02}, ValueError, "is 0.02, but .* trained for prices .* 0 to 0.01"),
-        ({"length_penalty": -1e-9}, ValueError, r"must lie in \[0, inf\)"),
-        ({"length_penalty": math.nan}, ValueError, r"must lie in \[0, inf\)"),
-        ({"length_penalty": "1e-4"}, TypeError, "must be a number"),
-        ({"length_penalty": [1e-4, 1e-3]}, TypeError, "one number, for all rows of the call"),
-        ({"length_penalty": 1e-4, "max_loss": 0.1}, ValueError, "so is length_penalty given"),
+        ({"price": 0.02}, ValueError, "is 0.02, but .* trained for prices .* 0 to 0.01"),
+        ({"price": -1e-9}, ValueError, r"must lie in \[0, inf\)"),
+        ({"price": math.nan}, ValueError, r"must lie in \[0, inf\)"),
+        ({"price": "1e-4"}, TypeError, "must be a number"),
+        ({"price": [1e-4, 1e-3]}, TypeError, "one number, for all rows of the call"),
+        ({"price": 1e-4, "max_loss": 0.1}, ValueError, "so is price given"),
     ],
 )
 def test_what_is_no_price_is_refused(
@@ -227,13 +232,13 @@ def test_what_is_no_price_is_refused(
 def test_the_default_price_is_the_configurations(
     model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.config, "length_penalty", 3e-4)
+    monkeypatch.setattr(model.config, "price", 3e-4)
     settings = StopPolicyConfig().with_defaults(model.config)
-    assert settings.length_penalty == 3e-4
-    assert StopPolicyConfig(length_penalty=0.0).with_defaults(model.config).length_penalty == 0
+    assert settings.price == 3e-4
+    assert StopPolicyConfig(price=0.0).with_defaults(model.config).price == 0
     promises: list[dict[str, Any]] = [
-        {"max_loss": 0.02, "mode": "threshold", "threshold": 0.5, "length_penalty": 2e-3},
-        {"max_loss": 0.03, "mode": "sample", "threshold": None, "length_penalty": 3e-3},
+        {"max_loss": 0.02, "mode": "threshold", "threshold": 0.5, "price": 2e-3},
+        {"max_loss": 0.03, "mode": "sample", "threshold": None, "price": 3e-3},
     ]
     monkeypatch.setattr(model.config, "calibrations", [{"confidence": 0.95} | p for p in promises])
     for promise in promises:
@@ -242,14 +247,14 @@ def test_the_default_price_is_the_configurations(
             name: value for name, value in promise.items() if name != "max_loss"
         }
         assert promise_of(kept, model.config) == {"confidence": 0.95} | promise
-        for other in ({"answer": "free"}, {"max_thinking_tokens": 9}, {"length_penalty": 1e-3}):
+        for other in ({"answer": "free"}, {"max_thinking_tokens": 9}, {"price": 1e-3}):
             assert promise_of(replace(kept, **other), model.config) is None
 
 
 def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: Path) -> None:
     named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
     model = priced(reasoner.model, reasoner.tokenizer, **named)
-    model.config.length_penalty = 3e-4
+    model.config.price = 3e-4
     model.save_pretrained(tmp_path)
     literals = json.loads((tmp_path / "config.json").read_text("utf-8"))
     assert (literals["head"], literals["price_range"]) == ("price", list(RANGE))
@@ -263,7 +268,7 @@ def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: 
     ):
         assert loaded.config.prices.high == 1e-2
         for price in (None, *PRICES):
-            wanted, found = (one.stop_logits(text, length_penalty=price) for one in (model, loaded))
+            wanted, found = (one.stop_logits(text, price=price) for one in (model, loaded))
             torch.testing.assert_close(wanted, found)
 
 
@@ -291,24 +296,24 @@ def test_a_fixed_heads_file_is_no_price_policy(reasoner: Reasoner, tmp_path: Pat
         ({"head": "price", "price_range": [0, 1e-3]}, r"low is 0; it must lie in \(0"),
         ({"head": "price", "price_range": [1e-3, 1e-4]}, "high is 0.0001; it must lie in"),
         (
-            {"head": "price", "price_range": [1e-4, 1e-3], "length_penalty": 1.0},
-            "length_penalty is 1.0, but the policy was trained for prices of a token from 0 to 0.0",
+            {"head": "price", "price_range": [1e-4, 1e-3], "price": 1.0},
+            "price is 1.0, but the policy was trained for prices of a token from 0 to 0.0",
         ),
         (
             {"head": "price", "price_range": [1e-4, 1e-3], "method": "probe"},
             "method 'probe' is a classifier",
         ),
         (
-            {"domains": {"a": {"task": {"name": "math"}, "length_penalty": 1e-3}}},
-            "domains holds a length_penalty for 'a', but the head 'fixed'",
+            {"domains": {"a": {"task": {"name": "math"}, "price": 1e-3}}},
+            "domains holds a price for 'a', but the head 'fixed'",
         ),
         (
             {
                 "head": "price",
                 "price_range": [1e-4, 1e-3],
-                "domains": {"a": {"task": {"name": "math"}, "length_penalty": 1.0}},
+                "domains": {"a": {"task": {"name": "math"}, "price": 1.0}},
             },
-            r"domains\['a'\]: length_penalty is 1.0, but the policy was trained for prices",
+            r"domains\['a'\]: price is 1.0, but the policy was trained for prices",
         ),
         ({"domains": {"a": {"name": "math"}}}, "domains holds .* for 'a'; it must have the sett"),
     ],
@@ -323,6 +328,16 @@ def test_a_configuration_that_contradicts_itself_is_refused(
 def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> None:
     policy = StoppingPolicy.from_base(tiny_base, 1, prices=PriceRange(*RANGE), tuning="layers")
     hidden = torch.zeros(1, 3, 32)
-    with pytest.raises(TypeError, match="length_penalty is None; it must be a number"):
+    with pytest.raises(TypeError, match="price is None; it must be a number"):
         policy(hidden)
     assert policy.outputs(hidden).shape == (1, 3, 6)
+
+
+def test_old_configurations_read() -> None:
+    """Policies of the first days called the price length_penalty, also in what they promise."""
+    promise = dict.fromkeys(CALIBRATION_FIELDS, 0.5) | {"mode": "threshold", "problems": 9}
+    old = {("length_penalty" if key == "price" else key): one for key, one in promise.items()}
+    config = OSPrunerConfig(length_penalty=2e-4, calibrations=[old])  # type: ignore[call-arg]
+    assert config.price == 2e-4
+    assert config.calibrations == [promise]
+    assert "length_penalty" not in config.to_dict()

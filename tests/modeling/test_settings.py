@@ -67,7 +67,7 @@ def test_a_threshold_alone_means_threshold_mode(
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "mode": ({}, "sample", "threshold"),
     "threshold": ({}, 0.0, 1.0),
-    "length_penalty": ({}, 0.0, 0.1),
+    "price": ({}, 0.0, 0.1),
     "domain": ({}, "free", "dear"),
     "max_loss": ({}, 0.01, 0.02),
     "seed": ({"mode": "sample"}, 0, 1),
@@ -87,7 +87,7 @@ def test_every_setting_of_generate_changes_something(
     model: OSPrunerForCausalLM, as_made: OSPrunerConfig
 ) -> None:
     as_made.calibrations = [
-        {"max_loss": loss, "confidence": 0.95, "length_penalty": None}
+        {"max_loss": loss, "confidence": 0.95, "price": None}
         | {"mode": "threshold", "threshold": threshold}
         for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
     ]
@@ -96,7 +96,7 @@ def test_every_setting_of_generate_changes_something(
         model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1), tuning="layers"
     )
     priced.config.domains = {
-        name: {"task": {"name": "math"}, "length_penalty": price}
+        name: {"task": {"name": "math"}, "price": price}
         for name, price in (("free", 0.0), ("dear", 0.1))
     }
     fmt = model.token_format
@@ -108,7 +108,7 @@ def test_every_setting_of_generate_changes_something(
     }
     assert list(CHANGES) == [one.name for one in fields(StopPolicyConfig)]
     for name, (others, one, another) in CHANGES.items():
-        asked = priced if name in ("length_penalty", "domain") else model
+        asked = priced if name in ("price", "domain") else model
         first, second = (
             outcome(asked, {**others, name: value}, **how.get(name, {})) for value in (one, another)
         )
@@ -129,7 +129,7 @@ def test_a_policys_defaults_change_what_true_means(
 REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
     "stop_mode": ({}, "sample"),
     "stop_threshold": ({}, 0.25),
-    "stop_length_penalty": ({}, 1e-4),
+    "stop_price": ({}, 1e-4),
     "stop_domain": ({}, "math"),
     "stop_seed": ({}, 3),
     "stop_sample_index": ({"stop_seed": 3}, 2),
@@ -156,12 +156,12 @@ def test_every_key_of_a_request_changes_something() -> None:
 
 def test_a_domain_stands_for_its_price() -> None:
     domains: dict[str, dict[str, Any]] = {
-        "math": {"task": {"name": "math"}, "length_penalty": 3e-4},
+        "math": {"task": {"name": "math"}, "price": 3e-4},
         "quiz": {"task": {"name": "choice"}},
     }
     priced = OSPrunerConfig(head="price", price_range=[1e-4, 1e-3], domains=domains)
     settings = StopPolicyConfig(domain="math").with_defaults(priced)
-    assert (settings.domain, settings.length_penalty) == (None, 3e-4)
+    assert (settings.domain, settings.price) == (None, 3e-4)
     unknown = r"domain is 'quiz'; it must be one of \['math'\] .a policy has a price"
     with pytest.raises(ValueError, match=unknown):
         StopPolicyConfig(domain="quiz").with_defaults(priced)
@@ -169,8 +169,8 @@ def test_a_domain_stands_for_its_price() -> None:
         ValueError, match="domain is 'math'; it must be left out: the policy has none"
     ):
         StopPolicyConfig(domain="math").with_defaults(OSPrunerConfig())
-    with pytest.raises(ValueError, match="domain is 'math', and so is length_penalty 0.0001 given"):
-        StopPolicyConfig(domain="math", length_penalty=1e-4)
+    with pytest.raises(ValueError, match="domain is 'math', and so is price 0.0001 given"):
+        StopPolicyConfig(domain="math", price=1e-4)
     with pytest.raises(ValueError, match="max_loss is 0.1, and so is domain given"):
         StopPolicyConfig(domain="math", max_loss=0.1)
     with pytest.raises(ValueError, match="domain are the learned policy's"):
@@ -180,17 +180,17 @@ def test_a_domain_stands_for_its_price() -> None:
 
     server = StopRequest({ON: True, "stop_domain": "math"}, server=True)
     server.settle(priced)
-    assert server.fields["length_penalty"] == 3e-4
+    assert server.fields["price"] == 3e-4
     with pytest.raises(ValueError, match="the server's stop_domain: domain is 'quiz'"):
         StopRequest({"stop_domain": "quiz"}, server=True).settle(priced)
     asked = StopRequest({"stop_domain": "math"}).settings(
-        StopRequest({"stop_length_penalty": 1e-4}, server=True)
+        StopRequest({"stop_price": 1e-4}, server=True)
     )
     assert asked is not None
-    assert asked.price("request", priced) == 3e-4
-    other = StopRequest({"stop_length_penalty": 2e-4}).settings(server)
+    assert asked.price_for("request", priced) == 3e-4
+    other = StopRequest({"stop_price": 2e-4}).settings(server)
     assert other is not None
-    assert other.price("request", priced) == 2e-4
+    assert other.price_for("request", priced) == 2e-4
     body = {"vllm_xargs": {"stop_domain": "quiz"}}
     with pytest.raises(ValueError, match="vllm_xargs: stop_domain is 'quiz'; it must be one of"):
         check_body(body, server, priced, True)
@@ -254,7 +254,7 @@ SERVED = {
     "--mode": "threshold",
     "--threshold": "0.4",
     "--max-loss": "0.02",
-    "--length-penalty": "2e-4",
+    "--price": "2e-4",
     "--domain": "math",
     "--answer": "free",
     "--wind-down": "So:",

@@ -384,9 +384,7 @@ def test_a_rule_is_needed_without_a_policy(reasoner: Reasoner) -> None:
 
 
 def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
-    with pytest.raises(
-        ValueError, match="mode, threshold, length_penalty and domain are the learned"
-    ):
+    with pytest.raises(ValueError, match="mode, threshold, price and domain are the learned"):
         StopPolicyConfig(rule=Agreement(2), threshold=0.3)
     with pytest.raises(TypeError, match="rule is 'entropy'; it must be a StopRule"):
         StopPolicyConfig.of({"rule": "entropy"})

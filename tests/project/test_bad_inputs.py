@@ -103,7 +103,7 @@ POLICIES = {
     "no_base": config(base_model_name_or_path="/nowhere/base"),
     "no_text": config(text_config=None),
     "type": config(num_policy_layers="2"),
-    "nan": config(length_penalty=float("nan")),
+    "nan": config(price=float("nan")),
     "list": put("config.json", b"[]"),
     "cut_config": put("config.json", b"{"),
     "latin_config": put("config.json", b'{"model_type": "\xe9"}'),

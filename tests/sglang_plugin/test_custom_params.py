@@ -43,11 +43,11 @@ def params(**said: Any) -> SimpleNamespace:
 
 
 def test_keys_that_a_request_may_have() -> None:
-    config = OSPrunerConfig(length_penalty=1e-3)
+    config = OSPrunerConfig(price=1e-3)
     assert check_params(params(), config).on is None
     own = {"__sglang_reasoning_in_grammar": True, "thinking_budget": 3}  # SGLang's own keys
     assert check_params(params(custom_params=own), config).on is None
-    asked = {"stop_seed": 3, "stop_length_penalty": 1e-3}
+    asked = {"stop_seed": 3, "stop_price": 1e-3}
     assert check_params(params(custom_params=asked), config).fields["seed"] == 3
     assert check_params(params(custom_params={"stop_policy": True}, n=4), config).on
     assert check_params(params(custom_params={"stop_policy": False}, regex="a"), config).on is False
@@ -61,8 +61,8 @@ def test_keys_that_a_request_may_have() -> None:
         ({"custom_params": {"stop_id": "a"}}, "stop_id is 'a'; SGLang tells what happened"),
         ({"custom_params": {"stop_seed": 3}, "n": 2}, "stop_seed is 3 and n is 2, and nothing"),
         (
-            {"custom_params": {"stop_length_penalty": 5e-4}},
-            "custom_params: stop_length_penalty is 0.0005, but .* for 0.001 alone",
+            {"custom_params": {"stop_price": 5e-4}},
+            "custom_params: stop_price is 0.0005, but .* for 0.001 alone",
         ),
         *(
             ({"custom_params": {"stop_policy": True}, name: value}, re.escape(str({name: value})))
@@ -79,7 +79,7 @@ def test_keys_that_a_request_may_have() -> None:
 )
 def test_what_is_refused_is_named(said: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_params(params(**said), OSPrunerConfig(length_penalty=1e-3))
+        check_params(params(**said), OSPrunerConfig(price=1e-3))
 
 
 def test_one_beam_excludes_nothing() -> None:

@@ -48,7 +48,7 @@ def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPru
         base_model_name_or_path=str(reasoner.folder),
     )
     perturb(made)
-    made.config.length_penalty = PRICE
+    made.config.price = PRICE
     made.save_pretrained(folder)
     made.config._name_or_path = str(folder)
     return made
@@ -144,7 +144,7 @@ def test_stops_where_generate_would(
     """Each response against the replay of its own tokens, at its own price."""
     extras = [
         {"stop_policy": True, "stop_seed": 7, "stop_sample_index": i}
-        | ({"stop_length_penalty": ASKED[i % 3]} if i % 3 else {})
+        | ({"stop_price": ASKED[i % 3]} if i % 3 else {})
         | ({"stop_answer": "free"} if i % 4 == 3 else {})
         | ({"stop_mode": "threshold", "stop_threshold": 0.3} if i % 4 == 2 else {})
         | ({"max_thinking_tokens": 60, "min_thinking_tokens": 20} if i % 8 == 1 else {})
@@ -155,7 +155,7 @@ def test_stops_where_generate_would(
     decided = 0
     for i, (prompt, answer, extra) in enumerate(zip(prompts, answers, extras, strict=True)):
         [told] = answer["meta_info"][RECORD]
-        model.config.length_penalty = ASKED[i % 3]
+        model.config.price = ASKED[i % 3]
         replayed = replay(model, prompt, answer["output_ids"], extra, told["probabilities"]).record
         assert replayed.step_ends == told["step_ends"], i
         assert (replayed.reason, replayed.thinking_tokens) == (
@@ -165,7 +165,7 @@ def test_stops_where_generate_would(
         assert len(told["prices"]) == len(told["step_ends"])
         reasons[replayed.reason] = reasons.get(replayed.reason, 0) + 1
         decided += len(told["step_ends"])
-    model.config.length_penalty = PRICE
+    model.config.price = PRICE
     print(f"{decided} decisions, {reasons}")
     assert decided > 100
     assert min(reasons.get(reason, 0) for reason in ("policy", "budget")) > 0
@@ -270,7 +270,7 @@ def test_a_prompt_that_closed_its_thinking_is_left_alone(
         ({"stop_mode": "greedy"}, {}, "custom_params: stop_mode is 'greedy'; it must be"),
         ({"stop_id": "a"}, {}, "stop_id is 'a'; SGLang tells what happened with each answer"),
         ({"stop_policy": True}, {"regex": "a+"}, "stop_policy and {'regex': 'a+'} exclude"),
-        ({"stop_length_penalty": 0.5}, {}, "stop_length_penalty is 0.5, but"),
+        ({"stop_price": 0.5}, {}, "stop_price is 0.5, but"),
     ],
 )
 def test_wrong_keys_are_refused(

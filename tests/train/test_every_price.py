@@ -173,17 +173,15 @@ def test_training_beats_never_stopping_at_every_price(
     assert prices is not None
     outcomes = {p: replay(table, said.probabilities(p)) for p in prices.grid()}
     kept = [p for p, one in outcomes.items() if one.accuracy >= full.accuracy - 0.01]
-    assert model.config.length_penalty == stage.length_penalty == max(kept)
-    assert (
-        "at most 0.01 accuracy" in read_provenance(stage.path).details["length_penalty_chosen_by"]
-    )
+    assert model.config.price == stage.price == max(kept)
+    assert "at most 0.01 accuracy" in read_provenance(stage.path).details["price_chosen_by"]
     assert stage.accuracy == outcomes[max(kept)].accuracy
     np.testing.assert_array_equal(stage.validation_probabilities(), said.probabilities())
     (logged,) = (entry["frontier"] for entry in log_of(tmp_path / "run") if "frontier" in entry)
     assert [one["tokens"] for one in logged] == [one.mean_tokens for one in outcomes.values()]
     card = (stage.path / "README.md").read_text("utf-8")
     assert "This one policy is the whole trade-off" in card
-    assert "| length penalties λ | 0, and 0.0005 to 0.1 per token; default" in card
+    assert "| prices λ | 0, and 0.0005 to 0.1 per token; default" in card
 
 
 def test_the_price_of_indifference_is_what_thresholds_compare(
@@ -202,9 +200,9 @@ def test_the_price_of_indifference_is_what_thresholds_compare(
         stops = said.probabilities(price) >= 0.5
         np.testing.assert_array_equal(stops, (said.indifference <= price) & said.mask)
         np.testing.assert_array_equal(
-            said.probabilities(price), predict(model, labels, length_penalty=price)
+            said.probabilities(price), predict(model, labels, price=price)
         )
-    model.config.length_penalty = 1e-3
+    model.config.price = 1e-3
     np.testing.assert_array_equal(predict(model, labels), said.probabilities(1e-3))
     with pytest.raises(ValueError, match="trained for prices of a token from 0 to 0.1"):
         said.probabilities(0.11)
@@ -319,9 +317,7 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     monkeypatch.setattr("ospruner.train.replay_labels.predict_outputs", counted)
     command = ["eval", "replay", "--labels", str(trained / "test"), "--out", str(tmp_path)]
     command += ["--policies", str(trained / "run" / "price")]
-    done = CliRunner().invoke(
-        app, [*command, "--length-penalty", "frontier"], catch_exceptions=False
-    )
+    done = CliRunner().invoke(app, [*command, "--price", "frontier"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert next(passes) == 1
     rows = [r for r in Results.read(tmp_path / "results.json").results if r.method == EVERY_PRICE]
@@ -339,7 +335,7 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     model, labels = OSPrunerForCausalLM.from_base(base, trained / "run" / "price"), stored.traces
     table = TraceTable.from_dataset(labels)
     for rule in evaluation.rules[1:3]:
-        wanted = replay(table, predict(model, labels, length_penalty=rule.parameter))
+        wanted = replay(table, predict(model, labels, price=rule.parameter))
         assert rule.outcome.accuracy == pytest.approx(wanted.accuracy, abs=1e-6)
         assert rule.outcome.mean_tokens == pytest.approx(wanted.mean_tokens, abs=1e-4)
     shown = evaluation.traces[0]["methods"]
@@ -350,9 +346,7 @@ def test_one_replay_gives_the_frontier_from_one_pass(
 
 def test_prices_that_a_policy_does_not_know_are_refused(trained: Path) -> None:
     price, (fixed,) = str(trained / "run" / "price"), (trained / "fixed").glob("lam*/")
-    with pytest.raises(
-        ValueError, match="length_penalty is 5.0, but the policy was trained for pr"
-    ):
+    with pytest.raises(ValueError, match="price is 5.0, but the policy was trained for pr"):
         parse_policies([price], [1e-4, 5.0])
     with pytest.raises(ValueError, match=r"trained for 0.001 alone \(head 'fixed'\): leave it out"):
         parse_policies([price, str(fixed)], [1e-4])
@@ -374,7 +368,7 @@ def test_online_stops_at_the_prices_that_are_asked_for(trained: Path, tmp_path: 
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n", "utf-8")
     command = ["eval", "online", "--dataset", str(tmp_path / "p.jsonl"), "--out"]
     command += [str(tmp_path / "out"), "--policies", str(trained / "run" / "price"), "--samples"]
-    command += ["1", "--max-thinking-tokens", "300", "--length-penalty", "0,1e-2"]
+    command += ["1", "--max-thinking-tokens", "300", "--price", "0,1e-2"]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     rows = Results.read(tmp_path / "out" / "results.json").results
@@ -392,12 +386,12 @@ def test_a_price_is_promised_and_kept(trained: Path, tmp_path: Path) -> None:
     assert found.test == "exact"
     assert config.calibrations is not None
     (stored,) = config.calibrations
-    assert (stored["threshold"], stored["length_penalty"]) == (0.5, found.value)
+    assert (stored["threshold"], stored["price"]) == (0.5, found.value)
     card = (policy / "README.md").read_text("utf-8")
     assert "| accuracy lost at most | confidence | mode | price of a token |" in card
     assert f"| 30.0 points | 0.95 | threshold | {found.value:g} | 60 |" in card
     (rule,) = replay_labels(
-        trained / "test", [f"{policy}@.5"], length_penalties=[stored["length_penalty"]]
+        trained / "test", [f"{policy}@.5"], length_penalties=[stored["price"]]
     ).rules[1:2]
     full = TraceTable.from_dataset(load_labels(trained / "test").traces).full_correct.mean()
     assert full - rule.outcome.accuracy == pytest.approx(stored["loss"])
@@ -405,11 +399,11 @@ def test_a_price_is_promised_and_kept(trained: Path, tmp_path: Path) -> None:
     ids = torch.tensor([load_labels(trained / "test").traces[0]["prompt_ids"]])
     how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     promised = model.generate(ids, stop_policy={"max_loss": 0.3}, **how)
-    same = {"threshold": 0.5, "length_penalty": found.value}
+    same = {"threshold": 0.5, "price": found.value}
     assert torch.equal(promised, model.generate(ids, stop_policy=same, **how))
     with pytest.raises(ValueError, match=r"prices of a token from careful \(low\) to bold"):
         calibrate_policy(policy, trained / "test", 0.3, values=[1e-3, 1e-4])
-    with pytest.raises(ValueError, match="length_penalty is 7, but the policy was trained for"):
+    with pytest.raises(ValueError, match="price is 7, but the policy was trained for"):
         calibrate_policy(policy, trained / "test", 0.3, values=[1e-3, 7])
 
 
@@ -424,7 +418,7 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(trained: Path, tmp_pa
     (stored,) = config.calibrations
     assert (stored["mode"], stored["threshold"], stored["test"]) == ("sample", None, "betting")
     # What was tested is replay's expectation over the draws.
-    price = stored["length_penalty"]
+    price = stored["price"]
     full, drawn = replay_labels(trained / "test", [str(policy)], length_penalties=[price]).rules[:2]
     assert full.outcome.accuracy - drawn.outcome.accuracy == pytest.approx(stored["loss"])
     # Of the thinking tokens' histogram the bins' shares are those of the stops that are expected.
@@ -433,7 +427,7 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(trained: Path, tmp_pa
     assert max(tokens["shares"]) < 0.2
     assert tokens["edges"][0] < drawn.outcome.mean_tokens < tokens["edges"][-1]
     kept = StopPolicyConfig(max_loss=0.4).with_defaults(config)
-    assert (kept.mode, kept.threshold, kept.length_penalty) == ("sample", None, price)
+    assert (kept.mode, kept.threshold, kept.price) == ("sample", None, price)
 
     fixed = next((trained / "fixed").glob("lam*/"))
     with pytest.raises(ValueError, match="mode is 'sample', but .* is a policy of one lambda"):

@@ -58,7 +58,7 @@ def test_the_command_trains_a_frontier_and_a_baseline(labels: Path, tmp_path: Pa
     assert (settings["final_learning_rate_share"], settings["swa_share"]) == (0.02, 0.5)
     assert settings["entropy_bonus"] == 0.005
     stages = json.loads(numbers.read_text())
-    assert [stage["length_penalty"] for stage in stages] == [1e-3, 0.0]
+    assert [stage["price"] for stage in stages] == [1e-3, 0.0]
     for stage in stages:
         assert (tmp_path / "a" / stage["path"] / "model.safetensors").is_file()
         assert stage["path"] in done.output

@@ -36,7 +36,7 @@ def test_trained_policy_earns_more_than_never_stopping(
 ) -> None:
     results = fit(SETTINGS, make_labels(128))
     assert [result.name for result in results] == ["lam3e-2", "lam1e-2", "lam5e-3"]
-    assert [result.length_penalty for result in results] == [3e-2, 1e-2, PENALTY]
+    assert [result.price for result in results] == [3e-2, 1e-2, PENALTY]
     fresh = make_labels(60, seed=2, prefix="t")
     table = TraceTable.from_dataset(fresh)
 
@@ -105,7 +105,7 @@ def test_validation_result_is_that_of_the_saved_policy(
     )
     for result in (first, second):
         model = OSPrunerForCausalLM.from_base(tiny_base, result.path)
-        assert model.config.length_penalty == result.length_penalty
+        assert model.config.price == result.price
         assert (model.config.method, model.config.default_mode) == ("os-pruner", "sample")
         probabilities = predict(model, held_out)
         np.testing.assert_allclose(result.validation_probabilities(), probabilities, atol=1e-6)
@@ -132,7 +132,7 @@ def test_baseline_learns_its_label_with_as_many_epochs(
     settings = SETTINGS.baseline(method)
     assert settings.num_policy_layers == (1 if method == "terminator" else 2)
     (result,) = fit(settings, dataset)
-    assert (result.name, result.length_penalty) == (method, 0.0)
+    assert (result.name, result.price) == (method, 0.0)
     assert len([e for e in log_of(tmp_path / "run") if "epoch" in e]) == 15
     model = OSPrunerForCausalLM.from_base(tiny_base, result.path)
     assert (model.config.method, model.config.default_mode) == (method, "threshold")
@@ -328,7 +328,7 @@ def test_the_log_keeps_the_dynamics(fit: Callable[..., list[StageResult]], tmp_p
     stages = fit(dataclasses.replace(SETTINGS, validate_every=3))
     points = [entry["dynamics"] for entry in log_of(tmp_path / "run") if "dynamics" in entry]
     assert [point["steps"] for point in points] == list(range(3, points[-1]["steps"] + 1, 3))
-    assert {point["length_penalty"] for point in points} == {s.length_penalty for s in stages}
+    assert {point["price"] for point in points} == {s.price for s in stages}
     assert all(0 <= point["accuracy"] <= 1 and point["tokens"] > 0 for point in points)
 
 

@@ -110,13 +110,13 @@ def test_each_domain_has_its_price(folders: list[Path], tmp_path: Path) -> None:
             if one.accuracy >= full.accuracy - 0.01 - 1e-9:
                 fits[price] = one.mean_tokens
         best = min(fits.values())
-        chosen = config.domains[name]["length_penalty"]
+        chosen = config.domains[name]["price"]
         assert fits[chosen] == pytest.approx(best, rel=1e-5)
         replayed = replay_labels(folder, [policy], domain=name, benchmark="b", device="cpu")
         assert replayed.rules[1].parameter == chosen
     with pytest.raises(ValueError, match=r"domain is 'law'; it must be one of \['exact', 'math'\]"):
         replay_labels(folders[0], [policy], domain="law", benchmark="b", device="cpu")
-    with pytest.raises(ValueError, match="domain is 'math', and so are length penalties given"):
+    with pytest.raises(ValueError, match="domain is 'math', and so are prices given"):
         parse_policies([policy], [1e-3], "math")
 
 

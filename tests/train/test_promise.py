@@ -102,7 +102,7 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
 
 def test_a_server_promises_by_its_defaults_alone() -> None:
     promises: list[dict[str, Any]] = [
-        {**dict.fromkeys(CALIBRATION_FIELDS, 0.02), "threshold": 0.7, "length_penalty": None}
+        {**dict.fromkeys(CALIBRATION_FIELDS, 0.02), "threshold": 0.7, "price": None}
         | {"mode": "threshold"}
     ]
     defaults = StopRequest({"stop_policy": True, "stop_max_loss": 0.02}, server=True)

@@ -68,7 +68,7 @@ def test_stages_and_baselines_of_equal_length() -> None:
     settings = TrainSettings(
         length_penalties=[1e-3, 2.5e-5, 0], epochs_per_stage=4, entropy_bonus=0.01, seed=7
     )
-    stages = [(stage.name, stage.length_penalty, stage.epochs) for stage in settings.stages]
+    stages = [(stage.name, stage.price, stage.epochs) for stage in settings.stages]
     assert stages == [("lam1e-3", 1e-3, 4), ("lam2.5e-5", 2.5e-5, 4), ("lam0", 0.0, 4)]
     probe = settings.baseline("probe")
     assert [(stage.name, stage.epochs) for stage in probe.stages] == [("probe", 12)]

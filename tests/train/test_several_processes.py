@@ -204,7 +204,7 @@ def test_trackers_of_accelerate_are_told(labels: Path, tmp_path: Path) -> None:
     processes = Processes(accelerator)
     train_from_labels(labels, tmp_path / "run", lambda table: settings, processes=processes)
     names = {name for _, values in diary.entries for name in values}
-    wanted = ("loss", "saturated_share", "accuracy", "tokens", "length_penalty")
+    wanted = ("loss", "saturated_share", "accuracy", "tokens", "price")
     assert {f"run/{name}" for name in wanted} <= names
     steps = [step for step, _ in diary.entries if step is not None]
     assert steps == sorted(steps)

@@ -114,7 +114,7 @@ def test_generate_says_what_replay_says(
     table, price = traces.table, 1e-3 if "price" in kind else None
     said = predict_outputs(model, traces)
     pi = said.probabilities(price)
-    never = {"mode": "threshold", "threshold": 1.0, "length_penalty": price}
+    never = {"mode": "threshold", "threshold": 1.0, "price": price}
     ids = written(model, greedy, never)
     assert np.ptp(pi[table.mask]) > 0.1
     for n, record in enumerate(model.last_stop):

@@ -324,29 +324,27 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, tuning="layers", price_range=(5e-5, 1e-2), **named
     )
-    model.config.length_penalty = 1e-3
+    model.config.price = 1e-3
     model.save_pretrained(tmp_path)
     model.config._name_or_path = str(tmp_path)
-    model.config.domains = {"quiz": {"task": {"name": "choice"}, "length_penalty": 1e-3}}
+    model.config.domains = {"quiz": {"task": {"name": "choice"}, "price": 1e-3}}
     known = model.config.prices
     assert known is not None
     ids = reasoner.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)
     end = next(i for i, kind in enumerate(model.token_format.kinds) if kind & BREAK)
     extra = {"stop_mode": "threshold", "stop_threshold": 0.5}
-    batch = Batch(model, stop_length_penalty=2e-4)
+    batch = Batch(model, stop_price=2e-4)
     texts: list[list[int]] = [[], [], []]
     asked = (2e-4, 1e-3, 1e-2)  # the server's default, and what requests say
     params = [SamplingParams(extra_args=extra | {"stop_id": name}) for name in "abc"]
     said_so: tuple[dict[str, Any], ...] = (
         {"stop_domain": "quiz"},
-        {"stop_length_penalty": asked[2]},
+        {"stop_price": asked[2]},
     )
     for one, extra_args in zip(params[1:], said_so, strict=True):
         one.extra_args = {**(one.extra_args or {}), **extra_args}
     batch.update([], {i: (params[i], ids, texts[i]) for i in range(3)})
-    assert [one.admitted.length_penalty for one in batch.processor._requests.values()] == list(
-        asked
-    )
+    assert [one.admitted.price for one in batch.processor._requests.values()] == list(asked)
     batch.step()
     for text in texts:
         text.append(end)
@@ -362,11 +360,11 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
         assert told.prices == [known.price_at(float(price_places(said[0])))]
         assert told.reason == ("policy" if told.prices[0] <= price else "length")
     assert len({batch.processor.record(name).probabilities[0] for name in "abc"}) == 3  # type: ignore[union-attr]
-    for wrong in ({"stop_length_penalty": 0.5}, {"stop_length_penalty": -1}):
-        with pytest.raises(ValueError, match="length_penalty"):
+    for wrong in ({"stop_price": 0.5}, {"stop_price": -1}):
+        with pytest.raises(ValueError, match="price"):
             Batch(model, **wrong)
     # Over HTTP it is refused; an error in the engine would end all requests.
-    for unknown in ({"stop_length_penalty": 0.5}, {"stop_domain": "law"}):
+    for unknown in ({"stop_price": 0.5}, {"stop_domain": "law"}):
         beyond = SamplingParams(extra_args=extra | unknown)
         batch.update([], {3: (beyond, ids, [])})
         assert 3 not in batch.processor._requests

@@ -32,14 +32,14 @@ def test_it_is_served_at_the_prices_of_server_and_requests(
         base_model_name_or_path=str(reasoner.folder),
     )
     perturb(model)
-    model.config.length_penalty = 1e-4
+    model.config.price = 1e-4
     model.save_pretrained(tmp_path)
-    defaults = {"stop_policy": True, "stop_length_penalty": PRICE}
+    defaults = {"stop_policy": True, "stop_price": PRICE}
     llm = start_policy(tmp_path, dtype=dtype, additional_config={"ospruner": defaults})
     prompts = make_prompts(reasoner, 12)
     extras = [
         {"stop_id": f"p{i}", "stop_seed": 3, "stop_sample_index": i}
-        | ({} if i % 3 == 0 else {"stop_length_penalty": ASKED[i % 3]})
+        | ({} if i % 3 == 0 else {"stop_price": ASKED[i % 3]})
         for i in range(len(prompts))
     ]
     outputs = run(llm, prompts, [greedy(extra) for extra in extras])
@@ -52,7 +52,7 @@ def test_it_is_served_at_the_prices_of_server_and_requests(
             seen.append(price)
         stopped += told["reason"] == "policy"
         if dtype == "float32":  # each probability to TOLERANCE
-            model.config.length_penalty = ASKED[i % 3]
+            model.config.price = ASKED[i % 3]
             replay(model, prompts[i], ids, extras[i], told["probabilities"])
     assert stopped > 3
     assert len({price for price in seen if 0 < price < math.inf}) > 5

@@ -99,7 +99,7 @@ def is_allowed(key: str, value: Any) -> bool:
         "stop_mode": value in ("sample", "threshold"),
         "stop_answer": value in ("forced", "free", "tools"),
         "stop_threshold": isinstance(value, int | float) and 0 <= value <= 1,
-        "stop_length_penalty": value == 0 and isinstance(value, int | float),
+        "stop_price": value == 0 and isinstance(value, int | float),
         "stop_domain": False,  # this policy has none
         "stop_seed": whole,
         "stop_sample_index": whole and value >= 0,
@@ -377,7 +377,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
             return made
 
     config = OSPrunerConfig(head="price", price_range=[1e-4, 1.0])
-    promise: dict[str, Any] = {"mode": "threshold", "threshold": 0.5, "length_penalty": 0.2}
+    promise: dict[str, Any] = {"mode": "threshold", "threshold": 0.5, "price": 0.2}
     config.calibrations = [promise | {"max_loss": 0.0, "confidence": 0.95}]
     unknown = 0
     for _ in range(500):
@@ -392,7 +392,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
         assert (settings is not None) == bool(on)
         for name, value in asked.fields.items():
             assert settings is None or vars(settings)[name] == value
-        if settings is not None and not {"length_penalty", "domain"} & set(asked.fields):
+        if settings is not None and not {"price", "domain"} & set(asked.fields):
             settings.with_defaults(config)  # of a price that it does not know, an engine is told
     assert 0 < unknown < 150
     fuzzed("random keys", accepted=accepted, refused=refused)

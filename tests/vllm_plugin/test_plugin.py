@@ -146,13 +146,13 @@ def test_tools_that_could_not_be_called_are_refused() -> None:
 
 def test_a_price_that_the_policy_does_not_know_is_refused() -> None:
     none = StopRequest(None)
-    every = OSPrunerConfig(head="price", price_range=[5e-5, 1e-2], length_penalty=1e-3)
-    check_body({"vllm_xargs": {"stop_length_penalty": 5e-4}}, none, every, True)
-    with pytest.raises(ValueError, match=r"stop_length_penalty is 0.5, but .* from 0 to 0.01"):
-        check_body({"vllm_xargs": {"stop_length_penalty": 0.5}}, none, every, True)
-    fixed = OSPrunerConfig(length_penalty=1e-3)
-    check_body({"vllm_xargs": {"stop_length_penalty": 1e-3}}, none, fixed, True)
-    with pytest.raises(ValueError, match="stop_length_penalty is 0.0005, but .* for 0.001 alone"):
-        check_body({"vllm_xargs": {"stop_length_penalty": 5e-4}}, none, fixed, True)
-    with pytest.raises(ValueError, match="stop_length_penalty is 'cheap'"):
-        check_body({"vllm_xargs": {"stop_length_penalty": "cheap"}}, none, every, True)
+    every = OSPrunerConfig(head="price", price_range=[5e-5, 1e-2], price=1e-3)
+    check_body({"vllm_xargs": {"stop_price": 5e-4}}, none, every, True)
+    with pytest.raises(ValueError, match=r"stop_price is 0.5, but .* from 0 to 0.01"):
+        check_body({"vllm_xargs": {"stop_price": 0.5}}, none, every, True)
+    fixed = OSPrunerConfig(price=1e-3)
+    check_body({"vllm_xargs": {"stop_price": 1e-3}}, none, fixed, True)
+    with pytest.raises(ValueError, match="stop_price is 0.0005, but .* for 0.001 alone"):
+        check_body({"vllm_xargs": {"stop_price": 5e-4}}, none, fixed, True)
+    with pytest.raises(ValueError, match="stop_price is 'cheap'"):
+        check_body({"vllm_xargs": {"stop_price": "cheap"}}, none, every, True)

@@ -249,7 +249,7 @@ def _policy_families(
     for use in uses:
         price = use.price if use.config.method == "os-pruner" else 0.0
         name = METHOD_NAMES[use.config.method] if use.config.prices is None else EVERY_PRICE
-        chosen_on, measured = (out.probabilities(use.length_penalty) for out in outputs[use.path])
+        chosen_on, measured = (out.probabilities(use.asked_price) for out in outputs[use.path])
         said = Said(np.asarray(chosen_on, np.float64), np.asarray(measured, np.float64))
         _, of_method = methods.setdefault(name, (use.config.method, {}))
         of_method.setdefault(price, {})[use.path] = said

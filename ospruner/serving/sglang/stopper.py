@@ -134,7 +134,7 @@ class Stopper:
         prompt, text = list(request.origin_input_ids), list(request.output_ids)
         length = len(prompt) + len(text)
         asked.slot, self._here[slot] = slot, asked
-        self._decisions.enter(slot, asked.admitted.length_penalty)
+        self._decisions.enter(slot, asked.admitted.price)
         left, asked.left = asked.left, {}
         if left and length - 1 <= int(left["taken"]) <= length:
             self._slots.put_back(slot, left)

@@ -189,7 +189,7 @@ class StopProcessor(LogitsProcessor):
         logits, known = outputs[:, 0], self._config.prices
         prices: list[float | None] = [None] * len(deciding)
         if known is not None:  # each row at its own price
-            asked = [known.place(self._requests[i].admitted.length_penalty) for i in deciding]
+            asked = [known.place(self._requests[i].admitted.price) for i in deciding]
             logits = price_logits(outputs, torch.tensor(asked, device=outputs.device))
             prices = [known.price_at(place) for place in price_places(outputs).tolist()]
         probabilities = torch.sigmoid(logits).tolist()

@@ -177,7 +177,7 @@ class SlotProcessor(LogitsProcessor):
         self._most[req_idx] = sys.maxsize if most is None else len(prompt) + most
         asked.slot, asked.left = req_idx, {}
         self._here[req_idx], self._ids[come.req_id] = asked, req_idx
-        self._decisions.enter(req_idx, asked.admitted.length_penalty)
+        self._decisions.enter(req_idx, asked.admitted.price)
         return True
 
     def _comes_back(self, asked: _Asked, slot: int, tokens: int) -> bool:

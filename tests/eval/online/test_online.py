@@ -164,7 +164,7 @@ def untrained(reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queri
         length_penalties=(1e-3,), num_policy_layers=1, init_bias=-2.0, tuning=tuning
     )
     model = new_policy(reasoner.model, reasoner.tokenizer, settings, reasoner.label_settings(0))
-    model.config.length_penalty = 1e-3
+    model.config.price = 1e-3
     model.save_pretrained(folder)
     return folder
 
@@ -533,7 +533,7 @@ def test_an_online_request_that_cannot_work_is_refused_at_once(
     config = json.loads((policy / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
-    changed = config | {"base_model_name_or_path": "org/other", "length_penalty": 5e-4}
+    changed = config | {"base_model_name_or_path": "org/other", "price": 5e-4}
     (other / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="is a policy for org/other at revision None, the traces"):
         run_online(

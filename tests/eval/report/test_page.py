@@ -54,11 +54,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run.mkdir(exist_ok=True)
     lines = []
     for number, penalty in enumerate((1e-4, 5e-5, 0.0)):
-        lines.append({"stage": f"s{number}", "length_penalty": penalty, "epoch": 1})
+        lines.append({"stage": f"s{number}", "price": penalty, "epoch": 1})
         lines.append(
             {
                 "validation": {
-                    "name": f"s{number}", "length_penalty": penalty,
+                    "name": f"s{number}", "price": penalty,
                     "accuracy": 0.6 + 0.05 * number, "tokens": 100.0 + 40 * number,
                     "full_accuracy": 0.75, "full_tokens": 300.0,
                 }

@@ -112,7 +112,7 @@ def test_dynamics_between_stage_ends_are_drawn_over_steps(tmp_path: Path) -> Non
             found = {"accuracy": 0.5 + 0.01 * step, "tokens": 90.0 + step}
             lines.append({"dynamics": {"steps": 10 * number + 3 * step + 1, **found}})
         lines.append({"stage": name, "epoch": 0, "steps": 10 * number + 10})
-        result = {"name": name, "length_penalty": 10.0 ** (-3 - number), "accuracy": 0.6}
+        result = {"name": name, "price": 10.0 ** (-3 - number), "accuracy": 0.6}
         lines.append(
             {"validation": {**result, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}}
         )
