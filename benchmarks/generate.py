@@ -2,28 +2,32 @@
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py [--quick] [--json FILE] [--seed N]
 
-All arms sample from the same random weights; a logits processor, in all arms alike, ends a
-paragraph about every 40 tokens, whatever the weights write. The policy is on and never stops (the
-tokens are checked to be the same), or stops at half of the trace and answers with 8 tokens.
+Both arms sample from the same random weights; a logits processor, in both alike, ends a paragraph
+about every 40 tokens, whatever the weights write. The policy is on and never stops (the tokens are
+checked to be the same), or stops at half of the trace and answers with 8 tokens.
 
-Decode steps are timed one by one, in runs of the arms in turn, all on the same prompts and seeds;
-of each step the least time of an arm's runs counts (`timing.floor_ratio`). What comes before the
-first new token, and outside generate, is not counted.
+Plain generate and the arm with the policy take their decode steps in turn, each timed, so that
+what slows the machine slows both; of each step the least time of all runs counts
+(`timing.paired_ratio`). What comes before the first new token, and outside generate, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import copy
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from timing import Timed, environment, floor_ratio, print_last_line, timed
+from timing import Ratio, Timed, environment, paired_ratio, print_last_line
 from transformers import (
+    AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -31,7 +35,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerForCausalLM, TokenFormat
 from modeling_ospruner.states_ospruner import BREAK, ENDS_NEWLINE, VISIBLE
 from ospruner.demo.shipped import SHIPPED
 
@@ -90,6 +94,88 @@ def random_base(
     return base.eval()
 
 
+def breaks_of(fmt: TokenFormat, vocabulary: int) -> tuple[int, list[int]]:
+    """The token that ends a paragraph, and those that random weights must not write."""
+    # A paragraph without anything to see does not end: random weights may write nothing else.
+    invisible = [i for i, kind in enumerate(fmt.kinds) if not kind & VISIBLE]
+    breaks = [i for i, kind in enumerate(fmt.kinds) if kind & (BREAK | ENDS_NEWLINE)]
+    unwritten = range(len(fmt.kinds), vocabulary)  # ids without a text
+    own = next(i for i in breaks if fmt.kinds[i] & BREAK and fmt.kinds[i] & VISIBLE)
+    marks = (*fmt.brace_texts, *fmt.added_ids, fmt.think_end_id, *fmt.eos_ids)
+    return own, [*breaks, *invisible, *marks, *unwritten]
+
+
+class Turns:
+    """Lets calls of generate run step by step in turn, each in a thread of its own.
+
+    A call's logits processor says `pause` before each token. Then its random state is put away,
+    and the other call goes on to its own next token.
+
+    Args:
+        seed: of torch's random state, of each call.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.steps: dict[str, list[Timed]] = {}
+        self._go: dict[str, threading.Semaphore] = {}
+        self._back = threading.Semaphore(0)
+        self._done: set[str] = set()
+        self._began = Timed(0.0, 0.0)
+
+    def run(self, calls: Mapping[str, Callable[[], Any]], turn: int) -> dict[str, Any]:
+        """What the calls return; `steps` then holds the times of their steps.
+
+        Args:
+            calls: by name.
+            turn: of the runs; who takes the first step changes with it.
+        """
+        self._done.clear()
+        with ThreadPoolExecutor(len(calls)) as threads:
+            futures = {}
+            for name, call in calls.items():
+                self._go[name], self.steps[name] = threading.Semaphore(0), []
+                futures[name] = threads.submit(self._thread, name, call)
+            while left := [name for name in calls if name not in self._done]:
+                # Who goes first changes from step to step, and from run to run.
+                for name in left if turn % 2 else left[::-1]:
+                    self._go[name].release()
+                    self._back.acquire()
+                turn += 1
+        self.steps = {name: steps[1:] for name, steps in self.steps.items()}  # without the prompt's
+        return {name: future.result() for name, future in futures.items()}
+
+    def _thread(self, name: str, call: Callable[[], Any]) -> Any:
+        self._go[name].acquire()
+        torch.manual_seed(self.seed)
+        self._began = _now()
+        try:
+            return call()
+        finally:
+            self._done.add(name)
+            self._back.release()
+
+    def pause(self, name: str) -> None:
+        """Ends a call's step; returns when its next one begins."""
+        now = _now()
+        taken = Timed(
+            now.wall_seconds - self._began.wall_seconds, now.cpu_seconds - self._began.cpu_seconds
+        )
+        self.steps[name].append(taken)
+        on_gpu = torch.cuda.is_available()
+        state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
+        self._back.release()
+        self._go[name].acquire()
+        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state)
+        self._began = _now()
+
+
+def _now() -> Timed:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return Timed(time.perf_counter(), time.process_time())
+
+
 class Paragraphs(LogitsProcessor):
     """Ends paragraphs at given places, and lets nothing else end a paragraph, thinking or text.
 
@@ -98,10 +184,7 @@ class Paragraphs(LogitsProcessor):
         banned_ids: tokens that are never sampled.
         places: for each row, after how many generated tokens.
         prompt_tokens: the prompt's length.
-
-    Attributes:
-        clocks: (wall, CPU) seconds when each token's scores were there; their differences are
-            decode steps.
+        pause: called before each token.
     """
 
     def __init__(
@@ -110,18 +193,17 @@ class Paragraphs(LogitsProcessor):
         banned_ids: Sequence[int],
         places: Sequence[frozenset[int]],
         prompt_tokens: int,
+        pause: Callable[[], None],
     ) -> None:
         self.break_id = break_id
         self.banned = torch.tensor(banned_ids)
         self.places = places
         self.prompt_tokens = prompt_tokens
-        self.clocks: list[tuple[float, float]] = []
+        self.pause = pause
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Shapes the scores (B, V) of the next token."""
-        if scores.is_cuda:
-            torch.cuda.synchronize()
-        self.clocks.append((time.perf_counter(), time.process_time()))
+        self.pause()
         written = input_ids.shape[1] - self.prompt_tokens
         scores = scores.index_fill(-1, self.banned.to(scores.device), -torch.inf)
         for row, places in enumerate(self.places):
@@ -132,40 +214,36 @@ class Paragraphs(LogitsProcessor):
 
 
 class Bench:
-    """A model with a policy, and the two arms at one batch size after the other."""
+    """A base, alone and with policies, that generates with and without them step by step."""
 
     def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
-        from transformers import AutoTokenizer
-
         self.prompt_tokens, self.trace_tokens = args.prompt_tokens, args.trace_tokens
         self.seed = args.seed
-        tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+        self.tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
         positions = args.prompt_tokens + args.trace_tokens + 64
-        base = random_base(
-            shape, tokenizer, positions, args.seed, args.device, args.dtype, args.attention
+        self.base = random_base(
+            shape, self.tokenizer, positions, args.seed, args.device, args.dtype, args.attention
         )
+        # The same weights without the policies' hooks: both arms are within generate at once.
+        shared = {id(one): one for one in (*self.base.parameters(), *self.base.buffers())}
+        self.alone: Any = copy.deepcopy(self.base, shared)
         self.models = {
-            tuning: OSPrunerForCausalLM.untrained(base, tokenizer, args.policy_layers, tuning)
+            tuning: OSPrunerForCausalLM.untrained(
+                self.base, self.tokenizer, args.policy_layers, tuning
+            )
             for tuning in args.tunings
         }
-        self.model = self.models[args.tunings[0]]
-        fmt = self.model.token_format
-        # A paragraph without anything to see does not end: random weights may write nothing else.
-        invisible = [i for i, kind in enumerate(fmt.kinds) if not kind & VISIBLE]
-        breaks = [i for i, kind in enumerate(fmt.kinds) if kind & (BREAK | ENDS_NEWLINE)]
-        unwritten = range(len(fmt.kinds), shape.vocabulary)  # ids without a text
-        self.break_id = tokenizer.encode("\n\n")[0]
-        self.banned = [*breaks, *invisible, *fmt.brace_texts, *fmt.added_ids, *unwritten]
+        self.fmt = fmt = self.models[args.tunings[0]].token_format
+        self.break_id, self.banned = breaks_of(fmt, shape.vocabulary)
 
-    def inputs(self, batch: int, pair: int) -> dict[str, Any]:
-        """Prompts, paragraph ends and sampling of one pair, for both arms."""
-        draw = random.Random(f"{self.seed} {batch} {pair}")
-        size = len(self.model.tokenizer)  # type: ignore[arg-type]
-        allowed = sorted(set(range(size)) - set(self.banned))
+    def _inputs(self, batch: int, pause: Callable[[], None]) -> dict[str, Any]:
+        """Prompts, paragraph ends and sampling, the same for both arms."""
+        draw = random.Random(f"{self.seed} {batch}")
+        allowed = sorted(set(range(len(self.tokenizer))) - set(self.banned))
         prompt = [draw.choices(allowed, k=self.prompt_tokens) for _ in range(batch)]
         places = [frozenset(self._places(draw)) for _ in range(batch)]
-        ids = torch.tensor(prompt, device=self.model.device)
-        paragraphs = Paragraphs(self.break_id, self.banned, places, self.prompt_tokens)
+        ids = torch.tensor(prompt, device=self.base.device)
+        paragraphs = Paragraphs(self.break_id, self.banned, places, self.prompt_tokens, pause)
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
@@ -187,27 +265,6 @@ class Bench:
             at += draw.choice(GAPS)
         return places
 
-    def run(
-        self, batch: int, pair: int, stop_policy: Any, tuning: str | None = None
-    ) -> torch.Tensor:
-        """One arm: the ids (B, S)."""
-        return self._run(batch, pair, stop_policy, tuning)[0]
-
-    def steps(self, batch: int, stop_policy: Any, tuning: str) -> tuple[list[float], list[float]]:
-        """One arm: the seconds of each decode step, by the clock and of CPU time."""
-        clocks = self._run(batch, 0, stop_policy, tuning)[1].clocks
-        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
-        return [wall for wall, _ in steps], [cpu for _, cpu in steps]
-
-    def _run(
-        self, batch: int, pair: int, stop_policy: Any, tuning: str | None
-    ) -> tuple[torch.Tensor, Paragraphs]:
-        inputs = self.inputs(batch, pair)
-        torch.manual_seed(pair)
-        model = self.model if tuning is None else self.models[tuning]
-        output: torch.Tensor = model.generate(**inputs, stop_policy=stop_policy)
-        return output, inputs["logits_processor"][0]
-
     def half(self) -> dict[str, Any]:
         """Stops at the paragraph's end at half of the trace."""
         return {
@@ -217,87 +274,51 @@ class Bench:
             "max_answer_tokens": ANSWER_TOKENS,
         }
 
-    def check(self, batch: int) -> dict[str, tuple[dict[str, float], float]]:
-        """Refuses to time arms that do not do what they are said to do.
-
-        Returns:
-            What `never` says of each tuning's policy.
+    def ratios(self, batch: int, kind: str, tuning: str, runs: int) -> tuple[Ratio, Ratio]:
+        """Tokens/s over plain (kind "never"), or time over plain ("half"): wall clock, CPU time.
 
         Raises:
-            RuntimeError: they write other tokens.
+            RuntimeError: an arm does not write what it is said to write.
         """
-        plain = self.run(batch, 0, False)
-        suffix = len(self.model.token_format.forced_suffix())
-        kept = self.prompt_tokens + self.trace_tokens // 2
-        found = {}
-        for tuning, model in self.models.items():
-            tokens, memory, share = self.never(batch, tuning)
-            found[tuning] = memory, share
-            if not torch.equal(plain, tokens):
+        model, turns = self.models[tuning], Turns(self.seed)
+        settings = NEVER if kind == "never" else self.half()
+        times: dict[str, list[list[Timed]]] = {"plain": [], "pruned": []}
+        for run in range(runs):
+            inputs = {name: self._inputs(batch, partial(turns.pause, name)) for name in times}
+            pruned = partial(model.generate, **inputs["pruned"], stop_policy=settings)
+            calls = {"plain": partial(self.alone.generate, **inputs["plain"]), "pruned": pruned}
+            written = turns.run(calls, run)
+            for name, of_arm in times.items():
+                of_arm.append(turns.steps[name])
+            self._check(kind, tuning, written["plain"], written["pruned"])
+        plain, own = (
+            [[[vars(s)[clock] for s in steps] for steps in of_arm] for clock in vars(_now())]
+            for of_arm in times.values()
+        )
+        pairs = zip(own, plain, strict=True) if kind == "never" else zip(plain, own, strict=True)
+        wall, cpu = (paired_ratio(first, second) for first, second in pairs)
+        return wall, cpu
+
+    def _check(self, kind: str, tuning: str, plain: torch.Tensor, pruned: torch.Tensor) -> None:
+        if kind == "never":
+            if not torch.equal(plain, pruned):
                 raise RuntimeError(f"a policy ({tuning}) that never stops changed the tokens")
-            if min(len(record.step_ends) for record in model.last_stop) < 2:
+            if min(len(record.step_ends) for record in self.models[tuning].last_stop) < 2:
                 raise RuntimeError("too few paragraph ends: the trace is too short to measure")
-            half = self.run(batch, 0, self.half(), tuning)
-            if half.shape[1] != kept + suffix + ANSWER_TOKENS:
-                raise RuntimeError(f"the stopped rows have {half.shape[1]} tokens")
-            if not torch.equal(half[:, :kept], plain[:, :kept]):
-                raise RuntimeError(f"a policy ({tuning}) changed the tokens before its stop")
-        return found
+            return
+        kept = self.prompt_tokens + self.trace_tokens // 2
+        if pruned.shape[1] != kept + len(self.fmt.forced_suffix()) + ANSWER_TOKENS:
+            raise RuntimeError(f"the stopped rows have {pruned.shape[1]} tokens")
+        if not torch.equal(pruned[:, :kept], plain[:, :kept]):
+            raise RuntimeError(f"a policy ({tuning}) changed the tokens before its stop")
 
-    def never(self, batch: int, tuning: str) -> tuple[torch.Tensor, dict[str, float], float]:
-        """A run that never stops, and what the policy takes in it.
-
-        Returns:
-            The ids (B, S); the memory beside the base, in MiB, and its caches' ratio to the base's;
-            and the share of the time that passes inside the policy.
-        """
-        model = self.models[tuning]
-        policy, kept, inside, outputs = model.policy, [], list[Timed](), list[Any]()
-        new_cache, of_steps = policy.new_cache, policy.outputs
-
-        def keep_cache() -> Any:
-            kept.append(new_cache())
-            return kept[-1]
-
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            inside.append(timed(lambda: outputs.append(of_steps(*args, **kwargs))))
-            return outputs.pop()
-
-        def run() -> None:
-            torch.manual_seed(0)
-            inputs = self.inputs(batch, 0)
-            outputs.append(
-                model.generate(**inputs, stop_policy=NEVER, return_dict_in_generate=True)
-            )
-
-        policy.new_cache, policy.outputs = keep_cache, clocked  # type: ignore[method-assign]
-        try:
-            whole = timed(run)
-        finally:
-            policy.new_cache, policy.outputs = new_cache, of_steps  # type: ignore[method-assign]
-        (output,) = outputs
-        of_base, of_policy = _cache_bytes(output.past_key_values), sum(map(_cache_bytes, kept))
-        weights = sum(p.numel() * p.element_size() for p in policy.parameters())
-        base = sum(p.numel() * p.element_size() for p in self.model.base.parameters())
-        memory = {
-            "tail_mib": weights / 2**20,
-            "tail_over_base": weights / base,
-            "cache_mib": of_policy / 2**20,
-            "cache_over_base": of_policy / of_base,
-        }
-        share = sum(one.wall_seconds for one in inside) / whole.wall_seconds
-        return output.sequences, memory, share
-
-
-def _cache_bytes(cache: Any) -> int:
-    """Of the keys and values of the tokens that a cache holds."""
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _clocks(runs: list[tuple[list[float], list[float]]]) -> tuple[Any, Any]:
-    """Wall and CPU seconds, each (R, steps), of R runs of an arm."""
-    return [wall for wall, _ in runs], [cpu for _, cpu in runs]
+    def tail_over_base(self, tuning: str) -> float:
+        """The policy's weights over the base's."""
+        policy, base = (
+            sum(p.numel() * p.element_size() for p in module.parameters())
+            for module in (self.models[tuning].policy, self.base)
+        )
+        return policy / base
 
 
 def main() -> None:
@@ -308,61 +329,35 @@ def main() -> None:
     print(
         f"{shape.layers} layers, hidden {shape.hidden}, n={args.policy_layers}, {args.dtype}, "
         f"prompt {args.prompt_tokens} and trace {args.trace_tokens} tokens, a paragraph's end "
-        f"every {GAPS[0]}-{GAPS[-1]}; {args.runs} runs of each arm in turn\n{environment()}\n"
+        f"every {GAPS[0]}-{GAPS[-1]}; {args.runs} runs, step by step in turn\n{environment()}\n"
     )
     result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "runs": args.runs}
-    width = 44
-    print(f"{'':{width}}{'wall clock':26}CPU time")
+    print(f"{'':44}{'wall clock':26}CPU time")
     for batch in args.batches:
-        beside = bench.check(batch)  # also the warm-up
-        arms: dict[tuple[str, str], Any] = {("plain", args.tunings[0]): False}
-        for tuning in args.tunings:
-            arms["never", tuning] = NEVER
-            if batch == args.batches[0]:
-                arms["half", tuning] = bench.half()
-        times: dict[tuple[str, str], list[tuple[list[float], list[float]]]]
-        times = {arm: [] for arm in arms}
-        for number in range(args.runs):
-            for arm in list(arms) if number % 2 == 0 else list(arms)[::-1]:
-                times[arm].append(bench.steps(batch, arms[arm], arm[1]))
-        plain = _clocks(times.pop(("plain", args.tunings[0])))
-        for (kind, tuning), taken in times.items():
-            # Tokens a second, never stopping: the tokens are the same. Else the time.
-            pairs = zip(plain, _clocks(taken), strict=True)
-            wall, cpu = (
-                floor_ratio(other, own) if kind == "never" else floor_ratio(own, other)
-                for own, other in pairs
-            )
+        kinds = ("never", "half") if batch == args.batches[0] else ("never",)
+        for kind, tuning in ((kind, tuning) for kind in kinds for tuning in args.tunings):
+            wall, cpu = bench.ratios(batch, kind, tuning, args.runs)
             name = f"never_stop_ratio_batch{batch}" if kind == "never" else "half_stop_time_ratio"
             name = name if tuning == "layers" else f"{tuning}_{name}"
             result |= {name: wall.median, f"{name}_interval": [wall.low, wall.high]}
             result |= {f"{name}_cpu": cpu.median, f"{name}_cpu_interval": [cpu.low, cpu.high]}
             said = "tokens/s, never stopping" if kind == "never" else "time, stopping at half"
-            print(f"{f'{said}, {tuning}, batch {batch}':{width}}{wall!s:26}{cpu}", flush=True)
-        for tuning in args.tunings:
-            before = "" if tuning == "layers" else f"{tuning}_"
-            memory, share = beside[tuning]
-            result[f"{before}memory_batch{batch}"] = memory
-            result[f"{before}policy_share_batch{batch}"] = share
-            print(
-                f"{f'extra memory, {tuning}, batch {batch}':{width}}tail "
-                f"{memory['tail_mib']:.1f} MiB ({memory['tail_over_base']:.1%} of the base), cache "
-                f"{memory['cache_mib']:.2f} MiB ({memory['cache_over_base']:.1%} of the base's; "
-                f"n/L is {args.policy_layers / shape.layers:.1%})\n"
-                f"{f'inside the policy, {tuning}, batch {batch}':{width}}{share:.1%} of the time",
-                flush=True,
-            )
+            print(f"{f'{said}, {tuning}, batch {batch}':44}{wall!s:26}{cpu}", flush=True)
+    for tuning in args.tunings:
+        share = bench.tail_over_base(tuning)
+        result["tail_over_base" if tuning == "layers" else f"{tuning}_tail_over_base"] = share
+        print(f"{f'weights of the tail, {tuning}':44}{share:.1%} of the base's")
     print_last_line(result, args.json)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="shorter; rough")
-    parser.add_argument("--shape", choices=SHAPES, help="the base's sizes (default: small)")
+    parser.add_argument("--quick", action="store_true", help="a third of the runs: two minutes")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="the base's sizes")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--runs", type=int, help="timed runs of each arm (default: 6)")
+    parser.add_argument("--runs", type=int, help="timed runs of each pair of arms (default: 6)")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--trace-tokens", type=int, help="default: 96")
+    parser.add_argument("--trace-tokens", type=int, default=96)
     parser.add_argument("--policy-layers", type=int, default=2)
     parser.add_argument(
         "--tunings", nargs="+", default=["layers", "queries"], choices=["layers", "queries"]
@@ -373,10 +368,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     args = parser.parse_args()
-    shape, runs, trace = ("small", 3, 48) if args.quick else ("small", 6, 96)
-    args.shape = args.shape or shape
-    args.runs = args.runs or runs
-    args.trace_tokens = args.trace_tokens or trace
+    args.runs = args.runs or (2 if args.quick else 6)
     return args
 
 

@@ -11,10 +11,9 @@ stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
 With `--policy`, its own base takes the place of both, greedily on the labels' prompts, and it stops
 early by itself, as at a price.
 
-Both engines take their steps in turn, each timed, so that what slows the machine slows both. Where
-the policy never stops their steps do the same; of each step the least time of all rounds counts
-(`timing.paired_ratio`). Where it stops early, each round's time saved counts, and the interval is
-the range of the rounds. What happens outside of the engines' steps is not counted.
+Both engines take their steps in turn, each timed, so that what slows the machine slows both; of
+each step the least time of all rounds counts (`timing.paired_ratio`). What happens outside of the
+engines' steps is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -30,15 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Ratio, Timed, environment, median_ratio, paired_ratio, print_last_line, timed
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from generate import GAPS, Shape, breaks_of, random_base
+from timing import Timed, environment, paired_ratio, print_last_line, timed
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
-from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
@@ -53,7 +50,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 STREAMS = 64
 CLOCKS = {"wall_seconds": "", "cpu_seconds": "_cpu"}
-GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
+WARM_UP_STEPS = 4
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
 
 
@@ -136,17 +133,20 @@ class Arms:
         self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
         self.tokens: dict[str, list[list[int]]] = {}
 
-    def run(self, arm: str, turn: int = 0) -> tuple[list[Timed], list[Timed]]:
+    def run(
+        self, arm: str, turn: int = 0, limit: int | None = None
+    ) -> tuple[list[Timed], list[Timed]]:
         """All requests in plain vLLM and in an arm, step by step in turn; the tokens are kept.
 
         Args:
             arm: which.
             turn: of the rounds; who takes the first step, the prompts', changes with it.
+            limit: tokens of a request at the most, in place of the case's.
 
         Returns:
             The times of plain vLLM's steps, and of the arm's.
         """
-        engines = {name: self._begun(name) for name in ("plain", arm)}
+        engines = {name: self._begun(name, limit) for name in ("plain", arm)}
         times: dict[str, list[Timed]] = {name: [] for name in engines}
         outputs: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
         while open_ones := [n for n, engine in engines.items() if engine.has_unfinished_requests()]:
@@ -159,7 +159,7 @@ class Arms:
             self.tokens[name] = [found[str(i)] for i in range(len(self.case.prompts))]
         return times["plain"], times[arm]
 
-    def _begun(self, arm: str) -> Any:
+    def _begun(self, arm: str, limit: int | None) -> Any:
         """An arm's engine, with all requests waiting in it."""
         case = self.case
         engine = (self.plain if arm == "plain" else self.pruned).llm_engine
@@ -167,7 +167,7 @@ class Arms:
         for i, (prompt, theirs) in enumerate(zip(case.prompts, case.extra, strict=True)):
             params = SamplingParams(
                 temperature=0.0,
-                max_tokens=case.max_tokens,
+                max_tokens=limit or case.max_tokens,
                 ignore_eos=case.ignore_eos and arm != "early",
                 extra_args={**theirs, **ours},
                 detokenize=False,
@@ -249,36 +249,22 @@ def random_case(
 ) -> Case:
     """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions."""
     reasoner = Reasoner()
-    fmt, tokenizer = reasoner.token_format, reasoner.tokenizer
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=24 * hidden,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=28,
-        num_attention_heads=max(4, hidden // 64),
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    base = Qwen2ForCausalLM(config).eval()
+    shape = Shape(28, hidden, 4 * hidden, max(4, hidden // 64), 2, 24 * hidden)
+    base = random_base(shape, reasoner.tokenizer, 4096, seed, "cpu", "float32")
     base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    model = OSPrunerForCausalLM.untrained(
+    reasoner.tokenizer.save_pretrained(folder / "base")
+    OSPrunerForCausalLM.untrained(
         base,
-        tokenizer,
+        reasoner.tokenizer,
         num_policy_layers=layers,
         tuning=tuning,
         base_model_name_or_path=str(folder / "base"),
-    )
-    model.save_pretrained(folder / "policy")
+    ).save_pretrained(folder / "policy")
     draw = random.Random(seed)
     # As short beside the text as a problem is beside a reasoning model's thinking.
     length = max(1, tokens // 50)
     prompts = [[draw.randrange(5, 600) for _ in range(length)] for _ in range(requests)]
-    breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
-    break_id = next(i for i in breaks if fmt.kinds[i] & VISIBLE)  # a step, whatever stands before
-    banned = [*breaks, fmt.think_end_id, *fmt.eos_ids]
+    break_id, banned = breaks_of(reasoner.token_format, shape.vocabulary)
     extra = []
     for _ in prompts:
         places, at = [], -draw.randrange(GAPS[-1])  # the first tokens stand within paragraphs
@@ -298,68 +284,60 @@ def random_case(
     )
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one case gave, by the clock and by this process's CPU time, which others don't slow.
+def measure(case: Case, rounds: int, dtype: str = "float32") -> dict[str, Any]:
+    """Times both arms of a case against plain vLLM.
 
-    Attributes:
-        never_stop_ratio: tokens/s with a policy that never stops over plain vLLM's.
-        time_saved_over_tokens_saved: the share of time saved in arm "early" over that of tokens;
-            empty where none was.
-        tokens_saved: share of plain vLLM's tokens that are not generated in arm "early".
+    Returns:
+        For each clock, the wall's and this process's CPU time, which others don't slow:
+        `never_stop_ratio`, tokens/s with a policy that never stops over plain vLLM's, and
+        `time_saved_over_tokens_saved`, the share of time saved in arm "early" over that of tokens
+        (where any were), each with its interval; and `tokens_saved`.
+
+    Raises:
+        RuntimeError: an arm does not write what it is said to write.
     """
-
-    never_stop_ratio: dict[str, Ratio]
-    time_saved_over_tokens_saved: dict[str, Ratio]
-    tokens_saved: float
-
-
-def measure(case: Case, rounds: int, dtype: str = "float32", warm_up: bool = True) -> Result:
-    """Times both arms of a case against plain vLLM."""
     arms = Arms(case, dtype)
+    for arm in ("never", "early"):
+        arms.run(arm, limit=WARM_UP_STEPS)
     times: dict[str, list[tuple[list[Timed], list[Timed]]]] = {"never": [], "early": []}
-    for turn in range(0 if warm_up else 1, rounds + 1):
+    for turn in range(rounds):
         for arm, of_arm in times.items():
-            taken = arms.run(arm, turn)
-            if turn:  # round 0 warms up
-                of_arm.append(taken)
-            if [*map(len, taken)] != [*map(len, of_arm[0] if of_arm else taken)]:
+            of_arm.append(arms.run(arm, turn))
+            if [*map(len, of_arm[-1])] != [*map(len, of_arm[0])]:
                 raise RuntimeError(f"{case.name}: two passes of arm {arm!r} differ in their steps")
             if arm == "never" and arms.tokens["plain"] != arms.tokens["never"]:
                 raise RuntimeError(f"{case.name}: the policy that never stops changed tokens")
     tokens = arms.count("plain")
     saved = 1 - arms.count("early") / tokens
-    never: dict[str, Ratio] = {}
-    early: dict[str, Ratio] = {}
-    for clock in CLOCKS:
-        plain, on = (
-            [[vars(step)[clock] for step in one[k]] for one in times["never"]] for k in (0, 1)
-        )
-        never[clock] = paired_ratio(on, plain)
-        if saved:
-            pairs = [
-                [sum(vars(step)[clock] for step in steps) for steps in one]
-                for one in times["early"]
-            ]
-            early[clock] = median_ratio([(1 - stopping / full) / saved for full, stopping in pairs])
-    plain_steps = [steps for steps, _ in times["never"]]
-    seconds = min(sum(step.wall_seconds for step in steps) for steps in plain_steps)
+    found: dict[str, Any] = {"tokens_saved": round(saved, 4)}
+    seconds = min(sum(step.wall_seconds for step in steps) for steps, _ in times["never"])
     print(f"{case.name}: {tokens} tokens, plain vLLM {tokens / seconds:.0f} tokens/s")
-    for clock in CLOCKS:
-        print(f"  {clock}: never stopping, tokens/s over plain {never[clock]}")
-        print(f"  {clock}: {saved:.1%} of tokens saved, time saved over that {early.get(clock)}")
-    sys.stdout.flush()
-    return Result(never, early, saved)
+    for clock, suffix in CLOCKS.items():
+        never, early = (
+            [[[vars(step)[clock] for step in one[k]] for one in times[arm]] for k in (0, 1)]
+            for arm in times
+        )
+        ratio = paired_ratio(never[1], never[0])  # of time, the other way round
+        said = [("never_stop_ratio", ratio.median, ratio.low, ratio.high)]
+        if saved:
+            one = paired_ratio(*early)
+            ends = ((1 - time) / saved for time in (one.median, one.high, one.low))
+            said.append(("time_saved_over_tokens_saved", *ends))
+        for name, value, low, high in said:
+            print(f"  {clock}: {name} {value:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+            found[f"{name}{suffix}"] = round(value, 4)
+            found[f"{name}{suffix}_interval"] = [round(low, 4), round(high, 4)]
+    return found
 
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="the random base alone, under two minutes; rough"
+        "--quick", action="store_true", help="the random base alone, half as long: two minutes"
     )
     parser.add_argument("--rounds", type=int, help="timed runs of each arm")
-    parser.add_argument("--hidden", type=int, help="of the random base")
+    parser.add_argument("--hidden", type=int, default=512, help="of the random base")
     parser.add_argument("--tokens", type=int, help="a request, of the random base")
     # More than the streams, so that what has stopped makes room for what waits, as in a server.
     parser.add_argument("--requests", type=int, help="of each pass; twice the streams")
@@ -372,44 +350,29 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rounds = given.rounds or 2
-    requests = given.requests or (1 if given.quick else 2) * STREAMS
-    tokens = given.tokens or (48 if given.quick else 192)
-    hidden = given.hidden or 512
-    result: dict[str, Any] = {}
-    if given.policy:
-        if given.labels is None:
-            parser.error("--policy needs --labels, whose prompts both engines are given")
-        case = policy_case(
-            given.policy, given.labels, given.requests or STREAMS, given.tokens or 1024, given.price
-        )
-        rounds = given.rounds or 1
-        measured = [measure(case, rounds, given.dtype, warm_up=False)]
-        sizes = {"requests": len(case.prompts), "tokens": case.max_tokens, "price": given.price}
-    else:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            random_base = folder / "random"
-            tail = {"tuning": given.tuning, "layers": given.layers}
-            cases = [random_case(random_base, requests, hidden, tokens, given.seed, **tail)]
+    tail = {"tuning": given.tuning, "layers": given.layers}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if given.policy:
+            if given.labels is None:
+                parser.error("--policy needs --labels, whose prompts both engines are given")
+            requests, tokens = given.requests or STREAMS, given.tokens or 1024
+            case = policy_case(given.policy, given.labels, requests, tokens, given.price)
+            result = measure(case, given.rounds or 1, given.dtype)
+            sizes: dict[str, Any] = {"price": given.price}
+        else:
+            requests = given.requests or (1 if given.quick else 2) * STREAMS
+            tokens = given.tokens or (96 if given.quick else 192)
+            rounds = given.rounds or (1 if given.quick else 2)
+            case = random_case(
+                folder / "random", requests, given.hidden, tokens, given.seed, **tail
+            )
+            result, sizes = measure(case, rounds), {"hidden": given.hidden, **tail}
             if not given.quick:
-                cases.append(reasoner_case(folder / "reasoner", requests, 600, **tail))
-            measured = [measure(case, rounds) for case in cases]
-        sizes = {"requests": requests, "hidden": hidden, "tokens": tokens, **tail}
-    for key, one in zip(("", "_reasoner"), measured, strict=False):
-        for clock, suffix in CLOCKS.items():
-            for name in ("never_stop_ratio", "time_saved_over_tokens_saved"):
-                if (ratio := vars(one)[name].get(clock)) is None:
-                    continue
-                result[f"{name}{suffix}{key}"] = round(ratio.median, 4)
-                result[f"{name}{suffix}{key}_interval"] = [
-                    round(ratio.low, 4),
-                    round(ratio.high, 4),
-                ]
-        result[f"tokens_saved{key}"] = round(one.tokens_saved, 4)
-    result |= {"streams": STREAMS, "rounds": rounds, **sizes, **environment()}
-    if given.quick:
-        print("--quick: these numbers are rough; quote those of a run without it")
+                case = reasoner_case(folder / "reasoner", requests, 600, **tail)
+                result |= {f"{key}_reasoner": value for key, value in measure(case, rounds).items()}
+    sizes |= {"requests": requests, "tokens": tokens}
+    result |= {"streams": STREAMS, **sizes, **environment()}
     print_last_line(result, given.json)
 
 

@@ -74,60 +74,41 @@ def median_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Ratio:
     return Ratio(median, values[k], values[n - 1 - k], max(0.0, coverage(k)))
 
 
-def floor_ratio(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
-) -> Ratio:
-    """The second arm's time over the first's, from the steps of runs that do the same each time.
-
-    What else a machine does only ever adds time. So the least time of each step, over the runs of
-    an arm, is closest to what the step takes; these are added up. The interval is that of 2,000
-    resamples of the runs, of both arms.
-
-    Args:
-        first: seconds of each step, of each of R runs: the same steps in each.
-        second: the same of the other arm, which may have another number of steps.
-        seed: of the resamples.
-    """
-    arms = [np.array(first), np.array(second)]  # (R, steps)
-    draws = np.random.default_rng(seed)
-
-    def ratio(parts: list[np.ndarray[Any, Any]]) -> float:
-        plain, other = (part.min(axis=0).sum() for part in parts)
-        return float(other / plain)
-
-    found = [
-        ratio([arm[draws.integers(0, len(arm), len(arm))] for arm in arms]) for _ in range(2_000)
-    ]
-    low, high = np.quantile(found, [0.025, 0.975]).tolist()
-    median = ratio(arms)
-    return Ratio(median, min(low, median), max(high, median), 0.95)
-
-
 def paired_ratio(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
 ) -> Ratio:
-    """As `floor_ratio`, of two arms whose steps do the same and were taken in turn, one by one.
+    """The second arm's time over the first's, from steps that were taken in turn, one by one.
 
-    What slows the machine for a while slows both arms' steps, so the interval is of which steps
-    were met: that of 2,000 resamples of runs of 8 steps in a row, of both arms together.
+    What else a machine does only ever adds time: of each step the least time of an arm's runs
+    counts, and these are added up. What slows the machine for a while slows both arms' steps, so
+    the interval is of which steps were met: that of 2,000 resamples of runs of 8 steps in a row.
+    Steps that both arms take are resampled together; where one arm takes more, its further ones by
+    themselves.
 
     Args:
-        first: seconds of each step, of each of R runs.
-        second: the same of the other arm, as many steps.
+        first: seconds of each step, of each of R runs: the same steps in each.
+        second: the same of the other arm.
         seed: of the resamples.
     """
-    floors = np.array([np.min(first, axis=0), np.min(second, axis=0)])  # (2, steps)
-    count = floors.shape[1]
-    width = min(8, count)
-    starts = np.arange(count - width + 1)
+    arms = [np.min(first, axis=0), np.min(second, axis=0)]  # (steps,)
+    shared = min(map(len, arms))
     draws = np.random.default_rng(seed)
-    found = []
-    for _ in range(2_000):
-        chosen = draws.choice(starts, -(-count // width))[:, None] + np.arange(width)
-        plain, other = floors[:, chosen.ravel()].sum(axis=1)
-        found.append(other / plain)
-    ratio = float(floors[1].sum() / floors[0].sum())
-    low, high = np.quantile(found, [0.025, 0.975]).tolist()
+
+    def blocks(count: int) -> np.ndarray[Any, Any]:
+        """(2,000, about count) numbers of steps."""
+        width = min(8, count)
+        starts = draws.integers(0, count - width + 1, (2_000, -(-count // width)))
+        return (starts[..., None] + np.arange(width)).reshape(2_000, -1)
+
+    together = blocks(shared)
+    sums = []
+    for arm in arms:
+        total = arm[:shared][together].mean(axis=1) * shared
+        if further := len(arm) - shared:
+            total = total + arm[shared:][blocks(further)].mean(axis=1) * further
+        sums.append(total)
+    ratio = float(arms[1].sum() / arms[0].sum())
+    low, high = np.quantile(sums[1] / sums[0], [0.025, 0.975]).tolist()
     return Ratio(ratio, min(low, ratio), max(high, ratio), 0.95)
 
 

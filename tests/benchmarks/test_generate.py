@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -43,13 +44,30 @@ def test_it_prints_its_keys_on_the_last_line(repo_dir: Path, tmp_path: Path) -> 
         assert found[key] > 0
         low, high = found[f"{key}_interval"]
         assert low <= found[key] <= high
-    memory = found["memory_batch8"]
-    assert 0 < memory["cache_over_base"] <= 2 / 4  # n/L; it has not seen the last paragraph
-    assert found["queries_memory_batch8"]["cache_mib"] == 0
-    assert 0 < found["queries_memory_batch8"]["tail_mib"] < memory["tail_mib"]
-    for name in ("policy_share_batch8", "queries_policy_share_batch8"):
-        assert 0 < found[name] < 1
-    assert "extra memory, queries, batch 8" in done.stdout
+    assert 0 < found["queries_tail_over_base"] < found["tail_over_base"] < 1
+    assert "time, stopping at half, queries, batch 1" in done.stdout
+
+
+def test_arms_take_turns_and_keep_their_own_draws(
+    load_script: Callable[[str], ModuleType],
+) -> None:
+    bench, order = load_script("benchmarks/generate.py"), []
+    turns = bench.Turns(7)
+
+    def call(name: str, steps: int) -> list[float]:
+        draws = []
+        for _ in range(steps):
+            turns.pause(name)
+            order.append(name)
+            draws.append(torch.rand(()).item())
+        return draws
+
+    drawn = turns.run({"a": lambda: call("a", 4), "b": lambda: call("b", 2)}, turn=1)
+    assert drawn["b"] == drawn["a"][:2], "of one seed, whoever drew in between"
+    assert order == ["b", "a", "a", "b", "a", "a"]
+    assert {name: len(steps) for name, steps in turns.steps.items()} == {"a": 3, "b": 1}
+    with pytest.raises(ZeroDivisionError):
+        turns.run({"a": lambda: call("a", 1), "b": lambda: 1 / 0}, turn=0)
 
 
 def test_the_interval_holds_the_median_at_its_confidence(timing: ModuleType) -> None:
@@ -60,15 +78,6 @@ def test_the_interval_holds_the_median_at_its_confidence(timing: ModuleType) -> 
     assert (three.median, three.low, three.high) == (2, 1, 4)
     assert three.confidence == pytest.approx(0.75)
     assert timing.median_ratio([1.0, 2.0]).median == 1.5
-
-
-def test_the_least_time_of_each_step_counts(timing: ModuleType) -> None:
-    plain, other = [[1.0, 2.0], [1.5, 1.0], [9.0, 9.0]], [[2.0, 2.0, 8.0], [3.0, 1.0, 2.0]]
-    found = timing.floor_ratio(plain, other)
-    assert found.median == pytest.approx((2 + 1 + 2) / (1 + 1))
-    assert found.low < found.median < found.high
-    same = timing.floor_ratio(plain, plain[:1])
-    assert same.median == pytest.approx(3 / 2)
 
 
 def test_what_slows_both_arms_is_no_difference(timing: ModuleType) -> None:
@@ -83,3 +92,5 @@ def test_what_slows_both_arms_is_no_difference(timing: ModuleType) -> None:
     assert unlike.median == pytest.approx(0.75, abs=0.01)
     few = timing.paired_ratio([[1.0, 2.0]], [[2.0, 4.0]])  # fewer steps than a run of them
     assert few.median == pytest.approx(2)
+    shorter = timing.paired_ratio([[1.0, 2.0, 5.0], [1.5, 1.0, 9.0]], [[2.0, 2.0], [3.0, 1.0]])
+    assert shorter.median == pytest.approx((2 + 1) / (1 + 1 + 5)), "each step's least time"

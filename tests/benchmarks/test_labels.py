@@ -24,8 +24,7 @@ def test_it_prints_its_keys_on_the_last_line(
 ) -> None:
     script, file = repo_dir / "benchmarks" / "labels.py", tmp_path / "labels.json"
     monkeypatch.syspath_prepend(script.parent)
-    arguments = ["--limit", "1", "--problems", "2", "--rounds", "5", "--json", str(file)]
-    arguments += ["--pairs", "1"]
+    arguments = ["--limit", "1", "--problems", "2", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -39,21 +38,11 @@ def test_it_prints_its_keys_on_the_last_line(
     assert (found["traces"], found["trace_tokens"], found["forks"]) == (1, 202, 11)
     assert 1 <= found["computed_over_unique_transformers"] <= 1.02
     assert found["computed_over_unique_vllm"] is None
-    assert found["reencoded_tokens"] > 2 * found["unique_tokens"]
+    assert found["reencoded_over_unique"] > 2
     assert found["same_answers"] >= 0.95
     assert math.isfinite(found["speedup_over_reencode"])
     assert sum(found["share_of_time"].values()) == pytest.approx(1)
-    assert 0 < found["occupancy_before"] < found["occupancy_after"] <= 1
-    assert (
-        0
-        < found["transformers_occupancy_before"]
-        < found["transformers_occupancy_after"] - 0.1
-        <= 1
-    )
-    assert found["transformers_passes_after"] < 0.8 * found["transformers_passes_before"]
-    assert math.isfinite(found["near_ties_time"])
-    assert 0 <= found["near_ties_tokens"] < 0.1
-    assert "computed / unique tokens, vLLM              not installed" in printed
+    assert "computed_over_unique_vllm           not installed" in printed
 
 
 def test_the_lengths_and_steps_are_those_of_real_traces(repo_dir: Path, shared_dir: Path) -> None:
