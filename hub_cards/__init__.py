@@ -1,1 +1,8 @@
-"""What is said about artefacts: where they come from (`facts`) and their model cards (`render`)."""
+"""Model cards, publishing on the Hub in one commit, and verifying what is published.
+
+cards     the card of a policy, and of labels
+staging   the exact folder that is published
+publish   `ospruner.publish`
+probes    what a policy says about three fixed prompts
+verify    `ospruner.verify`
+"""

@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS
 
 PROBES_FILE = "probes.json"
 FORMAT_VERSION = 1
@@ -134,13 +133,9 @@ def _prompt_ids(
 
 def _say(model: OSPrunerForCausalLM, one: dict[str, Any]) -> list[float]:
     """Stop probabilities at the step ends of one probe, to six digits."""
-    numbers = None
-    if model.config.trial_every:  # of no answers, but the same ones at each step
-        numbers = torch.full((len(TRIAL_NUMBERS),), 0.5)
     values = model.stop_probabilities(
         [*one["prompt_ids"], *one["trace_ids"]],
         prompt_length=len(one["prompt_ids"]),
-        trial_numbers=numbers,
     )
     if not bool(torch.isfinite(values).all()):
         raise ValueError(

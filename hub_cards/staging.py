@@ -1,7 +1,7 @@
 """The exact folder that is published: copied file by file from a list, and nothing else.
 
-Only files that belong to a policy or a set of labels leave the run's folder; anything beside them
-stays there and is named. Links are refused: what they lead to may lie outside.
+Only files that belong to a policy or to labels leave the run's folder; anything beside them stays
+there and is named. Links are refused: what they lead to may lie outside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import modeling_ospruner
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from modeling_ospruner.modeling_ospruner import FLAT_FILES
-from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.provenance import (
     PROVENANCE_FILE,
     code_state,
@@ -29,42 +28,21 @@ from ospruner.provenance import (
     write_provenance,
 )
 
-POLICY_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "pareto.png",
-    RESULTS_FILE,
-    # whatever tokenizers save
-    "added_tokens.json",
-    "additional_chat_templates/*.jinja",
-    "chat_template.jinja",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-_CODE_FOLDER = Path(modeling_ospruner.__file__).parent
-_TEXT = (".json", ".jinja", ".md", ".py", ".txt", ".model")
-_ACCESS_TOKEN = re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
-
 __all__ = [
     "Base",
     "Staged",
     "code_files",
     "copy_files",
+    "empty_folder",
     "file_names",
-    "pin_base",
-    "scrub_results",
     "scrubbed",
     "seal",
-    "write_code",
     "write_record",
 ]
+
+_CODE_FOLDER = Path(modeling_ospruner.__file__).parent
+_TEXT = (".json", ".jinja", ".md", ".py", ".txt", ".model")
+_ACCESS_TOKEN = re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 
 
 @dataclass(frozen=True)
@@ -93,17 +71,19 @@ class Staged:
 
     Attributes:
         path: Where it is.
+        kind: What the repository holds: "model" or "dataset".
+        message: Of the commit.
+        sizes: Bytes of each file, by its path in the repository, in order.
         left_out: Files of the run's folder that are not published, in order.
         remarks: What its publisher should know.
     """
 
     path: Path
+    kind: str
+    message: str
+    sizes: Mapping[str, int]
     left_out: Sequence[str]
     remarks: Sequence[str]
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file, by its path in the repository, in order."""
-        return {name: (self.path / name).stat().st_size for name in file_names(self.path)}
 
 
 def file_names(folder: Path) -> list[str]:
@@ -115,19 +95,32 @@ def file_names(folder: Path) -> list[str]:
     )
 
 
+def empty_folder(out: Path) -> None:
+    """Makes an empty folder; one that holds an earlier dry run is emptied.
+
+    Raises:
+        ValueError: It holds anything else.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not (out / PROVENANCE_FILE).is_file() or set(read_provenance(out).files) != set(
+            file_names(out)
+        ) - {PROVENANCE_FILE}:
+            raise ValueError(f"out={str(out)!r} is not empty: delete it, or choose another folder")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+
+
 def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> list[str]:
     """Copies the files that match, and returns the names of those that do not.
 
     Args:
         folder: The run's folder.
-        out: Where to; an empty or missing folder.
+        out: Where to.
         patterns: Names, or shell patterns of them; a `*` does not reach into folders.
 
     Raises:
-        ValueError: If `out` is not empty, or a file that matches is a link or lies outside.
+        ValueError: A file that matches is a link or lies outside.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"out={str(out)!r} is not empty: delete it, or choose another folder")
     patterns = list(patterns)
     left_out = []
     for name in file_names(folder):
@@ -151,67 +144,38 @@ def code_files() -> dict[str, Path]:
     return flat | {CUSTOM_GENERATE: _CODE_FOLDER / "custom_generate_ospruner.py"}
 
 
-def write_code(out: Path) -> None:
-    """Puts the installed package's code into a folder to be published."""
-    for name, source in code_files().items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, out / name)
-
-
-def pin_base(out: Path, base: Base) -> None:
-    """Writes the base that a policy's folder pins into its configuration."""
-    path = out / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    config["base_model_name_or_path"] = base.id
-    config["base_revision"] = base.revision
-    config.pop("_name_or_path", None)
-    if isinstance(config.get("text_config"), dict):
-        config["text_config"].pop("_name_or_path", None)
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def scrub_results(out: Path) -> None:
-    """Takes this machine's paths out of the results of a folder to be published, if there are any.
-
-    Raises:
-        ValueError: If they are of another format or version.
-    """
-    path = out / RESULTS_FILE
-    if path.is_file():
-        results = Results.read(path)
-        dataclasses.replace(results, about=scrubbed(results.about)).save(path)
-
-
-def write_record(folder: Path, out: Path, base: Base | None, code: bool) -> None:
+def write_record(folder: Path, out: Path, base: Base, code: bool) -> None:
     """Writes the run's own record into the folder to be published, without its machine's paths.
 
     Args:
         folder: The run's folder, with its record.
         out: The folder to be published.
-        base: The base where it is on the Hub.
+        base: The base.
         code: Whether the folder holds OS-Pruner's flat code.
 
     Raises:
-        ValueError: If there is no record.
+        ValueError: There is no record.
     """
     record = read_provenance(folder)
-    local = record.base_model and without_paths(record.base_model)
     published = dataclasses.replace(
         record,
         command=without_paths(record.command),
-        base_model=base.id if base else local,
-        base_revision=base.revision if base else record.base_revision,
+        base_model=base.id,
+        base_revision=base.revision,
         details=scrubbed(record.details),
         code=code_state(_CODE_FOLDER, FLAT_FILES) if code else {},
     )
     write_provenance(out, published)
 
 
-def seal(out: Path) -> None:
+def seal(out: Path) -> dict[str, int]:
     """Writes every file's hash into the record: the last step, after which no file may change.
 
+    Returns:
+        Bytes of each file, by its path in the repository, in order.
+
     Raises:
-        ValueError: If a file holds what looks like an access token.
+        ValueError: A file holds what looks like an access token.
     """
     names = [name for name in file_names(out) if name != PROVENANCE_FILE]
     for name in (*names, PROVENANCE_FILE):
@@ -223,6 +187,7 @@ def seal(out: Path) -> None:
             )
     hashes = {name: file_hash(out / name) for name in names}
     write_provenance(out, dataclasses.replace(read_provenance(out), files=hashes))
+    return {name: (out / name).stat().st_size for name in file_names(out)}
 
 
 def scrubbed(value: Any) -> Any:
@@ -234,6 +199,11 @@ def scrubbed(value: Any) -> Any:
     if isinstance(value, list):
         return [scrubbed(one) for one in value]
     return value
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes an object as indented JSON."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _matches(name: str, pattern: str) -> bool:

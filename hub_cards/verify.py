@@ -17,11 +17,11 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.loading_ospruner import WEIGHTS
 from ospruner.provenance import PROVENANCE_FILE, file_hash, is_hub_id, read_provenance
 
+from .cards import CARD_FILE, read_policy_config
 from .probes import largest_difference, load_policy, read_probes
-from .render import CARD_FILE, read_policy_config
 from .staging import Base, code_files, file_names
 
-__all__ = ["Check", "fetch", "verify_folder"]
+__all__ = ["Check", "fetch", "verify", "verify_folder"]
 
 # git's own, and the card, which its owner may edit on the Hub
 _FREE = (".gitattributes", CARD_FILE, PROVENANCE_FILE)
@@ -40,6 +40,29 @@ class Check:
     question: str
     ok: bool
     detail: str
+
+
+def verify(repo: str, revision: str | None = None) -> list[Check]:
+    """Check a published policy without running any of its code.
+
+    ```python
+    for check in ospruner.verify("org/ospruner-qwen3-8b"):
+        print(check.ok, check.question, check.detail)
+    ```
+
+    Its code is compared with the installed package's, its files with the recorded hashes; the
+    base must be pinned by commit; and weights and base must still say what they said when they
+    were published.
+
+    Args:
+        repo: Id of a policy on the Hub, or its folder.
+        revision: Commit, branch or tag.
+
+    Raises:
+        ValueError: There is no such policy, or it was not published by OS-Pruner.
+        ConnectionError: The Hub cannot be reached.
+    """
+    return verify_folder(fetch(repo, revision, HfApi())[0])
 
 
 def fetch(repo: str, revision: str | None, api: HfApi) -> tuple[Path, str]:
@@ -92,7 +115,7 @@ def verify_folder(
     if not record.files:
         raise ValueError(
             f"{PROVENANCE_FILE} names no files, so that there is nothing to verify: the policy was "
-            "neither trained by `ospruner train` nor published by `ospruner publish policy`"
+            "neither trained by `ospruner train` nor published by `ospruner publish`"
         )
     if not record.code:  # trained, and not published: only its weights are recorded
         return [
@@ -102,11 +125,10 @@ def verify_folder(
                 f"{WEIGHTS}, SHA-256 {record.files[WEIGHTS]}",
             )
         ]
-    pinned, revision = config["base_model_name_or_path"], config["base_revision"]
     return [
         _check_code(folder, record.code.get("version")),
         _check_hashes(folder, record.files),
-        _check_pin(pinned, revision),
+        _check_pin(config.base_model_name_or_path, config.base_revision),
         _check_probes(folder, load),
     ]
 

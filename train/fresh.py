@@ -26,10 +26,9 @@ from ospruner.durable import DamagedError
 from ospruner.eval.intervals import Rule, summarise
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay_full
-from ospruner.eval.results import Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.schema import MATH_TASK, LabelSettings
 from ospruner.eval.table import TraceTable, classifier_targets
-from ospruner.hub_cards.render import write_policy_card
 from ospruner.progress import Progress, silent
 from ospruner.provenance import file_hash, provenance
 
@@ -454,4 +453,4 @@ def save_policy_folder(
         results=summarise([Rule(FULL, full), *uses], full, table.problem_index),
         chosen=1 + list(outcomes).index(config.price),
     )
-    write_policy_card(folder, name=stage.name, license=None, results=results)
+    results.save(folder / RESULTS_FILE)

@@ -47,9 +47,8 @@ from ospruner.eval.rules.replayed import replay_rule
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.stopping import stop_distribution_from_probabilities, threshold_stop
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.render import read_policy_config, write_policy_card
 from ospruner.progress import Progress, silent
-from ospruner.provenance import PROVENANCE_FILE, read_provenance
+from ospruner.provenance import read_provenance
 from ospruner.serving.traffic import distribution
 
 from .flashthink import Verifier, tokens_read, verifier_traces
@@ -389,7 +388,6 @@ def calibrate_policy(
     """
     check_choice("calibrate", "mode", mode, MODES)
     folder = Path(policy)
-    read_policy_config(folder)
     ours = _calibration_labels(labels)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
     known = use.config.prices
@@ -588,5 +586,3 @@ def _store(folder: Path, found: Calibration, setting: Mapping[str, Any]) -> None
     ]
     config["calibrations"] = sorted([*others, stored], key=lambda one: one["max_loss"])
     replace_file(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    if (folder / PROVENANCE_FILE).is_file():
-        write_policy_card(folder, name=folder.name, license=None)

@@ -245,21 +245,10 @@ def save_evaluation(
     variant: AesVariant = AES_ABSOLUTE,
     length_penalties: Sequence[float] = (),
 ) -> Results:
-    """Saves the evaluation, and beside it every number with its interval.
-
-    `results.json` holds them all, `eval_results.yaml` those of OS-Pruner's policies as the Hub's
-    model cards take them.
-    """
+    """Saves the evaluation, and beside it every number with its interval, in `results.json`."""
     evaluation.save(folder)
     results = results_of(evaluation, variant=variant, length_penalties=length_penalties)
     results.save(Path(folder) / RESULTS_FILE)
-    # The Hub's client is slow to import.
-    from ospruner.hub_cards.measurements import model_index_yaml
-
-    policies = [n for n, result in enumerate(results.results) if result.method == FRONTIER]
-    if policies:
-        text = model_index_yaml(results, policies)
-        replace_file(Path(folder) / "eval_results.yaml", text.encode())
     return results
 
 

@@ -6,7 +6,7 @@ from rich.markup import escape
 
 from .comparing import eval_app, lm_eval_command
 from .labelling import label_command, labels_app
-from .publishing import publish_app, verify
+from .publishing import publish_command, verify_command
 from .serving import app_command, doctor_app, serve
 from .toy import demo, toy_app
 from .training import calibrate_command, train_command
@@ -27,11 +27,11 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command("app")(app_command)
 lm_eval_settings = {"ignore_unknown_options": True, "help_option_names": []}
 app.command("lm-eval", context_settings=lm_eval_settings)(lm_eval_command)
-app.command()(verify)
+app.command("publish")(publish_command)
+app.command("verify")(verify_command)
 app.add_typer(toy_app, name="toy")
 app.add_typer(labels_app, name="labels")
 app.add_typer(eval_app, name="eval")
-app.add_typer(publish_app, name="publish")
 app.add_typer(doctor_app, name="doctor")
 
 

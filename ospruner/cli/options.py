@@ -113,18 +113,3 @@ LengthPenalty = Annotated[
         help="Prices of a token for policies of every price: 5e-5,1e-4, or frontier for 31.",
     ),
 ]
-# of those that publish
-HubBase = Annotated[
-    str | None, typer.Option(help="The base's id on the Hub, if it was a local folder.")
-]
-HubBaseRevision = Annotated[
-    str | None, typer.Option(help="The base's commit, branch or tag; its commit is pinned.")
-]
-Private = Annotated[bool, typer.Option("--private", help="Make a private repository.")]
-Collection = Annotated[
-    str | None, typer.Option(help="Title or slug of a collection; auto: the base's family.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Write the exact folder, send nothing.")]
-DryRunFolder = Annotated[
-    Path | None, typer.Option(help="Where a dry run writes; default: runs/publish/NAME.")
-]

@@ -4,106 +4,82 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
 
-from .options import Collection, DryRun, DryRunFolder, HubBase, HubBaseRevision, Private, console
-
-publish_app = typer.Typer(help="Put policies and labels on the Hub.", no_args_is_help=True)
+from .options import console
 
 
-@publish_app.command("policy")
-def publish_policy(
-    folder: Annotated[Path, typer.Argument(help="Folder of the policy.")],
-    repo: Annotated[
-        str, typer.Option(help="org/name; org/ alone: a name made of base, method and lambda.")
+def publish_command(
+    folder: Annotated[
+        Path, typer.Argument(help="A policy's folder, or one of labels (or of train/, test/, ...).")
     ],
-    base: HubBase = None,
-    base_revision: HubBaseRevision = None,
+    repo: Annotated[str, typer.Argument(help="Where to: org/name.")],
+    base: Annotated[
+        str | None, typer.Option(help="The base's id on the Hub, if it was a local folder.")
+    ] = None,
+    base_revision: Annotated[
+        str | None, typer.Option(help="The base's commit, branch or tag; its commit is pinned.")
+    ] = None,
     license: Annotated[
-        str | None, typer.Option(help="Licence of the policy; default: the base's.")
+        str | None, typer.Option(help="In the Hub's spelling; default: for a policy, the base's.")
     ] = None,
     labels: Annotated[
-        list[str] | None, typer.Option(help="Id of the labels on the Hub. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Of a policy: its labels' id on the Hub. Repeatable."),
     ] = None,
-    benchmark: Annotated[
-        str | None,
-        typer.Option(
-            help="Data set whose leaderboard on the Hub shows the results: org/name[:task]."
-        ),
-    ] = None,
-    private: Private = False,
-    collection: Collection = None,
-    dry_run: DryRun = False,
-    out: DryRunFolder = None,
-) -> None:
-    """Publish a policy in one commit: weights, code, tokenizer, card, provenance."""
-    from ospruner.hub_cards import commands
-    from ospruner.hub_cards.policies import PolicyRelease
-
-    release = PolicyRelease(repo, base, base_revision, license, labels or (), benchmark)
-    sending = commands.Sending(private, collection, dry_run, out)
-    commands.publish_policy(folder, release, sending, console)
-
-
-@publish_app.command("labels")
-def publish_labels(
-    folder: Annotated[
-        Path, typer.Argument(help="Label folder, or one that holds train/, validation/, test/.")
-    ],
-    repo: Annotated[str, typer.Option(help="org/name; org/ alone: a name made of the base.")],
-    base: HubBase = None,
-    base_revision: HubBaseRevision = None,
-    license: Annotated[str | None, typer.Option(help="Licence of the data set.")] = None,
     problems: Annotated[
-        str | None, typer.Option(help="Where the problems come from, and their licence.")
+        str | None, typer.Option(help="Of labels: where the problems come from, and their licence.")
     ] = None,
-    private: Private = False,
-    collection: Collection = None,
-    dry_run: DryRun = False,
-    out: DryRunFolder = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the exact folder, send nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where a dry run writes; default: runs/publish/NAME.")
+    ] = None,
 ) -> None:
-    """Publish labels in one commit: traces, prefixes, card, provenance."""
-    from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS
-    from ospruner.hub_cards import commands
-    from ospruner.hub_cards.labels import LabelsRelease
+    """Put a policy or labels on the Hub in one commit: files, code, card, provenance."""
+    from ospruner.hub_cards.publish import publish
 
-    release = LabelsRelease(repo, base, base_revision, license, problems)
-    sending = commands.Sending(private, collection, dry_run, out)
-    meanings = {
-        config: {name: what for name, (_, what) in columns.items()}
-        for config, columns in (("default", COLUMNS), ("prefixes", PREFIX_COLUMNS))
-    }
-    commands.publish_labels(folder, release, meanings, sending, console)
-
-
-@publish_app.command("space")
-def publish_space(
-    policy: Annotated[str, typer.Argument(help="Id of a published policy on the Hub.")],
-    repo: Annotated[str, typer.Option(help="org/name of the Space; org/ alone: named by policy.")],
-    revision: Annotated[
-        str | None, typer.Option(help="The policy's commit, branch or tag; its commit is pinned.")
-    ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(help="The Space's suggested hardware, such as a10g-small.")
-    ] = None,
-    private: Private = False,
-    collection: Collection = None,
-    dry_run: DryRun = False,
-    out: DryRunFolder = None,
-) -> None:
-    """Publish the page of `ospruner app` for a policy as a Space, in one commit."""
-    from ospruner.hub_cards import commands
-    from ospruner.hub_cards.spaces import SpaceRelease
-
-    release = SpaceRelease(repo, policy, revision, hardware)
-    commands.publish_space(release, commands.Sending(private, collection, dry_run, out), console)
+    done = publish(
+        folder, repo, private=private, dry_run=dry_run, out=out, base=base,
+        base_revision=base_revision, license=license, labels=labels or (), problems=problems,
+    )  # fmt: skip
+    staged = done.staged
+    table = Table(title=escape(repo), show_header=False, box=None, title_justify="left")
+    table.add_column(overflow="fold")
+    table.add_column(justify="right")
+    for name, size in staged.sizes.items():
+        table.add_row(escape(name), decimal(size))
+    table.add_row("in all", decimal(sum(staged.sizes.values())))
+    console.print(table)
+    if staged.left_out:
+        console.print(f"Not published: {escape(', '.join(staged.left_out))}")
+    for remark in staged.remarks:
+        console.print(f"[yellow]Note:[/yellow] {escape(remark)}")
+    if done.url is None:
+        said = f"Nothing was sent. The folder: {staged.path}"
+    elif done.changed:
+        said = f"Published {done.url} at commit {done.commit}"
+    else:
+        said = f"{done.url} holds exactly this already, at commit {done.commit}"
+    console.print(said, soft_wrap=True)
 
 
-def verify(
+def verify_command(
     repo: Annotated[str, typer.Argument(help="Id of a policy on the Hub, or its folder.")],
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag.")] = None,
 ) -> None:
     """Check a published policy: code, hashes, base, probabilities; status 1 if one fails."""
-    from ospruner.hub_cards import commands
+    from ospruner.hub_cards.verify import verify
 
-    if not commands.verify(repo, revision, console):
+    checks = verify(repo, revision)
+    table = Table(title=escape(repo), show_header=False)
+    for check in checks:
+        verdict = "[green]ok[/green]" if check.ok else "[red]NO[/red]"
+        table.add_row(verdict, check.question, escape(check.detail))
+    console.print(table)
+    if not all(check.ok for check in checks):
         raise typer.Exit(1)

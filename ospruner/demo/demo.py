@@ -24,7 +24,7 @@ from ospruner.eval.report.pictures import save_pareto
 from ospruner.eval.report.terminal import differences_table, results_table
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
-from ospruner.hub_cards.render import write_policy_card
+from ospruner.hub_cards.cards import CARD_FILE, License, policy_card
 from ospruner.progress import PhaseBars, Progress, silent
 from ospruner.provenance import hash_files, provenance, read_provenance
 from ospruner.train.fresh import StageResult, new_policy, predict_outputs
@@ -159,7 +159,9 @@ def run_demo(
     results = comparison.to_results(f"replay, {seeds}", _how(policy, size, seed))
     _print(comparison, results, size, picture, differences, console)
     shutil.copyfile(picture, policy / "pareto.png")
-    write_policy_card(policy, name="OS-Pruner demo policy", license="apache-2.0", results=results)
+    results.save(policy / RESULTS_FILE)
+    card = policy_card(policy, name="OS-Pruner demo policy", license=License("apache-2.0"))
+    card.save(policy / CARD_FILE)
     generate_side_by_side(policy, out_dir, seed, console)
     for path in (out_dir / RESULTS_FILE, json_file):
         if path is not None:

@@ -16,7 +16,6 @@ from huggingface_hub import HfApi, constants
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import SHIPPED, Reasoner
 from ospruner.eval.results import Results
-from ospruner.hub_cards.render import write_policy_card
 from ospruner.provenance import provenance
 
 from ..made_results import make_result
@@ -26,7 +25,7 @@ from .repositories import Repo
 WITHOUT_PACKAGE = """
 import importlib.util, sys
 sys.path.append(sys.argv.pop(1))
-for name in ("modeling_ospruner", "ospruner", "ospruner.cli"):
+for name in ("modeling_ospruner", "ospruner"):
     assert importlib.util.find_spec(name) is None, name
 """
 
@@ -73,7 +72,7 @@ def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> 
         data_hash="00ff",
         details={"labels": str(folder.parent / "labels"), "settings": {"learning_rate": 1e-5}},
     )
-    write_policy_card(folder, name="policy", license=None, results=RESULTS)
+    RESULTS.save(folder / "results.json")
     (folder / "pareto.png").write_bytes(b"\x89PNG\r\n\x1a\n picture")
     return folder
 

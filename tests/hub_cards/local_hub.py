@@ -23,12 +23,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from .repositories import LFS_SUFFIXES, Collection, Commit, File, Repo
+from .repositories import LFS_SUFFIXES, Commit, File, Repo
 
 TOKEN = "hf_" + "LocalHubTestToken" * 2
 CHUNK = 1 << 14
-KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
-FOLDERS = {"model": "", "dataset": "datasets/", "space": "spaces/"}
+KINDS = {"models": "model", "datasets": "dataset"}
+FOLDERS = {"model": "", "dataset": "datasets/"}
 
 
 class HubError(Exception):
@@ -59,7 +59,6 @@ class LocalHub:
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
-        self.collections: dict[str, Collection] = {}
         self.requests: list[str] = []
         self._cuts: list[Cut] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -213,8 +212,6 @@ def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
         asked = await request.json()
         kind = asked.get("type") or "model"
         repo_id = f"{asked.get('organization') or 'tester'}/{asked['name']}"
-        if kind == "space" and asked.get("sdk") not in ("gradio", "docker", "static"):
-            return JSONResponse({"error": "a Space needs its sdk"}, 400)
         url = f"{hub.url}/{FOLDERS[kind]}{repo_id}"
         if (kind, repo_id) in hub.repos:
             return JSONResponse({"error": "You already created this repo", "url": url}, 409)
@@ -225,43 +222,6 @@ def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
     @app.post("/api/validate-yaml")
     async def validate(request: Request) -> Any:
         return {"errors": [], "warnings": []}
-
-    @app.get("/api/collections")
-    async def list_collections(owner: str) -> Any:
-        return [c.info() for c in hub.collections.values() if c.owner == owner]
-
-    @app.post("/api/collections")
-    async def create_collection(request: Request) -> Response:
-        _token_only(request)
-        asked = await request.json()
-        name = re.sub(r"[^a-z0-9]+", "-", asked["title"].lower()).strip("-")
-        digest = hashlib.sha1(f"{asked['namespace']}/{name}".encode()).hexdigest()[:24]
-        slug = f"{asked['namespace']}/{name}-{digest}"
-        if slug in hub.collections:
-            return JSONResponse({"slug": slug, "error": "exists"}, 409)
-        hub.collections[slug] = Collection(
-            slug, asked["title"], asked["namespace"], asked.get("description")
-        )
-        return JSONResponse(hub.collections[slug].info())
-
-    @app.get("/api/collections/{owner}/{name}")
-    async def get_collection(owner: str, name: str) -> Any:
-        collection = hub.collections.get(f"{owner}/{name}")
-        if collection is None:
-            raise HubError(404, "", "Collection not found")
-        return collection.info()
-
-    @app.post("/api/collections/{owner}/{name}/items")
-    async def add_item(owner: str, name: str, request: Request) -> Response:
-        _token_only(request)
-        item = (await request.json())["item"]
-        collection = hub.collections.get(f"{owner}/{name}")
-        if collection is None:
-            raise HubError(404, "", "Collection not found")
-        if (item["type"], item["id"]) in collection.items:
-            return JSONResponse({"error": "already there"}, 409)
-        collection.items.append((item["type"], item["id"]))
-        return JSONResponse(collection.info())
 
 
 def _add_uploads(app: FastAPI, hub: LocalHub) -> None:

@@ -1,4 +1,4 @@
-"""What a Hub keeps, in memory: repositories, their commits, branches, tags; and collections."""
+"""What a Hub keeps, in memory: repositories, their commits, branches and tags."""
 
 from __future__ import annotations
 
@@ -106,32 +106,4 @@ class Repo:
             "createdAt": NOW,
             "cardData": RepoCard(card.content.decode()).data.to_dict() if card else None,
             "siblings": [{"rfilename": path} for path in sorted(commit.files)],
-        }
-
-
-@dataclass
-class Collection:
-    """A named list of repositories."""
-
-    slug: str
-    title: str
-    owner: str
-    description: str | None = None
-    items: list[tuple[str, str]] = field(default_factory=list)  # (type, repository)
-
-    def info(self) -> dict[str, object]:
-        return {
-            "slug": self.slug,
-            "title": self.title,
-            "owner": {"name": self.owner},
-            "description": self.description,
-            "items": [
-                {"_id": f"{n:024x}", "id": item, "type": kind, "position": n, "note": None}
-                for n, (kind, item) in enumerate(self.items)
-            ],
-            "lastUpdated": NOW,
-            "position": 0,
-            "private": False,
-            "theme": "green",
-            "upvotes": 0,
         }

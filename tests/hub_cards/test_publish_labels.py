@@ -13,7 +13,7 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.demo.shipped import SHIPPED
 from ospruner.durable import read_checked, write_checked
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
-from ospruner.hub_cards.labels import LabelsRelease, send_labels, stage_labels
+from ospruner.hub_cards.publish import Release, send, stage
 from ospruner.provenance import provenance
 from ospruner.train.from_labels import load_labels
 from ospruner.train.labels.writer import Chunk, LabelFolder
@@ -22,10 +22,6 @@ from .conftest import Stranger
 from .local_hub import LocalHub
 from .repositories import Repo
 
-MEANINGS = {
-    config: {name: what for name, (_, what) in columns.items()}
-    for config, columns in (("default", COLUMNS), ("prefixes", PREFIX_COLUMNS))
-}
 LOAD = """
 import json, sys
 from datasets import load_dataset
@@ -93,9 +89,9 @@ def labels_dir(tmp_path: Path) -> Path:
     return run
 
 
-def release(pinned: Repo, **changes: Any) -> LabelsRelease:
+def release(pinned: Repo, **changes: Any) -> Release:
     values = {"repo": "org/labels", "base": "org/base", "base_revision": pinned.head.oid}
-    return LabelsRelease(**{**values, **changes})
+    return Release(**{**values, **changes})
 
 
 def test_both_configurations_load_elsewhere(
@@ -106,30 +102,30 @@ def test_both_configurations_load_elsewhere(
     tmp_path: Path,
     stranger: Stranger,
 ) -> None:
-    repo_id, staged = stage_labels(
-        labels_dir, tmp_path / "out", release(base_repo, license="mit"), MEANINGS, api
-    )
-    sending: dict[str, Any] = {"private": False, "collection": "auto", "api": api}
-    done, collection = send_labels(staged, repo_id, **sending)
-    assert done.changed
-    assert collection is not None
-    again, _ = send_labels(staged, repo_id, **sending)
-    assert not again.changed
+    told = release(base_repo, license="mit")
+    staged = stage(labels_dir, tmp_path / "out", told, api)
+    assert send(staged, told, False, api).changed
+    assert not send(staged, told, False, api).changed
     repo = hub.repos["dataset", "org/labels"]
     assert len(repo.commits) == 2
     assert set(repo.head.files) == {
         *(".gitattributes", "README.md", "provenance.json", "statistics.png"),
-        *("manifest.json", "manifest-test.json"),
-        *(f"{kind}/{s}-00000.parquet" for kind in ("data", "prefixes") for s in ("train", "test")),
+        *(f"{split}/manifest.json" for split in ("train", "test")),
+        *(
+            f"{split}/{kind}/train-00000.parquet"
+            for kind in ("data", "prefixes")
+            for split in ("train", "test")
+        ),
     }
     assert set(staged.left_out) >= {"train/secret.env", "train/.lock"}
     for name, file in repo.head.files.items():
         for secret in (b"swordfish", str(labels_dir).encode(), str(SHIPPED).encode()):
             assert secret not in file.content, name
-    loaded_labels = load_labels(staged.path)  # with every hash compared
-    assert [row["problem_id"] for row in loaded_labels.traces] == ["a", "b"]
-    settings = loaded_labels.settings
-    assert (settings.base_model, settings.base_revision) == ("org/base", base_repo.head.oid)
+    for split, problems in (("train", ["a", "b"]), ("test", ["c"])):
+        back = load_labels(staged.path / split)  # with every hash compared
+        assert [row["problem_id"] for row in back.traces] == problems
+        settings = back.settings
+        assert (settings.base_model, settings.base_revision) == ("org/base", base_repo.head.oid)
 
     result = tmp_path / "result.json"
     loaded = stranger(LOAD, "org/labels", str(result))
@@ -144,14 +140,14 @@ def test_card_has_the_schema_and_how_it_was_made(
     api: HfApi, base_repo: Repo, labels_dir: Path, tmp_path: Path
 ) -> None:
     told = release(base_repo, license="mit", problems="Sums, MIT.")
-    _, staged = stage_labels(labels_dir, tmp_path / "out", told, MEANINGS, api)
+    staged = stage(labels_dir, tmp_path / "out", told, api)
     card = DatasetCard.load(staged.path / "README.md")
     data = card.data.to_dict()
     assert data["license"] == "mit"
     assert [config["config_name"] for config in data["configs"]] == ["default", "prefixes"]
     assert data["configs"][1]["data_files"][1] == {
         "split": "test",
-        "path": "prefixes/test-*.parquet",
+        "path": "test/prefixes/*.parquet",
     }
     for name, (_, what) in [*COLUMNS.items(), *PREFIX_COLUMNS.items()]:
         assert f"| `{name}` | `" in card.text
@@ -160,45 +156,39 @@ def test_card_has_the_schema_and_how_it_was_made(
     assert "| train | 2 | 2 | 6 | 0 | 0 | 0 |" in card.text
     assert "Sums, MIT." in card.text
     assert "](statistics.png)" in card.text
-    assert '| dataset | "problems.jsonl" |' in card.text
+    assert "| dataset | problems.jsonl |" in card.text
     assert "temperature 0.6" in card.text
     assert DEEPSEEK_R1.user_instruction in card.text
 
 
 def test_what_cannot_be_published_is_refused(api: HfApi, base_repo: Repo, tmp_path: Path) -> None:
-    def stage(folder: Path, **changes: Any) -> None:
-        stage_labels(folder, tmp_path / "out", release(base_repo, **changes), MEANINGS, api)
+    def refused(folder: Path, **changes: Any) -> None:
+        stage(folder, tmp_path / "out", release(base_repo, **changes), api)
 
-    with pytest.raises(ValueError, match="run' holds no labels: neither a manifest.json nor"):
-        stage(tmp_path / "run")
+    with pytest.raises(ValueError, match="run' holds neither a policy .* nor labels"):
+        refused(tmp_path / "run")
     whole = write_labels(tmp_path / "run" / "train", ["a"])
     with pytest.raises(ValueError, match="base is a local folder"):
-        stage(whole, base=None)
+        refused(whole, base=None)
     write_labels(tmp_path / "run" / "test", ["b"], temperature=0.0)
     with pytest.raises(ValueError, match="test was labelled with other settings than .*train"):
-        stage(tmp_path / "run")
+        refused(tmp_path / "run")
     for file in ("data/train-00000.parquet", "prefixes/train-00000.parquet", "manifest.json"):
         kept = (whole / file).read_bytes()
         (whole / file).write_bytes(kept[:99] + bytes([kept[99] ^ 1]) + kept[100:])
-        with pytest.raises(ValueError, match=rf"{file} is damaged.*labels check"):
-            stage(whole)
+        with pytest.raises(ValueError, match=rf"{file} is damaged.*run its labelling again"):
+            refused(whole)
         (whole / file).write_bytes(kept)
     manifest = read_checked(whole / "manifest.json", "")
     write_checked(whole / "manifest.json", {**manifest, "finished": False})
     with pytest.raises(ValueError, match="train is not finished: run its labelling again"):
-        stage(whole)
+        refused(whole)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unstated_licence_and_a_missing_picture_are_said(
+def test_an_unstated_licence_is_said(
     api: HfApi, base_repo: Repo, labels_dir: Path, tmp_path: Path
 ) -> None:
-    told = release(base_repo, repo="org/")
-    repo_id, staged = stage_labels(labels_dir, tmp_path / "out", told, MEANINGS, api)
-    assert repo_id == "org/ospruner-labels-base"
+    staged = stage(labels_dir, tmp_path / "out", release(base_repo), api)
     assert any("no licence is stated" in remark for remark in staged.remarks)
-    assert not any("labels stats" in remark for remark in staged.remarks)
     assert "No licence was stated" in (staged.path / "README.md").read_text("utf-8")
-    (labels_dir / "statistics.png").unlink()
-    _, plain = stage_labels(labels_dir, tmp_path / "plain", told, MEANINGS, api)
-    assert any(f"labels stats {labels_dir / 'train'}` draws it" in r for r in plain.remarks)

@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import SHIPPED, Reasoner
 from ospruner.eval.results import Results
-from ospruner.hub_cards.policies import PolicyRelease, send_policy, stage_policy
-from ospruner.hub_cards.publish import Published
+from ospruner.hub_cards.publish import Published, Release, publish, send, stage
 from ospruner.hub_cards.staging import Staged, code_files
 from ospruner.hub_cards.verify import verify_folder
-from ospruner.provenance import provenance, read_provenance
+from ospruner.provenance import read_provenance
 
 from .local_hub import TOKEN, LocalHub
 from .repositories import Repo
@@ -44,44 +43,18 @@ class Publisher:
     def stage(self, folder: Path, repo: str, **release: Any) -> Staged:
         self.count += 1
         release = {"base": "org/base", "base_revision": self.base.head.oid, **release}
-        out = self.tmp_path / f"staged-{self.count}"
-        repo_id, staged = stage_policy(
-            folder, out, PolicyRelease(repo, **release), self.api, self.load
+        self.release = Release(repo, **release)
+        return stage(
+            folder, self.tmp_path / f"staged-{self.count}", self.release, self.api, self.load
         )
-        self.repo_id = repo_id
-        return staged
 
-    def publish(self, folder: Path, repo: str, **settings: Any) -> Published:
-        sending = {"private": settings.pop("private", False)}
-        sending["collection"] = settings.pop("collection", None)
-        staged = self.stage(folder, repo, **settings)
-        done, self.collection = send_policy(staged, self.repo_id, api=self.api, **sending)
-        return done
+    def publish(self, folder: Path, repo: str, private: bool = False, **release: Any) -> Published:
+        return send(self.stage(folder, repo, **release), self.release, private, self.api)
 
 
 @pytest.fixture
 def publisher(api: HfApi, reasoner: Reasoner, base_repo: Repo, tmp_path: Path) -> Publisher:
     return Publisher(api, reasoner, base_repo, tmp_path)
-
-
-def test_one_repository_is_the_whole_frontier(
-    publisher: Publisher, hub: LocalHub, reasoner: Reasoner, tmp_path: Path
-) -> None:
-    """No lambda stands in its name; the card and the commit name the range."""
-    folder = tmp_path / "price"
-    model = OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, price_range=(5e-5, 1e-2), tuning="layers"
-    )
-    model.config.price = 2e-4
-    model.save_pretrained(folder)
-    provenance(folder, seed=0, base_model=str(SHIPPED))
-    staged = publisher.stage(folder, "org/")
-    send_policy(staged, publisher.repo_id, private=False, collection=None, api=publisher.api)
-    assert publisher.repo_id == "org/ospruner-base"
-    head = hub.repos["model", publisher.repo_id].head
-    card = head.files["README.md"].content.decode()
-    assert "| prices λ | 0, and 5e-05 to 0.01 per token; default 0.0002 |" in card
-    assert 'stop_policy={"price": 5e-05}' in card
 
 
 def test_one_commit_holds_exactly_the_policy(
@@ -93,13 +66,10 @@ def test_one_commit_holds_exactly_the_policy(
     (run_dir / "notes.txt").write_text("swordfish, too")
     (run_dir / "link.json").symlink_to(secret)
     (run_dir / "optimizer.pt").write_bytes(b"swordfish")
-    staged = publisher.stage(run_dir, "org/")
-    done, _ = send_policy(
-        staged, publisher.repo_id, private=False, collection=None, api=publisher.api
-    )
-    assert publisher.repo_id == "org/ospruner-base-lam5e-5"
+    staged = publisher.stage(run_dir, "org/policy")
+    done = send(staged, publisher.release, False, publisher.api)
     assert list(staged.left_out) == ["link.json", "notes.txt", "optimizer.pt"]
-    repo = hub.repos["model", publisher.repo_id]
+    repo = hub.repos["model", "org/policy"]
     assert len(repo.commits) == 2, "the repository's first, and ours"
     assert done.commit == repo.head.oid
     tokenizer = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
@@ -124,7 +94,7 @@ def test_one_commit_holds_exactly_the_policy(
 def test_record_names_every_hash_and_the_code(publisher: Publisher, run_dir: Path) -> None:
     staged = publisher.stage(run_dir, "org/record")
     record = read_provenance(staged.path)
-    assert set(record.files) == set(staged.sizes()) - {"provenance.json"}
+    assert set(record.files) == set(staged.sizes) - {"provenance.json"}
     assert record.code["version"] == "0.1.0"
     assert record.code["commit"] is None or len(record.code["commit"]) == 40
     assert (record.base_model, record.base_revision) == ("org/base", publisher.base.head.oid)
@@ -133,7 +103,7 @@ def test_record_names_every_hash_and_the_code(publisher: Publisher, run_dir: Pat
 
 
 def test_card_is_that_of_the_repository(publisher: Publisher, run_dir: Path) -> None:
-    staged = publisher.stage(run_dir, "org/carded", datasets=["org/labels"])
+    staged = publisher.stage(run_dir, "org/carded", labels=["org/labels"])
     card = ModelCard.load(staged.path / "README.md")
     data = card.data.to_dict()
     assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
@@ -193,7 +163,7 @@ def test_a_broken_upload_is_retried_or_leaves_no_trace(
     publisher: Publisher, hub: LocalHub, run_dir: Path
 ) -> None:
     hub.cut("PUT", "org/torn/lfs", after_bytes=200_000, times=99)
-    with pytest.raises(ConnectionError, match="org/torn failed .*: nothing was committed, it is"):
+    with pytest.raises(ConnectionError, match="org/torn failed .*: it went up whole or not at all"):
         publisher.publish(run_dir, "org/torn")
     repo = hub.repos["model", "org/torn"]
     assert list(repo.head.files) == [".gitattributes"]
@@ -208,11 +178,11 @@ def test_a_lost_commit_answer_is_told_from_a_lost_commit(
     publisher: Publisher, hub: LocalHub, run_dir: Path
 ) -> None:
     hub.cut("POST", "org/lost/commit", after_bytes=1000)
-    with pytest.raises(ConnectionError, match="nothing was committed"):
+    with pytest.raises(ConnectionError, match="it went up whole or not at all; run the same"):
         publisher.publish(run_dir, "org/lost")
     assert len(hub.repos["model", "org/lost"].commits) == 1
     hub.cut("POST", "org/lost/commit", after_bytes=-1, when="answering")
-    with pytest.raises(ConnectionError, match=r"but commit [0-9a-f]{40} is there"):
+    with pytest.raises(ConnectionError, match="run the same command again"):
         publisher.publish(run_dir, "org/lost")
     assert len(hub.repos["model", "org/lost"].commits) == 2
     assert not publisher.publish(run_dir, "org/lost").changed
@@ -233,16 +203,6 @@ def test_a_strangers_repository_is_not_overwritten(
     with pytest.raises(ValueError, match="org/base' holds files that ospruner did not publish"):
         publisher.publish(run_dir, "org/base")
     assert len(hub.repos["model", "org/base"].commits) == before
-
-
-def test_a_family_is_one_collection(publisher: Publisher, hub: LocalHub, run_dir: Path) -> None:
-    for repo in ("org/one", "org/two", "org/one"):
-        publisher.publish(run_dir, repo, collection="auto")
-    (collection,) = [c for c in hub.collections.values() if c.title == "OS-Pruner base"]
-    assert collection.items == [("model", "org/one"), ("model", "org/two")]
-    assert publisher.collection == f"{hub.url}/collections/{collection.slug}"
-    publisher.publish(run_dir, "org/three", collection=collection.slug)
-    assert len(collection.items) == 3
 
 
 @pytest.mark.parametrize(
@@ -283,7 +243,7 @@ def test_a_branch_is_resolved_to_its_commit(
     assert config["base_revision"] == publisher.base.head.oid
     staged = publisher.stage(run_dir, "org/x", base_revision=None)
     assert any("pinned at its present commit" in remark for remark in staged.remarks)
-    with pytest.raises(ValueError, match="made for 'org/base': leave --base out"):
+    with pytest.raises(ValueError, match="made with 'org/base': leave --base out"):
         publisher.stage(staged.path, "org/x", base="org/else")
 
 
@@ -318,7 +278,7 @@ def test_a_linked_folder_is_not_entered(publisher: Publisher, run_dir: Path) -> 
     (outside / "secret.jinja").write_text("secret")
     (run_dir / "additional_chat_templates").symlink_to(outside)
     staged = publisher.stage(run_dir, "org/linked")
-    assert "additional_chat_templates/secret.jinja" not in staged.sizes()
+    assert "additional_chat_templates/secret.jinja" not in staged.sizes
 
 
 def test_an_access_token_is_never_told(
@@ -350,13 +310,30 @@ def test_bad_names_are_refused(publisher: Publisher, run_dir: Path, repo: str) -
         publisher.stage(run_dir, repo)
 
 
-def test_staging_writes_into_empty_folders_alone(
-    publisher: Publisher, run_dir: Path, tmp_path: Path
+def test_staging_writes_into_empty_folders_and_over_a_dry_run(
+    publisher: Publisher, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "staged-1").mkdir()
     (tmp_path / "staged-1" / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="staged-1' is not empty"):
         publisher.stage(run_dir, "org/x")
+    assert (tmp_path / "staged-1" / "mine.txt").exists()
+
+    monkeypatch.chdir(tmp_path)  # and nobody is asked: there is no Hub in this process
+    release = {"base": "org/base", "base_revision": publisher.base.head.oid, "dry_run": True}
+    for _ in range(2):
+        done = publish(run_dir, "org/x", **release)
+        assert (done.commit, done.changed) == (None, False)
+        assert done.staged.path == Path("runs/publish/x")
+    assert all(check.ok for check in verify_folder(done.staged.path, publisher.load))
+    assert any("licence" in remark for remark in done.staged.remarks)
+    (done.staged.path / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="publish/x' is not empty"):
+        publish(run_dir, "org/x", **release)
+    with pytest.raises(ValueError, match="must be a commit's hash"):
+        publish(run_dir, "org/y", **release | {"base_revision": "main"})
+    with pytest.raises(ValueError, match="is for a dry run alone"):
+        publish(run_dir, "org/x", out="elsewhere")
 
 
 def test_verification_finds_each_change(publisher: Publisher, run_dir: Path) -> None:

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
-from ospruner.hub_cards.policies import PolicyRelease, stage_policy
+from ospruner.hub_cards.publish import Release, stage
 from ospruner.hub_cards.verify import fetch, verify_folder
 
 from ..conftest import Fuzzed
@@ -36,8 +36,9 @@ def test_each_file_that_was_tampered_with_is_named(
     def load(folder: Path) -> OSPrunerForCausalLM:
         return OSPrunerForCausalLM.from_base(reasoner.model, folder)
 
-    release = PolicyRelease(f"org/p{flips}", base="org/base", base_revision=base_repo.head.oid)
-    repo_id, staged = stage_policy(policy_dir, tmp_path / "staged", release, api, load)
+    release = Release(f"org/p{flips}", base="org/base", base_revision=base_repo.head.oid)
+    staged = stage(policy_dir, tmp_path / "staged", release, api, load)
+    repo_id = release.repo
     hub.add("model", repo_id, staged.path)
     folder, _ = fetch(repo_id, None, api)
     for file in folder.rglob("*"):  # the cache's links, made files

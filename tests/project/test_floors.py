@@ -26,7 +26,6 @@ FLOORS = {
     "ospruner.rules": 2,
     "ospruner.serving": 2,
     "ospruner.provenance": 2,
-    "ospruner.hub_cards": 3,
     "ospruner.eval": 3,
     "ospruner.train.labels": 3,
     "ospruner.train": 4,

@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ospruner.engines.opening import load_tokenizer
 from ospruner.eval.table import FloatArray, TraceTable
-from ospruner.hub_cards.labels import PICTURE
 
 from .folder import MANIFEST, faults_of, read_labels, read_manifest
 from .regrading import Regraded
+
+PICTURE = "statistics.png"
 
 __all__ = [
     "FRACTIONS",

@@ -1,0 +1,169 @@
+"""The policy card: its metadata, its snippet and its numbers come from the folder."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modeling_ospruner import DEEPSEEK_R1, OSPrunerConfig
+from ospruner.eval.results import Results
+from ospruner.hub_cards.cards import EXAMPLE, License, policy_card
+from ospruner.provenance import provenance
+
+from ..made_results import make_result
+
+RESULTS = Results(
+    dataset="MATH-500",
+    setting="`ospruner compare`, one training seed",
+    results=[make_result("full trace", 0.774, 3214), make_result("P(stop|h)", 0.77, 1900)],
+    limits=[make_result("hindsight oracle", 0.8, 1500)],
+    chosen=1,
+)
+PROMISE = {
+    "max_loss": 0.02, "confidence": 0.95, "mode": "threshold", "threshold": 0.7, "problems": 1500,
+    "loss": 0.004, "tokens_saved": 0.35, "data_hash": "ab" * 32, "price": None, "test": "exact",
+    "traffic": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def policy_dir(tmp_path: Path) -> Path:
+    save_config(tmp_path)
+    provenance(tmp_path, seed=3, base_model="org/base-7b", data_hash="00ff")
+    return tmp_path
+
+
+def save_config(folder: Path, instruction: str | None = None, **changes: Any) -> None:
+    """A policy's configuration as saving leaves it, without weights."""
+    said = {} if instruction is None else {"user_instruction": instruction}
+    values: dict[str, Any] = {
+        "text_config": {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 4},
+        "base_model_name_or_path": "org/base-7b",
+        "base_revision": "abc123",
+        "num_policy_layers": 2,
+        "tuning": "layers",
+        "price": 5e-05,
+        "reasoning_format": DEEPSEEK_R1.to_dict() | said,
+    }  # fmt: skip
+    OSPrunerConfig(**{**values, **changes}).save_pretrained(folder)
+
+
+def shown(folder: Path) -> str:
+    return policy_card(folder, name="org/policy", license=License("mit")).text
+
+
+def test_metadata_is_what_the_hub_reads(policy_dir: Path) -> None:
+    data = policy_card(policy_dir, name="org/policy", license=License("mit")).data.to_dict()
+    asked = f"{EXAMPLE}\n\n{DEEPSEEK_R1.user_instruction}"
+    assert {key: data[key] for key in data if key != "tags"} == {
+        "license": "mit",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "org/base-7b",
+        "base_model_relation": "adapter",
+        "widget": [{"messages": [{"role": "user", "content": asked}]}],
+    }
+    assert "ospruner" in data["tags"]
+
+
+@pytest.mark.parametrize("instruction", ["Put it within \\boxed{}.", 'Say "it".\nBoxed.', ""])
+def test_snippet_is_python_and_asks_as_labelling_did(policy_dir: Path, instruction: str) -> None:
+    save_config(policy_dir, instruction)
+    (snippet,) = re.findall(r"```python\n(.*?)```", shown(policy_dir), re.DOTALL)
+    tree = ast.parse(snippet)
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert "org/policy" in strings
+    assert (f"\n\n{instruction}" in strings) == bool(instruction)
+    assert "stop_policy=True" in snippet
+
+
+def test_results_stand_with_their_setting_and_intervals(policy_dir: Path) -> None:
+    assert "None were recorded" in shown(policy_dir)
+    RESULTS.save(policy_dir / "results.json")
+    text = shown(policy_dir)
+    assert f"MATH-500: {RESULTS.setting}; 1,500 traces of 1,500 problems" in text
+    assert "Brackets are 95 % intervals by problem; AES absolute, α=1, β=3, γ=5." in text
+    assert "| full trace | 77.4 [75.4, 79.4] | 3,214 [3,209, 3,219] |" in text
+    assert "| **P(stop\\|h)** | 77.0 [75.0, 79.0] | 1,900 [1,895, 1,905] |" in text
+    assert "| hindsight oracle | 80.0" in text
+    assert "None were recorded" not in text
+    (policy_dir / "results.json").write_text('{"caption": "old"}')
+    with pytest.raises(ValueError, match="results.json has format None and version None"):
+        shown(policy_dir)
+
+
+def test_facts_of_the_making_are_shown(policy_dir: Path) -> None:
+    text = shown(policy_dir)
+    assert "revision `abc123`" in text
+    assert "| price of a token, λ | 5e-05 |" in text
+    assert "| policy layers | 2 (layers) |" in text
+    assert "| decides by | sample |" in text
+    assert "| seed | 3 |" in text
+    assert "`00ff`" in text
+    assert "a tail of 2 layers" in text
+    assert "**Warning.**" not in text
+    assert "## Promise" not in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in tables} == {3}, "no blank line or bar breaks the table"
+
+
+def test_a_warning_and_a_promise_are_shown(policy_dir: Path) -> None:
+    provenance(policy_dir, seed=0, details={"warning": "always stops at the first step"})
+    save_config(policy_dir, calibrations=[PROMISE])
+    text = shown(policy_dir)
+    assert "**Warning.** This policy always stops at the first step." in text
+    assert "| accuracy lost at most | confidence | mode | threshold |" in text
+    assert "| 2.0 points | 0.95 | threshold | 0.700 | 1500 | 0.40 points | 35.0 % |" in text
+    every = {"head": "price", "price_range": [5e-5, 1e-2], "price": 2e-4}
+    save_config(policy_dir, calibrations=[{**PROMISE, "price": 2e-4}], **every)
+    text = shown(policy_dir)
+    assert "This one policy is the whole trade-off" in text
+    assert "| prices of a token, λ | 0, and 5e-05 to 0.01; default 0.0002 |" in text
+    assert 'stop_policy={"price": 5e-05}' in text
+    assert "| 2.0 points | 0.95 | threshold | 0.0002 | 1500 |" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "shows", "absent"),
+    [
+        ({"method": "probe", "default_mode": "threshold"}, "threshold at 0.5", "λ"),
+        ({"method": "convergence"}, "answer-convergence", "price of a token"),
+        ({"num_policy_layers": 0}, "holds a linear head", "a tail of"),
+        ({"base_revision": None}, "| base | `org/base-7b` |", "revision"),
+    ],
+)
+def test_card_follows_the_config(
+    policy_dir: Path, changes: dict[str, Any], shows: str, absent: str
+) -> None:
+    save_config(policy_dir, **changes)
+    assert shows in shown(policy_dir)
+    assert absent not in shown(policy_dir)
+
+
+def test_local_base_is_named_without_its_path(policy_dir: Path) -> None:
+    base = policy_dir / "secret" / "reasoner"
+    base.mkdir(parents=True)
+    save_config(policy_dir, base_model_name_or_path=str(base))
+    card = policy_card(policy_dir, name="org/policy", license=None)
+    assert "secret" not in card.content
+    assert "`reasoner`" in card.text
+    assert "local folder" in card.text
+    assert "base_model" not in card.data.to_dict()
+    assert "was not known when this was published" in card.text
+
+
+def test_what_is_no_policy_is_refused(policy_dir: Path) -> None:
+    (policy_dir / "provenance.json").unlink()
+    with pytest.raises(ValueError, match="no provenance"):
+        shown(policy_dir)
+    (policy_dir / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(ValueError, match="model_type='qwen2' must be 'ospruner'"):
+        shown(policy_dir)
+    (policy_dir / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        shown(policy_dir)
