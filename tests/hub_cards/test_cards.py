@@ -119,7 +119,7 @@ def test_a_warning_and_a_promise_are_shown(policy_dir: Path) -> None:
     assert "**Warning.** This policy always stops at the first step." in text
     assert "| accuracy lost at most | confidence | mode | threshold |" in text
     assert "| 2.0 points | 0.95 | threshold | 0.700 | 1500 | 0.40 points | 35.0 % |" in text
-    every = {"head": "price", "price_range": [5e-5, 1e-2], "price": 2e-4}
+    every: dict[str, Any] = {"head": "price", "price_range": [5e-5, 1e-2], "price": 2e-4}
     save_config(policy_dir, calibrations=[{**PROMISE, "price": 2e-4}], **every)
     text = shown(policy_dir)
     assert "This one policy is the whole trade-off" in text

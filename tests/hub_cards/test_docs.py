@@ -102,8 +102,6 @@ def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) 
     labels = hub.repos["dataset", "your-org/ospruner-labels-r1-7b"]
     assert len(policy.commits) == len(labels.commits) == 2
     assert "statistics.png" in labels.head.files
-    (family,) = [c for c in hub.collections.values() if c.owner == "your-org"]
-    assert [kind for kind, _ in family.items] == ["model", "dataset"]
     (use,) = blocks(page, "python")
     done = stranger(use)
     assert done.returncode == 0, done.stderr
@@ -139,7 +137,7 @@ def test_quickstart(
         exec(block, names)
     assert "</think>" in capsys.readouterr().out
     policy = "org/ospruner-r1-7b-lam5e-5"
-    run(f"ospruner publish policy {policy_dir} --repo {policy} --base {BASE}")
+    run(f"ospruner publish {policy_dir} {policy} --base {BASE}")
     assert check == f"ospruner verify {policy}"
     assert "NO" not in run(check)
 

@@ -320,7 +320,11 @@ def test_staging_writes_into_empty_folders_and_over_a_dry_run(
     assert (tmp_path / "staged-1" / "mine.txt").exists()
 
     monkeypatch.chdir(tmp_path)  # and nobody is asked: there is no Hub in this process
-    release = {"base": "org/base", "base_revision": publisher.base.head.oid, "dry_run": True}
+    release: dict[str, Any] = {
+        "base": "org/base",
+        "base_revision": publisher.base.head.oid,
+        "dry_run": True,
+    }
     for _ in range(2):
         done = publish(run_dir, "org/x", **release)
         assert (done.commit, done.changed) == (None, False)
