@@ -63,7 +63,6 @@ from ospruner.train.from_labels import load_labels
 from ospruner.train.traces import LabelledTraces
 
 CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for
-BAR_POINTS = -0.5  # of accuracy, in percent: the lower bound of each difference of areas
 LOOKED_AT = ("validation", "test")
 ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
@@ -279,7 +278,7 @@ def shifted(probabilities: FloatArray, shift: float) -> FloatArray:
 def report(results: Results) -> None:
     """Prints the numbers, and which of the bars hold."""
     console = Console()
-    for table in frontier_tables(results, BAR_POINTS):
+    for table in frontier_tables(results):
         console.print(table)
     if results.about["seeds"] == 1:
         print("\none training seed: nothing is known of the spread over seeds")

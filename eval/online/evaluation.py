@@ -106,7 +106,7 @@ class Evaluation:
         self,
         *,
         variant: AesVariant = AES_ABSOLUTE,
-        length_penalties: Sequence[float] = (),
+        prices: Sequence[float] = (),
         seed: int = 0,
     ) -> tuple[list[Result], list[Result]]:
         """Rules and limits with their numbers and intervals."""
@@ -115,7 +115,7 @@ class Evaluation:
             self.full,
             self.problem_index,
             variant=variant,
-            length_penalties=length_penalties,
+            length_penalties=prices,
             seed=seed,
         )
         return summaries[: len(self.rules)], summaries[len(self.rules) :]

@@ -16,15 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
 from ..results import Result
-from ..text import penalty_name
-from .terminal import number_cell, rules_table
+from .tables import AVERAGE, Column, Table, frame_of
 
 __all__ = [
     "AVERAGE",
@@ -38,7 +35,6 @@ __all__ = [
     "table_1_scores",
 ]
 
-AVERAGE = "AVERAGE"
 BENCHMARKS = ("GSM8K", "MATH-500", "AIME")
 MODELS = ("DeepSeek-R1-Distill-Qwen-7B", "GPT-OSS-20B", "DRPO-7B")
 BASELINE = "Baseline"
@@ -211,44 +207,28 @@ def compare_with_paper(
 
 
 def comparison_table(
-    pairs: Sequence[tuple[Result, PaperCell | None]], title: str, free: bool = False
+    pairs: Sequence[tuple[Result, PaperCell | None]], free: bool = False, **more: Any
 ) -> Table:
     """Measured beside published, one row a rule; a published number has no interval.
 
     Args:
         pairs: of `compare_with_paper`.
-        title: above the table.
         free: lengths are of thinking and answer together.
+        more: of `Table`.
     """
-    table = rules_table(
-        title,
-        "measured ± wider half of the 95 % interval by problem | published; – where the paper has "
-        "no number",
-        ("accuracy %", "paper", "tokens", "paper", "saved %", "paper"),
+    frame = frame_of([result for result, _ in pairs])
+    for name in ("accuracy_percent", "length_tokens", "reduction_percent"):
+        frame[name] = [math.nan if cell is None else getattr(cell, name) for _, cell in pairs]
+    length, saved = ("generated_tokens", "total_reduction") if free else ("tokens", "reduction")
+    columns = (
+        Column("accuracy %", "accuracy", 100, 1),
+        Column("paper's", "accuracy_percent", digits=1),
+        Column("tokens", length),
+        Column("paper's", "length_tokens"),
+        Column("saved %", saved, 100, 1),
+        Column("paper's", "reduction_percent", digits=1),
     )
-    for column in table.columns[2::2]:
-        column.style = "cyan"
-    for result, cell in pairs:
-        parameter = "" if result.parameter is None else f" {_parameter(result)}"
-        tokens = result.tokens
-        if free:  # means add up; the interval is of the thinking alone and would mislead
-            total = result.tokens.value + result.answer_tokens.value
-            tokens = type(tokens)(total, math.nan, math.nan)
-        table.add_row(
-            Text(result.method + parameter),
-            number_cell(result.accuracy, 100, 1),
-            "–" if cell is None else f"{cell.accuracy_percent:.1f}",
-            number_cell(tokens, 1, 0),
-            "–" if cell is None else f"{cell.length_tokens:.0f}",
-            number_cell(result.total_reduction if free else result.reduction, 100, 1),
-            "–" if cell is None or cell.reduction_percent is None else f"{cell.reduction_percent}",
-        )
-    return table
-
-
-def _parameter(result: Result) -> str:
-    value = result.parameter or 0.0
-    return f"λ={penalty_name(value)}" if result.parameter_name == "λ" else f"{value:g}"
+    return Table.of(frame, columns, corner="method", **more)
 
 
 def _same(published: float | None, measured: float | None) -> bool:

@@ -9,25 +9,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from ospruner.durable import read_checked_line
 
 from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
 from ..metrics import bootstrap_interval
 from ..online.evaluation import Evaluation
-from ..results import Estimate, Result
+from ..results import Result
 from ..table import FloatArray
 from ..text import penalty_name
+from .tables import frame_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 __all__ = [
     "FAINT",
     "INK",
     "MUTED",
     "assign_styles",
-    "draw_front",
     "draw_pareto",
     "front",
     "furnish",
@@ -39,35 +45,23 @@ __all__ = [
     "save_pareto",
 ]
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.transforms import Bbox
-
-
 INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
 _LIMIT_MARKERS = ("D", "s", "^")
 
 # Labels: offsets in points and directions, the best first (a frontier rises to the right).
-_DISTANCES = (6.0, 9.0, 13.0, 18.0, 24.0)
+_DISTANCES = (6.0, 9.0, 13.0, 18.0)
 _DIRECTIONS = ((1, -1), (-1, 1), (1, 0), (0, 1), (0, -1), (-1, 0), (1, 1), (-1, -1))
-_HORIZONTAL: dict[int, Literal["left", "center", "right"]] = {1: "left", 0: "center", -1: "right"}
-_VERTICAL: dict[int, Literal["bottom", "center", "top"]] = {1: "bottom", 0: "center", -1: "top"}
-_LEADER_FROM = 13.0
-_LEADER = {"arrowstyle": "-", "lw": 0.5, "alpha": 0.6, "shrinkA": 1, "shrinkB": 3}
+_HORIZONTAL = {1: "left", 0: "center", -1: "right"}
+_VERTICAL = {1: "bottom", 0: "center", -1: "top"}
 
 
 def save_pareto(
-    results: Sequence[Result],
-    path: str | Path,
-    *,
-    title: str = "",
-    chosen: Result | None = None,
+    results: Sequence[Result], path: str | Path, *, title: str = "", chosen: Result | None = None
 ) -> None:
-    """Draws the results into a file (PNG, or what its suffix says).
+    """Draws results on the same traces into a file (PNG, or what its suffix says).
 
     Args:
-        results: rules on the same traces; see `draw_pareto`.
+        results: rules and limits; see `draw_pareto`.
         path: the file to write.
         title: above the picture.
         chosen: one of the results to ring, the one chosen on validation.
@@ -75,41 +69,27 @@ def save_pareto(
     Raises:
         ValueError: no results.
     """
-    # An own canvas: pyplot's global state and window system are never touched.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.8), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    frame = frame_of(results)
+    if chosen is not None:
+        frame["chosen"] = [one is chosen or one == chosen for one in results]
+    figure = _figure(7.2, 4.8, 200)
     axes = figure.add_subplot()
-    draw_pareto(axes, results, chosen=chosen)
-    if title:
-        axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=min(4, len(labels)),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=INK,
-        handletextpad=0.5,
-        columnspacing=1.6,
-    )
-    space = label_points(axes, [r for r in results if r.method == FRONTIER], FRONTIER_COLOUR)
-    for method in dict.fromkeys(result.method for result in results):
-        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
+    draw_pareto(axes, frame)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    _finish(figure, handles, title)
+    taken = label_points(axes, frame[frame["method"] == FRONTIER], FRONTIER_COLOUR)
+    for method, rows in frame.groupby("method", sort=False):
         if method != FRONTIER:
-            label_points(axes, rows[:1] + rows[1:][-1:], MUTED, 7, space)
-    figure.savefig(path)
+            ends = rows.sort_values("tokens").iloc[[0, -1]].drop_duplicates()
+            label_points(axes, ends, MUTED, 7, taken)
+    _save(figure, [Path(path)])
 
 
-def assign_styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
+def assign_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Colour and marker of each method that has no look of its own, in order of appearance."""
     plain, limits = itertools.cycle(STYLES), itertools.cycle(_LIMIT_MARKERS)
     styles: dict[str, tuple[str, str]] = {}
-    for method in dict.fromkeys(result.method for result in results):
+    for method in dict.fromkeys(methods):
         if method.startswith(LIMIT):
             styles[method] = (MUTED, next(limits))
         elif method not in (FRONTIER, FULL) and not method.startswith(ORACLE):
@@ -118,62 +98,53 @@ def assign_styles(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
 
 
 def draw_pareto(
-    axes: Axes,
-    results: Sequence[Result],
-    *,
-    chosen: Result | None = None,
-    styles: Mapping[str, tuple[str, str]] | None = None,
+    axes: Axes, frame: pd.DataFrame, styles: Mapping[str, tuple[str, str]] | None = None
 ) -> None:
     """Draws accuracy against thinking tokens: the frontier joined, all others as points.
 
     Methods named FRONTIER (joined, on its 95 % band), FULL (its accuracy as a line across) and
     ORACLE (a star) have looks of their own, and those of LIMIT are hollow; any other method gets
-    a colour and a marker, and EVERY_PRICE is joined, too.
-    A legend and `label_points` are the caller's, as several panels may share them.
+    a colour and a marker, and EVERY_PRICE is joined, too. A legend and `label_points` are the
+    caller's, as several panels may share them.
 
     Args:
         axes: where to draw.
-        results: rules on the same traces.
-        chosen: one of the results, ringed.
+        frame: as `Results.frame`; what is `chosen` is ringed.
         styles: of `assign_styles`, where several pictures share one legend; None for this one's.
 
     Raises:
         ValueError: no results.
     """
-    if not results:
+    if frame.empty:
         raise ValueError("results is empty: there is nothing to draw")
-    methods = dict.fromkeys(result.method for result in results)
-    styles = assign_styles(results) if styles is None else styles
-    for method in methods:
-        rows = sorted((r for r in results if r.method == method), key=lambda r: r.tokens.value)
-        x = [r.tokens.value for r in rows]
-        y = [100 * r.accuracy.value for r in rows]
-        if method == FRONTIER:
-            low, high = [100 * r.accuracy.low for r in rows], [100 * r.accuracy.high for r in rows]
-            axes.fill_between(x, low, high, color=FRONTIER_COLOUR, alpha=0.10, lw=0, zorder=0)
-            axes.plot(
-                x, y, "-o", color=FRONTIER_COLOUR, lw=1.8, ms=5.5, label=method, zorder=4,
-                mec="white", mew=0.8,
-            )  # fmt: skip
-        elif method == FULL:
-            axes.axhline(y[0], color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
-            axes.plot(x, y, "o", color=INK, ms=7, label=method, zorder=3)
-        elif method.startswith(ORACLE):
-            filled = MUTED if method == ORACLE else "white"  # hollow: its variants
-            axes.plot(x, y, "*", color=MUTED, ms=11, label=method, zorder=3, mfc=filled, mew=0.9)
+    styles = assign_styles(frame["method"].tolist()) if styles is None else styles
+    for method, unsorted in frame.groupby("method", sort=False):
+        name, rows = str(method), unsorted.sort_values("tokens", kind="stable")
+        x, y = rows["tokens"], 100 * rows["accuracy"]
+        look: dict[str, Any] = {"label": name, "zorder": 3}
+        if name == FRONTIER:
+            ends = 100 * rows["accuracy_low"], 100 * rows["accuracy_high"]
+            axes.fill_between(x, *ends, color=FRONTIER_COLOUR, alpha=0.10, lw=0, zorder=0)
+            look |= {"ls": "-", "lw": 1.8, "marker": "o", "ms": 5.5, "color": FRONTIER_COLOUR}
+            look |= {"mec": "white", "mew": 0.8, "zorder": 4}
+        elif name == FULL:
+            axes.axhline(y.iloc[0], color=MUTED, lw=0.8, ls=(0, (4, 3)), zorder=1)
+            look |= {"ls": "none", "marker": "o", "ms": 7, "color": INK}
+        elif name.startswith(ORACLE):
+            look |= {"ls": "none", "marker": "*", "ms": 11, "color": MUTED, "mew": 0.9}
+            look |= {"mfc": MUTED if name == ORACLE else "white"}  # hollow: its variants
         else:
-            colour, marker = styles[method]
-            fill, edge = ("white", colour) if method.startswith(LIMIT) else (colour, "white")
-            joined = method == EVERY_PRICE  # a frontier, too
-            axes.plot(
-                x, y, ls="-" if joined else "none", lw=1.4, marker=marker, color=colour,
-                ms=4.0 if joined else 5.5, label=method, zorder=3,
-                mfc=fill, mec=edge, mew=0.7,
-            )  # fmt: skip
-    if chosen is not None:
+            colour, marker = styles[name]
+            fill, edge = ("white", colour) if name.startswith(LIMIT) else (colour, "white")
+            joined = name == EVERY_PRICE  # a frontier, too
+            look |= {"ls": "-" if joined else "none", "lw": 1.4, "marker": marker}
+            look |= {"color": colour, "ms": 4.0 if joined else 5.5, "mfc": fill, "mec": edge}
+        axes.plot(x, y, **look)
+    ringed = frame[frame["chosen"].fillna(False).astype(bool)]
+    if len(ringed):
         axes.plot(
-            [chosen.tokens.value], [100 * chosen.accuracy.value], "o", ms=12, mfc="none", mec=INK,
-            mew=1.2, ls="none", label="chosen on validation", zorder=5,
+            ringed["tokens"], 100 * ringed["accuracy"], "o", ms=12, mfc="none", mec=INK, mew=1.2,
+            label="chosen on validation", zorder=5,
         )  # fmt: skip
     furnish(axes, "thinking tokens per trace", "accuracy, %")
     axes.margins(x=0.1, y=0.12)
@@ -184,41 +155,29 @@ def save_frontiers(points: Mapping[str, FloatArray], path: str | Path, *, title:
     """Draws whole methods as lines of accuracy over thinking tokens, and writes a file.
 
     Args:
-        points: (P, 2) tokens and accuracy of each method, by length
-            (`frontier.areas.frontier_points`); the first one is drawn in front.
+        points: (P, 2) tokens and accuracy of each method, by length; the first is drawn in front.
         path: the file to write, PNG or what its suffix says.
         title: above the picture.
 
     Raises:
         ValueError: no methods.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     if not points:
         raise ValueError("points is empty: there is nothing to draw")
-    figure = Figure(figsize=(7.2, 5.4), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(7.2, 5.4, 200)
     axes = figure.add_subplot()
     for number, (name, of_method) in enumerate(points.items()):
-        colour, marker = (
-            (FRONTIER_COLOUR, "o") if not number else STYLES[(number - 1) % len(STYLES)]
-        )
-        # Beyond the palette the same colours come again, dashed.
-        line = "-" if number <= len(STYLES) else (0, (4, 2))
+        looks = (FRONTIER_COLOUR, "o"), *STYLES
+        colour, marker = looks[number and (number - 1) % len(STYLES) + 1]
         axes.plot(
-            of_method[:, 0], 100 * of_method[:, 1], ls=line, lw=1.2 if number else 2.0,
-            marker=marker, ms=3.0, color=colour, label=name, zorder=3 if number else 4,
+            of_method[:, 0], 100 * of_method[:, 1], lw=1.2 if number else 2.0, marker=marker,
+            ms=3.0, color=colour, label=name, zorder=3 if number else 4,
+            # Beyond the palette the same colours come again, dashed.
+            ls="-" if number <= len(STYLES) else (0, (4, 2)),
         )  # fmt: skip
     furnish(axes, "thinking tokens per trace", "accuracy, %")
-    if title:
-        axes.set_title(title, loc="left", fontsize=9.5, color=INK, pad=10)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False,
-        fontsize=7.5, labelcolor=INK,
-    )  # fmt: skip
-    figure.savefig(path)
+    _finish(figure, dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)), title)
+    _save(figure, [Path(path)])
 
 
 def furnish(axes: Axes, x_name: str, y_name: str) -> None:
@@ -236,152 +195,94 @@ def furnish(axes: Axes, x_name: str, y_name: str) -> None:
 
 def label_points(
     axes: Axes,
-    results: Sequence[Result],
+    frame: pd.DataFrame,
     colour: str,
     size: float = 8,
-    space: FreeSpace | None = None,
-) -> FreeSpace:
-    """Writes each result's parameter beside its point, where nothing else stands.
+    taken: list[Bbox] | None = None,
+) -> list[Bbox]:
+    """Writes each result's setting beside its point, where nothing else stands.
 
-    Places are tried from near to far, eight directions each, the far ones with a leader; a label
-    that fits nowhere is left out: a crowded picture is better short of a label than unreadable.
+    Places are tried from near to far, eight directions each; a label that fits nowhere is left
+    out: a crowded picture is better short of a label than unreadable.
 
     Args:
         axes: a drawn picture; its limits must be final, as free places are found in pixels.
-        results: the results to label, all drawn on `axes`.
+        frame: the results to label, all drawn on `axes`.
         colour: of the text.
         size: of the text, in points.
-        space: what earlier labels on `axes` left free; None lays the figure out anew.
+        taken: what earlier labels on `axes` found taken; None lays the figure out anew.
 
     Returns:
-        What is free now.
+        What is taken now, in pixels.
     """
     from matplotlib.patheffects import Normal, Stroke
 
     figure = axes.get_figure(root=True)
     assert figure is not None
-    if space is None:
+    scale = figure.dpi / 72.0  # pixels a point
+    if taken is None:
         figure.draw_without_rendering()
-        space = FreeSpace(axes, figure.dpi / 72.0)
-    for result in sorted(results, key=lambda r: r.tokens.value):
-        point = (result.tokens.value, 100 * result.accuracy.value)
-        text = result.parameter_text
-        for away, (right, up) in itertools.product(_DISTANCES if text else (), _DIRECTIONS):
+        taken = list(_drawn_boxes(axes, scale))
+    inside = axes.get_window_extent()
+    marked = [line for line in axes.get_lines() if line.get_marker() not in ("None", None)]
+    drawn = [axes.transData.transform(np.asarray(line.get_xydata())) for line in marked]
+    points: FloatArray = np.concatenate(drawn)  # (P, 2)
+
+    def gaps(box: Bbox, of: FloatArray) -> FloatArray:
+        """Pixels from points (..., 2) to a box."""
+        outside = np.maximum(np.maximum(box.min - of, of - box.max), 0.0)
+        return np.hypot(outside[..., 0], outside[..., 1])
+
+    for row in frame.sort_values("tokens").itertuples():
+        point = (row.tokens, 100 * row.accuracy)
+        pixel = axes.transData.transform(point)
+        for away, (right, up) in itertools.product(_DISTANCES if row.setting else (), _DIRECTIONS):
             reach = away if 0 in (right, up) else 0.7 * away
-            place: dict[str, Any] = {
-                "xytext": (right * reach, up * reach),
-                "textcoords": "offset points",
-                "fontsize": size,
-                "color": colour,
-                "ha": _HORIZONTAL[right],
-                "va": _VERTICAL[up],
-                "zorder": 6,
-                "path_effects": [Stroke(linewidth=2.5, foreground="white"), Normal()],
-            }
-            label = axes.annotate(text, point, **place)
-            pixel = axes.transData.transform(point)
-            with_leader = away >= _LEADER_FROM
-            if space.take(label.get_window_extent(), pixel, with_leader):
-                if with_leader:
-                    label.remove()
-                    axes.annotate(text, point, arrowprops={**_LEADER, "color": colour}, **place)
+            look: dict[str, Any] = {"ha": _HORIZONTAL[right], "va": _VERTICAL[up], "zorder": 6}
+            label = axes.annotate(
+                row.setting, point, xytext=(right * reach, up * reach),
+                textcoords="offset points", fontsize=size, color=colour,
+                path_effects=[Stroke(linewidth=2.5, foreground="white"), Normal()], **look,
+            )  # fmt: skip
+            box = label.get_window_extent()
+            spaced = box.padded(2.2 * scale)
+            fits = inside.containsx(box.x0) and inside.containsx(box.x1)
+            fits = fits and inside.containsy(box.y0) and inside.containsy(box.y1)
+            fits = fits and not any(spaced.overlaps(other) for other in taken)
+            # A reader takes it for the label of the nearest point.
+            if fits and gaps(box, points).min() >= gaps(box, pixel) - 0.5:
+                taken.append(box)
                 break
             label.remove()
-    return space
-
-
-class FreeSpace:
-    """Where labels may stand on drawn axes, in pixels; `take` reserves a place."""
-
-    def __init__(self, axes: Axes, scale: float) -> None:
-        from matplotlib.text import Text
-
-        self.scale = scale  # pixels a point
-        self.inside = axes.get_window_extent()
-        self.labels = [Text.get_window_extent(text) for text in axes.texts]  # not their leaders
-        self.taken = list(_drawn_boxes(axes, scale))
-        marked = [line for line in axes.get_lines() if line.get_marker() not in ("None", None)]
-        self.points = np.concatenate(
-            [axes.transData.transform(np.asarray(line.get_xydata())) for line in marked]
-        )  # (points, 2)
-
-    def take(self, box: Bbox, point: FloatArray, with_leader: bool) -> bool:
-        """Reserves the box for the label of `point` if it is free; says whether it was."""
-        if not (self.inside.x0 <= box.x0 and box.x1 <= self.inside.x1):
-            return False
-        if not (self.inside.y0 <= box.y0 and box.y1 <= self.inside.y1):
-            return False
-        spaced = box.padded(2.2 * self.scale)
-        if any(spaced.overlaps(other) for other in self.taken):
-            return False
-        middle = np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2
-        leader = list(_stroke(point, middle, self.scale)) if with_leader else []
-        if any(part.overlaps(other) for part in leader for other in self.labels):
-            return False
-        others = self.points[np.abs(self.points - point).max(axis=1) > 0.5]
-        if any(part.padded(3 * self.scale).contains(*other) for part in leader for other in others):
-            return False
-        if not with_leader:  # a reader takes it for the label of the nearest point
-            half = np.array([box.width, box.height]) / 2
-            gaps = np.hypot(*np.maximum(np.abs(self.points - middle) - half, 0).T)
-            if gaps.min() < np.hypot(*np.maximum(np.abs(point - middle) - half, 0)) - 0.5:
-                return False
-        self.labels.append(box)
-        self.taken.extend([box, *leader])
-        return True
+    return taken
 
 
 def _drawn_boxes(axes: Axes, scale: float) -> Iterator[Bbox]:
     """What labels must not touch: markers, and lines as strings of small boxes, in pixels."""
     from matplotlib.transforms import Bbox
 
-    for text in axes.texts:
-        yield text.get_window_extent()
     for line in axes.get_lines():
         pixels = line.get_transform().transform(np.asarray(line.get_xydata(), np.float64))
-        half = scale * line.get_markersize() / 2 if line.get_marker() not in ("None", None) else 0.0
-        for x, y in pixels:
-            if half:
-                yield Bbox([[x - half, y - half], [x + half, y + half]])
+        if line.get_marker() not in ("None", None):
+            half = scale * line.get_markersize() / 2
+            yield from (Bbox([[x - half, y - half], [x + half, y + half]]) for x, y in pixels)
         if line.get_linestyle() == "None":
             continue
         for start, end in itertools.pairwise(pixels):
-            yield from _stroke(start, end, scale)
+            count = max(2, int(np.hypot(*(end - start)) / (2 * scale)))
+            for x, y in start + np.linspace(0, 1, count)[:, None] * (end - start):
+                yield Bbox([[x - scale, y - scale], [x + scale, y + scale]])
 
 
-def _stroke(start: FloatArray, end: FloatArray, scale: float) -> Iterator[Bbox]:
-    """Boxes of two points' width along a line from `start` to `end`, all in pixels."""
-    from matplotlib.transforms import Bbox
-
-    count = max(2, int(np.hypot(*(end - start)) / (2 * scale)))
-    for x, y in start + np.linspace(0, 1, count)[:, None] * (end - start):
-        yield Bbox([[x - scale, y - scale], [x + scale, y + scale]])
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-def front(results: Sequence[Result]) -> list[Result]:
+def front(frame: pd.DataFrame) -> pd.DataFrame:
     """The results that no other beats in both tokens and accuracy, by rising tokens."""
-    order = sorted(results, key=lambda r: (r.tokens.value, -r.accuracy.value))
-    highest = itertools.accumulate((r.accuracy.value for r in order), max, initial=-np.inf)
-    return [r for r, before in zip(order, highest, strict=False) if r.accuracy.value > before]
-
-
-def draw_front(axes: Axes, results: Sequence[Result]) -> None:
-    """The front of all methods as a line; hindsight, which nobody has, is left out."""
-    points = front([r for r in results if not r.method.startswith(ORACLE)])
-    axes.plot(
-        [r.tokens.value for r in points],
-        [100 * r.accuracy.value for r in points],
-        "-", color=MUTED, lw=3.2, alpha=0.28, zorder=1.5, label="front of all methods",
-    )  # fmt: skip
+    order = frame.sort_values(["tokens", "accuracy"], ascending=[True, False])
+    before = order["accuracy"].cummax().shift(fill_value=-np.inf)
+    return order[order["accuracy"] > before]
 
 
 def save_panels(
-    panels: Mapping[str, Sequence[Result]],
+    panels: Mapping[str, pd.DataFrame],
     paths: Sequence[Path],
     *,
     title: str = "",
@@ -390,7 +291,7 @@ def save_panels(
     """Accuracy against thinking tokens, one panel a benchmark, methods alike in all.
 
     Args:
-        panels: heading -> results on the same traces.
+        panels: heading -> results on the same traces, as `Results.frame`.
         paths: the files to write (PNG, SVG, PDF by their suffixes).
         title: above the picture.
         columns: panels side by side.
@@ -403,25 +304,28 @@ def save_panels(
     wide = min(columns, len(panels))
     high = -(-len(panels) // wide)
     figure = _figure(max(5.2, 4.4 * wide), 3.9 * high)
-    grid = figure.subplots(high, wide, squeeze=False)
-    for axes in list(grid.flat)[len(panels) :]:
+    grid = list(figure.subplots(high, wide, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
         axes.set_visible(False)
     handles: dict[str, Any] = {}
-    styles = assign_styles([result for results in panels.values() for result in results])
-    for axes, (heading, results) in zip(grid.flat, panels.items(), strict=False):
-        draw_pareto(axes, results, styles=styles)
-        draw_front(axes, results)
+    styles = assign_styles([name for frame in panels.values() for name in frame["method"]])
+    for axes, (heading, frame) in zip(grid, panels.items(), strict=False):
+        draw_pareto(axes, frame, styles)
+        reached = front(frame[~frame["method"].str.startswith(ORACLE)])  # hindsight, nobody has
+        axes.plot(
+            reached["tokens"], 100 * reached["accuracy"], "-", color=MUTED, lw=3.2, alpha=0.28,
+            zorder=1.5, label="front of all methods",
+        )  # fmt: skip
         axes.set_title(heading, loc="left", fontsize=10, color=INK)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     _finish(figure, handles, title)
     figure.draw_without_rendering()  # labels find their places in pixels
-    for axes, results in zip(grid.flat, panels.values(), strict=False):
-        space = FreeSpace(axes, figure.dpi / 72.0)
-        ours = [r for r in results if r.method == FRONTIER]
-        label_points(axes, ours, FRONTIER_COLOUR, 7.5, space)
-        others = [r for r in results if r.method not in (FRONTIER, FULL) and r.parameter_text]
-        label_points(axes, others, MUTED, 6.5, space)
+    for axes, frame in zip(grid, panels.values(), strict=False):
+        ours = frame["method"] == FRONTIER
+        taken = list(_drawn_boxes(axes, figure.dpi / 72.0))
+        label_points(axes, frame[ours], FRONTIER_COLOUR, 7.5, taken)
+        label_points(axes, frame[~ours & (frame["method"] != FULL)], MUTED, 6.5, taken)
     _save(figure, paths)
 
 
@@ -512,7 +416,7 @@ def save_difficulty(
             for rows in groups
         ]
         for axes, which, scale in ((left, 0, 100), (right, 1, 1)):
-            numbers: list[Estimate] = [pair[which] for pair in by_group]
+            numbers = [pair[which] for pair in by_group]
             y = np.array([scale * n.value for n in numbers])
             ends = np.array([[scale * n.low for n in numbers], [scale * n.high for n in numbers]])
             axes.errorbar(
@@ -587,12 +491,12 @@ def _read_log(
     return list(stages.values()), ends, points, "optimiser steps" if between else "epochs"
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(width: float, height: float, dpi: int = 160) -> Figure:
     # An own canvas: pyplot's global state and window system are never touched.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

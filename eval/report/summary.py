@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
+import pandas as pd
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ospruner.durable import replace_file
 
@@ -29,13 +27,11 @@ from ..results import (
     Results,
     best_rows,
 )
-from ..text import penalty_name
 from .paper import compare_with_paper, comparison_table, table_1_scores
-from .tables import best_aes_table
-from .terminal import differences_table, number_cell, results_table, rules_table
+from .tables import Column, Table, best_aes_table
+from .terminal import costs_tables, differences_table, results_table
 
 __all__ = [
-    "costs_tables",
     "differences_of",
     "never_right",
     "never_right_told",
@@ -89,54 +85,11 @@ def differences_of(
     ]
 
 
-def costs_tables(results: Sequence[Result]) -> tuple[Table, Table]:
-    """What the main table leaves out, within 80 columns.
-
-    Returns:
-        Help and harm, answers, probes and caps; rewards at each lambda, and time where measured.
-    """
-    timed = any(not math.isnan(result.time_ratio.value) for result in results)
-    costs = rules_table(
-        "Changed answers and further tokens",
-        "",
-        (
-            "wrong to\nright %",
-            "right to\nwrong %",
-            "answer\ntokens",
-            "probe\ntokens",
-            "cut at\ncap %",
-        ),
-    )
-    headings = ["all tokens\nsaved %"]
-    headings += [f"reward\nλ={penalty_name(penalty)}" for penalty, _ in results[0].rewards]
-    rewards = rules_table(
-        "Rewards and time" if timed else "Rewards",
-        "" if timed else "Wall-clock: not measured in this mode",
-        headings + (["time over\nfull", "tokens/s"] if timed else []),
-    )
-    for result in results:
-        costs.add_row(
-            Text(result.name),
-            number_cell(result.helped, 100, 1),
-            number_cell(result.harmed, 100, 1),
-            number_cell(result.answer_tokens, 1, 1),
-            number_cell(result.probe_tokens, 1, 1),
-            number_cell(result.truncated, 100, 1),
-        )
-        cells = [number_cell(result.total_reduction, 100, 1)]
-        cells += [number_cell(value, 1, 3) for _, value in result.rewards]
-        if timed:
-            cells.append(number_cell(result.time_ratio, 1, 2))
-            cells.append(number_cell(result.tokens_per_second, 1, 0))
-        rewards.add_row(Text(result.name), *cells)
-    return costs, rewards
-
-
 def print_results(results: Results, console: Console, *, differences: bool = False) -> None:
     """The results, their costs and, where asked for, the paired differences as tables."""
     title = f"{results.dataset}: {results.setting}"
     console.print(results_table(results.results, results.limits, title=title))
-    for table in costs_tables(results.results):
+    for table in costs_tables(results):
         console.print(table)
     if differences and results.differences:
         console.print(differences_table(results.differences))
@@ -154,10 +107,10 @@ def results_of(
     evaluation: Evaluation,
     *,
     variant: AesVariant = AES_ABSOLUTE,
-    length_penalties: Sequence[float] = (),
+    prices: Sequence[float] = (),
 ) -> Results:
     """Every number of an evaluation with its interval."""
-    results, limits = evaluation.results(variant=variant, length_penalties=length_penalties)
+    results, limits = evaluation.results(variant=variant, prices=prices)
     settings = evaluation.settings
     return Results(
         dataset=settings["benchmark"],
@@ -243,11 +196,11 @@ def save_evaluation(
     folder: str | Path,
     *,
     variant: AesVariant = AES_ABSOLUTE,
-    length_penalties: Sequence[float] = (),
+    prices: Sequence[float] = (),
 ) -> Results:
     """Saves the evaluation, and beside it every number with its interval, in `results.json`."""
     evaluation.save(folder)
-    results = results_of(evaluation, variant=variant, length_penalties=length_penalties)
+    results = results_of(evaluation, variant=variant, prices=prices)
     results.save(Path(folder) / RESULTS_FILE)
     return results
 
@@ -292,7 +245,8 @@ def print_comparison(
         for one in find_evaluations(folder):
             pairs = compare_with_paper(one, model=model, benchmark=benchmark)
             free = one.settings["answer"] == "free"
-            console.print(comparison_table(pairs, one.name, free))
+            table = comparison_table(pairs, free, caption="– where the paper has no number")
+            console.print(table.rich(one.name))
             published = [None if cell is None else vars(cell) for _, cell in pairs]
             results = results_of(one)
             about = {**results.about, "published": published}
@@ -311,34 +265,21 @@ def print_comparison(
 
 def _print_table_1(console: Console) -> list[dict[str, Any]]:
     """Table 1's AES as printed, and recomputed by both definitions."""
-    table = Table(
-        title="The paper's Table 1: AES as printed, and recomputed from its accuracies and lengths",
-        box=box.SIMPLE_HEAD,
+    variants = {"absolute": AES_ABSOLUTE, "relative": AES_RELATIVE}
+    scores = {name: table_1_scores(variant) for name, variant in variants.items()}
+    frame = pd.DataFrame(
+        {"model": row.model, "method": row.method, "benchmark": name, "printed": printed}
+        for row, name, printed, _ in scores["absolute"]
     )
-    for name in ("model", "method", "benchmark"):
-        table.add_column(name)
-    variants = (AES_ABSOLUTE, AES_RELATIVE)
-    for name in ("printed", *(variant.label for variant in variants)):
-        table.add_column(name, justify="right")
-    found = []
-    absolute, relative = (table_1_scores(variant) for variant in variants)
-    for (row, name, printed, ours), (_, _, _, other) in zip(absolute, relative, strict=True):
-        table.add_row(
-            row.model, row.method, name, f"{printed:.2f}", f"{ours:.3f}", f"{other:.3f}",
-            style="" if abs(other - printed) <= 0.0075 else "dim",
-        )  # fmt: skip
-        found.append(
-            {
-                "model": row.model,
-                "method": row.method,
-                "benchmark": name,
-                "printed": printed,
-                "absolute": ours,
-                "relative": other,
-            }
-        )
-    console.print(table)
-    for variant, scores in zip(variants, (absolute, relative), strict=True):
-        worst = max(abs(score - printed) for _, _, printed, score in scores)
+    for name, found in scores.items():
+        frame[name] = [score for _, _, _, score in found]
+    labels = frame[["model", "method", "benchmark"]].agg(", ".join, axis=1).tolist()
+    columns = [Column("printed", "printed", digits=2)]
+    columns += [Column(variants[name].label, name, digits=3) for name in variants]
+    title = "The paper's Table 1: AES as printed, and recomputed from its accuracies and lengths"
+    console.print(Table.of(frame, columns, labels).rich(title))
+    for name, variant in variants.items():
+        worst = (frame[name] - frame["printed"]).abs().max()
         console.print(f"Largest deviation, {variant.label}: {worst:.4f}")
-    return found
+    records: list[dict[str, Any]] = frame.to_dict("records")
+    return records

@@ -1,220 +1,295 @@
-"""Tables of estimates as markdown, CSV or LaTeX (booktabs), and the paper's tables from ours.
+"""Tables: numbers of a frame with their intervals, for terminal, Markdown, CSV, LaTeX and HTML.
 
-In each group of rows the best number is bold and the second best underlined; the full trace
-competes with none.
+`Table` is the one maker. Frames are those of `Results`: a number x with its interval stands in the
+columns x, x_low and x_high. The paper's tables are made of the frames of several evaluations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
 
+from ..compute import flops_scale
+from ..methods import FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..online.evaluation import Evaluation
-from ..results import Estimate, Result, best_rows
+from ..results import Estimate, Result, Results
 from ..schema import MATH_TASK
-from ..text import markdown_table
+from ..text import markdown_table, number_text
 
 __all__ = [
     "AVERAGE",
-    "GridTable",
-    "Line",
-    "Number",
+    "BENCHMARK",
+    "MODEL",
+    "Column",
+    "Table",
     "best_aes_table",
+    "by_domain",
     "chosen_parameters",
+    "compute_column",
+    "frame_of",
     "full_table",
-    "group",
-    "mark_best",
+    "grid_frame",
+    "price_columns",
 ]
 
-
 AVERAGE = "AVERAGE"
-Mark = Literal["", "best", "second"]
+MODEL, BENCHMARK = "model", "benchmark"
+ENDS = ("", "_low", "_high")
+Interval = Literal["brackets", "half", "none"]
 
 
 @dataclass(frozen=True)
-class Number:
-    """One number of a table.
+class Column:
+    """A column of numbers.
 
     Attributes:
-        estimate: the value with its interval.
-        scale: what it is multiplied by.
+        head: its heading; terminals break it at a line break.
+        name: of the frame's column.
+        scale: what numbers are multiplied by, such as 100 for percent.
         digits: decimals.
-        higher_is_better: for finding the best; None for numbers that do not compete.
-        mark: whether it is the best or second best of its group.
-        suffix: written after it, such as a reduction in parentheses.
+        best: which number is best; "" where they do not compete.
+        signed: numbers have a + where they are positive.
     """
 
-    estimate: Estimate
-    scale: float
-    digits: int
-    higher_is_better: bool | None
-    mark: Mark = ""
-    suffix: str = ""
-
-    def text(self, intervals: bool = False) -> str:
-        """The number as tables write it; – where there is none."""
-        value, low, high = self.estimate.texts(self.scale, self.digits)
-        interval = f" [{low}, {high}]" if intervals else ""
-        return f"{value}{interval}{self.suffix}"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of a table: a heading of the rows below it where `cells` is empty.
-
-    Attributes:
-        label: the first column.
-        cells: for each group of columns its numbers; None where a benchmark lacks the row.
-    """
-
-    label: str
-    cells: tuple[tuple[Number, ...] | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class GridTable:
-    """A table with groups of columns.
-
-    Attributes:
-        name: a file name without its ending.
-        caption: what is shown, on what, and how points were chosen.
-        corner: heading of the first column.
-        groups: headings of the groups (benchmarks).
-        columns: headings within each group.
-        sections: rows that compete with each other, by heading (models); each ends with a rule.
-    """
-
+    head: str
     name: str
-    caption: str
-    corner: str
-    groups: tuple[str, ...]
-    columns: tuple[str, ...]
-    sections: tuple[tuple[str, tuple[Line, ...]], ...]
+    scale: float = 1
+    digits: int = 0
+    best: Literal["", "high", "low"] = ""
+    signed: bool = False
+
+
+ACCURACY = Column("Acc", "accuracy", 100, 1, "high")
+LENGTH = Column("Len", "tokens", best="low")
+AES = Column("AES", "aes", digits=2, best="high")
+COMPUTE = Column("Comp", "flops_ratio", 100)
+COMPUTE_CAPTION = "Comp: all that was computed, in % of the full trace's operations. "
+
+
+def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> list[Column]:
+    """A column for each price at which a frame has numbers: "reward" or "gap"."""
+    names = [name for name in frame.columns if name.startswith(f"{kind}@")]
+    ends = ("_low", "_high")
+    before = "reward\n" if kind == "reward" else ""
+    return [
+        Column(f"{before}λ={name.partition('@')[2]}", name, scale, digits)
+        for name in names
+        if not name.endswith(ends)
+    ]
+
+
+def compute_column(frame: pd.DataFrame) -> list[Column]:
+    """The column of operations, in a unit that suits them; none where none were counted."""
+    if frame["flops"].isna().all():
+        return []
+    scale, unit = flops_scale(float(frame["flops"].max()))
+    return [Column(f"compute\n{unit}", "flops", 1 / scale, 1)]
+
+
+def frame_of(results: Sequence[Result], limits: Sequence[Result] = ()) -> pd.DataFrame:
+    """As `Results.frame`, of rules and limits by themselves."""
+    return Results(dataset="-", setting="-", results=[*results], limits=[*limits]).frame
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A table of numbers with intervals.
+
+    Attributes:
+        numbers: a row for each row shown; columns (group, name), where each number has its low and
+            high end beside it. The group is "" in a table without groups.
+        columns: how to show the numbers of each group.
+        caption: what is shown, on what, and how points were chosen.
+        corner: heading of the rows' labels.
+        name: a file name without its ending.
+    """
+
+    numbers: pd.DataFrame
+    columns: tuple[Column, ...]
+    caption: str = ""
+    corner: str = ""
+    name: str = "table"
+
+    @classmethod
+    def of(
+        cls,
+        frame: pd.DataFrame,
+        columns: Sequence[Column],
+        labels: Sequence[str] | None = None,
+        **more: Any,
+    ) -> Table:
+        """A table of a frame's rows; by default each is called as its method and setting."""
+        if labels is None:
+            labels = (frame["method"] + " " + frame["setting"]).str.strip().tolist()
+        names = [one.name + end for one in columns for end in ENDS]
+        numbers = frame.reindex(columns=names).set_axis(pd.Index(labels), axis=0)
+        numbers.columns = pd.MultiIndex.from_product([[""], names])
+        return cls(numbers.astype(float), tuple(columns), **more)
+
+    @property
+    def _shown(self) -> list[tuple[str, Column]]:
+        groups = dict.fromkeys(self.numbers.columns.get_level_values(0))
+        return [(group, column) for group in groups for column in self.columns]
 
     @property
     def heads(self) -> list[str]:
-        """Headings of all columns of numbers."""
-        return [f"{g} {c}" for g in self.groups for c in self.columns]
+        """Headings of the columns of numbers, on one line."""
+        return [f"{group} {one.head}".strip().replace("\n", " ") for group, one in self._shown]
 
-    def flat(self) -> list[tuple[str, str, str, list[Number | None]]]:
-        """Each rule's section, the line above it that heads it ("" for none), label, numbers."""
-        found = []
-        for heading, lines in self.sections:
-            above = ""
-            for line in lines:
-                if line.cells:
-                    found.append((heading, above, line.label, self._numbers(line)))
-                else:
-                    above = line.label
-        return found
+    @property
+    def labels(self) -> list[str]:
+        """The rows' labels, on one line."""
+        rows = [one if isinstance(one, tuple) else (one,) for one in self.numbers.index]
+        return [" ".join(filter(None, row)) for row in rows]
 
-    def markdown(self, intervals: bool = True) -> str:
-        """GitHub's markdown; the caption above."""
-        rows = []
-        for heading, lines in self.sections:
-            rows.append([f"**{heading}**", *[""] * len(self.heads)])
-            for line in lines:
-                label = line.label if line.cells else f"*{line.label}*"
-                cells = [_marked(n, "**{}**", "<u>{}</u>", intervals) for n in self._numbers(line)]
-                rows.append([label, *cells])
-        return f"{self.caption}\n\n{markdown_table([self.corner, *self.heads], rows)}\n"
+    def texts(self, interval: Interval = "brackets") -> pd.DataFrame:
+        """The numbers as text: "71.2 [70.1, 72.3]", "71.2 ±1.2" or "71.2"; – where there is none.
+
+        Half an interval is the wider one, so that ± spans all of it.
+        """
+        found = {}
+        for group, one in self._shown:
+            ends = [self.numbers[group, one.name + end] * one.scale for end in ENDS]
+            found[group, one.name] = [
+                _text(Estimate(*number), one, interval) for number in zip(*ends, strict=True)
+            ]
+        texts = pd.DataFrame(found, index=self.numbers.index)
+        texts.columns = pd.MultiIndex.from_tuples(list(found))
+        return texts
+
+    def marks(self) -> pd.DataFrame:
+        """The best and second of each competing column and section, as shown.
+
+        A section is what shares the first level of the rows' labels. The full trace competes with
+        none.
+
+        Returns:
+            "best", "second" or "" for each number.
+        """
+        shown = self.texts("none")
+        marks = shown.map(lambda _: "")
+        levels = self.numbers.index.nlevels
+        sections = self.numbers.index.get_level_values(0) if levels > 1 else [""] * len(shown)
+        full = np.array([FULL in (row if levels > 1 else (row,)) for row in self.numbers.index])
+        for (_, one), column in zip(self._shown, shown, strict=True):
+            values = pd.to_numeric(shown[column].str.replace(",", ""), errors="coerce")
+            for section in dict.fromkeys(sections) if one.best else ():
+                rivals = (np.asarray(sections) == section) & ~full & values.notna().to_numpy()
+                ranked = sorted(set(values[rivals]), reverse=one.best == "high")
+                for place, mark in zip(ranked, ("best", "second"), strict=False):
+                    marks.loc[rivals & (values == place).to_numpy(), [column]] = mark
+        return marks
+
+    def markdown(self, interval: Interval = "brackets") -> str:
+        """GitHub's Markdown, the caption above; the best bold, the second best underlined."""
+        ways = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+        cells = self._marked(self.texts(interval), ways)
+        rows = [[label, *row] for label, row in zip(self.labels, cells, strict=True)]
+        above = f"{self.caption}\n\n" if self.caption else ""
+        return f"{above}{markdown_table([self.corner, *self.heads], rows)}\n"
 
     def csv(self) -> str:
         """Every number with the ends of its interval, one row a rule."""
-        rows = []
-        for heading, above, label, numbers in self.flat():
-            row: dict[str, object] = {"section": heading}
-            row[self.corner] = f"{above} {label.strip()}".strip()
-            for head, number in zip(self.heads, numbers, strict=True):
-                for end, name in (("", "value"), (" low", "low"), (" high", "high")):
-                    value = getattr(number.estimate, name) * number.scale if number else math.nan
-                    row[f"{head}{end}"] = value
-            rows.append(row)
-        text: str = pd.DataFrame(rows).to_csv(index=False, float_format="%.10g")
-        return text
+        scaled = {}
+        for group, one in self._shown:
+            for end in ENDS:
+                head = f"{group} {one.head}{end.replace('_', ' ')}".strip().replace("\n", " ")
+                scaled[head] = (self.numbers[group, one.name + end] * one.scale).to_numpy()
+        frame = pd.DataFrame(scaled, index=pd.Index(self.labels, name=self.corner))
+        return str(frame.to_csv(float_format="%.10g"))
 
-    def latex(self, intervals: bool = False) -> str:
-        """A booktabs table in the paper's layout."""
-        width, labels, rows = len(self.columns), [], []
-        for number, (heading, lines) in enumerate(self.sections):
-            labels.append("\\midrule\n" * bool(number) + rf"\textbf{{{_tex(heading)}}}")
-            rows.append([""] * len(self.heads))
-            for line in lines:
-                label = _tex(line.label.strip())
-                indent = r"\quad " if line.label.startswith(" ") else ""
-                labels.append(indent + label if line.cells else rf"\textit{{{label}}}")
-                cells = [
-                    _marked(n, r"\textbf{{{}}}", r"\underline{{{}}}", intervals, _tex)
-                    for n in self._numbers(line)
-                ]
-                rows.append(cells)
-        groups = [rf"\textit{{{g}}}" if g == AVERAGE else _tex(g) for g in self.groups]
-        rules = " ".join(
-            rf"\cmidrule(lr){{{2 + width * i}-{1 + width * (i + 1)}}}" for i in range(len(groups))
-        )
-        # The rules between the two lines of headings stand where the second would be named.
-        names = [rf"\multirow{{2}}{{*}}{{{_tex(self.corner)}}}", rules]
-        columns = pd.MultiIndex.from_product([groups, [_tex(c) for c in self.columns]], names=names)
-        body = pd.DataFrame(rows, labels, columns).style.to_latex(
-            hrules=True, column_format="l" + "c" * len(self.heads), multicol_align="c"
-        )
-        return (
-            "\\begin{table}\n\\centering\n\\resizebox{\\textwidth}{!}{%\n"
-            f"{body.rstrip()}}}\n"
-            rf"\caption{{{_tex(self.caption)}}}"
-            f"\n\\label{{tab:{self.name}}}\n\\end{{table}}\n"
+    def latex(self, interval: Interval = "none") -> str:
+        """A booktabs table."""
+        ways = {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}
+        # Styler's own escaping knows no Greek.
+        texts = self.texts(interval).map(_tex).rename(index=_tex)
+        body = pd.DataFrame(self._marked(texts, ways), texts.index, texts.columns)
+        heads = [(_tex(group), _tex(one.head.replace("\n", " "))) for group, one in self._shown]
+        body.columns = pd.MultiIndex.from_tuples(heads)
+        body.index.names = [None] * body.index.nlevels
+        if not any(group for group, _ in heads):
+            body = body.droplevel(0, axis=1)
+        return str(
+            body.style.to_latex(
+                hrules=True,
+                column_format="l" * body.index.nlevels + "c" * body.shape[1],
+                multicol_align="c",
+                clines="skip-last;data" if body.index.nlevels > 1 else None,
+                position_float="centering",
+                caption=_tex(self.caption) or None,
+                label=f"tab:{self.name}",
+            )
         )
 
-    def _numbers(self, line: Line) -> list[Number | None]:
-        """A line's numbers, None where a benchmark lacks the row; a heading has none at all."""
-        return [n for cell in line.cells for n in (cell or (None,) * len(self.columns))] or (
-            [None] * len(self.heads)
+    def html(self) -> str:
+        """A table whose cells have the classes "best" and "second"; all text is escaped."""
+        texts, marks = self.texts(), self.marks()
+        plain = [pd.RangeIndex(count) for count in texts.shape]  # heads may stand twice
+        for frame in (texts, marks):
+            frame.index, frame.columns = plain
+        style = texts.style.format(escape="html").set_td_classes(marks)
+        style = style.set_caption(_escaped(self.caption))
+        style = style.relabel_index([_escaped(one) for one in self.labels])
+        style = style.relabel_index([_escaped(one) for one in self.heads], axis=1)
+        return str(style.to_html(table_attributes='class="sortable"'))
+
+    def rich(self, title: str = "", bold: int | None = None, line_after: int = -1) -> RichTable:
+        """The table of a terminal, one rule a row, each number with half of its interval.
+
+        Args:
+            title: above it.
+            bold: number of the row to make bold.
+            line_after: number of the row below which a line stands.
+        """
+        table = RichTable(
+            title=title or None,
+            caption=self.caption or None,
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            title_justify="left",
+            caption_justify="left",
         )
+        table.add_column(self.corner, min_width=14)
+        for _, one in self._shown:
+            table.add_column(one.head, justify="right", no_wrap=True)
+        rows = self.texts("half").to_numpy()
+        for number, (label, cells) in enumerate(zip(self.labels, rows, strict=True)):
+            parts = [cell.partition(" ±") for cell in cells]
+            table.add_row(
+                Text(label),
+                *(Text.assemble(value, (mark + half, "dim")) for value, mark, half in parts),
+                style="bold" if number == bold else "",
+                end_section=number == line_after,
+            )
+        return table
+
+    def _marked(self, texts: pd.DataFrame, ways: Mapping[str, str]) -> list[list[str]]:
+        """Cells as text, marked by the way of their mark."""
+        pairs = zip(texts.to_numpy(), self.marks().to_numpy(), strict=True)
+        return [[ways[mark].format(text) for text, mark in zip(*row, strict=True)] for row in pairs]
 
 
-def mark_best(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Marks the best and second best of each column; the first line is the full trace."""
-    grids = [[None if c is None else list(c) for c in line.cells] for line in lines]
-    for g in range(len(grids[0])):
-        for c in range(max(len(grid[g] or ()) for grid in grids)):
-            cells = [grid[g] for grid in grids]
-            column = [(row, cell[c]) for row, cell in enumerate(cells) if row and cell]
-            shown = {row: float(n.text().replace("–", "nan").replace(",", "")) for row, n in column}
-            sign = -1.0 if column and column[0][1].higher_is_better is False else 1.0
-            ranks = sorted({sign * x for x in shown.values() if not math.isnan(x)}, reverse=True)
-            for row, number in column:
-                if sign * shown[row] in ranks[:2]:
-                    best = sign * shown[row] == ranks[0]
-                    cell = cells[row] or []
-                    cell[c] = replace(number, mark="best" if best else "second")
-    return tuple(
-        Line(line.label, tuple(None if c is None else tuple(c) for c in grid))
-        for line, grid in zip(lines, grids, strict=True)
-    )
+def _text(number: Estimate, column: Column, interval: Interval) -> str:
+    """A scaled number with its interval, where it has one."""
+    if interval == "none" or math.isnan(number.value) or np.isnan([number.low, number.high]).all():
+        return number_text(number.value, column.digits, signed=column.signed)
+    if interval == "half":
+        return number.short_text(1, column.digits, signed=column.signed)
+    return number.text(1, column.digits, signed=column.signed)
 
 
-def _marked(
-    number: Number | None,
-    best: str,
-    second: str,
-    intervals: bool,
-    escape: Callable[[str], str] = str,
-) -> str:
-    if number is None:
-        return ""
-    text = escape(number.text(intervals))
-    return {"best": best, "second": second, "": "{}"}[number.mark].format(text)
-
-
-# Styler's own escaping knows no Greek.
 _TEX = str.maketrans(
     {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "λ": r"$\lambda$", "≥": r"$\geq$", "–": "--"}
-    | {"≤": r"$\leq$", "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$"}
+    | {"≤": r"$\leq$", "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "±": r"$\pm$"}
 )
 
 
@@ -222,100 +297,148 @@ def _tex(text: str) -> str:
     return text.translate(_TEX)
 
 
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
 def by_domain(evaluations: Sequence[Evaluation]) -> list[tuple[str, Evaluation]]:
     """Evaluations with their tasks' names, those of one task together, in order of appearance."""
-    named = [(_domain(one), one) for one in evaluations]
+    named = []
+    for one in evaluations:
+        of_labels = one.settings.get("label_settings") or {}
+        task = one.settings.get("task") or of_labels.get("task") or MATH_TASK
+        named.append((str(task["name"]), one))
     order = list(dict.fromkeys(name for name, _ in named))
     return sorted(named, key=lambda pair: order.index(pair[0]))
 
 
-def _domain(one: Evaluation) -> str:
-    of_labels = one.settings.get("label_settings") or {}
-    return str((one.settings.get("task") or of_labels.get("task") or MATH_TASK)["name"])
+def grid_frame(
+    evaluations: Sequence[Evaluation], answer: str, variant: AesVariant = AES_ABSOLUTE
+) -> pd.DataFrame:
+    """All evaluations of one kind of answer: model, benchmark, and as `Results.frame`.
 
+    Where they are of several tasks, benchmarks stand by their task, and say it; replay and online
+    of the same are told apart.
 
-def group(evaluations: Sequence[Evaluation], answer: str) -> dict[str, dict[str, Evaluation]]:
-    """Evaluations of one kind of answer: model -> benchmark -> evaluation.
-
-    Where they are of several tasks, benchmarks stand by their task, and say it.
+    Raises:
+        ValueError: there is no such evaluation.
     """
-    found: dict[str, dict[str, Evaluation]] = {}
     pairs = by_domain(evaluations)
+    several = len({name for name, _ in pairs}) > 1
+    found: dict[tuple[str, str], pd.DataFrame] = {}
     for domain, one in pairs:
-        if one.settings["answer"] == answer:
-            name = one.settings["benchmark"]
-            if len({name for name, _ in pairs}) > 1:
-                name = f"{domain}: {name}"
-            by_benchmark = found.setdefault(one.settings["model"], {})
-            if name in by_benchmark:  # replay and online of the same
-                name = f"{name} ({one.settings['mode']})"
-            by_benchmark[name] = one
-    return found
+        if one.settings["answer"] != answer:
+            continue
+        name = f"{domain}: {one.settings['benchmark']}" if several else one.settings["benchmark"]
+        if (one.settings["model"], name) in found:
+            name = f"{name} ({one.settings['mode']})"
+        frame = frame_of(*one.results(variant=variant))
+        key = one.settings["model"], name
+        found[key] = frame.assign(**dict(zip((MODEL, BENCHMARK), key, strict=True)))
+    if not found:
+        raise ValueError(f"there is no evaluation with {answer} answers")
+    return pd.concat(found.values(), ignore_index=True)
+
+
+def _rules(evaluations: Sequence[Evaluation], answer: str, variant: AesVariant) -> pd.DataFrame:
+    frame = grid_frame(evaluations, answer, variant)
+    return frame[frame["kind"] == "rule"]
+
+
+def grid(frame: pd.DataFrame, rows: Sequence[str], columns: Sequence[Column], **more: Any) -> Table:
+    """A table with a group of columns for each benchmark and, of several, their mean.
+
+    The mean is of independent benchmarks, so that half-widths add in squares; a row that a
+    benchmark lacks has none.
+
+    Args:
+        frame: of `grid_frame`.
+        rows: columns of the frame whose values name a row.
+        columns: of each group.
+        more: of `Table`.
+    """
+    names = [one.name + end for one in columns for end in ENDS]
+    benchmarks = list(dict.fromkeys(frame[BENCHMARK]))
+    order = frame[list(rows)].drop_duplicates()
+    index = pd.MultiIndex.from_frame(order)
+    blocks = {
+        name: frame[frame[BENCHMARK] == name].set_index(list(rows))[names].reindex(index)
+        for name in benchmarks
+    }
+    if len(benchmarks) > 1:
+        mean = pd.DataFrame(index=index, columns=names, dtype=float)
+        for one in columns:
+            values, lows, highs = (
+                np.stack([block[one.name + end] for block in blocks.values()]).astype(float)
+                for end in ENDS
+            )
+            value, count = values.mean(axis=0), len(benchmarks)
+            mean[one.name] = value
+            mean[f"{one.name}_low"] = value - np.sqrt(((values - lows) ** 2).sum(axis=0)) / count
+            mean[f"{one.name}_high"] = value + np.sqrt(((highs - values) ** 2).sum(axis=0)) / count
+        blocks[AVERAGE] = mean
+    numbers = pd.concat(blocks, axis=1).astype(float)
+    return Table(numbers, tuple(columns), **more)
 
 
 def chosen_parameters(
     validation: Sequence[Evaluation], variant: AesVariant = AES_ABSOLUTE
-) -> dict[tuple[str, str], float | None]:
-    """(model, method) -> the parameter of the highest AES on validation, averaged over sets."""
-    scores: dict[tuple[str, str], dict[float | None, list[float]]] = {}
-    for one in validation:
-        for result in one.results(variant=variant)[0]:
-            key = one.settings["model"], result.method
-            scores.setdefault(key, {}).setdefault(result.parameter, []).append(result.aes.value)
-    return {
-        key: max(by_parameter, key=lambda p: sum(by_parameter[p]) / len(by_parameter[p]))
-        for key, by_parameter in scores.items()
-    }
+) -> dict[tuple[str, str], str]:
+    """(model, method) -> the setting of the highest AES on validation, averaged over benchmarks."""
+    answers = dict.fromkeys(one.settings["answer"] for one in validation)
+    frame = pd.concat([_rules(validation, answer, variant) for answer in answers])
+    scores = frame.groupby([MODEL, "method", "setting"], sort=False)["aes"].mean()
+    best = scores.groupby([MODEL, "method"], sort=False).idxmax()
+    return {(model, method): setting for model, method, setting in best}
 
 
 def best_aes_table(
     evaluations: Sequence[Evaluation],
     answer: Literal["forced", "free"] = "forced",
     *,
-    chosen: Mapping[tuple[str, str], float | None] | None = None,
+    chosen: Mapping[tuple[str, str], str] | None = None,
     variant: AesVariant = AES_ABSOLUTE,
-) -> GridTable:
+) -> Table:
     """Table 1: each method's best operating point on each benchmark.
 
     Args:
         evaluations: of any models and benchmarks.
         answer: which kind of answers; the two are never mixed.
-        chosen: parameters chosen on validation (`chosen_parameters`); None chooses on the traces
+        chosen: settings chosen on validation (`chosen_parameters`); None chooses on the traces
             shown, for each benchmark by itself, as the paper did.
         variant: which AES.
 
     Raises:
         ValueError: no evaluation of that kind, or a method that validation lacks.
     """
-    by_model = _of_kind(evaluations, answer)
-    benchmarks = _benchmarks(by_model)
-    sections: list[tuple[str, dict[str, dict[str, Result]]]] = []
-    for model, by_benchmark in by_model.items():
-        picked: dict[str, dict[str, Result]] = {}
-        for name, one in by_benchmark.items():
-            results = one.results(variant=variant)[0]
-            for method, number in _picked(results, model, chosen).items():
-                picked.setdefault(method, {})[name] = results[number]
-        sections.append((model, picked))
-    charged = _counted(r for _, picked in sections for by in picked.values() for r in by.values())
-    numbers = _with_compute(_summary_numbers) if charged else _summary_numbers
-    marked = [
-        (model, mark_best([Line(m, _cells(by, benchmarks, numbers)) for m, by in picked.items()]))
-        for model, picked in sections
-    ]
+    frame = _rules(evaluations, answer, variant)
+    if chosen is None:
+        scores = frame.assign(aes=frame["aes"].fillna(-np.inf))
+        picked = scores.groupby([MODEL, BENCHMARK, "method"], sort=False)["aes"].idxmax()
+        frame = frame.loc[sorted(picked)]
+    else:
+        keys = list(zip(frame[MODEL], frame["method"], strict=True))
+        if lacking := sorted(set(keys) - set(chosen)):
+            model, method = lacking[0]
+            raise ValueError(
+                f"validation has no {method} of {model}: evaluate the same policies and rules "
+                "there, under the same model name"
+            )
+        frame = frame[[chosen[key] == s for key, s in zip(keys, frame["setting"], strict=True)]]
+    counted = not frame["flops_ratio"].isna().all()
     how = "on these very traces, as in the paper" if chosen is None else "on validation"
-    return GridTable(
-        name=f"best-aes-{answer}",
+    return grid(
+        frame,
+        (MODEL, "method"),
+        (ACCURACY, LENGTH, AES, *([COMPUTE] if counted else [])),
         caption=(
             f"Each method at its best AES, chosen {how}; {answer} answers. AES {variant.label}. "
-            + (f"{AVERAGE} is the mean over benchmarks. " if len(benchmarks) > 1 else "")
-            + (_COMPUTE_CAPTION if charged else "")
+            + (f"{AVERAGE} is the mean over benchmarks. " if frame[BENCHMARK].nunique() > 1 else "")
+            + (COMPUTE_CAPTION if counted else "")
             + "95 % intervals by problem."
         ),
         corner="Model / Method",
-        groups=_groups(benchmarks),
-        columns=("Acc", "Len", "AES", *([_COMPUTE] if charged else [])),
-        sections=tuple(marked),
+        name=f"best-aes-{answer}",
     )
 
 
@@ -325,139 +448,33 @@ def full_table(
     answer: Literal["forced", "free"] = "forced",
     *,
     variant: AesVariant = AES_ABSOLUTE,
-) -> GridTable:
+) -> Table:
     """The appendix' table of one model: every rule at every parameter.
 
     Raises:
         ValueError: no evaluation of that model and kind.
     """
-    by_model = _of_kind(evaluations, answer)
-    if model not in by_model:
-        raise ValueError(f"no evaluation of {model!r} with {answer} answers; {list(by_model)} have")
-    benchmarks = _benchmarks({model: by_model[model]})
-    rows: dict[str, dict[str, dict[str, Result]]] = {}
-    for name, one in by_model[model].items():
-        for result in one.results(variant=variant)[0]:
-            label = f"  {result.parameter_text or 'N/A'}"
-            rows.setdefault(result.method, {}).setdefault(label, {})[name] = result
-    numbers: Callable[[Result], tuple[Number, ...]]
-    numbers = _free_numbers if answer == "free" else _forced_numbers
-    charged = _counted(r for by in rows.values() for of in by.values() for r in of.values())
-    numbers = _with_compute(numbers) if charged else numbers
-    lines = []
-    for method, by_label in rows.items():
-        lines.append(Line(method))
-        lines += [Line(label, _cells(by, benchmarks, numbers)) for label, by in by_label.items()]
-    length = "Len (CoT + Ans) (Red.)" if answer == "free" else "Length (Red.)"
-    return GridTable(
-        name=f"full-{model}-{answer}".replace("/", "-"),
-        caption=(
-            f"Full results for {model}, {answer} answers. {_COMPUTE_CAPTION if charged else ''}"
-            "95 % intervals by problem."
-        ),
+    frame = _rules(evaluations, answer, variant)
+    models = list(dict.fromkeys(frame[MODEL]))
+    if model not in models:
+        raise ValueError(f"no evaluation of {model!r} with {answer} answers; {models} have")
+    frame = frame[frame[MODEL] == model]
+    counted = not frame["flops_ratio"].isna().all()
+    columns = [replace(ACCURACY, best="")]
+    if answer == "free":  # lengths are of thinking and answer together
+        columns += [Column("CoT", "tokens"), Column("Ans", "answer_tokens")]
+        columns += [
+            Column("CoT + Ans", "generated_tokens"),
+            Column("Red. %", "total_reduction", 100, 1),
+        ]
+    else:
+        columns += [replace(LENGTH, best=""), Column("Red. %", "reduction", 100, 1)]
+    return grid(
+        frame,
+        ("method", "setting"),
+        (*columns, *([COMPUTE] if counted else [])),
+        caption=f"Full results for {model}, {answer} answers. "
+        f"{COMPUTE_CAPTION if counted else ''}95 % intervals by problem.",
         corner="Method / Param",
-        groups=_groups(benchmarks),
-        columns=("Acc", length, *([_COMPUTE] if charged else [])),
-        sections=((model, tuple(lines)),),
+        name=f"full-{model}-{answer}".replace("/", "-"),
     )
-
-
-def average(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean over benchmarks, whose problems are independent: half-widths add in squares."""
-    count = len(estimates)
-    value = sum(e.value for e in estimates) / count
-    down = math.sqrt(sum((e.value - e.low) ** 2 for e in estimates)) / count
-    up = math.sqrt(sum((e.high - e.value) ** 2 for e in estimates)) / count
-    return Estimate(value, value - down, value + up)
-
-
-def _of_kind(evaluations: Sequence[Evaluation], answer: str) -> dict[str, dict[str, Evaluation]]:
-    by_model = group(evaluations, answer)
-    if not by_model:
-        raise ValueError(f"there is no evaluation with {answer} answers")
-    return by_model
-
-
-def _benchmarks(by_model: Mapping[str, Mapping[str, Evaluation]]) -> list[str]:
-    return list(dict.fromkeys(name for by in by_model.values() for name in by))
-
-
-def _picked(
-    results: Sequence[Result], model: str, chosen: Mapping[tuple[str, str], float | None] | None
-) -> dict[str, int]:
-    if chosen is None:
-        return best_rows(results)
-    picked = {}
-    for number, result in enumerate(results):
-        if (model, result.method) not in chosen:
-            raise ValueError(
-                f"validation has no {result.method} of {model}: evaluate the same policies and "
-                "rules there, under the same model name"
-            )
-        if result.parameter == chosen[model, result.method]:
-            picked[result.method] = number
-    return picked
-
-
-_COMPUTE = "Comp"
-_COMPUTE_CAPTION = "Comp: all that was computed, in % of the full trace's operations. "
-
-
-def _counted(results: Iterable[Result]) -> bool:
-    """Whether operations were counted for any of the results."""
-    return any(not math.isnan(result.flops_ratio.value) for result in results)
-
-
-def _with_compute(
-    numbers: Callable[[Result], tuple[Number, ...]],
-) -> Callable[[Result], tuple[Number, ...]]:
-    """The same numbers, and what was computed against the full trace, in percent."""
-    return lambda result: (*numbers(result), Number(result.flops_ratio, 100, 0, None))
-
-
-def _summary_numbers(result: Result) -> tuple[Number, ...]:
-    return (
-        Number(result.accuracy, 100, 1, True),
-        Number(result.tokens, 1, 0, False),
-        Number(result.aes, 1, 2, True),
-    )
-
-
-def _forced_numbers(result: Result) -> tuple[Number, ...]:
-    saved = f" ({100 * result.reduction.value + 0.0:.1f}%)"
-    return (
-        Number(result.accuracy, 100, 1, None),
-        Number(result.tokens, 1, 0, None, suffix=saved),
-    )
-
-
-def _free_numbers(result: Result) -> tuple[Number, ...]:
-    thinking, answer = result.tokens.value, result.answer_tokens.value
-    saved = f" ({thinking:.0f}+{answer:.0f}) ({100 * result.total_reduction.value + 0.0:.1f}%)"
-    total = Number(result.generated_tokens, 1, 0, None, suffix=saved)
-    return (Number(result.accuracy, 100, 1, None), total)
-
-
-def _groups(benchmarks: Sequence[str]) -> tuple[str, ...]:
-    """The table's groups of columns: a mean only where there is more than one benchmark."""
-    return (*benchmarks, AVERAGE) if len(benchmarks) > 1 else tuple(benchmarks)
-
-
-def _cells(
-    by_benchmark: Mapping[str, Result],
-    benchmarks: Sequence[str],
-    numbers: Callable[[Result], tuple[Number, ...]],
-) -> tuple[tuple[Number, ...] | None, ...]:
-    cells: list[tuple[Number, ...] | None] = [
-        numbers(by_benchmark[name]) if name in by_benchmark else None for name in benchmarks
-    ]
-    if len(benchmarks) < 2:
-        return tuple(cells)
-    if None in cells:
-        return (*cells, None)
-    columns = zip(*[cell for cell in cells if cell is not None], strict=True)
-    means = tuple(
-        replace(column[0], estimate=average([n.estimate for n in column]), suffix="")
-        for column in columns
-    )
-    return (*cells, means)

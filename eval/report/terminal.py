@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from rich.table import Table as RichTable
 
-from ..compute import flops_scale
-from ..results import Difference, Estimate, Frontier, Result, Results
-from ..text import penalty_name
+from ..results import Difference, Result, Results
+from .tables import Column, Table, compute_column, frame_of, price_columns
 
 __all__ = [
+    "COSTS",
+    "DIFFERENCES",
     "DIFFERENCES_CAPTION",
-    "compute_heading",
-    "counts_compute",
+    "MAIN",
+    "SAVED",
+    "TIME",
+    "costs_tables",
     "differences_table",
     "frontier_tables",
-    "largest_flops",
-    "number_cell",
     "results_table",
-    "rules_table",
 ]
 
+MAIN = (
+    Column("accuracy %", "accuracy", 100, 1),
+    Column("thinking\ntokens", "tokens"),
+    Column("saved %", "reduction", 100, 1),
+    Column("AES", "aes", digits=2),
+)
+COSTS = (
+    Column("wrong to\nright %", "helped", 100, 1),
+    Column("right to\nwrong %", "harmed", 100, 1),
+    Column("answer\ntokens", "answer_tokens", digits=1),
+    Column("probe\ntokens", "probe_tokens", digits=1),
+    Column("cut at\ncap %", "truncated", 100, 1),
+)
+SAVED = (Column("all tokens\nsaved %", "total_reduction", 100, 1),)
+TIME = (Column("time over\nfull", "time_ratio", digits=2), Column("tokens/s", "tokens_per_second"))
+DIFFERENCES = (
+    Column("accuracy,\npoints", "accuracy", 100, 1, signed=True),
+    Column("thinking\ntokens", "tokens", digits=1, signed=True),
+    Column("saved,\npoints", "reduction", 100, 1, signed=True),
+    Column("AES", "aes", digits=2, signed=True),
+)
 DIFFERENCES_CAPTION = (
     "Operating points and differences are of the same traces, and training seeds are in the "
     "intervals only where several were evaluated: an interval without 0 does not prove the sign."
 )
-
-
 _PRICES_A_TABLE = 4  # in 80 columns
-
-
-def rules_table(title: str, caption: str, columns: Sequence[str]) -> Table:
-    """An empty table whose rows are rules: a column of names, then numbers.
-
-    Args:
-        title: above it.
-        caption: below it.
-        columns: headings of the numbers; a line break splits one.
-    """
-    table = Table(
-        title=title or None,
-        caption=caption or None,
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("method", min_width=14)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+_HALF = "± wider half of the 95 % interval by problem"
 
 
 def results_table(
     results: Sequence[Result], limits: Sequence[Result] = (), *, title: str = ""
-) -> Table:
+) -> RichTable:
     """The results, one rule a row, every number with its 95 % interval by problem.
 
     Args:
@@ -69,119 +64,80 @@ def results_table(
     Raises:
         ValueError: no results, or results of different AES variants.
     """
-    everything = [*results, *limits]
-    labels = {result.aes_label for result in everything}
+    labels = {result.aes_label for result in (*results, *limits)}
     if len(labels) != 1:
         raise ValueError(
             f"the results use these AES: {sorted(labels) or 'none, for there are no results'}; "
             "a table shows results of one variant"
         )
-    first = everything[0]
-    table = rules_table(
-        title,
-        f"{first.traces:,} traces of {first.problems:,} problems; ± wider half of the 95 % "
-        f"interval by problem; AES {first.aes_label}",
-        ("accuracy %", "thinking\ntokens", "saved %", "AES", *compute_heading(everything, "\n")),
+    frame = frame_of(results, limits)
+    first = results[0]
+    caption = (
+        f"{first.traces:,} traces of {first.problems:,} problems; {_HALF}; AES {first.aes_label}"
     )
-    scale, _ = flops_scale(largest_flops(everything))
-    best = max((r.aes.value for r in results), default=math.inf)
-    for number, result in enumerate(everything):
-        table.add_row(
-            Text(result.name),
-            number_cell(result.accuracy, 100, 1),
-            number_cell(result.tokens, 1, 0 if result.tokens.value >= 100 else 1),
-            number_cell(result.reduction, 100, 1),
-            number_cell(result.aes, 1, 2),
-            # Without its interval, which results.json holds: names need the width.
-            *([f"{result.flops.value / scale:.1f}"] if counts_compute(everything) else []),
-            style="bold" if number < len(results) and result.aes.value == best else "",
-            end_section=number == len(results) - 1 and bool(limits),
-        )
-    return table
+    # Operations without their interval, which results.json holds: names need the width.
+    frame[["flops_low", "flops_high"]] = float("nan")
+    table = Table.of(frame, (*MAIN, *compute_column(frame)), caption=caption, corner="method")
+    scores = frame["aes"][: len(results)]
+    best = None if scores.isna().all() else int(scores.fillna(-float("inf")).argmax())
+    return table.rich(title, best, len(results) - 1 if limits else -1)
 
 
-def differences_table(differences: Sequence[Difference]) -> Table:
-    """Paired differences (`results.compare`) of one rule to others, one a row."""
-    table = rules_table(
-        f"{differences[0].rule} less each other, paired",
-        f"± wider half of the 95 % interval by problem. {DIFFERENCES_CAPTION}",
-        ("accuracy,\npoints", "thinking\ntokens", "saved,\npoints", "AES"),
-    )
-    for one in differences:
-        table.add_row(
-            Text(one.other),
-            number_cell(one.accuracy, 100, 1, signed=True),
-            number_cell(one.tokens, 1, 1, signed=True),
-            number_cell(one.reduction, 100, 1, signed=True),
-            number_cell(one.aes, 1, 2, signed=True),
-        )
-    return table
+def costs_tables(results: Results) -> tuple[RichTable, RichTable]:
+    """What the main table leaves out, within 80 columns.
 
-
-def counts_compute(results: Sequence[Result]) -> bool:
-    """Whether operations were counted for any of the results."""
-    return any(not math.isnan(result.flops.value) for result in results)
-
-
-def largest_flops(results: Sequence[Result]) -> float:
-    """The most operations of any of the results; 0 where none were counted."""
-    return max((r.flops.value for r in results if not math.isnan(r.flops.value)), default=0.0)
-
-
-def compute_heading(results: Sequence[Result], between: str = ", ") -> list[str]:
-    """The heading of the column of operations with their unit; none where none were counted."""
-    unit = flops_scale(largest_flops(results))[1]
-    return [f"compute{between}{unit}"] if counts_compute(results) else []
-
-
-def number_cell(number: Estimate, scale: float, digits: int, *, signed: bool = False) -> Text:
-    """A number and the wider half of its interval as a table's cell.
-
-    Args:
-        number: the number.
-        scale: what to multiply it by, such as 100 for percent.
-        digits: decimals.
-        signed: with a + where it is positive.
+    Returns:
+        Help and harm, answers, probes and caps; rewards at each price, and time where measured.
     """
-    value, half = number.short_text(scale, digits, signed=signed).split(" ")
-    return Text.assemble(value, " ", (half, "dim"))
-
-
-def frontier_tables(results: Results, bar_points: float | None = None) -> list[Table]:
-    """Areas, the first method's lead over each other, and the shares of the oracle's gap.
-
-    Args:
-        results: with `frontiers`, and what was left out in `about`.
-        bar_points: where given, whether the lower end of each lead is at least so many points.
-    """
-    first = results.frontiers[0].method
-    lead = f"{first}'s less it"
-    left_out = "\n".join(f"left out: {k} ({why})" for k, why in results.about["left_out"].items())
-    areas = rules_table(
-        f"{results.dataset}: {results.setting}", left_out, ["area, %", f"{lead}, points"]
+    frame = results.frame.query("kind == 'rule'")
+    costs = Table.of(frame, COSTS, corner="method")
+    timed = not frame["time_ratio"].isna().all()
+    columns = [*SAVED, *price_columns(frame, "reward", 1, 3), *(TIME if timed else ())]
+    caption = "" if timed else "Wall-clock: not measured in this mode"
+    rewards = Table.of(frame, columns, caption=caption, corner="method")
+    return (
+        costs.rich("Changed answers and further tokens"),
+        rewards.rich("Rewards and time" if timed else "Rewards"),
     )
-    for one in results.frontiers:
-        text = "" if one.lead is None else one.lead.text(100, 2, signed=True)
-        if one.lead is not None and bar_points is not None:
-            held = one.lead.value > 0 and 100 * one.lead.low >= bar_points
-            text += "   holds" if held else "   DOES NOT HOLD"
-        areas.add_row(one.method, one.area.text(100, 2), text)
-    return [areas, *_gap_tables(results.frontiers)]
 
 
-def _gap_tables(frontiers: Sequence[Frontier]) -> list[Table]:
-    """The shares of the oracle's gap, as many prices beside each other as a terminal shows."""
-    penalties = [penalty for penalty, _ in frontiers[0].gap_closed]
-    tables = []
-    for start in range(0, len(penalties), _PRICES_A_TABLE):
-        part = slice(start, start + _PRICES_A_TABLE)
-        table = rules_table(
-            "Share of the oracle's gap closed, %" if start == 0 else "",
-            "± wider half of the 95 % interval by problem" if start == 0 else "",
-            [f"λ={penalty_name(p)}" for p in penalties[part]],
+def differences_table(differences: Sequence[Difference]) -> RichTable:
+    """Paired differences of one rule to others, one a row."""
+    found = Results(dataset="-", setting="-", differences=[*differences]).difference_frame
+    table = Table.of(
+        found,
+        DIFFERENCES,
+        found["other"].tolist(),
+        caption=f"{_HALF}. {DIFFERENCES_CAPTION}",
+        corner="method",
+    )
+    return table.rich(f"{differences[0].rule} less each other, paired")
+
+
+def frontier_tables(results: Results) -> list[RichTable]:
+    """Areas, the first method's lead over each other, and the shares of the oracle's gap."""
+    frame = results.frontier_frame
+    methods = frame["method"].tolist()
+    left_out = results.about.get("left_out") or {}
+    areas = Table.of(
+        frame,
+        (
+            Column("area, %", "area", 100, 2),
+            Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True),
+        ),
+        methods,
+        caption="\n".join(f"left out: {name} ({why})" for name, why in left_out.items()),
+        corner="method",
+    )
+    tables = [areas.rich(f"{results.dataset}: {results.setting}")]
+    gaps = price_columns(frame, "gap", 100, 1)
+    for start in range(0, len(gaps), _PRICES_A_TABLE):
+        part = Table.of(
+            frame,
+            gaps[start : start + _PRICES_A_TABLE],
+            methods,
+            caption="" if start else _HALF,
+            corner="method",
         )
-        for one in frontiers:
-            cells = (number_cell(share, 100, 1) for _, share in one.gap_closed[part])
-            table.add_row(one.method, *cells)
-        tables.append(table)
+        tables.append(part.rich("" if start else "Share of the oracle's gap closed, %"))
     return tables

@@ -257,7 +257,7 @@ def eval_report(
     written = write_report(
         folder, out=out, validation=validation, dynamics=dynamics or (), title=title,
         variant=charged_variant(charge, relative=relative_aes),
-        length_penalties=parse_lambdas(penalties), differences=differences,
+        prices=parse_lambdas(penalties), differences=differences,
     )  # fmt: skip
     for path in written:
         console.print(f"Wrote {path}", soft_wrap=True)
@@ -307,9 +307,7 @@ def _show(
     from ospruner.eval.report.summary import print_results, save_evaluation
     from ospruner.eval.results import RESULTS_FILE
 
-    results = save_evaluation(
-        evaluation, out, variant=charged_variant(charge), length_penalties=lambdas
-    )
+    results = save_evaluation(evaluation, out, variant=charged_variant(charge), prices=lambdas)
     print_results(results, console, differences=differences)
     if json_file is not None:
         results.save(json_file)

@@ -69,11 +69,11 @@ def test_an_evaluation_has_a_name_and_a_full_trace() -> None:
 
 def test_the_numbers_are_written_with_their_intervals(tmp_path: Path) -> None:
     evaluation = make_evaluation()
-    saved = save_evaluation(evaluation, tmp_path, length_penalties=[1e-4])
+    saved = save_evaluation(evaluation, tmp_path, prices=[1e-4])
     path = tmp_path / "results.json"
     assert Results.read(path).to_dict() == saved.to_dict()
     content = json.loads(path.read_text())
-    results = evaluation.results(length_penalties=[1e-4])[0]
+    results = evaluation.results(prices=[1e-4])[0]
     assert content["natural_accuracy"]["value"] == pytest.approx(results[0].accuracy.value)
     assert content["about"]["settings"] == evaluation.settings
     first = content["results"][1]

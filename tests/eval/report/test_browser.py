@@ -50,7 +50,7 @@ def test_tables_sort_by_a_click_and_by_keyboard(browser: Browser, page: str) -> 
     browser.open(page)
     keep(browser, "top")
     column = "[...document.querySelectorAll('#e1 table:first-of-type tbody tr')].map("
-    column += "row => Number(row.cells[2].dataset.value)).slice(0, 9)"
+    column += "row => parseFloat(row.cells[2].textContent)).slice(0, 9)"
     before = browser.run(column)
     browser.click("#e1 table th:nth-child(3) button")
     after = browser.run(column)

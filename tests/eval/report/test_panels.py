@@ -19,30 +19,25 @@ from ospruner.eval.report.pictures import (
     save_dynamics,
     save_panels,
 )
+from ospruner.eval.report.tables import frame_of
 
 from ..evaluations import make_evaluation
 
 
 def test_the_front_is_what_no_other_beats() -> None:
-    results = make_evaluation().results()[0]
-    on_front = front(results)
-    assert on_front
-    for one in on_front:
-        assert not any(
-            other.tokens.value < one.tokens.value and other.accuracy.value >= one.accuracy.value
-            for other in results
-        )
-    tokens = [r.tokens.value for r in on_front]
-    accuracy = [r.accuracy.value for r in on_front]
+    everything = frame_of(make_evaluation().results()[0])
+    on_front = front(everything)
+    tokens, accuracy = on_front["tokens"].tolist(), on_front["accuracy"].tolist()
     assert tokens == sorted(tokens)
     assert accuracy == sorted(accuracy)
-    for other in results:
-        if other not in on_front:
-            assert any(
-                one.tokens.value <= other.tokens.value
-                and one.accuracy.value >= other.accuracy.value
-                for one in on_front
-            )
+    for one in everything.itertuples():
+        if one.Index in on_front.index:
+            assert not (
+                everything[everything["tokens"] < one.tokens].accuracy >= one.accuracy
+            ).any()
+        else:
+            fewer = on_front[on_front["tokens"] <= one.tokens]
+            assert (fewer["accuracy"] >= one.accuracy).any()
 
 
 @given(st.integers(1, 12), st.integers(1, 30))
@@ -66,7 +61,7 @@ def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
     panels = {}
     for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other")):
         results, limits = make_evaluation(benchmark=name, seed=i).results()
-        panels[name] = [*results, *limits]
+        panels[name] = frame_of(results, limits)
     save_panels(panels, [tmp_path / "a.png", tmp_path / "a.svg"], title="four")
     height, width, _ = imread(tmp_path / "a.png").shape
     assert width > height
@@ -77,13 +72,13 @@ def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
 
 
 def test_methods_look_alike_in_all_panels() -> None:
-    one, other = (make_evaluation(benchmark=name).results()[0] for name in ("GSM8K", "AIME"))
-    fewer = [result for result in other if result.method != "probe"]
-    styles = assign_styles([*fewer, *one])
+    one, other = (frame_of(make_evaluation(benchmark=n).results()[0]) for n in ("GSM8K", "AIME"))
+    fewer = other[other["method"] != "probe"]
+    styles = assign_styles([*fewer["method"], *one["method"]])
     assert len(set(styles.values())) == len(styles) == 2
-    for results in (one, fewer):
+    for frame in (one, fewer):
         axes = Figure().add_subplot()
-        draw_pareto(axes, results, styles=styles)
+        draw_pareto(axes, frame, styles)
         drawn = {line.get_label(): line for line in axes.get_lines()}
         assert drawn["fixed budget"].get_marker() == styles["fixed budget"][1]
 

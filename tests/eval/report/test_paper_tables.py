@@ -1,3 +1,5 @@
+"""The paper's tables from ours: what is picked, marked and averaged, and how it is written."""
+
 from __future__ import annotations
 
 import csv
@@ -5,156 +7,31 @@ import io
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ospruner.eval.online.evaluation import Evaluation
 from ospruner.eval.report.tables import (
     AVERAGE,
-    average,
+    Table,
     best_aes_table,
     by_domain,
     chosen_parameters,
     full_table,
 )
-from ospruner.eval.results import Estimate
 
 from ..evaluations import make_evaluation
 
 MODEL = "DeepSeek-R1-Distill-Qwen-7B"
-THREE = [make_evaluation(benchmark=name, seed=i) for i, name in enumerate(("GSM8K", "MATH-500"))]
+TWO = [make_evaluation(benchmark=name, seed=i) for i, name in enumerate(("GSM8K", "MATH-500"))]
 
 
-def test_best_rows_are_chosen_per_benchmark_and_averaged() -> None:
-    table = best_aes_table(THREE)
-    assert table.groups == ("GSM8K", "MATH-500", AVERAGE)
-    heading, lines = table.sections[0]
-    assert heading == MODEL
-    assert [line.label for line in lines] == ["full trace", "OS-Pruner", "probe", "fixed budget"]
-    ours = lines[1].cells
-    for evaluation, cell in zip(THREE, ours, strict=False):
-        assert cell is not None
-        scores = [r.aes.value for r in evaluation.results()[0] if r.method == "OS-Pruner"]
-        assert cell[2].estimate.value == max(scores)
-    first, second, mean = ours
-    assert first is not None
-    assert second is not None
-    assert mean is not None
-    assert mean[2].estimate.value == pytest.approx(
-        (first[2].estimate.value + second[2].estimate.value) / 2
-    )
-    assert "on these very traces" in table.caption
+def groups(table: Table) -> list[str]:
+    return list(dict.fromkeys(table.numbers.columns.get_level_values(0)))
 
 
-def test_evaluations_of_several_tasks_stand_by_task() -> None:
-    quiz = make_evaluation(benchmark="ARC", seed=2)
-    replayed = {"label_settings": {"task": {"name": "choice"}}}
-    generated = {"task": {"name": "choice", "force": "answer"}}
-    for told in (replayed, generated):
-        asked = replace(quiz, settings=quiz.settings | told)
-        table = best_aes_table([THREE[0], asked, THREE[1]])
-        assert table.groups == ("math: GSM8K", "math: MATH-500", "choice: ARC", AVERAGE)
-        assert best_aes_table([asked]).groups == ("ARC",)
-        pairs = by_domain([THREE[0], asked, THREE[1]])
-        assert [name for name, _ in pairs] == ["math", "math", "choice"]
-
-
-def test_the_best_is_bold_and_the_second_underlined_and_the_full_trace_neither() -> None:
-    table = best_aes_table(THREE)
-    lines = table.sections[0][1]
-    for g in range(3):
-        for c, higher in enumerate((True, False, True)):
-            cells = [line.cells[g] for line in lines]
-            shown = [float(cell[c].text()) for cell in cells if cell is not None]
-            marks = [cell[c].mark for cell in cells if cell is not None]
-            assert marks[0] == ""
-            ranked = sorted(set(shown[1:]), reverse=higher)
-            for value, mark in zip(shown[1:], marks[1:], strict=True):
-                expected = {ranked[0]: "best", ranked[1]: "second"}.get(value, "")
-                assert mark == expected
-
-
-def test_ties_as_printed_share_a_mark() -> None:
-    evaluation = make_evaluation()
-    twin = [*evaluation.rules, evaluation.rules[-1].__class__("twin", evaluation.rules[-1].outcome)]
-    twins = evaluation.__class__(**{**vars(evaluation), "rules": twin})
-    lines = {line.label: line.cells[0] for line in best_aes_table([twins]).sections[0][1]}
-    budget, other = lines["fixed budget"], lines["twin"]
-    assert budget is not None
-    assert other is not None
-    assert [n.mark for n in budget] == [n.mark for n in other]
-
-
-def test_parameters_chosen_on_validation_are_shown() -> None:
-    chosen = chosen_parameters([make_evaluation(seed=7)])
-    table = best_aes_table(THREE, chosen=chosen)
-    parameter = chosen[MODEL, "OS-Pruner"]
-    cell = table.sections[0][1][1].cells[0]
-    assert cell is not None
-    expected = next(
-        r for r in THREE[0].results()[0] if (r.method, r.parameter) == ("OS-Pruner", parameter)
-    )
-    assert cell[0].estimate == expected.accuracy
-    assert "chosen on validation" in table.caption
-    with pytest.raises(ValueError, match="validation has no full trace of other"):
-        best_aes_table([make_evaluation(model="other")], chosen=chosen)
-
-
-def test_csv_holds_every_number_with_its_interval() -> None:
-    rows = list(csv.DictReader(io.StringIO(full_table(THREE, MODEL).csv())))
-    assert len(rows) == 8
-    by = {row["Method / Param"]: row for row in rows}
-    row = by["OS-Pruner λ=5e-5"]
-    result = next(r for r in THREE[0].results()[0] if r.parameter == 5e-5)
-    for end, value in zip(("", " low", " high"), vars(result.accuracy).values(), strict=True):
-        assert float(row[f"GSM8K Acc{end}"]) == pytest.approx(100 * value)
-    assert float(row["AVERAGE Acc low"]) < float(row["AVERAGE Acc"])
-
-
-def test_markdown_has_one_cell_for_each_column() -> None:
-    text = best_aes_table(THREE).markdown()
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1
-    assert re.search(r"\*\*\d+\.\d \[\d+\.\d, \d+\.\d\]\*\*", text)
-    assert "<u>" in text
-
-
-def test_latex_is_balanced_and_in_the_papers_layout() -> None:
-    for table in (best_aes_table(THREE), full_table(THREE, MODEL)):
-        text = table.latex()
-        assert text.count("{") == text.count("}")
-        assert r"\multicolumn{" in text
-        assert r"\cmidrule(lr){2-" in text
-        assert r"\textit{AVERAGE}" in text
-        body = [line for line in text.splitlines() if line.endswith(r"\\")]
-        widths = {line.count(" & ") for line in body if "multi" not in line and " & " in line}
-        assert widths == {len(table.groups) * len(table.columns)}
-        assert "%" not in text.replace(r"\%", "").replace("{%\n", "")
-    assert r"\textbf{" in best_aes_table(THREE).latex()
-    assert r"\quad $\lambda$=5e-5" in full_table(THREE, MODEL).latex()
-
-
-def test_forced_and_free_are_never_mixed() -> None:
-    free = make_evaluation(answer="free", seed=3)
-    table = full_table([*THREE, free], MODEL, "free")
-    assert table.groups == ("GSM8K",)  # a mean of one would say nothing
-    assert table.columns == ("Acc", "Len (CoT + Ans) (Red.)")
-    cell = table.sections[0][1][1].cells[0]
-    assert cell is not None
-    result = free.results()[0][0]
-    assert cell[1].estimate.value == pytest.approx(result.tokens.value + 5.0)
-    assert cell[1].estimate.low < cell[1].estimate.value < cell[1].estimate.high
-    assert "+5)" in cell[1].text()
-    with pytest.raises(ValueError, match="no evaluation with free answers"):
-        best_aes_table(THREE, "free")
-    with pytest.raises(ValueError, match="no evaluation of 'none' with forced answers"):
-        full_table(THREE, "none")
-
-
-def test_an_average_of_independent_benchmarks_is_narrower() -> None:
-    mean = average([Estimate(0.5, 0.4, 0.6), Estimate(0.7, 0.6, 0.8)])
-    assert mean.value == pytest.approx(0.6)
-    assert mean.low == pytest.approx(0.6 - 0.1 / 2**0.5)
-    assert mean.high == pytest.approx(0.6 + 0.1 / 2**0.5)
+def heads(table: Table) -> list[str]:
+    return [column.head for column in table.columns]
 
 
 def charged(evaluation: Evaluation) -> Evaluation:
@@ -166,20 +43,124 @@ def charged(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, rules=rules)
 
 
+def test_best_rows_are_chosen_per_benchmark_and_averaged() -> None:
+    table = best_aes_table(TWO)
+    assert groups(table) == ["GSM8K", "MATH-500", AVERAGE]
+    methods = ["full trace", "OS-Pruner", "probe", "fixed budget"]
+    assert list(table.numbers.index) == [(MODEL, method) for method in methods]
+    ours = table.numbers.loc[(MODEL, "OS-Pruner")]
+    for one in TWO:
+        scores = [r.aes.value for r in one.results()[0] if r.method == "OS-Pruner"]
+        assert ours[one.settings["benchmark"], "aes"] == max(scores)
+    singles, mean = [ours["GSM8K"], ours["MATH-500"]], ours[AVERAGE]
+    assert mean["aes"] == pytest.approx(np.mean([one["aes"] for one in singles]))
+    down = np.hypot(*(one["aes"] - one["aes_low"] for one in singles)) / 2
+    assert mean["aes_low"] == pytest.approx(mean["aes"] - down), "independent benchmarks"
+    assert "on these very traces" in table.caption
+
+
+def test_evaluations_of_several_tasks_stand_by_task() -> None:
+    quiz = make_evaluation(benchmark="ARC", seed=2)
+    replayed = {"label_settings": {"task": {"name": "choice"}}}
+    generated = {"task": {"name": "choice", "force": "answer"}}
+    for told in (replayed, generated):
+        asked = replace(quiz, settings=quiz.settings | told)
+        table = best_aes_table([TWO[0], asked, TWO[1]])
+        assert groups(table) == ["math: GSM8K", "math: MATH-500", "choice: ARC", AVERAGE]
+        assert groups(best_aes_table([asked])) == ["ARC"], "a mean of one would say nothing"
+        pairs = by_domain([TWO[0], asked, TWO[1]])
+        assert [name for name, _ in pairs] == ["math", "math", "choice"]
+
+
+def test_the_best_is_marked_and_neither_compute_nor_the_full_trace_competes() -> None:
+    """As shown, so that ties share a mark."""
+    twin = replace(TWO[0].rules[-1], method="twin")
+    one = charged(replace(TWO[0], rules=[*TWO[0].rules, twin]))
+    table = best_aes_table([one, charged(TWO[1])])
+    shown, marks = table.texts("none"), table.marks()
+    assert heads(table) == ["Acc", "Len", "AES", "Comp"]
+    for place, (_, name) in enumerate(shown.columns):
+        column = [float(text.replace("–", "nan")) for text in shown.iloc[:, place]]
+        found = marks.iloc[:, place].tolist()
+        assert found[0] == ""
+        if name == "flops_ratio":
+            assert set(found) == {""}
+            continue
+        ranked = sorted({x for x in column[1:] if x == x}, reverse=name != "tokens")
+        for value, mark in zip(column[1:], found[1:], strict=True):
+            assert mark == {ranked[0]: "best", ranked[1]: "second"}.get(value, "")
+    budget, other = ((MODEL, name) for name in ("fixed budget", "twin"))
+    assert marks.loc[budget]["GSM8K"].equals(marks.loc[other]["GSM8K"])
+    assert set(marks.loc[other][AVERAGE]) == {""}, "MATH-500 lacks the row"
+
+
 def test_compute_stands_beside_where_it_was_counted() -> None:
-    """In percent of the full trace's operations; it competes for nothing."""
-    plain = best_aes_table(THREE).columns
-    counted = [charged(one) for one in THREE]
-    table = best_aes_table(counted)
-    assert table.columns == (*plain, "Comp")
+    """In percent of the full trace's operations."""
+    table = best_aes_table([charged(one) for one in TWO])
     assert "Comp: all that was computed, in % of the full trace's operations" in table.caption
-    full, ours = table.sections[0][1][:2]
-    assert [cell[3].text() for cell in full.cells if cell is not None] == ["100"] * 3
-    for evaluation, cell in zip(counted, ours.cells, strict=False):
-        assert cell is not None
-        rows = [r for r in evaluation.results()[0] if r.method == "OS-Pruner"]
-        best = max(rows, key=lambda r: r.aes.value)
-        assert cell[3].text() == f"{100 * best.flops_ratio.value:.0f}"
-        assert cell[3].mark == ""
-    assert full_table(counted, MODEL).columns[-1] == "Comp"
-    assert "Comp" not in full_table(THREE, MODEL).caption
+    assert (table.numbers.loc[(MODEL, "full trace")].xs("flops_ratio", level=1) == 1).all()
+    results = [r for r in charged(TWO[0]).results()[0] if r.method == "OS-Pruner"]
+    best = max(results, key=lambda r: r.aes.value)
+    ours = table.numbers.loc[(MODEL, "OS-Pruner")]["GSM8K", "flops_ratio"]
+    assert ours == best.flops_ratio.value
+    assert heads(full_table([charged(one) for one in TWO], MODEL))[-1] == "Comp"
+    assert "Comp" not in full_table(TWO, MODEL).caption
+
+
+def test_settings_chosen_on_validation_are_shown() -> None:
+    chosen = chosen_parameters([make_evaluation(seed=7)])
+    table = best_aes_table(TWO, chosen=chosen)
+    expected = next(
+        r for r in TWO[0].results()[0]
+        if (r.method, r.parameter_text) == ("OS-Pruner", chosen[MODEL, "OS-Pruner"])
+    )  # fmt: skip
+    assert table.numbers.loc[(MODEL, "OS-Pruner")]["GSM8K", "aes"] == expected.aes.value
+    assert "chosen on validation" in table.caption
+    with pytest.raises(ValueError, match="validation has no .* of other"):
+        best_aes_table([make_evaluation(model="other")], chosen=chosen)
+
+
+def test_csv_holds_every_number_with_its_interval() -> None:
+    rows = list(csv.DictReader(io.StringIO(full_table(TWO, MODEL).csv())))
+    assert len(rows) == 8
+    row = {row["Method / Param"]: row for row in rows}["OS-Pruner λ=5e-5"]
+    result = next(r for r in TWO[0].results()[0] if r.parameter == 5e-5)
+    for end, value in zip(("", " low", " high"), vars(result.accuracy).values(), strict=True):
+        assert float(row[f"GSM8K Acc{end}"]) == pytest.approx(100 * value)
+    assert float(row["AVERAGE Acc low"]) < float(row["AVERAGE Acc"])
+
+
+def test_markdown_has_one_cell_for_each_column() -> None:
+    text = best_aes_table(TWO).markdown()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert re.search(r"\*\*\d+\.\d \[\d+\.\d, \d+\.\d\]\*\*", text)
+    assert "<u>" in text
+
+
+def test_latex_is_whole() -> None:
+    for table in (best_aes_table(TWO), full_table(TWO, MODEL)):
+        text = table.latex()
+        assert text.count("{") == text.count("}")
+        assert r"\multicolumn{3}{c}{GSM8K}" in text
+        assert r"\toprule" in text
+        body = [line for line in text.splitlines() if line.endswith(r"\\") and "multi" not in line]
+        assert len({line.count("&") for line in body}) == 1
+        assert "%" not in text.replace(r"\%", "")
+        assert f"tab:{table.name}" in text
+    assert r"\textbf{" in best_aes_table(TWO).latex()
+    assert r"$\lambda$=5e-5" in full_table(TWO, MODEL).latex()
+
+
+def test_forced_and_free_are_never_mixed() -> None:
+    free = make_evaluation(answer="free", seed=3)
+    table = full_table([*TWO, free], MODEL, "free")
+    assert groups(table) == ["GSM8K"]
+    assert heads(table) == ["Acc", "CoT", "Ans", "CoT + Ans", "Red. %"]
+    full = table.numbers.iloc[0]["GSM8K"]
+    assert full["generated_tokens"] == pytest.approx(full["tokens"] + 5.0)
+    assert full["generated_tokens_low"] < full["generated_tokens"] < full["generated_tokens_high"]
+    with pytest.raises(ValueError, match="no evaluation with free answers"):
+        best_aes_table(TWO, "free")
+    with pytest.raises(ValueError, match="no evaluation of 'none' with forced answers"):
+        full_table(TWO, "none")

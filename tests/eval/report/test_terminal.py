@@ -10,7 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +18,7 @@ from rich.table import Table
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.metrics import AES_RELATIVE
 from ospruner.eval.report.pictures import draw_pareto, label_points, save_pareto
+from ospruner.eval.report.tables import frame_of
 from ospruner.eval.report.terminal import differences_table, frontier_tables, results_table
 from ospruner.eval.results import Difference, Estimate, Frontier, Result, Results
 from ospruner.eval.table import FloatArray
@@ -112,10 +113,10 @@ def test_labels_overlap_neither_each_other_nor_points(step: float) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     results = [RESULTS[0], *frontier(step), *RESULTS[9:]]
-    draw_pareto(axes, results)
-    label_points(axes, frontier(step), "black")
+    draw_pareto(axes, frame_of(results))
+    label_points(axes, frame_of(frontier(step)), "black")
     figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in axes.texts]  # without their leaders
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
     assert len(boxes) >= (8 if step == 12.0 else 1)
     names = [text.get_text() for text in axes.texts]
     assert len(set(names)) == len(names)
@@ -130,10 +131,9 @@ def test_labels_overlap_neither_each_other_nor_points(step: float) -> None:
         assert not any(box.contains(x, y) for x, y in points.values())
         assert inside.x0 <= box.x0
         assert box.x1 <= inside.x1
-        has_leader = isinstance(text, Annotation) and text.arrow_patch is not None
-        if not has_leader:  # the nearest point is the label's own
-            nearest = min(points, key=lambda r: gap(box, points[r]))
-            assert gap(box, points[nearest]) >= gap(box, points[by_name[text.get_text()]]) - 1.0
+        # The nearest point is the label's own.
+        nearest = min(gap(box, point) for point in points.values())
+        assert nearest >= gap(box, points[by_name[text.get_text()]]) - 1.0
 
 
 def gap(box: Bbox, point: FloatArray) -> float:
@@ -156,7 +156,7 @@ def test_save_pareto(tmp_path: Path) -> None:
 
 def test_every_method_has_a_mark_of_its_own() -> None:
     axes = Figure().add_subplot()
-    draw_pareto(axes, [make_result(f"m{i}", 0.5, 10 + i) for i in range(6)])
+    draw_pareto(axes, frame_of([make_result(f"m{i}", 0.5, 10 + i) for i in range(6)]))
     marks = [(line.get_color(), line.get_marker()) for line in axes.get_lines()]
     assert len({colour for colour, _ in marks}) == len({marker for _, marker in marks}) == 6
     assert axes.get_legend_handles_labels()[1] == [f"m{i}" for i in range(6)]
