@@ -41,7 +41,7 @@ test-slow: $(ENGINES) ## the minutes-long tests
 
 test-sglang: $(READY) $(SGLANG)/.ready ## SGLang's real server, in an environment of its own
 	OSPRUNER_SGLANG_PYTHON=$(SGLANG)/bin/python \
-		$(BIN)/pytest -rs tests/engines/test_sglang.py tests/sglang_plugin $(ARGS)
+		$(BIN)/pytest -rs tests/engines/test_sglang.py tests/serving/sglang $(ARGS)
 
 docs: $(READY) ## these pages as a site, in site/, with search and the API; no network
 	$(BIN)/python docs/tables.py  # the tables of README and docs/results.md, from the JSON files
@@ -57,7 +57,7 @@ test-vllm-latest: ## the policy inside the newest vLLM; run it on a schedule
 	$(LATEST)/bin/pip install --quiet --no-build-isolation -e ".[test]" $(VLLM)
 	$(LATEST)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	$(LATEST)/bin/pip list | grep -iE "^(vllm|torch|transformers) "
-	OMP_NUM_THREADS=1 OSPRUNER_UNTESTED_VLLM=1 $(LATEST)/bin/pytest -rs -m "" tests/vllm_plugin tests/engines/test_vllm*.py $(ARGS)
+	OMP_NUM_THREADS=1 OSPRUNER_UNTESTED_VLLM=1 $(LATEST)/bin/pytest -rs -m "" tests/serving/vllm tests/engines/test_vllm*.py $(ARGS)
 
 lint: $(READY) ## ruff, mypy and the import floors
 	$(BIN)/ruff check .

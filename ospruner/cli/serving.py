@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .options import Domain, EngineArgs, Format, JsonFile, Revision, WindDown, console
+from .options import EngineArgs, Format, JsonFile, Revision, WindDown, console
 
 
 def serve(
@@ -20,7 +20,6 @@ def serve(
     price: Annotated[
         float | None, typer.Option(help="Price of a token; default: the policy's own.")
     ] = None,
-    domain: Domain = None,
     answer: Annotated[str | None, typer.Option(help="forced, free, or tools.")] = None,
     wind_down: WindDown = None,
     min_thinking_tokens: Annotated[
@@ -39,8 +38,9 @@ def serve(
 ) -> None:
     """Serve a policy: an OpenAI-compatible server; further options are the engine's own."""
     from ospruner.engines.opening import parse_engine_args
-    from ospruner.serving.sglang import launching
-    from ospruner.serving.vllm import server
+    from ospruner.serving.launch import engine_options
+    from ospruner.serving.sglang.sglang_server import serve_sglang
+    from ospruner.serving.vllm.vllm_server import serve_vllm
 
     if engine not in ("vllm", "sglang"):
         raise typer.BadParameter(f"--engine is {engine!r}; it must be vllm or sglang.")
@@ -49,7 +49,6 @@ def serve(
         "stop_threshold": threshold,
         "stop_max_loss": max_loss,
         "stop_price": price,
-        "stop_domain": domain,
         "stop_answer": answer,
         "stop_wind_down": wind_down,
         "min_thinking_tokens": min_thinking_tokens,
@@ -59,8 +58,8 @@ def serve(
     defaults = {key: value for key, value in given.items() if value is not None}
     settings, args = {"stop_policy": not opt_in, **defaults}, parse_engine_args(engine_arg or ())
     if engine == "sglang":
-        launching.serve(policy, settings, [*launching.sglang_options(args), *context.args])
-    server.serve(policy, settings, [*server.vllm_options(args), *context.args])
+        serve_sglang(policy, settings, [*engine_options(args, says_no=False), *context.args])
+    serve_vllm(policy, settings, [*engine_options(args, says_no=True), *context.args])
 
 
 def app_command(

@@ -1,24 +1,21 @@
 """What a request to a server says about stopping: flat keys, and what they mean.
 
 To vLLM they stand in `vllm_xargs` (offline in `SamplingParams(extra_args=...)`), to SGLang in
-`custom_params`.
+`custom_params`. Here they are read, and nowhere else.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, check_number, shown
-from modeling_ospruner.stopping_ospruner import StopPolicyConfig, asked_price
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
 __all__ = [
     "CONTROL",
     "DEFAULTS",
-    "DOMAIN",
     "ID",
     "KEYS",
     "MAX_LOSS",
@@ -26,12 +23,8 @@ __all__ = [
     "ON",
     "PRICE",
     "StopRequest",
-    "check_body",
     "check_price",
     "check_tools",
-    "in_json",
-    "refuse_trial_answers",
-    "value_of",
 ]
 
 DEFAULTS = "ospruner"
@@ -42,14 +35,12 @@ ID = "stop_id"
 CONTROL = "stop_control"  # of a server's defaults only
 MAX_LOSS = "stop_max_loss"  # likewise: whether the policy promises it is known when it is loaded
 PRICE = "stop_price"
-DOMAIN = "stop_domain"
 WIND_DOWN = "stop_wind_down"  # likewise: whether it holds markers, its tokenizer tells
 OF_SERVERS = (MAX_LOSS, WIND_DOWN)
 KEYS = {
     "stop_mode": "mode",
     "stop_threshold": "threshold",
     PRICE: "price",
-    DOMAIN: "domain",
     MAX_LOSS: "max_loss",
     "stop_seed": "seed",
     "stop_sample_index": "first_sample_index",
@@ -64,7 +55,7 @@ KEYS = {
 
 _MOST_ID_CHARACTERS = 256  # the server keeps thousands of them
 _LIKE_OURS = re.compile(
-    r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id|length|domain)"
+    r"(?i)[\W_]*(stop([\W_]|policy|mode|threshold|seed|sample|answer|id|price)"
     r"|(min|max)[\W_]?(thinking|answer))"
 )
 _DRAWS = ("stop_seed", "stop_sample_index")
@@ -124,7 +115,7 @@ class StopRequest:
         try:
             mode = StopPolicyConfig(**self.fields).mode
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{owner}: {_in_keys(str(error))}") from None
+            raise ValueError(f"{owner}: {_in_keys(error)}") from None
         if mode is not None:  # also where a threshold alone says it
             self.fields["mode"] = mode
         if "first_sample_index" in self.fields and "seed" not in self.fields:
@@ -135,24 +126,19 @@ class StopRequest:
             )
 
     def settle(self, config: OSPrunerConfig) -> None:
-        """Puts what the policy found in the place of `stop_max_loss` and `stop_domain`.
+        """Puts what the policy promises in the place of a server's `stop_max_loss`.
 
         Args:
-            config: the policy's, for a server's defaults.
+            config: the policy's.
 
         Raises:
-            ValueError: the policy tries answers, no calibration promises as little, or the policy
-                does not know the price or the domain.
+            ValueError: no calibration promises as little, or the policy does not know the price.
         """
-        refuse_trial_answers(config)
         if "max_loss" in self.fields:
             kept = StopPolicyConfig(max_loss=self.fields.pop("max_loss")).with_defaults(config)
             for name in ("mode", "threshold", "price"):
                 self.fields[name] = vars(kept)[name]
-        if (domain := self.fields.pop("domain", None)) is not None:
-            price = config.domain_price(f"the server's {DOMAIN}", domain)
-            self.fields["price"] = price
-        asked_price(f"the server's {PRICE}", config, self.fields.get("price"))
+        check_price(self, config, "the server's defaults")
 
     def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
         """The request's settings over a server's defaults; None where the policy is off."""
@@ -162,10 +148,6 @@ class StopRequest:
         fields = {**defaults.fields, **self.fields}
         if fields.get("mode") == "sample":
             fields.pop("threshold", None)  # of the defaults
-        if "domain" in self.fields:
-            fields.pop("price", None)  # likewise
-        elif "price" in self.fields:
-            fields.pop("domain", None)
         least, most = fields.get("min_thinking_tokens", 0), fields.get("max_thinking_tokens")
         if most is not None and least > most:  # the request's word is the later one
             fields.pop(
@@ -176,73 +158,21 @@ class StopRequest:
         return StopPolicyConfig(**fields)
 
 
-def check_body(
-    body: object, defaults: StopRequest, config: OSPrunerConfig, parses_calls: bool
-) -> None:
-    """Refuses a request over HTTP in which the policy's keys would do nothing, or break a call.
-
-    Args:
-        body: what was sent, as JSON. All else that is wrong in it is vLLM's to refuse.
-        defaults: the server's.
-        config: the policy's.
-        parses_calls: whether calls of tools are found in replies.
-
-    Raises:
-        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it; the
-            policy does not know the price or the domain; or tools are offered where none could be
-            called.
-    """
-    if not isinstance(body, dict):
-        return
-    keys = {ON, ID, *KEYS}
-    if beside := sorted(keys.intersection(body)):
-        raise ValueError(f"{beside} would do nothing here: send it within 'vllm_xargs'")
-    extra = body.get("vllm_xargs")
-    asked = isinstance(extra, dict) and sorted(keys.intersection(extra))
-    if asked and body.get("use_beam_search"):
-        raise ValueError(
-            f"use_beam_search is {shown(body['use_beam_search'])}, and vllm_xargs has {asked}: "
-            "beam search does not stop with the policy; leave one of them out"
-        )
-    request = StopRequest(extra if isinstance(extra, dict) else None)
-    check_price(request, config, "vllm_xargs")
-    if body.get("tools") and not parses_calls and body.get("tool_choice", "auto") != "none":
-        raise ValueError(
-            "tools are offered, but of a GPT-OSS policy's replies calls are not parsed here: "
-            "send tool_choice 'none', or the rendered prompt to /v1/completions with stop_answer "
-            "'tools', and parse the text"
-        )
-    check_tools(body.get("tools"), body.get("tool_choice", "auto"), request, defaults, "vllm_xargs")
-
-
-def refuse_trial_answers(config: OSPrunerConfig) -> None:
-    """Refuses a policy that tries answers, which no server does on a request's cache.
-
-    Args:
-        config: the policy's.
-
-    Raises:
-        ValueError: it does.
-    """
-    if config.trial_every:
-        raise ValueError(
-            f"the policy tries an answer at every {config.trial_every}. step (trial_every), which "
-            "servers cannot: generate with transformers (model.generate(stop_policy=True)), or "
-            "serve one that was trained without --trial-every"
-        )
-
-
 def check_price(request: StopRequest, config: OSPrunerConfig, owner: str) -> None:
-    """Refuses a request of a price, or of a domain, that the policy does not know.
+    """Refuses a request of a price that the policy does not know.
+
+    Args:
+        request: its keys.
+        config: the policy's.
+        owner: what the keys belong to, for messages.
 
     Raises:
         ValueError: naming it and those that it knows.
     """
-    price, domain = request.fields.get("price"), request.fields.get("domain")
     try:
-        StopPolicyConfig(price=price, domain=domain).price_for("stop_policy", config)
-    except ValueError as error:
-        raise ValueError(f"{owner}: {_in_keys(str(error))}") from None
+        StopPolicyConfig(price=request.fields.get("price")).with_defaults(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{owner}: {_in_keys(error)}") from None
 
 
 def check_tools(
@@ -270,38 +200,15 @@ def check_tools(
         )
 
 
-def in_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A `StopRecord`, as a dict, for JSON, which has no NaN and no inf.
-
-    NaN, a step at which the policy gave no probability, becomes None; inf, a price above all that
-    it knows, "inf".
-    """
-    told = dict(record)
-    for name in ("probabilities", "prices"):
-        told[name] = [None if math.isnan(x) else x for x in told[name]]
-    told["prices"] = ["inf" if x == math.inf else x for x in told["prices"]]
-    return told
-
-
-def value_of(name: str, arguments: Sequence[str]) -> str | None:
-    """What a command line gives to an option: `--name value` or `--name=value`; None for none."""
-    for one, following in pairwise([*arguments, ""]):
-        if one == name:
-            return following
-        if one.startswith(f"{name}="):
-            return one.partition("=")[2]
-    return None
-
-
 def _flag(owner: str, key: str, value: Any) -> bool:
     if isinstance(value, bool | int | str) and value in _FLAGS:
         return _FLAGS[value]
     raise ValueError(f"{owner}: {key} is {shown(value)}; it must be true or false")
 
 
-def _in_keys(message: str) -> str:
+def _in_keys(error: Exception) -> str:
     """A message about fields of `StopPolicyConfig`, in a request's words."""
-    message = message.removeprefix("stop_policy: ")
+    message = str(error).removeprefix("stop_policy: ")
     for key, name in KEYS.items():
         if message.startswith(f"{name} "):
             return key + message.removeprefix(name)

@@ -17,7 +17,7 @@ from ospruner.engines.opening import (
     parse_engine_args,
 )
 from ospruner.engines.transformers.engine import TransformersEngine
-from ospruner.serving.vllm.server import vllm_options
+from ospruner.serving.launch import engine_options
 
 
 def test_values_have_the_types_that_they_say() -> None:
@@ -113,7 +113,7 @@ def test_the_server_is_given_them_as_its_options() -> None:
             "dtype=half",
         ]
     )
-    assert vllm_options(given) == [
+    assert engine_options(given, says_no=True) == [
         *("--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching"),
         *("--dtype", "half"),
     ]

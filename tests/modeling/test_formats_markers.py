@@ -23,7 +23,6 @@ from modeling_ospruner import OSPrunerForCausalLM, rules_ospruner
 from modeling_ospruner.formats_ospruner import HARMONY, ReasoningFormat, TokenFormat
 from modeling_ospruner.rules_ospruner import StepEnd, StopRule, TrialAnswer, Verdict
 from modeling_ospruner.states_ospruner import Marker
-from ospruner.serving.slots import StopSlots
 
 from .test_formats_generate import ALWAYS, NEVER, Script, write
 
@@ -286,9 +285,6 @@ def test_trial_answers_do_not_either(
 
 
 def test_what_cannot_be_followed_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    fmt = TokenFormat.compile(TEXTUAL, tokenizer)
-    with pytest.raises(ValueError, match=r"'</reason>' \(format 'textual'\) is several tokens"):
-        StopSlots(fmt, 2, "cpu")
     with pytest.raises(ValueError, match="no thinking end marker '</reason>'.*texts join to it"):
         TokenFormat.compile(
             TEXTUAL,

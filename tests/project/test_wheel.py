@@ -27,7 +27,7 @@ assert not bare, f"importable under bare names: {bare}"
 for name in ("ospruner.train", "ospruner.demo", "ospruner.eval", "ospruner.hub_cards"):
     print(importlib.util.find_spec(name).origin)
 print(importlib.util.find_spec("ospruner.engines").origin)
-for name in ("ospruner.cli", "ospruner.serving.sglang_start", "ospruner.serving.vllm_start"):
+for name in ("ospruner.cli", "ospruner.serving.start"):
     print(importlib.util.find_spec(name).origin)
 """
 

@@ -24,7 +24,7 @@ from ospruner.eval.grading.boxed import extract_boxed
 from ospruner.train.from_labels import load_labels
 
 from ..server_process import free_port, running_server
-from ..vllm_plugin.test_server import ARGUMENTS, CPU, needs_vllm
+from ..serving.vllm.test_server import ARGUMENTS, CPU, needs_vllm
 
 FOLDER = os.environ.get("OSPRUNER_SMOLLM2")
 pytestmark = [

@@ -1,6 +1,6 @@
 """The policy inside SGLang: what SGLang calls when it starts.
 
-`ospruner.serving.sglang_start` calls `register` in each of SGLang's processes, also where it
+`ospruner.serving.start` calls `register` in each of SGLang's processes, also where it
 serves something else: nothing is imported here that SGLang has not imported by then, and each
 hook does nothing but look where no policy is served. The model is in `tapped.py`, what stops
 requests in `stopper.py`.

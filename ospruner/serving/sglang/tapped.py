@@ -18,20 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
-from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig, position_switch
-from modeling_ospruner.loading_ospruner import (
-    base_fingerprint,
-    check_base,
-    check_fingerprint,
-    check_norm,
-    empty_base,
-    empty_policy,
-    read_tensors,
-)
+from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
+from modeling_ospruner.loading_ospruner import check_norm
 
-from ..requests import refuse_trial_answers
+from ..policies import check_files, check_kind, quantisation
 
 __all__ = ["BASES", "OSPrunerSGLang", "check_policy", "check_server"]
 
@@ -131,36 +122,37 @@ class OSPrunerSGLang(nn.Module):
         return self.base.logits_processor(input_ids, hidden, self.base.lm_head, forward_batch)
 
     @torch.no_grad()
-    def ask(self, backend: Any, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def ask(self, backend: Any, slots: list[int], lengths: list[int]) -> torch.Tensor:
         """What the head says of the last tokens of requests, (K, 1 or 6) float32.
 
         Args:
             backend: SGLang's attention, whose tables know the requests' keys and values.
-            slots: of the requests, (K,).
-            lengths: of their texts, these tokens included, (K,).
+            slots: of the K requests.
+            lengths: of their texts, these tokens included.
         """
         from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         assert self._entering is not None
-        nowhere = torch.zeros_like(slots)
-        known = lengths.cpu()
+        known = torch.tensor([slots, lengths])
+        here, ends = known.to(self._entering.device)
+        nowhere = torch.zeros_like(here)
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(slots),
             input_ids=nowhere,
-            req_pool_indices=slots,
-            seq_lens=lengths,
+            req_pool_indices=here,
+            seq_lens=ends,
             out_cache_loc=nowhere,
-            seq_lens_sum=int(known.sum()),
-            seq_lens_cpu=known,
-            positions=lengths - 1,
+            seq_lens_sum=sum(lengths),
+            seq_lens_cpu=known[1],
+            positions=ends - 1,
         )
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
             backend.init_forward_metadata(batch)
             residual_batch.start(batch)
-            hidden = self._entering[slots]
+            hidden = self._entering[here]
             for layer in self.layers:
                 hidden = layer(batch.positions, hidden, batch)
             hidden = residual_batch.final_norm(hidden, batch, self.norm)
@@ -210,43 +202,21 @@ def check_policy(
         ValueError: naming what was asked for and what to do; or see `read_tensors`.
         OSError: the base or the policy's file is not found.
     """
-    refuse_trial_answers(config)
-    where = config.base_model_name_or_path
-    kind = config.get_text_config().model_type
-    if config.method == "flashthink":
-        raise ValueError(
-            f"the policy on {where!r} is a verifier, which reads another model's thinking; inside "
-            "SGLang a policy stops the model that it is served with"
-        )
+    check_kind(config, "SGLang", BASES)
     if config.tuning != "queries" or not config.num_policy_layers:
         raise ValueError(
             f"the policy has tuning {config.tuning!r} and {config.num_policy_layers} layers; "
             "inside SGLang policies of tuning 'queries' work, with one layer or more: serve this "
             "one with vLLM (ospruner serve --engine vllm), or train one with --tuning queries"
         )
-    if kind not in BASES:
+    where = config.base_model_name_or_path
+    if (stored := quantisation(config)) is not None:
         raise ValueError(
-            f"the base {where!r} is a {kind}; inside SGLang the policy works with "
-            f"{', '.join(BASES)}. Serve it with vLLM (ospruner serve --engine vllm), or generate "
-            "with transformers"
+            f"the base {where!r} is quantised ({stored.get('quant_method')}); inside SGLang the "
+            "policy works beside unquantised weights: serve it with vLLM (ospruner serve --engine "
+            "vllm)"
         )
-    base_config = AutoConfig.from_pretrained(where, revision=config.base_revision)
-    check_base(config, base_config, where)
-    if (stored := vars(base_config).get("quantization_config")) is not None:
-        method = stored.get("quant_method")
-        raise ValueError(
-            f"the base {where!r} is quantised ({method}); inside SGLang the policy works beside "
-            "unquantised weights: serve it with vLLM (ospruner serve --engine vllm)"
-        )
-    if (switch := position_switch(base_config)) is not None:
-        raise ValueError(
-            f"the base {where!r} has rope_type {switch[0]!r}, whose positions change with the "
-            f"text's length (from {switch[1]} tokens on), and SGLang computes them otherwise than "
-            "transformers, where the policy was trained: generate with transformers"
-        )
-    check_fingerprint(config, where, base_fingerprint(where, config.base_revision, download_dir))
-    hub = {"revision": revision, "cache_dir": download_dir}
-    read_tensors(policy, config, empty_policy(config, empty_base(base_config)), hub)
+    check_files(config, policy, "SGLang", revision, download_dir)
 
 
 _WORKS: dict[

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
@@ -25,19 +24,11 @@ from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig, position_switch
-from modeling_ospruner.loading_ospruner import (
-    base_fingerprint,
-    check_base,
-    check_fingerprint,
-    check_norm,
-    empty_base,
-    empty_policy,
-    read_tensors,
-)
+from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
+from modeling_ospruner.loading_ospruner import check_norm
 from modeling_ospruner.policy_ospruner import LORA_SCALE
 
-from ..requests import refuse_trial_answers
+from ..policies import check_base_weights, check_files, check_kind, quantisation
 from .gemma3 import TappedGemma3ForCausalLM
 from .pages import Pages, check_queries
 from .plugin import HARMONY_PARSER, PROCESSOR
@@ -122,7 +113,7 @@ class StopHead(nn.Linear):
         outputs: (B, 1 or 6) float32, where it has said it of all rows.
         positions: (B,) int32, each row's last position that has been computed; likewise.
         pages: gives what it reads, with a policy of queries only; else None.
-        arrivals: who comes and leaves, in model runner V2 (`slot_processor.Arrivals`).
+        arrivals: who comes and leaves, in model runner V2 (`runner_v2.Arrivals`).
     """
 
     def __init__(self, hidden_size: int, outputs: int) -> None:
@@ -221,7 +212,7 @@ class OSPrunerVLLM(nn.Module):
     @staticmethod
     def get_model_state_cls() -> type:
         """What model runner V2 keeps beside the model."""
-        found: type = importlib.import_module(f"{__package__}.slot_processor").Arrivals
+        found: type = importlib.import_module(f"{__package__}.runner_v2").Arrivals
         return found
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -289,20 +280,6 @@ class OSPrunerVLLM(nn.Module):
         return loaded
 
 
-def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None:
-    """Compares the fingerprint of the pinned base's files with that of the policy's base.
-
-    A quantised base's are not compared: they may be another version of the same weights.
-
-    Raises:
-        ValueError: they differ; both are named.
-    """
-    where, revision = config.base_model_name_or_path, config.base_revision
-    stored = AutoConfig.from_pretrained(where, revision=revision)
-    if vars(stored).get("quantization_config") is None:
-        check_fingerprint(config, where, base_fingerprint(where, revision, download_dir))
-
-
 def check_start(vllm_config: VllmConfig) -> None:
     """Refuses what the policy would silently do without, or do wrong.
 
@@ -311,19 +288,7 @@ def check_start(vllm_config: VllmConfig) -> None:
         OSError: the base or the policy's file is not found.
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
-    refuse_trial_answers(config)
-    where, revision = config.base_model_name_or_path, config.base_revision
-    kind = config.get_text_config().model_type
-    if config.method == "flashthink":
-        raise ValueError(
-            f"the policy on {where!r} is a verifier, which reads another model's thinking; inside "
-            "vLLM a policy stops the model that it is served with"
-        )
-    if kind not in _BASES:
-        raise ValueError(
-            f"the base {where!r} is a {kind}; inside vLLM the policy works with "
-            f"{', '.join(_BASES)}. Serve it with transformers: model.generate(stop_policy=True)"
-        )
+    check_kind(config, "vLLM", _BASES)
     if vllm_config.use_v2_model_runner and config.tuning != "queries":
         raise ValueError(
             f"vLLM's model runner V2 is on, and takes policies of tuning 'queries' only; this one "
@@ -363,28 +328,12 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"--logits-processors {PROCESSOR} (`ospruner serve` does), or "
             f"LLM(..., logits_processors=[{PROCESSOR!r}])"
         )
-    try:
-        base_config = AutoConfig.from_pretrained(where, revision=revision)
-    except OSError as error:
-        raise OSError(
-            f"the base {where!r} at revision {revision!r}, which the policy pins, cannot be "
-            f"loaded: {error}"
-        ) from error
-    check_base(config, base_config, where)
     if config.tuning == "queries" and config.num_policy_layers:
         check_queries(vllm_config)
-    if (switch := position_switch(base_config)) is not None:
-        raise ValueError(
-            f"the base {where!r} has rope_type {switch[0]!r}, whose positions change with the "
-            f"text's length (from {switch[1]} tokens on), and vLLM computes them otherwise than "
-            "transformers, where the policy was trained: generate with transformers"
-        )
-    if vllm_config.load_config.load_format != "dummy":
-        # Before the base's weights are read, and with the same words as everywhere.
-        check_base_weights(config, vllm_config.load_config.download_dir)
-        model = vllm_config.model_config
-        hub = {"revision": model.revision, "cache_dir": vllm_config.load_config.download_dir}
-        read_tensors(model.model, config, empty_policy(config, empty_base(base_config)), hub)
+    model, load = vllm_config.model_config, vllm_config.load_config
+    weights = load.load_format != "dummy"
+    # Before the base's weights are read, and with the same words as everywhere.
+    check_files(config, model.model, "vLLM", model.revision, load.download_dir, weights)
 
 
 def merge_adapters(weights: _Weights, total_layers: int, num_layers: int) -> _Weights:
@@ -439,7 +388,7 @@ def _for_base(config: VllmConfig, architectures: list[str]) -> VllmConfig:
     policy: OSPrunerConfig = config.model_config.hf_config
     where, revision = policy.base_model_name_or_path, policy.base_revision
     text = copy.deepcopy(policy.get_text_config())
-    stored = vars(AutoConfig.from_pretrained(where, revision=revision)).get("quantization_config")
+    stored = quantisation(policy)
     if stored is not None:
         text.quantization_config = stored
     config = copy.copy(config.with_hf_config(text, architectures))

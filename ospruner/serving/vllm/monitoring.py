@@ -9,7 +9,6 @@ folder, `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,14 +16,14 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 from prometheus_client import Counter
 
-from modeling_ospruner.configuration_ospruner import shown
-from modeling_ospruner.stopping_ospruner import StopRecord
-from ospruner.serving.traffic import bin_of, observed
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
-from ..requests import DEFAULTS, StopRequest, check_body, in_json
+from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, check_price, check_tools
+from ..rows import ServedRow, in_json
+from ..traffic import bin_of, observed
 from .plugin import HARMONY_PARSER
 
-__all__ = ["StopRoutes", "count", "count_promised"]
+__all__ = ["StopRoutes", "check_body", "count_ended"]
 
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _LABELS = ("group", "reason")
@@ -44,23 +43,56 @@ _PROMISED = Counter(
 )
 
 
-def count(record: StopRecord, control: bool) -> None:
-    """Counts a request whose thinking has ended."""
-    labels = ("control" if control else "policy", record.reason)
+def count_ended(row: ServedRow) -> None:
+    """Counts a request whose thinking has ended, and what was promised of it."""
+    record, promise = row.record, row.admitted.promise
+    labels = ("control" if row.admitted.control else "policy", record.reason)
     _ENDED.labels(*labels).inc()
     _TOKENS.labels(*labels).inc(record.thinking_tokens)
-
-
-def count_promised(record: StopRecord, promise: Mapping[str, Any]) -> None:
-    """Counts a request that stopped as promised, for `ospruner doctor drift`.
-
-    Args:
-        record: of the request, whose thinking has ended.
-        promise: the calibration, an entry of the configuration's `calibrations`.
-    """
+    if promise is None:
+        return
     for signal, value in observed(asdict(record)).items():
         place = bin_of(promise["traffic"][signal]["edges"], value)
         _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
+
+
+def check_body(
+    body: object, defaults: StopRequest, config: OSPrunerConfig, parses_calls: bool
+) -> None:
+    """Refuses a request over HTTP in which the policy's keys would do nothing, or break a call.
+
+    Args:
+        body: what was sent, as JSON. All else that is wrong in it is vLLM's to refuse.
+        defaults: the server's.
+        config: the policy's.
+        parses_calls: whether calls of tools are found in replies.
+
+    Raises:
+        ValueError: a key stands beside `vllm_xargs`, or in it where beam search ignores it; the
+            policy does not know the price; or tools are offered where none could be called.
+    """
+    if not isinstance(body, dict):
+        return
+    keys = {ON, ID, *KEYS}
+    if beside := sorted(keys.intersection(body)):
+        raise ValueError(f"{beside} would do nothing here: send it within 'vllm_xargs'")
+    extra = body.get("vllm_xargs")
+    asked = isinstance(extra, dict) and sorted(keys.intersection(extra))
+    if asked and body.get("use_beam_search"):
+        raise ValueError(
+            f"use_beam_search is {shown(body['use_beam_search'])}, and vllm_xargs has {asked}: "
+            "beam search does not stop with the policy; leave one of them out"
+        )
+    request = StopRequest(extra if isinstance(extra, dict) else None)
+    check_price(request, config, "vllm_xargs")
+    tools, choice = body.get("tools"), body.get("tool_choice", "auto")
+    if tools and not parses_calls and choice != "none":
+        raise ValueError(
+            "tools are offered, but of a GPT-OSS policy's replies calls are not parsed here: "
+            "send tool_choice 'none', or the rendered prompt to /v1/completions with stop_answer "
+            "'tools', and parse the text"
+        )
+    check_tools(tools, choice, request, defaults, "vllm_xargs")
 
 
 class StopRoutes:

@@ -1,9 +1,8 @@
 """The policy inside vLLM: what vLLM calls when it starts, and what it refuses.
 
-`ospruner.serving.vllm_start` calls `register` in each of vLLM's processes, also where it serves
+`ospruner.serving.start` calls `register` in each of vLLM's processes, also where it serves
 something else: nothing is imported here that vLLM has not imported by then. The model is in
-`model.py`, the logits
-processor in `processor.py`.
+`model.py`, the logits processor in `processor.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ..vllm_start import check_version
+from ..start import VLLM
 
 __all__ = [
     "ARCHITECTURE",
@@ -38,8 +37,8 @@ WORKER_EXTENSION = "ospruner.serving.vllm.plugin.StopRecords"
 
 _MODULES = {
     "OSPrunerVLLM": "model",
-    "StopProcessor": "admission",
-    "StopRecords": "admission",
+    "StopProcessor": "processor",
+    "StopRecords": "processor",
 }
 
 
@@ -62,5 +61,5 @@ def __getattr__(name: str) -> Any:
     """The model and the processor, imported once the version is known to be supported."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_version()
+    VLLM.check_version()
     return getattr(importlib.import_module(f".{_MODULES[name]}", __package__), name)

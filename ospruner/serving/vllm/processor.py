@@ -1,230 +1,185 @@
-"""The logits processor that stops requests inside vLLM and forces what follows.
+"""What `--logits-processors` is given: the same for vLLM's two model runners.
 
-It follows the tokens of each request that the policy may stop. At a step's end it reads the stop
-probability that the model left for the request's row; what then happens to the request is decided
-by `StopRow`, as in generate. Forced tokens are scores with one finite entry. A row whose answer is
-complete gets the end-of-text token, for a processor cannot end a request otherwise.
+Each runner has a processor of its own (`runner_v1.py`, `runner_v2.py`), which follows the requests
+of its batches. How requests come, their records and counters are the same in both.
 """
 
 from __future__ import annotations
 
-import math
+import importlib
+import importlib.util
 from collections import OrderedDict
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
 
-import torch
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from modeling_ospruner.configuration_ospruner import price_logits, price_places
-from modeling_ospruner.rules_ospruner import TrialAnswer
-from modeling_ospruner.stopping_ospruner import Phase, StopRecord, StopRow, shape_scores
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 
-from ..admitting import NAN, Admitted
-from .admission import MOST_RECORDS, Admission, check_params, count_ended
-from .model import STOP_HEAD, StopHead
+from ..admission import Admission
+from ..requests import DEFAULTS, StopRequest
+from ..rows import RowCore, ServedRow
+from .monitoring import count_ended
+from .plugin import ARCHITECTURE, PROCESSOR
 
-__all__ = ["StopProcessor"]
+__all__ = ["Arriving", "StopProcessor", "StopRecords", "check_params"]
+
+_MOST_RECORDS = 4096  # of requests with a `stop_id`; the oldest are forgotten
+_FIRST_SEED = "ospruner_first_seed"
+"""Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this
+seed + i, and nothing else by which the texts could be told apart."""
+
+_INTERFACES = ("vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor")
+_interfaces: Any = tuple(
+    importlib.import_module(one).LogitsProcessor
+    for one in _INTERFACES
+    if importlib.util.find_spec(one) is not None
+)
 
 logger = init_logger(__name__)
 
 
-class _Request:
-    """A request that the policy may stop.
+def check_params(params: SamplingParams) -> None:
+    """Refuses wrong keys: over HTTP, a 400 with the message.
 
-    Attributes:
-        row: decides.
-        params: as vLLM holds them, of all texts of a prompt the same object at times.
-        prompt_tokens: the length of its prompt.
-        output: vLLM's own list of its tokens, which grows; another one after a preemption, where
-            steps are scheduled ahead.
-        admitted: how it is stopped.
-        taken: tokens of `output` that `row` has taken in.
-        complete: whether its answer is, by a token that does not end a text.
-        counted: whether the end of its thinking has been counted.
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
     """
-
-    def __init__(
-        self,
-        row: StopRow,
-        params: SamplingParams,
-        prompt_tokens: int,
-        output: list[int],
-        admitted: Admitted,
-    ) -> None:
-        self.row = row
-        self.params = params
-        self.admitted = admitted
-        self.complete = False
-        self.counted = False
-        self.output = output
-        self.prompt_tokens = prompt_tokens
-        self.taken = 0
-
-    def comes_back(self, params: SamplingParams, output: list[int]) -> bool:
-        """Whether a request that enters the batch with these is this one.
-
-        Texts of one prompt that share their parameters are told apart by their tokens. Where these
-        are the same, too, either may go on as the other: they differ in draws to come alone.
-        """
-        same = params is self.params and output[: self.taken] == self.output[: self.taken]
-        return same and len(output) >= self.taken
-
-    def take_in(self) -> None:
-        """Takes in what is new in `output`, as far as vLLM knows it (-1 stands for the rest)."""
-        for token in self.output[self.taken :]:
-            if token < 0:
-                break
-            if self.row.at_boundary:  # decided long ago, by a row that was forgotten meanwhile
-                self.decide(math.nan, math.nan)
-            if self.row.push(token):
-                self.complete = token not in self.row.eos_ids
-            self.taken += 1
-
-    def decide(self, probability: float, price: float | None) -> None:
-        """Decides on the step that has ended with the last token.
-
-        Args:
-            probability: of a stop.
-            price: of indifference; None for a policy of one lambda.
-        """
-        indifference = None if price is None else partial(float, price)
-        self.row.decide(partial(float, probability), _no_trial, _no_text, indifference)
+    request = StopRequest(params.extra_args)
+    if request.on and params.structured_outputs is not None:
+        _refuse("structured outputs", "their grammar does not know the forced closing")
+    if request.on and params.thinking_token_budget is not None:
+        _refuse("thinking_token_budget", "use max_thinking_tokens, which ends at a step")
+    extra = dict(params.extra_args or {})
+    extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
+    if params.n > 1 and "seed" in request.fields:
+        if params.seed is None:
+            raise ValueError(
+                f"stop_seed is {request.fields['seed']} and n is {params.n}, but there is no "
+                "seed, by which alone vLLM tells the n texts apart: send a seed too, or leave "
+                "stop_seed out"
+            )
+        extra[_FIRST_SEED] = params.seed
+    params.extra_args = extra or None
 
 
-class StopProcessor(LogitsProcessor):
-    """Stops requests; see the module.
+def _refuse(what: str, why: str) -> NoReturn:
+    raise ValueError(f"stop_policy and {what} exclude each other: {why}")
+
+
+class Arriving:
+    """What a vLLM engine does with requests that come, in either runner.
 
     Args:
         vllm_config: of the engine.
-        device: of the logits.
-        is_pin_memory: not used.
+
+    Attributes:
+        config: the policy's.
+        admission: how requests are stopped.
+        core: decides.
 
     Raises:
         ValueError: the model is no policy, or the server's defaults are wrong.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._admission = Admission(vllm_config)
-        self._config = self._admission.config
-        self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        self._requests: dict[int, _Request] = {}
-        self._left: list[_Request] = []  # the batch, the oldest first; preempted ones come back
-        self._most_left = vllm_config.scheduler_config.max_num_seqs
-        self._records: OrderedDict[str, StopRecord] = OrderedDict()
-        self._warned = False
-        self._counts = vllm_config.parallel_config.rank == 0
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        config: OSPrunerConfig = model.hf_config
+        if ARCHITECTURE not in model.architectures:
+            raise ValueError(
+                f"{PROCESSOR} stops with a policy, but {model.model!r} is none: serve a policy's "
+                "folder or Hub id, or leave --logits-processors out"
+            )
+        additional = vllm_config.additional_config
+        defaults = StopRequest(
+            additional.get(DEFAULTS) if isinstance(additional, dict) else None,
+            owner=f"additional_config[{DEFAULTS!r}]",
+            server=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, config=config
+        )
+        self.config = config
+        self.admission = Admission(config, tokenizer, defaults, model.seed)
+        # Of tensor-parallel ranks, which all do the same, one counts.
+        first = vllm_config.parallel_config.rank == 0
+        self.core = RowCore(config.prices, count_ended if first else None)
+        self._records: OrderedDict[str, ServedRow] = OrderedDict()
+
+    def admit(self, params: SamplingParams, prompt_ids: Sequence[int]) -> ServedRow | None:
+        """Takes in a request that comes; None for one that is not stopped.
+
+        Args:
+            params: as vLLM holds them.
+            prompt_ids: its prompt.
+        """
+        if params.structured_outputs is not None or params.thinking_token_budget is not None:
+            return None
+        end_id, text = None, 0
+        if params.ignore_eos and params.stop_token_ids:  # what still ends it
+            end_id = params.stop_token_ids[0]
+        if params.seed is not None and params.extra_args and _FIRST_SEED in params.extra_args:
+            text = params.seed - params.extra_args[_FIRST_SEED]
+        try:
+            asked = StopRequest(params.extra_args)
+            admitted = self.admission.admit(asked, params.all_stop_token_ids, end_id, text)
+        except ValueError as error:  # over HTTP it was a 400; here an error would end the engine
+            logger.error("a request goes on without the policy: %s", error)
+            return None
+        if admitted is None:
+            return None
+        row = ServedRow(admitted, prompt_ids)
+        if admitted.name is not None:
+            self._records[admitted.name] = row
+            while len(self._records) > _MOST_RECORDS:
+                self._records.popitem(last=False)
+        return row if row.thinks else None
+
+    def named(self, name: str) -> ServedRow | None:
+        """The last request with the `stop_id`; None where it is not known."""
+        return self._records.get(name)
+
+
+def _processor(vllm_config: VllmConfig) -> Any:
+    """The processor of the runner that is on; the other one's runner may not even start here."""
+    if vllm_config.use_v2_model_runner:
+        return importlib.import_module(f"{__package__}.runner_v2").V2Processor
+    return importlib.import_module(f"{__package__}.runner_v1").V1Processor
+
+
+class StopProcessor(*_interfaces):  # type: ignore[misc]
+    """Makes the processor of the runner that is on."""
+
+    def __new__(cls, vllm_config: VllmConfig, *others: Any) -> Any:
+        """The one of V2 for (config, slots), the one of V1 for (config, device, pinning)."""
+        return _processor(vllm_config)(vllm_config, *others)
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
         """Refuses wrong keys; see `check_params`."""
         check_params(params)
 
-    def is_argmax_invariant(self) -> bool:
-        """No: a forced token need not be the most likely one."""
-        return False
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follows the requests in vLLM's batch."""
-        if batch_update is None:
-            return
-        slots: dict[int, Any] = dict(self._requests)
-        process_dict_updates(slots, batch_update, lambda *entering: entering)
-        staying = {id(request) for request in slots.values()}
-        for request in self._requests.values():
-            if id(request) not in staying:
-                request.take_in()
-                if not request.output or request.output[-1] != request.admitted.end_id:
-                    self._left.append(request)
-        # Only now, for one that leaves may come back in the same step.
-        for i, one in slots.items():
-            slots[i] = one if isinstance(one, _Request) else self._enter(*one)
-        self._requests = {i: one for i, one in slots.items() if one is not None}
-        del self._left[: -self._most_left]
+class StopRecords:
+    """What `--worker-extension-cls` adds to vLLM's workers: they tell what happened to requests."""
 
-    def _enter(
-        self, params: SamplingParams, prompt_ids: list[int] | None, output: list[int]
-    ) -> _Request | None:
-        known = [one for one in self._left if one.comes_back(params, output)]
-        if known:
-            request = max(known, key=lambda one: (one.output is output, one.taken))
-            self._left.remove(request)
-            request.output = output
-            return request
-        if prompt_ids is None or (admitted := self._admission.admit_params(params)) is None:
-            return None
-        row = StopRow(admitted.plan, prompt_ids, admitted.sample_index)
-        request = _Request(row, params, len(prompt_ids), output, admitted)
-        if admitted.name is not None:
-            self._records[admitted.name] = request.row.record
-            while len(self._records) > MOST_RECORDS:
-                self._records.popitem(last=False)
-        return request if row.phase is Phase.THINKING else None
+    def ospruner_record(self, name: str) -> dict[str, Any] | None:
+        """The `StopRecord` of the last request with this `stop_id`, as a dict.
 
-    def record(self, name: str) -> StopRecord | None:
-        """What happened so far to the request with the `stop_id`; None where it is not known."""
-        for request in self._requests.values():
-            request.take_in()  # its last tokens may not have been looked at yet
-        return self._records.get(name)
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
-        deciding: list[int] = []
-        for i, request in self._requests.items():
-            request.take_in()
-            if request.row.at_boundary:
-                deciding.append(i)
-        if deciding:
-            self._decide(deciding)
-        return self._shape(logits)
-
-    def _decide(self, deciding: list[int]) -> None:
-        head: StopHead = self._layers[STOP_HEAD]
-        said, at = head.ask(torch.tensor(deciding, device=head.weight.device))
-        outputs, positions = said, at.tolist()
-        logits, known = outputs[:, 0], self._config.prices
-        prices: list[float | None] = [None] * len(deciding)
-        if known is not None:  # each row at its own price
-            asked = [known.place(self._requests[i].admitted.price) for i in deciding]
-            logits = price_logits(outputs, torch.tensor(asked, device=outputs.device))
-            prices = [known.price_at(place) for place in price_places(outputs).tolist()]
-        probabilities = torch.sigmoid(logits).tolist()
-        decided = zip(deciding, probabilities, prices, positions, strict=True)
-        for i, probability, price, position in decided:
-            request = self._requests[i]
-            if position != request.prompt_tokens + request.taken - 1:
-                continue  # a part of a prefill: its row is not sampled from
-            request.decide(probability, price)
-            if math.isnan(probability) and not self._warned:
-                self._warned = True
-                logger.warning(NAN)
-
-    def _shape(self, logits: torch.Tensor) -> torch.Tensor:
-        """Shapes the logits of requests whose thinking has ended, which it counts once."""
-        rows: list[tuple[int, StopRow]] = []
-        ended: dict[int, int] = {}
-        for i, request in self._requests.items():
-            if request.row.phase is Phase.THINKING:
-                continue
-            if not request.counted:
-                request.counted = True
-                if self._counts:
-                    count_ended(request.row.record, request.admitted)
-            rows.append((i, request.row))
-            if request.complete:
-                ended[i] = request.admitted.end_id
-        if rows:
-            shape_scores(logits, rows, ended)
-        return logits
-
-
-def _no_trial(max_tokens: int) -> TrialAnswer:
-    raise AssertionError("the learned policy asks for no trial answers")
-
-
-def _no_text() -> str:
-    raise AssertionError("the learned policy asks for no texts")
+        Called by `collective_rpc("ospruner_record", args=(name,))`.
+        """
+        worker: Any = self
+        own = _processor(worker.vllm_config)
+        if worker.vllm_config.use_v2_model_runner:
+            processors = worker.model_runner.sampler.logits_processors
+        else:
+            processors = worker.model_runner.input_batch.logitsprocs.all
+        for processor in processors:
+            if isinstance(processor, own):
+                record = processor.record(name)
+                return None if record is None else asdict(record)
+        return None

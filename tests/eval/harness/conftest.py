@@ -11,7 +11,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 
-from ...vllm_plugin.plugin_replay import make_policy
+from ...serving.vllm.plugin_replay import make_policy
 
 COUNT = 6
 

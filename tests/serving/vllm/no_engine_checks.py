@@ -1,5 +1,5 @@
 """What needs vLLM, but no engine: refusals at start, and how chat replies are split into thinking
-and answer. Run by test_vllm_plugin.py.
+and answer. Run by test_plugin.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from modeling_ospruner.configuration_ospruner import price_logits, price_places
 from modeling_ospruner.formats_ospruner import HARMONY
 from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
+from ospruner.serving.policies import check_base_weights
 from ospruner.serving.requests import DEFAULTS
 from ospruner.serving.vllm.model import (
     STOP_HEAD,
     StopHead,
-    check_base_weights,
     check_start,
     merge_adapters,
 )
@@ -36,8 +36,9 @@ from ospruner.serving.vllm.pages import check_queries
 from ospruner.serving.vllm.parser import HarmonyThinkingParser
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, PROCESSOR, register
 from ospruner.serving.vllm.processor import StopProcessor
+from ospruner.serving.vllm.runner_v1 import V1Processor
 
-from ..broken_tensors import BROKEN, break_tensors
+from ...broken_tensors import BROKEN, break_tensors
 from .plugin_replay import make_policy
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -252,7 +253,7 @@ class Batch:
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(rank=1),
         )
-        self.processor = StopProcessor(config, torch.device("cpu"), False)
+        self.processor = V1Processor(config, torch.device("cpu"), False)
         self.rows: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
 
     def update(
@@ -306,9 +307,9 @@ def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalL
     batch.update([0, 1], {0: rows[0], 1: (*rows[1][:2], [*swapped[1]]), 2: rows[2]})
     assert batch.processor._requests == requests
     for request, steps in zip(requests.values(), ([3], [3, 5], [3]), strict=True):
-        assert request.row.record.step_ends == steps
+        assert request.served.record.step_ends == steps
     told = batch.processor.record("b")
-    assert told is requests[2].row.record
+    assert told is requests[2].served.record
     # It ends there by its own probability: one step, decided once, and the closing forced.
     swapped[2].append(end)
     left = batch.step(logit=9.0)
@@ -327,7 +328,6 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     model.config.price = 1e-3
     model.save_pretrained(tmp_path)
     model.config._name_or_path = str(tmp_path)
-    model.config.domains = {"quiz": {"task": {"name": "choice"}, "price": 1e-3}}
     known = model.config.prices
     assert known is not None
     ids = reasoner.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)
@@ -337,14 +337,11 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     texts: list[list[int]] = [[], [], []]
     asked = (2e-4, 1e-3, 1e-2)  # the server's default, and what requests say
     params = [SamplingParams(extra_args=extra | {"stop_id": name}) for name in "abc"]
-    said_so: tuple[dict[str, Any], ...] = (
-        {"stop_domain": "quiz"},
-        {"stop_price": asked[2]},
-    )
-    for one, extra_args in zip(params[1:], said_so, strict=True):
-        one.extra_args = {**(one.extra_args or {}), **extra_args}
+    for one, price in zip(params[1:], asked[1:], strict=True):
+        one.extra_args = {**(one.extra_args or {}), "stop_price": price}
     batch.update([], {i: (params[i], ids, texts[i]) for i in range(3)})
-    assert [one.admitted.price for one in batch.processor._requests.values()] == list(asked)
+    places = [one.served.admitted.place for one in batch.processor._requests.values()]
+    assert places == [known.place(price) for price in asked]
     batch.step()
     for text in texts:
         text.append(end)
@@ -360,14 +357,12 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
         assert told.prices == [known.price_at(float(price_places(said[0])))]
         assert told.reason == ("policy" if told.prices[0] <= price else "length")
     assert len({batch.processor.record(name).probabilities[0] for name in "abc"}) == 3  # type: ignore[union-attr]
-    for wrong in ({"stop_price": 0.5}, {"stop_price": -1}):
-        with pytest.raises(ValueError, match="price"):
-            Batch(model, **wrong)
+    for wrong in (0.5, -1):
+        with pytest.raises(ValueError, match="stop_price is"):
+            Batch(model, stop_price=wrong)
     # Over HTTP it is refused; an error in the engine would end all requests.
-    for unknown in ({"stop_price": 0.5}, {"stop_domain": "law"}):
-        beyond = SamplingParams(extra_args=extra | unknown)
-        batch.update([], {3: (beyond, ids, [])})
-        assert 3 not in batch.processor._requests
+    batch.update([], {3: (SamplingParams(extra_args=extra | {"stop_price": 0.5}), ids, [])})
+    assert 3 not in batch.processor._requests
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.parser import MarkerThinkingParser
 from ospruner.serving.vllm.plugin import MARKER_PARSER, PARSER
-from ospruner.serving.vllm.server import server_command
+from ospruner.serving.vllm.vllm_server import vllm_command
 
 from .plugin_checks import environment as environment
 from .plugin_checks import greedy, record, run, start_policy
@@ -113,11 +113,11 @@ def test_replies_are_split(
 def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
     for name, parser in (("marker", MARKER_PARSER), ("phrase", None)):
         made(reasoner, tmp_path / name, name)
-        command, _ = server_command(str(tmp_path / name), {}, [])
+        command, _ = vllm_command(str(tmp_path / name), {}, [])
         assert (parser in command) == (parser is not None)
         assert ("--reasoning-parser" in command) == (parser is not None)
     make_policy(reasoner, tmp_path / "token")
-    assert PARSER in server_command(str(tmp_path / "token"), {}, [])[0]
+    assert PARSER in vllm_command(str(tmp_path / "token"), {}, [])[0]
     for folder in ("phrase", "token"):
         with pytest.raises(ValueError, match="no marker of several tokens ends the thinking"):
             MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path / folder))

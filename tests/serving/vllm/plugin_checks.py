@@ -1,4 +1,4 @@
-"""The policy inside vLLM, in process, on the embedded reasoner; run by test_vllm_plugin.py."""
+"""The policy inside vLLM, in process, on the embedded reasoner; run by test_plugin.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modeling_ospruner.stopping_ospruner import Phase
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.vllm.plugin import PROCESSOR, WORKER_EXTENSION
-from ospruner.serving.vllm.processor import StopProcessor
+from ospruner.serving.vllm.runner_v1 import V1Processor
 
 from .plugin_replay import TOLERANCE, make_policy, make_prompts, replay
 
@@ -240,11 +240,11 @@ def test_the_control_group_thinks_to_its_end_and_is_counted_apart(
 ) -> None:
     """Where all others stop at once: at their first step end."""
     [processor] = [
-        one for one in served.collective_rpc(_processors)[0] if isinstance(one, StopProcessor)
+        one for one in served.collective_rpc(_processors)[0] if isinstance(one, V1Processor)
     ]
     defaults = {"stop_policy": True, "stop_mode": "threshold", "stop_threshold": 0.0}
     monkeypatch.setattr(
-        processor._admission,
+        processor._arriving.admission,
         "_defaults",
         StopRequest(defaults | {"stop_control": 0.5}, server=True),
     )

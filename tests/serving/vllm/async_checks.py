@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.vllm.processor import StopProcessor
+from ospruner.serving.vllm.runner_v1 import V1Processor
 
 from .plugin_checks import (
     TIGHT,
@@ -79,15 +79,15 @@ def test_preempted_requests_go_on_as_they_were(
 ) -> None:
     gc.collect()
     came_back = []
-    enter = StopProcessor._enter
+    enter = V1Processor._enter
 
-    def entered(self: StopProcessor, params: Any, prompt: Any, output: list[int]) -> Any:
+    def entered(self: V1Processor, params: Any, prompt: Any, output: list[int]) -> Any:
         request = enter(self, params, prompt, output)
-        if request is not None and request.taken:
-            came_back.append(request.taken)
+        if request is not None and (taken := request.served.taken - request.prompt_tokens):
+            came_back.append(taken)
         return request
 
-    monkeypatch.setattr(StopProcessor, "_enter", entered)
+    monkeypatch.setattr(V1Processor, "_enter", entered)
     served = start_policy(model.config._name_or_path, **TIGHT)
     assert served.llm_engine.vllm_config.scheduler_config.async_scheduling
     never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}

@@ -20,9 +20,9 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, OpenAIEr
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.plugin import PROCESSOR
-from ospruner.serving.vllm.server import server_command
+from ospruner.serving.vllm.vllm_server import vllm_command
 
-from ..server_process import free_port, running_server
+from ...server_process import free_port, running_server
 from .plugin_replay import make_policy, make_prompts, replay
 
 needs_vllm = pytest.mark.skipif(
@@ -303,22 +303,22 @@ def test_the_command_of_a_server(
 ) -> None:
     folder = str(policy[1])
     defaults = {"stop_policy": True, "stop_control": 0.1}
-    command, environment = server_command(folder, defaults, ["--port", "81"])
+    command, environment = vllm_command(folder, defaults, ["--port", "81"])
     assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     assert command[-4:] == ["--reasoning-parser", "ospruner", "--port", "81"]
     assert command[command.index("--logits-processors") + 1] == PROCESSOR
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert {"ospruner", "ospruner_stops"} <= set(environment["VLLM_PLUGINS"].split(","))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert server_command(folder, {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert vllm_command(folder, {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     policy[0].config.tuning = "queries"
     policy[0].config.save_pretrained(tmp_path)
-    assert server_command(str(tmp_path), {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    own, _ = server_command(folder, {}, ["--reasoning-parser=qwen3"])
+    assert vllm_command(str(tmp_path), {}, [])[1]["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    own, _ = vllm_command(folder, {}, ["--reasoning-parser=qwen3"])
     assert own.count("--reasoning-parser") == 0
     with pytest.raises(ValueError, match=r"--logits-processors: `ospruner serve` sets it"):
-        server_command(folder, {}, ["--logits-processors", "x:Y"])
+        vllm_command(folder, {}, ["--logits-processors", "x:Y"])
     with pytest.raises(ValueError, match="the server's defaults: stop_threshold is 4"):
-        server_command(folder, {"stop_threshold": 4}, [])
+        vllm_command(folder, {"stop_threshold": 4}, [])
     with pytest.raises(ValueError, match="the server's defaults: stop_control is 2"):
-        server_command(folder, {"stop_control": 2}, [])
+        vllm_command(folder, {"stop_control": 2}, [])

@@ -16,8 +16,8 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.sglang.custom_params import RECORD
 
-from ..server_process import SGLANG_PYTHON, running_sglang
-from ..vllm_plugin.plugin_replay import make_prompts, perturb, replay
+from ...server_process import SGLANG_PYTHON, running_sglang
+from ..vllm.plugin_replay import make_prompts, perturb, replay
 
 pytestmark = pytest.mark.skipif(
     SGLANG_PYTHON is None, reason="SGLang has an environment of its own: run `make test-sglang`"

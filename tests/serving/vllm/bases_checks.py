@@ -1,5 +1,5 @@
 """The policy inside vLLM on each base, compiled, and without layers; run one by one, for each
-leaves its own process groups behind. Run by test_vllm_plugin_bases.py.
+leaves its own process groups behind. Run by test_bases.py.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class Engine:
     def hold(self, num_slots: int) -> None:
         assert num_slots == SLOTS
 
-    def ask(self, backend: Any, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        pairs = zip(slots.tolist(), lengths.tolist(), strict=True)
+    def ask(self, backend: Any, slots: list[int], lengths: list[int]) -> torch.Tensor:
+        pairs = zip(slots, lengths, strict=True)
         return torch.tensor([[said(self.texts[slot][:length])] for slot, length in pairs])
 
     def compute(self, requests: list[Request], lengths: list[int] | None = None) -> list[int]:

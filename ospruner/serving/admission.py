@@ -1,10 +1,10 @@
-"""How requests that come to a server are stopped: what the server's defaults and their keys say."""
+"""Which requests a server stops, and how: what its defaults, its policy and their keys say."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,16 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
 from modeling_ospruner.rules_ospruner import mix64, uniform
-from modeling_ospruner.stopping_ospruner import RowPlan, promise_of
+from modeling_ospruner.stopping_ospruner import RowPlan, StopPolicyConfig
 
 from .requests import StopRequest
 
-__all__ = ["NAN", "Admission", "Admitted"]
+__all__ = ["Admission", "Admitted", "promise_of"]
 
-NAN = (
-    "the stopping policy gave NaN: requests continue. Its weights, or the base's hidden states, "
-    "are broken"
-)
+_OF_A_PROMISE = ("mode", "threshold", "price")
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Admitted:
         sample_index: its index among all rows of the run, for the draws.
         end_id: the token that ends it, once its answer is complete.
         control: whether it belongs to those that never stop.
-        price: the price of a token, for a policy of every price.
+        place: of its price, in the range that the policy knows; None with a policy of one lambda.
         promise: the calibration that it stops by; None where it stops otherwise.
         name: under which its record can be read; None for no record.
     """
@@ -42,7 +39,7 @@ class Admitted:
     sample_index: int
     end_id: int
     control: bool
-    price: float
+    place: float | None
     promise: Mapping[str, Any] | None
     name: str | None
 
@@ -102,7 +99,7 @@ class Admission:
         settings = asked.settings(self._defaults)
         if settings is None:
             return None
-        price = settings.price_for("the request's keys", self.config)
+        settings = settings.with_defaults(self.config)
         self._seen += 1
         control = uniform(self._seed, self._seen, -1) < self._defaults.control
         if control:
@@ -112,14 +109,32 @@ class Admission:
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
         elif text:
             settings = replace(settings, first_sample_index=settings.first_sample_index + text)
-        settings = settings.with_defaults(self.config)
+        prices = self.config.prices
         rule = settings.chosen_rule(self.config.step_stride)
         return Admitted(
             RowPlan(settings, rule, self.token_format, frozenset({self._eos_id, *stop_ids})),
             settings.first_sample_index,
             self._eos_id if end_id is None else end_id,
             control,
-            price,
+            None if prices is None else prices.place(settings.price),
             None if control else promise_of(settings, self.config),
             asked.name,
         )
+
+
+def promise_of(settings: StopPolicyConfig, config: OSPrunerConfig) -> dict[str, Any] | None:
+    """The calibration by which settings stop, None where they stop otherwise.
+
+    Args:
+        settings: with the policy's defaults.
+        config: the policy's.
+    """
+    free = (*_OF_A_PROMISE, "seed", "first_sample_index")
+    others = {one.name: one.default for one in fields(settings) if one.name not in free}
+    if any(vars(settings)[name] != default for name, default in others.items()):
+        return None
+    for one in config.calibrations or []:
+        priced = [name for name in _OF_A_PROMISE if name != "price" or one["price"] is not None]
+        if all(vars(settings)[name] == one[name] for name in priced):
+            return one
+    return None

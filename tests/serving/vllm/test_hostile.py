@@ -34,8 +34,8 @@ from modeling_ospruner.stopping_ospruner import StopRecord
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 
-from ..conftest import Fuzzed
-from ..server_process import free_port, running_server
+from ...conftest import Fuzzed
+from ...server_process import free_port, running_server
 from .plugin_replay import make_policy, make_prompts
 from .test_server import ARGUMENTS, CPU, needs_vllm
 
@@ -100,7 +100,6 @@ def is_allowed(key: str, value: Any) -> bool:
         "stop_answer": value in ("forced", "free", "tools"),
         "stop_threshold": isinstance(value, int | float) and 0 <= value <= 1,
         "stop_price": value == 0 and isinstance(value, int | float),
-        "stop_domain": False,  # this policy has none
         "stop_seed": whole,
         "stop_sample_index": whole and value >= 0,
         "min_thinking_tokens": whole and value >= 0,
@@ -348,8 +347,10 @@ def test_counters_have_no_labels_of_a_request() -> None:
     prometheus = pytest.importorskip("prometheus_client")
     for reason in ("policy", "budget", "natural"):
         for control in (False, True):
+            record = StopRecord(reason=reason, thinking_tokens=3)
+            admitted = Namespace(control=control, promise=None)
             for _ in range(50):
-                monitoring.count(StopRecord(reason=reason, thinking_tokens=3), control)
+                monitoring.count_ended(Namespace(record=record, admitted=admitted))
     told = prometheus.generate_latest().decode()
     series = re.findall(r"^ospruner_thinking_ended_total\{(.*?)\}", told, re.MULTILINE)
     groups, reasons = ("policy", "control"), ("policy", "budget", "natural")
@@ -392,7 +393,7 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
         assert (settings is not None) == bool(on)
         for name, value in asked.fields.items():
             assert settings is None or vars(settings)[name] == value
-        if settings is not None and not {"price", "domain"} & set(asked.fields):
+        if settings is not None and not {"price"} & set(asked.fields):
             settings.with_defaults(config)  # of a price that it does not know, an engine is told
     assert 0 < unknown < 150
     fuzzed("random keys", accepted=accepted, refused=refused)

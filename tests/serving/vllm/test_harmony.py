@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import HARMONY, TokenFormat
 
-from ..server_process import free_port, running_server
+from ...server_process import free_port, running_server
 from .test_server import ARGUMENTS, CPU, needs_vllm
 
 pytestmark = [pytest.mark.slow, needs_vllm]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..own_process import run_checks
+from ...own_process import run_checks
 
 NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "glm4", "gpt_oss")
 CASES = [f"test_base[2-{base}]" for base in NAMES]

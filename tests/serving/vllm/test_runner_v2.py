@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..own_process import run_checks
+from ...own_process import run_checks
 
 
 @pytest.mark.slow

@@ -1,13 +1,9 @@
-"""What the policy inside SGLang refuses, and which versions it takes; without SGLang."""
+"""What the policy inside SGLang refuses, and the command of its server; without SGLang."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +17,8 @@ from ospruner.serving.sglang.custom_params import (
     excluded,
     server_defaults,
 )
-from ospruner.serving.sglang.launching import server_command, sglang_options
+from ospruner.serving.sglang.sglang_server import sglang_command
 from ospruner.serving.sglang.tapped import BASES, check_policy, check_server
-from ospruner.serving.sglang_start import SGLANG_VERSIONS, UNTESTED, check_version
 
 PLAIN = {
     "custom_params": None,
@@ -172,84 +167,25 @@ def test_the_command_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
     policy = save_config(tmp_path, tuning="queries", reasoning_format={"name": "deepseek-r1"})
     defaults = {"stop_policy": True, "stop_threshold": 0.5, "stop_control": 0.0}
-    command, environment = server_command(policy, defaults, ["--port", "1"])
+    command, environment = sglang_command(policy, defaults, ["--port", "1"])
     start = ["-m", "sglang.launch_server", "--model-path", policy, "--disable-prefill-cuda-graph"]
     assert command == [*start, "--reasoning-parser", "deepseek-r1", "--port", "1"]
     assert environment == {DEFAULTS_VARIABLE: json.dumps(defaults)}
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     given = ["--reasoning-parser=qwen3", "--disable-prefill-cuda-graph"]
-    command, environment = server_command(policy, defaults, given)
+    command, environment = sglang_command(policy, defaults, given)
     assert command == [*start[:-1], *given]
     assert environment["SGLANG_PLUGINS"] == "ospruner,other"
-    options = {"tp_size": 2, "trust_remote_code": True, "enable_metrics": False, "dtype": "half"}
-    assert sglang_options(options) == ["--tp-size", "2", "--trust-remote-code", "--dtype", "half"]
 
 
 def test_commands_that_are_refused(tmp_path: Path) -> None:
     good = save_config(tmp_path / "good", tuning="queries")
     layers = save_config(tmp_path / "layers")
     with pytest.raises(ValueError, match="has tuning 'layers'; inside SGLang policies of tuning"):
-        server_command(layers, {}, [])
+        sglang_command(layers, {}, [])
     with pytest.raises(ValueError, match="stop_control is 0.1, but SGLang's /metrics has no"):
-        server_command(good, {"stop_control": 0.1}, [])
+        sglang_command(good, {"stop_control": 0.1}, [])
     with pytest.raises(ValueError, match="--model-path=a: `ospruner serve` sets it by itself"):
-        server_command(good, {}, ["--model-path=a"])
+        sglang_command(good, {}, ["--model-path=a"])
     with pytest.raises(ValueError, match="the policy promises nothing"):
-        server_command(good, {"stop_max_loss": 0.02}, [])
-
-
-def test_other_versions_of_sglang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(UNTESTED, raising=False)
-    for known in ("0.5.23", "0.5.23.post1", "0.5.23+cpu"):
-        check_version(known)
-    for other in ("0.5.22", "0.5.24", "0.6.0", "1.0", "not installed"):
-        with pytest.raises(ValueError, match=rf"SGLang is {re.escape(other)}; .* version 0.5.23"):
-            check_version(other)
-    monkeypatch.setenv(UNTESTED, "1")
-    check_version("0.6.0")
-
-
-def test_the_entry_point_and_the_environment_are_those_of_the_version(repo_dir: Path) -> None:
-    project = tomllib.loads((repo_dir / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["sglang.srt.plugins"] == {
-        "ospruner": "ospruner.serving.sglang_start:register"
-    }
-    first = ".".join(map(str, SGLANG_VERSIONS[0]))
-    assert f"\nsglang=={first}\n" in (repo_dir / "constraints-sglang.txt").read_text()
-
-
-LOADED = """
-import sys
-from ospruner.serving.sglang_start import register
-register()
-print(sorted({"torch", "transformers", "sglang", "modeling_ospruner"} & set(sys.modules)))
-"""
-
-
-@pytest.mark.parametrize(
-    ("version", "told"),
-    [
-        ("0.6.1", "SGLang is 0.6.1; the policy inside SGLang works with version 0.5.23"),
-        ("0.5.23", "SGLang starts without stopping policies: this SGLang is broken"),
-    ],
-)
-def test_no_sglang_fails_to_start_for_this_package(
-    tmp_path: Path, repo_dir: Path, version: str, told: str
-) -> None:
-    """Of a version that is not taken nothing is imported, nor of ours; and errors are warnings."""
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").write_text(
-        "raise AttributeError('this SGLang is broken')"
-    )
-    metadata = tmp_path / f"sglang-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(repo_dir)])}
-    environment.pop(UNTESTED, None)
-    command = [sys.executable, "-c", LOADED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
-    if version != "0.5.23":
-        assert done.stdout == "[]\n"
+        sglang_command(good, {"stop_max_loss": 0.02}, [])

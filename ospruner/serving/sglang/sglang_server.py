@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from ospruner.optional import MissingPackageError
 
-from ..requests import CONTROL, StopRequest, value_of
-from ..sglang_start import check_version
+from ..launch import served_policy, value_of
+from ..requests import CONTROL, StopRequest
+from ..start import SGLANG
 from .custom_params import DEFAULTS_VARIABLE
 
-__all__ = ["PYTHON_VARIABLE", "serve", "server_command", "sglang_options"]
+__all__ = ["PYTHON_VARIABLE", "serve_sglang", "sglang_command"]
 
 PYTHON_VARIABLE = "OSPRUNER_SGLANG_PYTHON"
 """The environment variable that names the Python of SGLang's environment, where it is not ours."""
@@ -26,7 +26,7 @@ _PARSERS = {"deepseek-r1": "deepseek-r1", "qwen3": "qwen3"}
 _NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 
 
-def server_command(
+def sglang_command(
     policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """The command of a server, behind its Python, and what its environment needs beside this one.
@@ -46,11 +46,7 @@ def server_command(
             f"{CONTROL} is {asked.control}, but SGLang's /metrics has no counters of ours to "
             "compare groups by: leave --control out, or serve with vLLM (--engine vllm)"
         )
-    if ours := [one for one in arguments if one.partition("=")[0] in _OURS]:
-        raise ValueError(f"{', '.join(ours)}: `ospruner serve` sets it by itself; leave it out")
-    revision = value_of("--revision", arguments)
-    config = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
-    asked.settle(config)
+    config = served_policy(policy, asked, arguments, _OURS)
     if config.tuning != "queries":
         raise ValueError(
             f"the policy {policy!r} has tuning {config.tuning!r}; inside SGLang policies of tuning "
@@ -69,14 +65,14 @@ def server_command(
     return [*command, *arguments], environment
 
 
-def serve(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) -> NoReturn:
-    """Becomes the server of `server_command`.
+def serve_sglang(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) -> NoReturn:
+    """Becomes the server of `sglang_command`.
 
     Raises:
-        ValueError: as `server_command`, or SGLang's version is not supported.
+        ValueError: as `sglang_command`, or SGLang's version is not supported.
         MissingPackageError: SGLang is not installed here, and no other Python is named.
     """
-    command, environment = server_command(policy, defaults, arguments)
+    command, environment = sglang_command(policy, defaults, arguments)
     python = os.environ.get(PYTHON_VARIABLE)
     if not python:
         if importlib.util.find_spec("sglang") is None:
@@ -86,18 +82,6 @@ def serve(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]) ->
                 "this package there with `pip install --no-deps ospruner`; then run this command "
                 f"there, or name its Python in {PYTHON_VARIABLE}"
             )
-        check_version()
+        SGLANG.check_version()
         python = sys.executable
     os.execve(python, [python, *command], {**os.environ, **environment})
-
-
-def sglang_options(engine_args: Mapping[str, Any]) -> list[str]:
-    """Arguments of SGLang's `ServerArgs` as options of its server: `--tp-size 2`."""
-    options: list[str] = []
-    for name, value in engine_args.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is True:
-            options.append(option)
-        elif value is not False:  # a flag that is not given is off
-            options += [option, value if isinstance(value, str) else json.dumps(value)]
-    return options

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 
-from ..server_process import free_port, running_server
+from ...server_process import free_port, running_server
 from .test_harmony import recites
 from .test_server import ARGUMENTS, CPU, needs_vllm
 

@@ -1,0 +1,64 @@
+"""What `ospruner serve` does for any engine: it looks at the policy, and writes its options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+
+from .requests import StopRequest
+
+__all__ = ["engine_options", "served_policy", "value_of"]
+
+
+def served_policy(
+    policy: str, asked: StopRequest, arguments: Sequence[str], ours: Sequence[str]
+) -> OSPrunerConfig:
+    """The configuration of a policy that is to be served.
+
+    Args:
+        policy: its folder or Hub id.
+        asked: the server's defaults, which what the policy promises is put into.
+        arguments: the engine's own, `--revision` among them.
+        ours: options that `ospruner serve` sets.
+
+    Raises:
+        ValueError: no policy, wrong defaults, or an option that is set here.
+        OSError: the policy is not found.
+    """
+    if given := [one for one in arguments if one.partition("=")[0] in ours]:
+        raise ValueError(f"{', '.join(given)}: `ospruner serve` sets it by itself; leave it out")
+    revision = value_of("--revision", arguments)
+    config: OSPrunerConfig = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
+    asked.settle(config)
+    return config
+
+
+def value_of(name: str, arguments: Sequence[str]) -> str | None:
+    """What a command line gives to an option: `--name value` or `--name=value`; None for none."""
+    for one, following in pairwise([*arguments, ""]):
+        if one == name:
+            return following
+        if one.startswith(f"{name}="):
+            return one.partition("=")[2]
+    return None
+
+
+def engine_options(engine_args: Mapping[str, Any], says_no: bool) -> list[str]:
+    """Arguments of an engine as options of its server: `--tensor-parallel-size 2`.
+
+    Args:
+        engine_args: by their names in the engine's own class.
+        says_no: whether False is written `--no-x`, as vLLM wants it; else a flag is left out.
+    """
+    options: list[str] = []
+    for name, value in engine_args.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options += [f"--{option}"] if value else [f"--no-{option}"] if says_no else []
+        else:
+            options += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return options

@@ -1,0 +1,117 @@
+"""Which policies an engine can serve: looked at once when it starts, before weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from transformers import AutoConfig
+
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig, position_switch
+from modeling_ospruner.loading_ospruner import (
+    base_fingerprint,
+    check_base,
+    check_fingerprint,
+    empty_base,
+    empty_policy,
+    read_tensors,
+)
+
+__all__ = ["check_base_weights", "check_files", "check_kind", "quantisation"]
+
+
+def check_kind(config: OSPrunerConfig, engine: str, bases: Collection[str]) -> None:
+    """Refuses policies that no engine stops requests with, and bases that this one was not run on.
+
+    Args:
+        config: the policy's.
+        engine: as it calls itself.
+        bases: the `model_type`s that it takes.
+
+    Raises:
+        ValueError: naming what was asked for and what to do.
+    """
+    if config.trial_every:
+        raise ValueError(
+            f"the policy tries an answer at every {config.trial_every}. step (trial_every), which "
+            "servers cannot: train one without trial answers"
+        )
+    where, kind = config.base_model_name_or_path, config.get_text_config().model_type
+    if config.method == "flashthink":
+        raise ValueError(
+            f"the policy on {where!r} is a verifier, which reads another model's thinking; inside "
+            f"{engine} a policy stops the model that it is served with"
+        )
+    if kind not in bases:
+        raise ValueError(
+            f"the base {where!r} is a {kind}; inside {engine} the policy works with "
+            f"{', '.join(bases)}: serve it with another engine (ospruner serve --engine), or "
+            "generate with transformers: model.generate(stop_policy=True)"
+        )
+
+
+def check_files(
+    config: OSPrunerConfig,
+    policy: str,
+    engine: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    weights: bool = True,
+) -> None:
+    """Refuses a policy that does not fit its base, or whose tensors are broken.
+
+    Args:
+        config: the policy's.
+        policy: its folder or Hub id.
+        engine: as it calls itself.
+        revision: of the policy's repository.
+        download_dir: where the engine keeps repositories; None for the Hub's own cache.
+        weights: whether the engine will read any.
+
+    Raises:
+        ValueError: naming what does not fit; or see `read_tensors`.
+        OSError: the base or the policy's file is not found.
+    """
+    where = config.base_model_name_or_path
+    try:
+        base_config = AutoConfig.from_pretrained(where, revision=config.base_revision)
+    except OSError as error:
+        raise OSError(
+            f"the base {where!r} at revision {config.base_revision!r}, which the policy pins, "
+            f"cannot be loaded: {error}"
+        ) from error
+    check_base(config, base_config, where)
+    if (switch := position_switch(base_config)) is not None:
+        raise ValueError(
+            f"the base {where!r} has rope_type {switch[0]!r}, whose positions change with the "
+            f"text's length (from {switch[1]} tokens on), and {engine} computes them otherwise "
+            "than transformers, where the policy was trained: generate with transformers"
+        )
+    if weights:
+        check_base_weights(config, download_dir)
+        hub = {"revision": revision, "cache_dir": download_dir}
+        read_tensors(policy, config, empty_policy(config, empty_base(base_config)), hub)
+
+
+def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None:
+    """Compares the fingerprint of the pinned base's files with that of the policy's base.
+
+    A quantised base's are not compared: they may be another version of the same weights.
+
+    Args:
+        config: the policy's.
+        download_dir: where the engine keeps repositories; None for the Hub's own cache.
+
+    Raises:
+        ValueError: they differ; both are named.
+    """
+    where, revision = config.base_model_name_or_path, config.base_revision
+    if quantisation(config) is None:
+        check_fingerprint(config, where, base_fingerprint(where, revision, download_dir))
+
+
+def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
+    """How the pinned base's checkpoint is quantised; None where it is not."""
+    where, revision = config.base_model_name_or_path, config.base_revision
+    stored = AutoConfig.from_pretrained(where, revision=revision)
+    found: dict[str, object] | None = vars(stored).get("quantization_config")
+    return found

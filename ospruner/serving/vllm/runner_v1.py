@@ -1,0 +1,148 @@
+"""The processor in vLLM's model runner V1, which vLLM gives up: nothing else imports this file.
+
+V1 keeps each request's tokens in a list of its own on the host, and tells its processors which
+requests stand where in the batch. Preempted requests leave the batch and come back into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from modeling_ospruner.stopping_ospruner import StopRecord
+
+from ..rows import ServedRow
+from .model import STOP_HEAD, StopHead
+from .processor import Arriving, check_params
+
+__all__ = ["V1Processor"]
+
+
+class _Request:
+    """A request in V1's batch.
+
+    Attributes:
+        served: its way.
+        params: as vLLM holds them, of all texts of a prompt the same object at times.
+        prompt_tokens: the length of its prompt.
+        output: vLLM's own list of its tokens, which grows; another one after a preemption, where
+            steps are scheduled ahead.
+    """
+
+    def __init__(self, served: ServedRow, params: SamplingParams, output: list[int]) -> None:
+        self.served = served
+        self.params = params
+        self.prompt_tokens = served.taken
+        self.output = output
+
+    def comes_back(self, params: SamplingParams, output: list[int]) -> bool:
+        """Whether a request that enters the batch with these is this one.
+
+        Texts of one prompt that share their parameters are told apart by their tokens. Where these
+        are the same, too, either may go on as the other: they differ in draws to come alone.
+        """
+        taken = self.served.taken - self.prompt_tokens
+        same = params is self.params and output[:taken] == self.output[:taken]
+        return same and len(output) >= taken
+
+    def take_in(self) -> None:
+        """Takes in what is new in `output`, as far as vLLM knows it (-1 stands for the rest)."""
+        for token in self.output[self.served.taken - self.prompt_tokens :]:
+            if token < 0:
+                break
+            self.served.take(token)
+
+
+class V1Processor(LogitsProcessor):
+    """Stops requests; see the module.
+
+    Args:
+        vllm_config: of the engine.
+        device: of the logits.
+        is_pin_memory: not used.
+
+    Raises:
+        ValueError: the model is no policy, or the server's defaults are wrong.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._arriving = Arriving(vllm_config)
+        self._core = self._arriving.core
+        self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        self._requests: dict[int, _Request] = {}  # by place in the batch
+        self._left: list[_Request] = []  # the batch, the oldest first; preempted ones come back
+        self._most_left = vllm_config.scheduler_config.max_num_seqs
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Refuses wrong keys; see `check_params`."""
+        check_params(params)
+
+    def is_argmax_invariant(self) -> bool:
+        """No: a forced token need not be the most likely one."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follows the requests in vLLM's batch."""
+        if batch_update is None:
+            return
+        places: dict[int, Any] = dict(self._requests)
+        process_dict_updates(places, batch_update, lambda *entering: entering)
+        staying = {id(request) for request in places.values()}
+        for request in self._requests.values():
+            if id(request) not in staying:
+                request.take_in()
+                self._core.tell_end(request.served)
+                if not request.output or request.output[-1] != request.served.admitted.end_id:
+                    self._left.append(request)
+        # Only now, for one that leaves may come back in the same step.
+        for i, one in places.items():
+            places[i] = one if isinstance(one, _Request) else self._enter(*one)
+        self._requests = {i: one for i, one in places.items() if one is not None}
+        del self._left[: -self._most_left]
+
+    def _enter(
+        self, params: SamplingParams, prompt_ids: list[int] | None, output: list[int]
+    ) -> _Request | None:
+        known = [one for one in self._left if one.comes_back(params, output)]
+        if known:
+            request = max(known, key=lambda one: (one.output is output, one.served.taken))
+            self._left.remove(request)
+            request.output = output
+            return request
+        served = None if prompt_ids is None else self._arriving.admit(params, prompt_ids)
+        return None if served is None else _Request(served, params, output)
+
+    def record(self, name: str) -> StopRecord | None:
+        """What happened so far to the request with the `stop_id`; None where it is not known."""
+        for request in self._requests.values():
+            request.take_in()  # its last tokens may not have been looked at yet
+        served = self._arriving.named(name)
+        return None if served is None else served.record
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
+        deciding: list[tuple[int, _Request]] = []
+        for i, request in self._requests.items():
+            request.take_in()
+            if request.served.row.at_boundary:
+                deciding.append((i, request))
+        if deciding:
+            head: StopHead = self._layers[STOP_HEAD]
+            places = torch.tensor([i for i, _ in deciding], device=head.weight.device)
+            outputs, positions = head.ask(places)
+            # The rows of a prefill's parts are not sampled from.
+            ended = [
+                k
+                for k, position in enumerate(positions.tolist())
+                if position == deciding[k][1].served.taken - 1
+            ]
+            rows = [deciding[k][1].served for k in ended]
+            self._core.decide(rows, self._core.hear(rows, outputs[ended]))
+        self._core.shape(logits, ((i, one.served) for i, one in self._requests.items()))
+        return logits

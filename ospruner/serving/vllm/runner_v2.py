@@ -1,0 +1,272 @@
+"""The processor in vLLM's model runner V2.
+
+That runner keeps tokens on the device and knows requests by slots. What a step's rows end with is
+copied to the host once; there `StopRow`s decide. The policy, one of queries only, runs after the
+base's forward and outside of its graphs, on the rows that have ended a step.
+
+With speculative decoding a request has a row of logits for each drafted token, too: what may follow
+if the drafts before it are accepted. A copy of its `ServedRow` takes in the drafts; what the policy
+said of it is kept, so that a draft that is accepted is decided on as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.logits_processor import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcRequestState,
+)
+
+from modeling_ospruner.stopping_ospruner import StopRecord
+
+from ..rows import ServedRow
+from .model import STOP_HEAD, StopHead
+from .processor import Arriving, check_params
+
+__all__ = ["Arrivals", "V2Processor"]
+
+
+class Arrivals(DefaultModelState):
+    """vLLM's own state of a model, which also keeps who comes into which slot, and who leaves.
+
+    Processors are told a slot and parameters, but neither who comes nor with which tokens.
+
+    Attributes:
+        entering: by slot, who has come and has not been taken in.
+        leaving: called with the id of each request that leaves, finished or preempted, while its
+            slot still holds its tokens.
+        batch: of the step that is being computed.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.entering: dict[int, NewRequestData] = {}
+        self.leaving: Callable[[str], None] | None = None
+        self.batch: InputBatch | None = None
+        head: Any = model.head
+        head.arrivals = self
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Called before the processor's `add_request`."""
+        super().add_request(req_index, new_req_data)
+        self.entering[req_index] = new_req_data
+
+    def remove_request(self, req_id: str) -> None:
+        """Called before the slot is free."""
+        if self.leaving is not None:
+            self.leaving(req_id)
+        super().remove_request(req_id)
+
+    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Called before each forward."""
+        self.batch = input_batch
+        prepared: dict[str, Any] = super().prepare_attn(input_batch, *args, **kwargs)
+        return prepared
+
+
+class _Request(NamedTuple):
+    """A request in a slot, and where its tokens end at the latest: at its prompt + `max_tokens`."""
+
+    served: ServedRow
+    most_tokens: int
+
+
+class _Row(NamedTuple):
+    """A row of logits: its place there, its slot, its position, and the token at that."""
+
+    place: int
+    slot: int
+    position: int
+    token: int
+
+
+class V2Processor(LogitsProcessor):
+    """Stops requests; see the module.
+
+    Args:
+        vllm_config: of the engine.
+        req_states: the runner's slots.
+
+    Raises:
+        ValueError: the model is no policy, or the server's defaults are wrong.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        self._arriving = Arriving(vllm_config)
+        self._core = self._arriving.core
+        self._runner = req_states
+        self._device = req_states.device
+        speculative = vllm_config.speculative_config
+        drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        # A request's last tokens, as far as a step may not have looked at them.
+        self._last = torch.arange(-1 - drafts, 0, device=self._device)
+        layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        self._head: StopHead = layers[STOP_HEAD]
+        self._arrivals: Arrivals = self._head.arrivals
+        self._arrivals.leaving = self._leave
+        self._here: dict[int, _Request] = {}  # by slot
+        self._ids: dict[str, int] = {}  # slots by the requests' ids
+        self._left: OrderedDict[str, ServedRow] = OrderedDict()  # preempted ones come back
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Refuses wrong keys; see `check_params`."""
+        check_params(params)
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Takes in who has come into a slot; whether it may be stopped."""
+        come = self._arrivals.entering.pop(req_idx)
+        self._here.pop(req_idx, None)
+        prompt, tokens = come.prompt_token_ids, come.prefill_token_ids
+        if prompt is None or tokens is None:
+            return False
+        served = self._left.pop(come.req_id, None) or self._arriving.admit(sampling_params, prompt)
+        if served is None:
+            return False
+        served.come_back(prompt, tokens[len(prompt) :])
+        most = sampling_params.max_tokens
+        self._here[req_idx] = _Request(served, sys.maxsize if most is None else len(prompt) + most)
+        self._ids[come.req_id] = req_idx
+        return True
+
+    def _leave(self, req_id: str) -> None:
+        slot = self._ids.pop(req_id, None)
+        if slot is None:
+            return
+        self._take_rest(slot)
+        served = self._left[req_id] = self._here.pop(slot).served
+        self._core.tell_end(served)
+        while len(self._left) > self._runner.max_num_reqs:
+            self._left.popitem(last=False)
+
+    def _take_rest(self, slot: int) -> None:
+        """Takes in the tokens sampled last, which no step has looked at."""
+        served, most = self._here[slot]
+        total = min(int(self._runner.total_len.gpu[slot]), most)
+        for token in self._runner.all_token_ids.gpu[slot, served.taken : total].tolist():
+            served.take(token)
+
+    def record(self, name: str) -> StopRecord | None:
+        """What happened so far to the request with the `stop_id`; None where it is not known."""
+        served = self._arriving.named(name)
+        if served is None:
+            return None
+        for slot, request in self._here.items():
+            if request.served is served:
+                self._take_rest(slot)
+        return served.record
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """One step: decides where steps of thinking have ended, and shapes the logits (B, V)."""
+        here = [self._here.get(slot) for slot in ctx.idx_mapping_np.tolist()]
+        if not any(here):
+            return logits
+        rows, totals, last = self._copied(ctx)
+        for request, total, tokens in zip(here, totals, last, strict=True):
+            if request is not None:
+                served = request.served
+                known = len(tokens) - total
+                end = max(0, min(total, request.most_tokens) + known)
+                for token in tokens[served.taken + known : end]:
+                    served.take(token)
+                served.said.clear()
+        level = [
+            (row, request.served)
+            for row, request, total in zip(rows[0], here, totals, strict=True)
+            # The rows of a prefill's parts are not sampled from.
+            if request is not None and row.position + 1 >= total
+        ]
+        self._step(logits, level)
+        if len(rows) > 1:
+            self._draft(logits, rows[1:], {row.slot: served for row, served in level})
+        return logits
+
+    def _copied(self, ctx: LogitsContext) -> tuple[list[list[_Row]], list[int], list[list[int]]]:
+        """What a step's rows say, in one copy to the host.
+
+        Returns:
+            The rows, by how many drafted tokens end with them; and of each request of the batch how
+            many tokens it has, and the last of these.
+        """
+        slots = ctx.idx_mapping.long()
+        totals = self._runner.total_len.gpu[slots].long()
+        places = (totals[:, None] + self._last).clamp(min=0)
+        last = self._runner.all_token_ids.gpu[slots[:, None], places]
+        columns = (ctx.expanded_local_pos, ctx.expanded_idx_mapping, ctx.pos, ctx.input_ids)
+        told = torch.cat([*(one.long() for one in (*columns, totals)), last.long().flatten()])
+        numbers, count, size = told.tolist(), len(ctx.pos), len(totals)
+        drafts, *others = (numbers[i * count : (i + 1) * count] for i in range(len(columns)))
+        rows: list[list[_Row]] = [[] for _ in range(1 + max(drafts))]
+        for place, (draft, *row) in enumerate(zip(drafts, *others, strict=True)):
+            rows[draft].append(_Row(place, *row))
+        numbers = numbers[len(columns) * count :]
+        each = len(self._last)
+        tokens = [numbers[size + i * each : size + (i + 1) * each] for i in range(size)]
+        return rows, numbers[:size], tokens
+
+    def _step(self, logits: torch.Tensor, level: Sequence[tuple[_Row, ServedRow]]) -> None:
+        """Decides on rows that have ended a step, and shapes the logits of all of them."""
+        ended = [(row, served) for row, served in level if served.row.at_boundary]
+        if ended:
+            asked = [served for _, served in ended]
+            said = self._core.hear(asked, self._ask([row for row, _ in ended]))
+            for (row, _), one in zip(ended, said, strict=True):
+                self._here[row.slot].served.said[row.position + 1] = one
+            self._core.decide(asked, said)
+        self._core.shape(logits, ((row.place, served) for row, served in level))
+
+    def _draft(
+        self, logits: torch.Tensor, levels: list[list[_Row]], standing: dict[int, ServedRow]
+    ) -> None:
+        """The rows after drafted tokens, as if these were accepted.
+
+        Args:
+            logits: in place.
+            levels: the rows after the first drafted tokens, after the second, and so on.
+            standing: by slot, those whose tokens stand.
+        """
+        drafts: dict[int, list[int]] = {}
+        for row in (row for rows in levels for row in rows if row.slot in standing):
+            drafts.setdefault(row.slot, []).append(row.token)
+        ahead = {
+            slot: standing[slot].ahead()
+            for slot, tokens in drafts.items()
+            if any(map(standing[slot].may_turn, tokens))
+        }
+        for rows in levels:
+            level = [(row, ahead[row.slot]) for row in rows if row.slot in ahead]
+            for row, served in level:
+                served.take(row.token)
+            self._step(logits, level)
+
+    def _ask(self, rows: Sequence[_Row]) -> torch.Tensor:
+        """What the head says of tokens of this step, (K, 1 or 6)."""
+        batch, pages = self._arrivals.batch, self._head.pages
+        assert batch is not None
+        assert pages is not None  # of a policy of queries; others are refused at start
+        order = {slot: i for i, slot in enumerate(batch.idx_mapping_np.tolist())}
+        numbers = [[order[row.slot], row.position] for row in rows]
+        here, positions = torch.tensor(numbers, device=self._device).unbind(1)
+        starts = batch.query_start_loc[:-1][here].long()
+        places = starts + positions - batch.positions[starts]
+        lengths = (positions + 1).to(torch.int32)
+        said: torch.Tensor = self._head(pages.hidden(here, lengths, places).float())
+        return said
