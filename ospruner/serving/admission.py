@@ -109,14 +109,14 @@ class Admission:
             settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
         elif text:
             settings = replace(settings, first_sample_index=settings.first_sample_index + text)
-        prices = self.config.prices
+        prices, price = self.config.prices, settings.price
         rule = settings.chosen_rule(self.config.step_stride)
         return Admitted(
             RowPlan(settings, rule, self.token_format, frozenset({self._eos_id, *stop_ids})),
             settings.first_sample_index,
             self._eos_id if end_id is None else end_id,
             control,
-            None if prices is None else prices.place(settings.price),
+            None if prices is None or price is None else prices.place(price),
             None if control else promise_of(settings, self.config),
             asked.name,
         )
