@@ -8,13 +8,12 @@ labels, and stands beside the one of every price: half as many passes a price, t
 A killed run continues. Other baselines join in where each seed's folder holds them, in folders
 named as `ospruner train --method`.
 
-What `ospruner eval frontier` does for any labels, by the same code, and how far seeds spread. Every
+What `ospruner compare` does for any labels, by the same code, and how far seeds spread. Every
 rule of every method is replayed on the validation and test traces of the run. Each method's
 thresholds are quantiles of its own signal on validation, 64 for each where the signal takes so many
 values, from "at once" to "never". Intervals resample problems and, for
 trained methods, training seeds; in each resample a method chooses its rules again. Differences are
-paired. The estimate of what is possible without hindsight is fitted on the validation traces
-(`ospruner.eval.frontier.causal`).
+paired.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -38,32 +37,22 @@ from ospruner.demo.demo import claimed, keep_states, read_split, train_one, trai
 from ospruner.demo.jobs import Job, Workers
 from ospruner.demo.shipped import Reasoner
 from ospruner.durable import read_checked_line
-from ospruner.eval.frontier.areas import Family, frontiers
-from ospruner.eval.frontier.causal import Known, causal_family
-from ospruner.eval.frontier.competitors import (
-    Said,
-    Split,
-    Splits,
-    drawn_family,
-    learn_stop_family,
-    rule_families,
-    threshold_family,
-)
-from ospruner.eval.methods import EVERY_PRICE, METHOD_NAMES
+from ospruner.eval.compare import Said, compare
+from ospruner.eval.learnstop import LEARN_STOP
+from ospruner.eval.measured import Split
+from ospruner.eval.methods import FRONTIER, METHOD_NAMES, parse_policies
 from ospruner.eval.replay import Outcome, pool, replay
 from ospruner.eval.report.terminal import frontier_tables
 from ospruner.eval.results import Results
-from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.eval.text import penalty_name
+from ospruner.eval.thinking import thinking_entropies
 from ospruner.progress import PhaseBars
-from ospruner.train.comparing.frontier_labels import RULES
-from ospruner.train.fresh import StageResult, predict, predict_outputs
+from ospruner.rules import FAMILIES
+from ospruner.train.fresh import Predicted, StageResult, predict_outputs
 from ospruner.train.from_labels import load_labels
 from ospruner.train.traces import LabelledTraces
 
-CAUSAL_PENALTIES = (5e-3, 1e-3)  # for its area, beside those asked for
-LOOKED_AT = ("validation", "test")
 ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
 """A high price has a run of its own: annealing that starts with it keeps its early stops."""
@@ -71,52 +60,61 @@ SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds,
 SHIFTS = [float(x) for x in range(-8, 9)]  # of stop logits: a policy is made longer or shorter
 
 
+Spreads = dict[str, dict[str, float]]
+SplitName = Literal["train", "validation", "test"]
+
+
 class Demo:
-    """The traces of a demo, and its base."""
+    """The traces of a demo, its base, and what its policies say."""
 
     def __init__(self, run: Path) -> None:
         reasoner = Reasoner()
         self.base: PreTrainedModel = reasoner.model
         self.traces: dict[str, LabelledTraces] = {}
-        splits = {}
-        for name in ("train", "validation", "test"):
+        self.splits: dict[str, Split] = {}
+        names: tuple[SplitName, ...] = ("train", "validation", "test")
+        for name in names:
             dataset = load_labels(run / "labels" / name).traces
             self.traces[name] = read_split(run, name)
             table = self.traces[name].table
             entropies = None if name == "train" else thinking_entropies(self.base, dataset, table)
-            splits[name] = Split(dataset, table, entropies)
-        self.train = splits.pop("train")
-        suffix_tokens = len(reasoner.token_format.forced_suffix())
-        self.splits = Splits(
-            **splits,
-            suffix_tokens=suffix_tokens,
-            decode=lambda ids: str(reasoner.tokenizer.decode(ids)),
+            self.splits[name] = Split(
+                dataset,
+                table,
+                len(reasoner.token_format.forced_suffix()),
+                lambda ids: str(reasoner.tokenizer.decode(ids)),
+                thinking_entropy=partial(_given, entropies),
+            )
+        self._predicted: dict[tuple[str, str], Predicted] = {}
+
+    def predicted(self, path: str, name: str) -> Predicted:
+        """What a policy says on a split."""
+        if (path, name) not in self._predicted:
+            model = OSPrunerForCausalLM.from_base(self.base, path)
+            self._predicted[path, name] = predict_outputs(model, self.traces[name])
+        return self._predicted[path, name]
+
+    def said(self, path: str, split: Split) -> Said:
+        """The same as `compare` asks for it."""
+        name = next(name for name, one in self.splits.items() if one is split)
+        return Said(self.predicted(path, name).probabilities)
+
+
+def _given(entropies: Any) -> Any:
+    return entropies
+
+
+def annealed_spreads(demo: Demo, stages: Sequence[Sequence[StageResult]]) -> Spreads:
+    """How far the outcomes on test of the seeds of one policy a price spread."""
+    table, spreads = demo.splits["test"].table, {}
+    for seeds in zip(*stages, strict=True):
+        price = seeds[0].price
+        said = [demo.predicted(str(one.path), "test").probabilities() for one in seeds]
+        outcomes = [replay(table, pi) for pi in said]
+        spreads[seeds[0].name] = spread(outcomes, price) | valley(
+            table, [np.asarray(pi, np.float64) for pi in said], price
         )
-
-    def said(self, stage: StageResult) -> Said:
-        """Stop probabilities on both splits; training has kept those on validation."""
-        # The demo does not store those on test; a second look at its frontier need not wait.
-        stored = stage.path.with_name(f"{stage.name}.test.npy")
-        if not stored.is_file():
-            model = OSPrunerForCausalLM.from_base(self.base, stage.path)
-            np.save(stored, predict(model, self.traces["test"]))
-        kept: Any = stage.validation_probabilities()  # float32, as the others are
-        return Said(kept, np.load(stored))
-
-
-def annealed(
-    demo: Demo, runs: Sequence[Path], folders: Sequence[str]
-) -> tuple[Family, dict[str, dict[str, float]]]:
-    """The family of one policy a price, and how far each one's outcomes on test spread."""
-    stages = [[stage for name in folders for stage in stages_of(run / name)] for run in runs]
-    policies = [[demo.said(of_seed[k]) for of_seed in stages] for k in range(len(stages[0]))]
-    table, spreads = demo.splits.test.table, {}
-    for stage, seeds in zip(stages[0], policies, strict=True):
-        outcomes = [replay(table, said.test) for said in seeds]
-        spreads[stage.name] = spread(outcomes, stage.price) | valley(
-            table, [said.test for said in seeds], stage.price
-        )
-    return drawn_family(ANNEALED, demo.splits, policies), spreads
+    return spreads
 
 
 def anneal(run: Path) -> None:
@@ -143,44 +141,24 @@ def anneal(run: Path) -> None:
         workers.run(jobs, bars)
 
 
-def every_price(demo: Demo, runs: Sequence[Path]) -> tuple[Family, dict[str, dict[str, float]]]:
-    """The family of one policy of every price: 31 of them, from one pass over the traces.
+def every_price_spreads(demo: Demo, paths: Sequence[str]) -> Spreads:
+    """The same of one policy of every price, at every fifth of them.
 
     Raises:
         SystemExit: its tokens do not fall with the price, which the head makes sure of.
     """
-    stages = [stages_of(run / "os-pruner")[0] for run in runs]
-    models = [OSPrunerForCausalLM.from_base(demo.base, stage.path) for stage in stages]
-    prices = models[0].config.prices
+    said = [demo.predicted(path, "test") for path in paths]
+    prices = said[0].prices
     assert prices is not None
-    both = [[predict_outputs(m, demo.traces[name]) for m in models] for name in LOOKED_AT]
-    policies = [
-        [Said(*(one.probabilities(price) for one in seed)) for seed in zip(*both, strict=True)]
-        for price in prices.grid()
-    ]
-    table = demo.splits.test.table
-    outcomes = [[replay(table, said.test) for said in seeds] for seeds in policies]
+    table = demo.splits["test"].table
+    outcomes = [[replay(table, one.probabilities(p)) for one in said] for p in prices.grid()]
     for tokens in np.transpose([[one.mean_tokens for one in seeds] for seeds in outcomes]):
         if (np.diff(tokens) > 0).any():
-            raise SystemExit(f"{runs[0]}: tokens rise with the price: {tokens.tolist()}")
-    spreads = {
+            raise SystemExit(f"{paths[0]}: tokens rise with the price: {tokens.tolist()}")
+    return {
         f"price {penalty_name(price)}": spread(seeds, price)
         for price, seeds in list(zip(prices.grid(), outcomes, strict=True))[::5]
     }
-    return drawn_family(EVERY_PRICE, demo.splits, policies), spreads
-
-
-def known(demo: Demo, run: Path) -> tuple[Known, Known]:
-    """What is known at the steps of both splits, the words of one seed's policies included."""
-    stages = [
-        stage for name in METHOD_NAMES if (run / name).is_dir() for stage in stages_of(run / name)
-    ]
-    said = [demo.said(stage) for stage in stages]
-    validation, test = (
-        Known.of_labels(split.dataset, split.table, [one[k] for one in said])
-        for k, split in enumerate((demo.splits.validation, demo.splits.test))
-    )
-    return validation, test
 
 
 def stages_of(run: Path) -> list[StageResult]:
@@ -191,34 +169,48 @@ def stages_of(run: Path) -> list[StageResult]:
     return [StageResult.from_dict(values, run) for values in found]
 
 
-def measure(run: Path, penalties: Sequence[float]) -> Results:
+def measure(run: Path, prices: Sequence[float]) -> Results:
     """All numbers of a demo's run."""
     demo = Demo(run)
     runs = sorted((run / "policies").glob("seed*"))
     if not runs:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
-    found = [every_price(demo, runs)]
+    paths = {
+        method: [str(stages_of(seed / method)[0].path) for seed in runs]
+        for method in METHOD_NAMES
+        if (runs[0] / method).is_dir()
+    }
+    spreads = every_price_spreads(demo, paths["os-pruner"])
+    uses = parse_policies(paths["os-pruner"], ())
     if folders := [name for name in ANNEALED_RUNS if (runs[0] / name).is_dir()]:
-        found.append(annealed(demo, runs, folders))
-    families = [family for family, _ in found]
-    spreads = {name: values for _, of_family in found for name, values in of_family.items()}
-    for method in METHOD_NAMES:
-        if method != "os-pruner" and (runs[0] / method).is_dir():
-            seeds = [demo.said(stages_of(seed / method)[0]) for seed in runs]
-            families.append(threshold_family(method, demo.splits, seeds))
-    free, left_out = rule_families(demo.splits, [name for name in RULES if name != "learnstop"])
-    families += [*free, learn_stop_family(demo.splits, demo.train)]
-    tables = (demo.splits.validation.table, demo.splits.test.table)
-    possible = causal_family(*known(demo, runs[0]), sorted({*penalties, *CAUSAL_PENALTIES}))
+        stages = [[one for name in folders for one in stages_of(seed / name)] for seed in runs]
+        spreads |= annealed_spreads(demo, stages)
+        uses += parse_policies([str(one.path) for of_seed in stages for one in of_seed])
+    uses += parse_policies(
+        [path for name, of in paths.items() if name != "os-pruner" for path in of]
+    )
+    rules = [family for name, family in FAMILIES.items() if name != "step"]
+    found = compare(
+        demo.splits["test"],
+        [*uses, *rules, LEARN_STOP],
+        choose_on=demo.splits["validation"],
+        predict=demo.said,
+        train=demo.splits["train"],
+        prices=prices,
+    )
+    frontiers = [
+        dataclasses.replace(one, method=ANNEALED if one.method == FRONTIER else one.method)
+        for one in found.frontiers
+    ]
     return Results(
         dataset="embedded reasoner, test problems",
-        setting=f"replay of {len(tables[1])} traces, {len(runs)} training "
+        setting=f"replay of {len(demo.traces['test'])} traces, {len(runs)} training "
         f"seed{'s' * (len(runs) > 1)}",
-        frontiers=frontiers(families, *tables, penalties, [possible]),
+        frontiers=frontiers,
         about={
             "seeds": len(runs),
-            "test_traces": len(tables[1]),
-            "left_out": left_out,
+            "test_traces": len(demo.traces["test"]),
+            "left_out": found.left_out,
             "seed_spread": spreads,
             **environment(),
         },

@@ -20,13 +20,11 @@ import numpy as np
 import torch
 from timing import environment, print_last_line
 
-from ospruner.engines.opening import device_named
+from ospruner.calibrating import PRICE_THRESHOLD
+from ospruner.comparing import Judged
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.stopping import threshold_stop
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable
-from ospruner.progress import silent
-from ospruner.train.from_labels import load_labels
-from ospruner.train.replay_labels import PRICE_THRESHOLD, predictions
 from ospruner.train.traces import LabelledTraces
 
 
@@ -45,13 +43,12 @@ def told_apart(values: FloatArray, hopeless: BoolArray) -> tuple[float, float]:
 
 def measure(policy: str, labels: str) -> dict[str, Any]:
     """The shares, and how well each number tells the stops apart."""
-    ours = load_labels(labels)
+    ours = Judged(labels)
     table = TraceTable.from_dataset(ours.traces)
     use = parse_policies([policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
-    found = predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)
-    said = found[use.path]
+    said = ours.predicted(use.path)
     assert said.indifference is not None
     history = LabelledTraces.from_dataset(ours.traces).history  # (N, T, 4)
     hopeless = table.correct.max(axis=1) < 0.5
@@ -87,7 +84,7 @@ def measure(policy: str, labels: str) -> dict[str, Any]:
         "hopeless": float(hopeless.mean()),
         "hopeless_of_tokens": float(table.full_tokens[hopeless].sum() / table.full_tokens.sum()),
         "rows": rows,
-        "labels": ours.data_hash,
+        "labels": ours.labels.data_hash,
         **environment(),
     }
 

@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 from timing import environment, print_last_line
 
-from ospruner.engines.opening import device_named
+from ospruner.calibrating import PRICE_THRESHOLD
+from ospruner.comparing import Judged
 from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import BoolArray, FloatArray, IntArray, TraceTable
-from ospruner.progress import silent
 from ospruner.provenance import git_state
-from ospruner.train.from_labels import load_labels
-from ospruner.train.replay_labels import PRICE_THRESHOLD, predictions
 
 LEVEL = 0.05
 Rejects = Callable[[FloatArray, float], BoolArray]
@@ -64,13 +62,12 @@ def measure(
     policy: str, labels: str, numbers: list[int], limits: list[float], resamples: int, seed: int
 ) -> dict[str, Any]:
     """What each choice saves, and how often it is broken."""
-    ours = load_labels(labels)
+    ours = Judged(labels)
     table = TraceTable.from_dataset(ours.traces)
     use = parse_policies([policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
-    found = predictions([use], ours.traces, ours, None, None, device_named(None), None, silent)
-    said = found[use.path]
+    said = ours.predicted(use.path)
     full = replay_full(table)
     lost: dict[str, FloatArray] = {}
     saved: dict[str, FloatArray] = {}
@@ -122,7 +119,7 @@ def measure(
         "population": len(table.problem_ids),
         "resamples": resamples,
         "seed": seed,
-        "labels": ours.data_hash,
+        "labels": ours.labels.data_hash,
         "git_commit": commit,
         "git_modified": modified,
         **environment(),

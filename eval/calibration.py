@@ -25,6 +25,7 @@ from .replay import Outcome, replay_full
 from .table import BoolArray, FloatArray, IntArray, TraceTable
 
 __all__ = [
+    "THRESHOLDS",
     "Calibration",
     "Candidate",
     "betting_rejects",
@@ -35,6 +36,11 @@ __all__ = [
 ]
 
 Test = Literal["exact", "betting"]
+
+THRESHOLDS = tuple(
+    round(float(1 / (1 + np.exp(-logit))), 6) for logit in np.linspace(7.0, -4.0, 45)
+)
+"""Stop probabilities from careful (.999) to bold (.018), in even steps of the logit."""
 
 PRIOR_PROBLEMS = 50
 """The first guess of D's variance counts as so many problems."""

@@ -100,34 +100,6 @@ class Compute:
         flops = np.where(due, self.queries(table.lengths, layers), 0.0).cumsum(axis=1)
         return dataclasses.replace(table, flops=table.flops + flops)
 
-    def charge_trials(self, table: TraceTable, every: int) -> tuple[TraceTable, TraceTable]:
-        """What a policy's trial answers cost until each step, that of the stop included.
-
-        At every k-th step the closing is read and the answer generated, as the labels hold it; at
-        the natural end nothing is decided, so nothing is tried.
-
-        Args:
-            table: N labelled traces of up to T steps; charged or not.
-            every: k; 0 for a policy that tries none.
-
-        Returns:
-            The table with these operations added to `flops`, where it is charged; and one whose
-            `answer_tokens` are the (N, T) tokens of the trial answers, those forced included.
-        """
-        steps = np.arange(table.mask.shape[1])
-        due = np.zeros(table.mask.shape, bool)
-        if every:
-            due = ((steps + 1) % every == 0) & (steps < table.last[:, None])  # (N, T)
-        tokens = np.where(due, self.forced_tokens + table.answer_tokens, 0).cumsum(axis=1)
-        costs = dataclasses.replace(table, answer_tokens=tokens)
-        if table.flops is None:
-            return table, costs
-        lengths = np.asarray(table.lengths, np.float64)
-        end = self._positions(lengths) + lengths
-        flops = self.work.answer(end, self.forced_tokens, table.answer_tokens)
-        paid = table.flops + np.where(due, flops, 0.0).cumsum(axis=1)
-        return dataclasses.replace(table, flops=paid), costs
-
     def _positions(self, like: FloatArray) -> FloatArray:
         """The prompts' tokens, shaped to go with (N,) or (N, T)."""
         prompts = self.prompt_tokens.astype(np.float64)

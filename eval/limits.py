@@ -8,8 +8,8 @@ table and applied to another. A `StoppingProblem` has known transitions, and is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from .table import BoolArray, FloatArray, TraceTable
 __all__ = [
     "Solution",
     "StoppingProblem",
-    "best_fixed_budget",
-    "best_fixed_step",
+    "best_fixed",
     "best_threshold",
     "budget_candidates",
     "hindsight_oracle",
@@ -70,42 +69,26 @@ def budget_candidates(table: TraceTable, count: int = 200) -> list[int]:
     return [int(budget) for budget in np.unique(np.append(quantiles, lengths.max()))]
 
 
-def best_fixed_budget(validation: TraceTable, test: TraceTable) -> Rule:
-    """The token budget with the highest AES on validation, applied to other traces.
+def best_fixed(unit: Literal["tokens", "step"], validation: TraceTable, test: TraceTable) -> Rule:
+    """The token budget, or the step, with the highest AES on validation, applied to other traces.
 
     Its intervals contain the choice: each resample chooses again.
 
     Args:
+        unit: of a budget "tokens", or "step" (1 is the first).
         validation: the traces that choose, of other problems.
         test: the traces that the rule is measured on.
     """
-    budgets = budget_candidates(validation)
-    return _best("best fixed budget", "tokens", budgets, replay_budget, validation, test)
-
-
-def best_fixed_step(validation: TraceTable, test: TraceTable) -> Rule:
-    """The step (1 is the first) with the highest AES on validation; as `best_fixed_budget`."""
-    steps = range(1, int(validation.num_steps.max()) + 1)
-    return _best("best fixed step", "step", steps, replay_step, validation, test)
-
-
-def _best(
-    name: str,
-    unit: str,
-    values: Sequence[int],
-    replayed: Callable[[TraceTable, int], Outcome],
-    validation: TraceTable,
-    test: TraceTable,
-) -> Rule:
-    choice = Choice(
-        [[replayed(validation, value)] for value in values],
-        lambda k: [replayed(test, values[k])],
-        replay_full(validation),
-        validation.problem_index,
-        best_aes,
-    )
-    value = values[int(choice.picks(1)[0])]
-    return Rule(name, replayed(test, value), float(value), unit, choice=choice)
+    replayed = replay_budget if unit == "tokens" else replay_step
+    name = "best fixed budget" if unit == "tokens" else "best fixed step"
+    values = [*range(1, int(validation.num_steps.max()) + 1)]
+    if unit == "tokens":
+        values = budget_candidates(validation)
+    candidates = [
+        Rule(name, replayed(test, v), float(v), unit, validation=(replayed(validation, v),))
+        for v in values
+    ]
+    return Choice(candidates, replay_full(validation), validation.problem_index, best_aes).taken()
 
 
 @dataclass(frozen=True, eq=False)

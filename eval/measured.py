@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ospruner.rules.families import Family, Rule
+from ospruner.rules.families import Family, StopRule
 from ospruner.rules.signals import Same, TrialAnswer
 
 from .compute import Compute
@@ -155,7 +156,7 @@ class _LabelledEnd:
         )
 
 
-def measure(split: Split, family: Family, rule: Rule | None = None) -> Measured:
+def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measured:
     """What a family measures at every step of labelled traces.
 
     Args:
@@ -196,7 +197,7 @@ def _passed(end: _LabelledEnd, last: int) -> Iterator[_LabelledEnd]:
         yield end
 
 
-def replay_rule(split: Split, rule: Rule) -> Outcome:
+def replay_rule(split: Split, rule: StopRule) -> Outcome:
     """What a rule does on labelled traces; see `measure`."""
     return measure(split, rule.family, rule).outcome(split.table, rule.family, rule.threshold)
 
@@ -217,7 +218,7 @@ def family_thresholds(family: Family, measured: Measured, count: int = COUNT) ->
     return tuple(sorted(values, reverse=family.never < family.at_once))
 
 
-def spread_values(signals: Sequence[float] | FloatArray, count: int) -> list[float]:
+def spread_values(signals: npt.ArrayLike, count: int) -> list[float]:
     """Up to so many of the values that a signal takes, evenly spread by rank; NaN is none.
 
     Equal values count once, so that a signal that is mostly saturated is still resolved.

@@ -1,19 +1,17 @@
-"""The methods that are compared: names, colours, thresholds, and what `--policies` means."""
+"""The methods that are compared: their names, and what a policy's name with settings means."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.rules_ospruner import LearnedPolicy
-from modeling_ospruner.stopping_ospruner import asked_price
+from modeling_ospruner.rules_ospruner import uniform
 from ospruner.provenance import is_hub_id
 
-from .schema import MATH_TASK, LabelSettings
+from .schema import MATH_TASK
 
 __all__ = [
     "EVERY_PRICE",
@@ -29,7 +27,6 @@ __all__ = [
     "parse_policies",
     "parse_prices",
     "refuse_other_base",
-    "refuse_other_trials",
 ]
 
 FULL = "full trace"
@@ -46,9 +43,6 @@ METHOD_NAMES = {
     "probe": "probe",
     "convergence": "convergence",
     "final-answer": "convergence (final answer)",
-    "terminator": "TERMINATOR",
-    "lynx": "LYNX",
-    "thought-calibration": "Thought Calibration",
     "flashthink": "FlashThink",
 }
 """What tables and pictures call the methods of `OSPrunerConfig`."""
@@ -68,7 +62,7 @@ STYLES = (
 
 @dataclass(frozen=True)
 class PolicyUse:
-    """A policy and how it decides.
+    """A policy and how it decides, in replay and online alike.
 
     Attributes:
         path: its folder, or its id on the Hub.
@@ -76,8 +70,7 @@ class PolicyUse:
         mode: "sample" stops with the probability given (the paper), "threshold" from a threshold.
         threshold: with mode "threshold".
         asked_price: the price of a token that it is told; None for its own lambda.
-        window: how many of the last probabilities it looks at; see `LearnedPolicy`.
-        by: how.
+        by_name: whether only its name was given, so that more thresholds may be tried.
     """
 
     path: str
@@ -85,50 +78,51 @@ class PolicyUse:
     mode: Literal["sample", "threshold"]
     threshold: float | None = None
     asked_price: float | None = None
-    window: int = 1
-    by: Literal["vote", "mean"] = "vote"
+    by_name: bool = False
 
     @property
     def price(self) -> float:
         """The lambda at which it stops."""
-        own = self.config.price
-        return own if self.asked_price is None else self.asked_price
+        return self.config.price if self.asked_price is None else self.asked_price
+
+    def stops(self, probability: float, seed: int, sample_index: int, step: int) -> bool:
+        """Whether it stops a sample at a step, as generate decides; NaN goes on.
+
+        Args:
+            probability: of a stop there.
+            seed: of the draws of mode "sample".
+            sample_index: of the sample among all of the run.
+            step: its index, from 0.
+        """
+        if self.mode == "threshold" and self.threshold is not None:
+            return probability >= self.threshold
+        return uniform(seed, sample_index, step) < probability
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is OS-Pruner, and no baseline."""
+        return self.config.method == "os-pruner"
 
     @property
     def method(self) -> str:
         """What tables call its method; thresholded OS-Pruner is a method of its own."""
         name = METHOD_NAMES.get(self.config.method, self.config.method)
         name = EVERY_PRICE if self.config.head == "price" else name
-        if self.window > 1:
-            name = f"{name} ({self.by} of {self.window})"
-        if self.config.method == "os-pruner" and self.mode == "threshold":
+        if self.is_ours and self.mode == "threshold":
             return f"{name} (≥{self.threshold:g})"
-        if self.config.method != "os-pruner" and self.mode == "sample":
+        if not self.is_ours and self.mode == "sample":
             return f"{name} (sampled)"
         return name
 
     @property
-    def rule(self) -> LearnedPolicy:
-        """The same as a rule for generate."""
-        return LearnedPolicy(
-            self.mode,
-            self.threshold,
-            step_stride=self.config.step_stride,
-            trial_every=self.config.trial_every,
-            trial_max_tokens=self.config.trial_max_tokens,
-            window=self.window,
-            by=self.by,
-        )
-
-    @property
     def parameter(self) -> float | None:
         """Lambda, or a baseline's threshold."""
-        return self.price if self.config.method == "os-pruner" else self.threshold
+        return self.price if self.is_ours else self.threshold
 
     @property
     def parameter_name(self) -> str:
         """What the parameter is."""
-        if self.config.method == "os-pruner":
+        if self.is_ours:
             return "λ"
         return "threshold" if self.mode == "threshold" else ""
 
@@ -150,48 +144,32 @@ def parse_prices(text: str) -> tuple[float, ...] | None:
         ) from None
 
 
-def parse_policies(
-    specs: Sequence[str], prices: Sequence[float] | None = None, domain: str | None = None
-) -> list[PolicyUse]:
+def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) -> list[PolicyUse]:
     """The policies that a user named.
 
     Args:
         specs: folders or Hub ids, each alone or with "@" and thresholds ("probe@.7,.8"), or
-            "@sample"; "@vote10:.7" and "@mean10:.7" look at ten steps together. A folder of
-            policies stands for all of them, and so does the folder of `ospruner train --multi`.
-            Alone, OS-Pruner decides as its configuration says, and a baseline at each of the
-            paper's thresholds. Several policies of one method and parameter are its training seeds.
+            "@sample". A folder of policies stands for all of them. Alone, OS-Pruner decides as its
+            configuration says, and a baseline at each of the paper's thresholds. Several policies
+            of one method and parameter are its training seeds.
         prices: at which policies of every price stop; None for their default. A policy of one
             lambda may be given its own alone. () is for 31 prices of their range, beside which
             policies of one lambda stand at their own.
-        domain: in place of prices: policies of every price take the one that they chose for it
-            (`OSPrunerConfig.domains`); policies of one lambda stand at their own.
 
     Raises:
         ValueError: no policy there, a bad threshold, a price that a policy does not know, the same
             use twice, or two of one method and parameter that were not built alike.
     """
-    if domain is not None and prices is not None:
-        raise ValueError(
-            f"domain is {domain!r}, and so are prices given: a domain has its own "
-            "price; leave one of them out"
-        )
-    uses = [use for spec in specs for use in _parse(spec, prices, domain)]
-    if domain is not None and all(use.config.prices is None for use in uses):
-        raise ValueError(
-            f"domain is {domain!r}, but none of {list(specs)} is a policy of every price (ospruner "
-            "train --head price), and no other has prices by domain: leave --domain out"
-        )
+    uses = [use for spec in specs for use in _parse(spec, prices)]
     if prices == () and all(use.config.prices is None for use in uses):
         raise ValueError(
             f"none of {list(specs)} is a policy of every price (ospruner train --head price), and "
             "no other has a frontier of its own: leave --price out"
         )
-    seen = set()
     kinds: dict[tuple[str, float | None], PolicyUse] = {}
-    for use in uses:
+    for number, use in enumerate(uses):
         other = kinds.setdefault((use.method, use.parameter), use)
-        for name in ("num_policy_layers", "tuning", "lora_rank"):
+        for name in ("num_policy_layers", "tuning"):
             mine, theirs = vars(use.config)[name], vars(other.config)[name]
             if mine != theirs:
                 raise ValueError(
@@ -199,17 +177,16 @@ def parse_policies(
                     f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
                     "policy; evaluate them into two folders"
                 )
-        key = (use.path, use.mode, use.threshold, use.asked_price, use.window, use.by)
-        if key in seen:
+        same = (use.path, use.mode, use.threshold, use.price)
+        if any(same == (u.path, u.mode, u.threshold, u.price) for u in uses[:number]):
             raise ValueError(
                 f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
                 "each policy once (training seeds have folders of their own, and are pooled)"
             )
-        seen.add(key)
     return uses
 
 
-def _parse(spec: str, prices: Sequence[float] | None, domain: str | None) -> list[PolicyUse]:
+def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
     path, at, how = spec.partition("@")
     if Path(path).is_file() or not (Path(path).is_dir() or is_hub_id(path)):
         what = "is a file" if Path(path).exists() else "does not exist"
@@ -219,40 +196,36 @@ def _parse(spec: str, prices: Sequence[float] | None, domain: str | None) -> lis
         )
     folders = [path]
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        stages, targets = Path(path).glob("*/config.json"), Path(path).glob("*/*/config.json")
-        folders = [str(config.parent) for config in sorted(stages) or sorted(targets)]
+        folders = [str(config.parent) for config in sorted(Path(path).glob("*/config.json"))]
         if not folders:
             raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
-    how, window = _window(how)
-    uses = []
     found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
-    for folder, config in sorted(found, key=lambda one: -one[1].price):
-        uses += [
-            PolicyUse(folder, config, *mode, price, *window)
-            for price in _prices(folder, config, prices, domain)
-            for mode in _modes(config, at and how, spec)
-        ]
-    return uses
+    return [
+        PolicyUse(folder, config, mode, threshold, price, not at)
+        for folder, config in sorted(found, key=lambda one: -one[1].price)
+        for price in _prices(folder, config, prices)
+        for mode, threshold in _modes(config, at and how, spec)
+    ]
 
 
 def _prices(
-    folder: str, config: OSPrunerConfig, prices: Sequence[float] | None, domain: str | None
+    folder: str, config: OSPrunerConfig, prices: Sequence[float] | None
 ) -> Sequence[float | None]:
     """The prices that a policy is told; [None] for its own."""
-    if domain is not None and config.prices is not None:
-        return [config.domain_price(folder, domain)]
     if prices is None or config.method != "os-pruner":
         return [None]
     if not prices:
         return [None] if config.prices is None else config.prices.grid()
-    return [asked_price(folder, config, price) for price in prices]
-
-
-def _window(how: str) -> tuple[str, tuple[int, Literal["vote", "mean"]]]:
-    """What stands after @ without its window, and the window."""
-    if match := re.match(r"(vote|mean)(\d+):(.+)", how):
-        return match[3], (int(match[2]), "vote" if match[1] == "vote" else "mean")
-    return how, (1, "vote")
+    for price in prices:
+        if config.prices is not None:
+            config.prices.check(folder, price)
+        elif price != config.price:
+            raise ValueError(
+                f"{folder}: price is {price:g}, but the policy was trained for {config.price:g} "
+                "alone (head 'fixed'): leave it out, take the policy of that lambda, or train one "
+                "for every price with `ospruner train --head price`"
+            )
+    return prices
 
 
 def _modes(
@@ -272,8 +245,7 @@ def _modes(
         values = [-1.0]
     if any(not 0 <= value <= 1 for value in values):
         raise ValueError(
-            f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or of a window "
-            "of steps @vote10:.7 or @mean10:.7, or @sample"
+            f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or @sample"
         )
     return [("threshold", value) for value in values]
 
@@ -336,38 +308,6 @@ def refuse_other_base(
             f"{use.path} decides at every {config.step_stride}. step, here every {step_stride}. "
             f"step is a decision: use labels with step_stride {config.step_stride}, or policies of "
             "one stride"
-        )
-
-
-def refuse_other_trials(use: PolicyUse, settings: LabelSettings) -> None:
-    """Refuses labels whose answers are not those that a policy would try.
-
-    Args:
-        use: the policy; one that tries no answers takes all.
-        settings: of the labels.
-
-    Raises:
-        ValueError: naming what differs.
-    """
-    config = use.config
-    if not config.trial_every:
-        return
-    literals = config.reasoning_format or {}
-    pairs = {
-        "answer": ("forced", settings.answer),
-        "max_answer_tokens": (config.trial_max_tokens, settings.max_answer_tokens),
-        **{
-            name: (literals.get(name), settings.reasoning_format.get(name))
-            for name in ("wind_down", *_OF_TASK)
-        },
-    }
-    different = [name for name, (own, theirs) in pairs.items() if (own or "") != (theirs or "")]
-    if different:
-        own, theirs = pairs[different[0]]
-        raise ValueError(
-            f"{use.path} tries answers (trial_every {config.trial_every}) with {different[0]} "
-            f"{own!r}, the labels' have {theirs!r}: their history would be another; label with the "
-            "policy's own settings"
         )
 
 

@@ -29,7 +29,6 @@ __all__ = [
     "bootstrap_means",
     "charged_tokens",
     "charged_variant",
-    "paired_difference",
     "reduction",
     "reward",
     "seed_weights",
@@ -298,45 +297,6 @@ def bootstrap_interval(
     columns = values[:, None] if values.ndim == 1 else values
     resampled = bootstrap_means(columns, problem_index, replicates, seed)
     return estimate(statistic(columns.mean(axis=0)), statistic(resampled), level)
-
-
-def paired_difference(
-    a: FloatArray,
-    b: FloatArray,
-    problem_index: IntArray,
-    statistic: Statistic = lambda means: means[..., 0],
-    *,
-    level: float = 0.95,
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> Estimate:
-    """statistic(a) - statistic(b) of two rules on the same traces, with its paired interval.
-
-    Args:
-        a: (N, K) or (N,) quantities of each trace under one rule.
-        b: the same under the other, of the same shape.
-        problem_index: (N,) the problem of each trace.
-        statistic: of the means (..., K); by default the first mean.
-        level: coverage, in (0, 1).
-        replicates: resamples.
-        seed: of the resamples.
-
-    Raises:
-        ValueError: the shapes differ, or see `bootstrap_interval`.
-    """
-    if a.shape != b.shape:
-        raise ValueError(f"a has shape {a.shape}, b {b.shape}; both rules must see the same traces")
-    if a.ndim == 1:
-        a, b = a[:, None], b[:, None]
-    columns = a.shape[1]
-    return bootstrap_interval(
-        np.concatenate([a, b], axis=1),
-        problem_index,
-        lambda means: statistic(means[..., :columns]) - statistic(means[..., columns:]),
-        level=level,
-        replicates=replicates,
-        seed=seed,
-    )
 
 
 def estimate(value: npt.ArrayLike, resampled: FloatArray, level: float = 0.95) -> Estimate:

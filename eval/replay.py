@@ -23,7 +23,6 @@ __all__ = [
     "replay_budget",
     "replay_full",
     "replay_step",
-    "windowed",
 ]
 
 
@@ -119,29 +118,6 @@ def replay(
     if threshold is not None:
         raise ValueError(f"threshold is {threshold}, but mode 'sample' has none; leave it out")
     return _expect(table, stop_distribution_from_probabilities(values, mask).numpy())
-
-
-def windowed(
-    table: TraceTable, probabilities: npt.ArrayLike, window: int, by: Literal["vote", "mean"]
-) -> FloatArray:
-    """(N, T) what thresholds are compared with where a policy looks at its last few probabilities.
-
-    Args:
-        table: N labelled traces of up to T steps.
-        probabilities: (N, T) stop probability at each step.
-        window: how many are looked at together; 1 gives them back.
-        by: "vote" or "mean", see `rules_ospruner.LearnedPolicy`.
-    """
-    from modeling_ospruner.rules_ospruner import window_score
-
-    pi = np.asarray(probabilities, np.float64)
-    if window == 1:
-        return pi
-    found = np.zeros(pi.shape)
-    for n, row in enumerate(pi):
-        for i in range(int(table.num_steps[n])):
-            found[n, i] = window_score(row[max(0, i + 1 - window) : i + 1].tolist(), window, by)
-    return found
 
 
 def replay_at(

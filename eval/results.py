@@ -118,6 +118,8 @@ class Result(Named):
         flops: compute: mean floating-point operations of all that is computed for a trace (prompt,
             thinking, answer, tail, verifier, trial answers); NaN where not counted.
         flops_ratio: the same over that of the full trace.
+        chosen: whether it was chosen on validation among its method's settings; its intervals then
+            contain the choice.
     """
 
     method: str
@@ -142,6 +144,7 @@ class Result(Named):
     problems: int
     flops: Estimate = NOT_MEASURED
     flops_ratio: Estimate = NOT_MEASURED
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,8 @@ class Results:
         parameter       price, threshold, budget ...; NaN where there is none
         parameter_name  what that is: "λ", "threshold", "tokens", "step", ...
         setting         the parameter as text: "λ=5e-4", "≥.70", "110 tokens", ""
-        chosen          whether it is the one that was chosen (`Results.chosen`)
+        chosen          whether it was chosen on validation among its method's settings, or is what
+                        the file stands beside (`Results.chosen`)
         accuracy, accuracy_low, accuracy_high    and so for every number of `Result`: shares in
                         [0, 1], tokens, operations; NaN where not measured
         reward@5e-4, reward@5e-4_low, ...        for each price at which rewards were asked for
@@ -243,9 +247,9 @@ class Results:
         rows = []
         for kind, of_kind in (("rule", self.results), ("limit", self.limits)):
             for number, one in enumerate(of_kind):
-                chosen = kind == "rule" and number == self.chosen
-                row = {"kind": kind, **_row(one), "chosen": chosen}
-                rows.append({**row, "setting": one.parameter_text})
+                own = kind == "rule" and number == self.chosen
+                row = {**_row(one), "kind": kind, "setting": one.parameter_text}
+                rows.append({**row, "chosen": one.chosen or own})
         first = ["kind", "method", "parameter", "parameter_name", "setting", "chosen"]
         return _frame(rows, first)
 

@@ -192,8 +192,7 @@ def classifier_targets(
     """(N, T) what a classifier of `OSPrunerConfig.method` is trained to predict, 0 on padding.
 
     "convergence": the answer stays the final one from here to the end (Liu and Wang's words).
-    "final-answer" and "thought-calibration": it is the final one here. "terminator": it was the
-    final one here or at an earlier step. All others: it is right.
+    "final-answer": it is the final one here. All others: it is right.
 
     Args:
         method: see above.
@@ -205,9 +204,7 @@ def classifier_targets(
     if method == "convergence":
         # Padding interrupts nothing.
         final = np.logical_and.accumulate((final | ~mask)[:, ::-1], axis=1)[:, ::-1] & mask
-    elif method == "terminator":
-        final = np.logical_or.accumulate(final, axis=1) & mask
-    elif method not in ("final-answer", "thought-calibration"):
+    elif method != "final-answer":
         return correct
     return final.astype(np.float64)
 

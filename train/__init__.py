@@ -10,5 +10,4 @@ processes      several processes, through accelerate
 memory         what a run will hold
 flashthink     the verifier baseline
 from_labels    `ospruner train`
-replay_labels  `ospruner eval replay`
 """

@@ -113,13 +113,11 @@ def _worth_of_thinking(table: TraceTable) -> float:
     return gain / cost
 
 
-Baseline = Literal[
-    "probe", "convergence", "final-answer", "terminator", "lynx", "thought-calibration"
-]
+Baseline = Literal["probe", "convergence", "final-answer"]
 Method = Literal["os-pruner", Baseline, "flashthink"]
 Precision = Literal["auto", "float32", "bfloat16"]
 
-POLICY_LAYERS = {"terminator": 1, "lynx": 0, "thought-calibration": 0}
+POLICY_LAYERS: dict[str, int] = {}
 """How many layers of the base these methods copy: one, or none under a linear probe."""
 
 VERIFIER = "Qwen/Qwen2.5-7B-Instruct"
@@ -148,8 +146,7 @@ class TrainSettings:
     Attributes:
         method: "os-pruner" (expected reward), "probe" (is the answer forced here right?),
             "convergence" (does it stay the same to the end?), "final-answer" (is it the one given
-            at the end?), "terminator" (has the final answer arrived?), "lynx" and
-            "thought-calibration" (linear probes of the first and the third question), or
+            at the end?), or
             "flashthink" (the probe's question to a verifier model of its own).
         verifier: that model, a folder or Hub id; "" for the other methods.
         head: "fixed" for a policy of each lambda (the paper's), or "price" for one policy of every

@@ -11,7 +11,6 @@ values in the last n layers everywhere; so these are kept, in their place.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +26,8 @@ from torch import Tensor
 from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.policy_ospruner import LayerKeys
 from modeling_ospruner.rules_ospruner import TRIAL_NUMBERS, TrialAnswer, TrialHistory
-from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.schema import TraceTable
-from ospruner.eval.table import BoolArray, FloatArray, IntArray
+from ospruner.eval.table import BoolArray, IntArray
 from ospruner.progress import Progress, silent
 
 from .objective import AUXILIARY_TARGETS, answer_history
@@ -391,37 +389,6 @@ class LabelledTraces:
         self._states_for = model.base.device
         self.cached_bytes = size if fits else 0
         return self.cached_bytes
-
-    def thinking_entropies(
-        self, base: Any, dataset: Dataset, progress: Progress = silent
-    ) -> FloatArray:
-        """(N, T) as `eval.rules.thinking` finds them; where states are kept, these are likewise.
-
-        Args:
-            base: that wrote the traces.
-            dataset: the same traces.
-            progress: called with phase "thinking".
-        """
-        if self.states_folder is None:
-            return thinking_entropies(base, dataset, self.table, progress)
-        shape, traces = self.table.mask.shape, self._kept_traces
-
-        def fill(partial: Path, there: BoolArray, wrote: Callable[[IntArray], None]) -> None:
-            into = np.memmap(partial, np.float64, "r+", shape=shape)
-            thinking_entropies(base, dataset, self.table, progress, into, there, wrote)
-
-        def copy(
-            known: Path, partial: Path, theirs: KeptTraces, rows: IntArray, into: IntArray
-        ) -> None:
-            old = np.fromfile(known).reshape(len(theirs.steps), -1)
-            new = np.memmap(partial, np.float64, "r+", shape=shape)
-            new[into] = np.nan
-            steps = min(old.shape[1], shape[1])  # theirs or ours have longer traces, too
-            new[into, :steps] = old[rows, :steps]
-
-        file = self._file_of(traces, "thinking entropies", base, "entropies")
-        complete_file(file, 8 * math.prod(shape), traces, copy, fill, Processes())
-        return np.fromfile(file).reshape(shape)
 
     @property
     def _kept_traces(self) -> KeptTraces:

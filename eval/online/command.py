@@ -23,13 +23,13 @@ from ospruner.engines.opening import (
     open_engine,
 )
 from ospruner.engines.transformers.engine import TransformersEngine
+from ospruner.rules import Family, StopRule, parse_rule
 
 from ..arithmetic import ModelWork
 from ..methods import PolicyUse, parse_policies, refuse_other_base
 from ..problems.registry import open_task, parse_task
 from ..problems.sources import load_source
 from ..problems.task import ProblemSet, Task, prompt_token_ids
-from ..rules.families import parse_rule
 from ..schema import MATH_TASK
 from .batches import Method, Runner, evaluate_online
 from .evaluation import Evaluation
@@ -46,9 +46,8 @@ class OnlineRequest:
     Attributes:
         dataset: problems: a benchmark's name, a file, or a dataset of the Hub (`load_source`).
         policies: see `methods.parse_policies`.
-        length_penalties: prices of a token, see `methods.parse_policies`.
-        domain: see `methods.parse_policies`.
-        rules: see `rules.families.parse_rule`.
+        prices: prices of a token, see `methods.parse_policies`.
+        rules: see `ospruner.rules.parse_rule`.
         base: the model; None for the one that the policies pin.
         engine: one of `opening.ENGINES`.
         engine_options: of `EngineOptions`, such as `urls` or `arguments`.
@@ -68,8 +67,7 @@ class OnlineRequest:
 
     dataset: str
     policies: Sequence[str] = ()
-    length_penalties: Sequence[float] | None = None
-    domain: str | None = None
+    prices: Sequence[float] | None = None
     rules: Sequence[str] = ()
     base: str | None = None
     engine: str = "transformers"
@@ -102,14 +100,14 @@ def run_online(
     Raises:
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    uses = parse_policies(request.policies, request.length_penalties, request.domain)
+    uses = parse_policies(request.policies, request.prices)
     task = _task(request, uses)
     base, revision, literals = _base(request.base, uses, task, request.across_tasks)
     task.check()
     settings = request.settings
     if settings.answer == "forced" and not request.answer_cap_given:
         settings = replace(settings, max_answer_tokens=task.max_answer_tokens)
-    named = [parse_rule(text, task.same) for text in request.rules]
+    named = [_rule(text, task) for text in request.rules]
     loaded = load_source(
         request.dataset, files=request.files, limit=request.limit, read=task.read_row
     )
@@ -143,7 +141,7 @@ def run_online(
         engine = open_engine(request.engine, tokenizer, replace(options, device=None))
         runner = EngineRunner(setup, engine, lambda: load_base(beside))
     methods = [Method(use.method, use.parameter, use.parameter_name, use) for use in uses]
-    methods += [Method(r.method, r.parameter, r.parameter_name, r.rule) for r in named]
+    methods += [Method(r.method, r.threshold, r.family.parameter_name, r) for r in named]
     about = {
         "model": request.model or Path(base).name,
         "base": base,
@@ -173,6 +171,13 @@ def _refuse_beyond_positions(
                 f"the prompt of problem {problem.id!r} has {tokens} tokens, the base {limit} "
                 "positions (max_position_embeddings): drop the problem"
             )
+
+
+def _rule(text: str, task: Task) -> StopRule:
+    rule = parse_rule(text, task.same)
+    if isinstance(rule, Family):
+        raise ValueError(f"rule {text!r} has no threshold: give one, such as {text}:{rule.never:g}")
+    return rule
 
 
 def _task(request: OnlineRequest, uses: Sequence[PolicyUse]) -> Task:

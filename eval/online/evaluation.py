@@ -16,6 +16,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from ospruner.durable import replace_file
 
-from ..intervals import Rule, summarise
+from ..intervals import Resampled, Rule
 from ..metrics import AES_ABSOLUTE, AesVariant
 from ..replay import Outcome
 from ..results import Result
@@ -102,23 +103,17 @@ class Evaluation:
             traces=list(traces),
         )
 
+    @cached_property
+    def resampled(self) -> Resampled:
+        """Rules and limits on the same resamples of the problems: made once, however often read."""
+        return Resampled([*self.rules, *self.limits], self.full, self.problem_index)
+
     def results(
-        self,
-        *,
-        variant: AesVariant = AES_ABSOLUTE,
-        prices: Sequence[float] = (),
-        seed: int = 0,
+        self, *, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
     ) -> tuple[list[Result], list[Result]]:
-        """Rules and limits with their numbers and intervals."""
-        summaries = summarise(
-            [*self.rules, *self.limits],
-            self.full,
-            self.problem_index,
-            variant=variant,
-            length_penalties=prices,
-            seed=seed,
-        )
-        return summaries[: len(self.rules)], summaries[len(self.rules) :]
+        """Rules and limits with their numbers and intervals; see `Resampled.results`."""
+        found = self.resampled.results(variant, prices)
+        return found[: len(self.rules)], found[len(self.rules) :]
 
     def save(self, folder: str | Path) -> None:
         """Writes the evaluation into a folder; one of the same settings there is replaced.

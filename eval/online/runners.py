@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
-from modeling_ospruner.rules_ospruner import Budget, StopRule, mix64, uniform, window_score
+from modeling_ospruner.rules_ospruner import mix64
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
 from ospruner.engines.interface import (
     Engine,
@@ -32,6 +32,7 @@ from ospruner.engines.transformers.engine import (
     TransformersEngine,
     mean_logprob,
 )
+from ospruner.rules import Budget, StopRule
 
 from ..arithmetic import ModelWork
 from ..compute import Compute
@@ -210,13 +211,11 @@ class HookRunner:
             config = StopPolicyConfig(
                 mode=use.mode, threshold=use.threshold, price=use.asked_price, **common
             )
-            if use.window > 1:
-                config = StopPolicyConfig(rule=use.rule, **common)
             policy = self._policy(use.path).policy
             return lambda ids, more: generate_pruned(
                 model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
             )
-        config = StopPolicyConfig(rule=method.how or _NEVER, **common)
+        config = StopPolicyConfig(rule=method.how or _NEVER, **common)  # type: ignore[arg-type]
         return lambda ids, more: generate_with_rule(
             model, self.setup.tokenizer, config, ids, self.setup.fmt, **more
         )
@@ -279,7 +278,7 @@ class HookRunner:
                 probe_tokens=records[i].probe_tokens,
                 natural_correct=natural.get(i, math.nan),
             )
-            trials = _trials(records[i], method.how) if row.probe_tokens else []
+            trials = _trials(records[i]) if row.probe_tokens else []
             flops = setup.flops(prompts[i], method.how, row, records[i].step_ends, trials)
             rows.append(replace(row, flops=flops))
         return rows
@@ -342,8 +341,7 @@ class EngineRunner:
         setup, settings = self.setup, self.setup.settings
         for method in methods:
             how = method.how
-            tries = isinstance(how, PolicyUse) and how.config.trial_every
-            if tries or (isinstance(how, StopRule) and how.asks):
+            if isinstance(how, StopRule) and how.asks:
                 raise ValueError(
                     f"{method.method} asks at each step for what this engine does not give: label "
                     "the problems and use `ospruner eval replay`, or use --engine transformers"
@@ -466,8 +464,8 @@ class EngineRunner:
             return self._policy_stops(method.how, batch, prompts, sampled, ends)
         stops = []
         for of_row in ends:
-            rule = method.how.for_row()
-            passed = (end for n, end in enumerate(of_row) if rule.at_step_end(_Passed(n, end)).stop)
+            row = method.how.for_row()
+            passed = (end for n, end in enumerate(of_row) if row.at_step_end(_Passed(n, end)).stop)
             stops.append(next(passed, of_row[-1]))
         return stops
 
@@ -490,32 +488,18 @@ class EngineRunner:
                 prompt_length=len(prompt),
                 price=use.asked_price,
             ).tolist()
-            sample_index = batch.first_sample_index + i
-            chosen = of_row[-1]
-            last: list[float] = []
-            for step, end in enumerate(of_row[:-1]):
-                if (step + 1) % use.config.step_stride:
-                    continue
-                last = [*last, pi[step]][-use.window :]
-                if use.threshold is not None and use.mode == "threshold":
-                    stop = window_score(last, use.window, use.by) >= use.threshold
-                else:
-                    stop = uniform(self.setup.settings.seed, sample_index, step) < pi[step]
-                if stop:
-                    chosen = end
-                    break
-            stops.append(chosen)
+            draws = self.setup.settings.seed, batch.first_sample_index + i
+            decided = (
+                end
+                for step, end in enumerate(of_row[:-1])
+                if (step + 1) % use.config.step_stride == 0 and use.stops(pi[step], *draws, step)
+            )
+            stops.append(next(decided, of_row[-1]))
         return stops
 
 
-def _trials(record: StopRecord, how: Any) -> list[int]:
-    """The thinking tokens after which answers were tried.
-
-    A rule measures something there; a policy tries one at every k-th step where it is asked.
-    """
-    if isinstance(how, PolicyUse):
-        apart = how.config.step_stride * how.config.trial_every
-        return record.step_ends[apart - 1 :: apart]
+def _trials(record: StopRecord) -> list[int]:
+    """The thinking tokens after which a rule tried answers: where it measured something."""
     return [
         end
         for end, signal in zip(record.step_ends, record.signals, strict=True)
@@ -523,23 +507,9 @@ def _trials(record: StopRecord, how: Any) -> list[int]:
     ]
 
 
-@dataclass(frozen=True)
-class _Passed:
+class _Passed(NamedTuple):
     """A step end for rules that read lengths alone."""
 
     step: int
     thinking_tokens: int
-    sample_index: int = 0
     may_stop: bool = True
-
-    def stop_probability(self, numbers: Sequence[float] = ()) -> float:
-        """Not for such rules."""
-        raise TypeError("a rule without asks asked for a stop probability")
-
-    def trial_answer(self, max_tokens: int) -> Any:
-        """Not for such rules."""
-        raise TypeError("a rule without asks asked for a trial answer")
-
-    def next_text(self) -> str:
-        """Not for such rules."""
-        raise TypeError("a rule without asks asked for a text")

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from ospruner.durable import replace_file
 
-from ..intervals import compare
 from ..methods import FRONTIER, ORACLE
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant, bootstrap_interval
 from ..online.evaluation import Evaluation, find_evaluations
@@ -71,15 +70,8 @@ def differences_of(
     if not methods:
         return []
     ours = FRONTIER if FRONTIER in best else methods[0]
-    rules = evaluation.rules
     return [
-        compare(
-            rules[best[ours]],
-            rules[number],
-            evaluation.full,
-            evaluation.problem_index,
-            variant=variant,
-        )
+        evaluation.resampled.difference(best[ours], number, variant)
         for method, number in best.items()
         if method != ours
     ]

@@ -13,10 +13,8 @@ from .options import (
     Charge,
     Device,
     Differences,
-    Domain,
     Dtype,
     EngineArgs,
-    ForceBase,
     JsonFile,
     LengthPenalty,
     Penalties,
@@ -42,7 +40,6 @@ def eval_replay(
         typer.Option(help="Policy, or folder of policies; @.7,.8 for thresholds. Repeatable."),
     ] = None,
     price: LengthPenalty = "",
-    domain: Domain = None,
     rules: Annotated[
         list[str] | None, typer.Option(help="budget:200, step:5, entropy:0.4, ... Repeatable.")
     ] = None,
@@ -52,7 +49,6 @@ def eval_replay(
     base: Annotated[
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
-    force_base: ForceBase = None,
     across_tasks: AcrossTasks = False,
     device: Device = None,
     states: States = None,
@@ -65,21 +61,21 @@ def eval_replay(
     json_file: JsonFile = None,
 ) -> None:
     """Compute the exact expected accuracy and length of policies and rules on labelled traces."""
+    from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.summary import parse_lambdas
     from ospruner.progress import PhaseBars
-    from ospruner.train.replay_labels import replay_labels
 
-    lambdas, _ = parse_lambdas(penalties), charged_variant(charge)  # refused before the work
+    lambdas, variant = parse_lambdas(penalties), charged_variant(charge)  # refused before the work
     with PhaseBars(console, "replay") as bars:
-        evaluation = replay_labels(
-            labels, policies or (), rules or (),
-            length_penalties=parse_prices(price), domain=domain, base=base,
-            force_base=force_base, across_tasks=across_tasks, validation=validation, model=model,
-            benchmark=name, limit=limit, device=device, states=states, progress=bars,
+        report = compare(
+            labels, [*(policies or ()), *(rules or ())], choose_on=validation,
+            prices=parse_prices(price), rewards_at=lambdas, variant=variant, base=base,
+            across_tasks=across_tasks, model=model, benchmark=name, limit=limit, device=device,
+            states=states, progress=bars,
         )  # fmt: skip
-    _show(evaluation, out, lambdas, charge, differences, json_file)
+    _show(report.evaluation, out, lambdas, charge, differences, json_file)
 
 
 @eval_app.command("frontier")
@@ -95,45 +91,38 @@ def eval_frontier(
     rules: Annotated[
         str, typer.Option(help="all, none, or families of rules: entropy,deer,learnstop.")
     ] = "all",
-    lambdas: Annotated[str, typer.Option(help="Of the gaps to the oracle.")] = "5e-4,2e-4,1e-4",
+    lambdas: Annotated[str, typer.Option(help="Prices of the gaps to the oracle.")] = "",
     train: Annotated[
         str | None, typer.Option(help="Labels to fit LearnStop on; default: the validation's.")
     ] = None,
-    estimate: Annotated[
-        bool, typer.Option(help="Fit what is possible without hindsight, too.")
-    ] = True,
     replicates: Annotated[int, typer.Option(help="Resamples of the intervals.")] = 2000,
     base: Annotated[
         str | None, typer.Option(help="The base, if it is no longer where the labels say.")
     ] = None,
-    force_base: ForceBase = None,
     device: Device = None,
     states: States = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare whole methods: area under the frontier, gap to the oracle closed, intervals."""
+    from ospruner.comparing import compare
     from ospruner.eval.report.summary import parse_lambdas
     from ospruner.eval.report.terminal import frontier_tables
     from ospruner.progress import PhaseBars
-    from ospruner.train.comparing.frontier_labels import (
-        frontier_of_labels,
-        rules_named,
-        save_found,
-    )
 
-    penalties, families = parse_lambdas(lambdas), rules_named(rules)  # refused before the work
+    penalties = parse_lambdas(lambdas) or None  # refused before the work
+    names = {"all": ["rules"], "none": []}.get(rules, rules.split(","))
     with PhaseBars(console, "frontier") as bars:
-        found = frontier_of_labels(
-            labels, validation, policies or (), families, length_penalties=penalties, train=train,
-            base=base, force_base=force_base, estimate=estimate, replicates=replicates,
-            device=device, states=states, progress=bars,
+        report = compare(
+            labels, [*(policies or ()), *names], choose_on=validation, rewards_at=penalties,
+            train=train, base=base, replicates=replicates, device=device, states=states,
+            progress=bars, viewed=0,
         )  # fmt: skip
-    save_found(found, out)
-    for table in frontier_tables(found.results):
+    report.save(out)
+    for table in frontier_tables(report.results):
         console.print(table)
     if json_file is not None:
-        found.results.save(json_file)
-    console.print(f"Numbers and picture: {out / 'frontier.json'}, {out / 'frontier.png'}")
+        report.results.save(json_file)
+    console.print(f"Numbers and picture: {out / 'results.json'}, {out / 'pareto.png'}")
 
 
 @eval_app.command("online")
@@ -146,7 +135,6 @@ def eval_online(
         list[str] | None, typer.Option(help="As for replay. The base is what they pin. Repeatable.")
     ] = None,
     price: LengthPenalty = "",
-    domain: Domain = None,
     rules: Annotated[list[str] | None, typer.Option(help="As for replay. Repeatable.")] = None,
     base: Annotated[
         str | None, typer.Option(help="The base, if there is no policy or the base was moved.")
@@ -212,7 +200,7 @@ def eval_online(
     )  # fmt: skip
     request = OnlineRequest(
         dataset=dataset, policies=policies or (),
-        length_penalties=parse_prices(price), domain=domain, rules=rules or (),
+        prices=parse_prices(price), rules=rules or (),
         base=base, engine=engine,
         engine_options={
             "urls": tuple(url or ()), "device": device, "dtype": dtype,

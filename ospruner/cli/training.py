@@ -23,8 +23,7 @@ def train_command(
     method: Annotated[
         str,
         typer.Option(
-            help="os-pruner, or a baseline: probe, convergence, final-answer, terminator, lynx, "
-            "thought-calibration, flashthink."
+            help="os-pruner, or a baseline: probe, convergence, final-answer, flashthink."
         ),
     ] = "os-pruner",
     verifier: Annotated[
@@ -220,10 +219,10 @@ def calibrate_command(
     import json
     from dataclasses import asdict
 
+    from ospruner.calibrating import calibrate, calibrate_rule
     from ospruner.durable import replace_file
-    from ospruner.eval.rules.families import FAMILIES
     from ospruner.progress import PhaseBars
-    from ospruner.train.replay_labels import calibrate_policy, calibrate_rule
+    from ospruner.rules import FAMILIES
 
     tried = tuple(_number(text) for text in values.split(",")) if values else None
     if policy in FAMILIES and not Path(policy).is_dir():
@@ -234,7 +233,7 @@ def calibrate_command(
         found = calibrate_rule(policy, tried, labels, max_loss, confidence, seed=seed)
     else:
         with PhaseBars(console, "calibrate") as bars:
-            found = calibrate_policy(
+            found = calibrate(
                 policy, labels, max_loss, confidence, mode=mode, values=tried,  # type: ignore[arg-type]  # checked
                 validation=validation, base=base, device=device, states=states, seed=seed,
                 progress=bars,

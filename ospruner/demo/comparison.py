@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from ospruner.eval.compare import choice_of, policy_thresholds, same_setting
 from ospruner.eval.compute import Compute
-from ospruner.eval.frontier.grids import policy_grid
-from ospruner.eval.intervals import Choice, Rule, compare, summarise
-from ospruner.eval.limits import best_fixed_budget, hindsight_oracle, hindsight_oracle_no_loss
+from ospruner.eval.intervals import Resampled, Rule, summarise
+from ospruner.eval.limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
-from ospruner.eval.replay import Outcome, pool, replay, replay_full
+from ospruner.eval.replay import pool, replay, replay_full
 from ospruner.eval.results import Difference, Result, Results
-from ospruner.eval.selection import best_aes, largest_reduction
+from ospruner.eval.selection import largest_reduction
 from ospruner.eval.table import FloatArray, TraceTable
 
 MAX_LOSS = 0.01
@@ -153,14 +153,6 @@ class Comparison:
         )
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A rule with its outcome on both splits, of which the training seeds have one each."""
-
-    rule: Rule
-    validation: list[Outcome]
-
-
 def compare_methods(
     validation: TraceTable,
     test: TraceTable,
@@ -181,38 +173,40 @@ def compare_methods(
     """
     if compute is not None:
         test = compute.charge(test)
-    base = replay_full(validation)
     ours = [p for p in predictions if p.method == "os-pruner"]
-    frontier = [_candidate(p, validation, test, compute) for p in ours]
-    number, choice = _chosen(frontier, base, validation, best_aes)
-    taken = replace(frontier[number].rule, choice=choice)
-    frontier[number] = replace(frontier[number], rule=taken)
+    others = [p for p in predictions if p.method != "os-pruner"]
+    frontier = [_rule(p, validation, test, compute) for p in ours]
+    taken = choice_of(frontier, validation).taken()
+    frontier = [taken if same_setting(rule, taken) else rule for rule in frontier]
     baselines, rivals = [], []
-    for p in (p for p in predictions if p.method != "os-pruner"):
-        paper = [_candidate(p, validation, test, compute, t) for t in PAPER_THRESHOLDS]
-        baselines += [c.rule for c in paper]
-        rivals.append(_pick(paper, base, validation, best_aes, "paper"))
-        grid = reversed(policy_grid(validation, np.stack(p.validation)))
-        tuned = [_candidate(p, validation, test, compute, threshold) for threshold in grid]
-        rivals.append(_pick(tuned, base, validation, _accurate_else_careful, "1 point"))
-        rivals.append(_pick(tuned, base, validation, best_aes, "AES"))
-    rivals.append(best_fixed_budget(validation, test))
-    rules = [Rule(FULL, replay_full(test)), *(c.rule for c in frontier), *baselines, *rivals]
+    for p in others:
+        paper = [_rule(p, validation, test, compute, t) for t in PAPER_THRESHOLDS]
+        baselines += paper
+        grid = policy_thresholds(validation, np.stack(p.validation))
+        tuned = [_rule(p, validation, test, compute, t) for t in reversed(grid)]
+        for name, of, pick in (
+            ("paper", paper, None),
+            ("1 point", tuned, _accurate_else_careful),
+            ("AES", tuned, None),
+        ):
+            rule = choice_of(of, validation, pick=pick).taken()
+            rivals.append(replace(rule, method=f"{rule.method} ({name})"))
+    rivals.append(best_fixed("tokens", validation, test))
+    rules = [Rule(FULL, replay_full(test)), *frontier, *baselines, *rivals]
     limits = [
         Rule(ORACLE, hindsight_oracle(test)),
         Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(test)),
     ]
-    summaries = summarise([*rules, *limits], rules[0].outcome, test.problem_index)
-    results, bounds = summaries[: len(rules)], summaries[len(rules) :]
-    against = [rules[0], *rivals]
+    resampled = Resampled([*rules, *limits], rules[0].outcome, test.problem_index)
+    summaries = resampled.results()
+    number = rules.index(taken)
+    against = [0, *range(len(rules) - len(rivals), len(rules))]
     return Comparison(
-        results=results,
-        limits=bounds,
-        chosen=results[1 + number],
-        rivals=results[-len(rivals) :],
-        differences=[
-            compare(taken, rule, rules[0].outcome, test.problem_index) for rule in against
-        ],
+        results=summaries[: len(rules)],
+        limits=summaries[len(rules) :],
+        chosen=summaries[number],
+        rivals=summaries[len(rules) - len(rivals) : len(rules)],
+        differences=[resampled.difference(number, k) for k in against],
     )
 
 
@@ -232,35 +226,32 @@ def promised_result(
     return summarise([Rule(FULL, full), rule], full, test.problem_index)[1]
 
 
-def _candidate(
+def _rule(
     predictions: Predictions,
     validation: TraceTable,
     test: TraceTable,
     compute: Compute | None,
     threshold: float | None = None,
-) -> _Candidate:
+) -> Rule:
     """Replay a policy's seeds on both splits."""
     mode: Literal["sample", "threshold"] = "sample" if threshold is None else "threshold"
     paid = test if compute is None else compute.charge_tail(test, predictions.layers, queries=True)
     on_validation, on_test = (
-        [replay(table, pi, mode, threshold) for pi in probabilities]
+        tuple(replay(table, pi, mode, threshold) for pi in probabilities)
         for table, probabilities in (
             (validation, predictions.validation),
             (paid, predictions.test),
         )
     )
-    parameter, name = (predictions.price, "λ") if threshold is None else (threshold, "")
-    rule = Rule(
-        EVERY_PRICE if threshold is None else METHOD_NAMES[predictions.method],
+    ours = threshold is None
+    return Rule(
+        EVERY_PRICE if ours else METHOD_NAMES[predictions.method],
         pool(on_test),
-        parameter,
-        name or "threshold",
-        tuple(on_test) if len(on_test) > 1 else (),
+        predictions.price if ours else threshold,
+        "λ" if ours else "threshold",
+        on_test if len(on_test) > 1 else (),
+        on_validation,
     )
-    return _Candidate(rule, on_validation)
-
-
-Pick = Callable[[FloatArray, FloatArray, float, float], int]
 
 
 def _accurate_else_careful(
@@ -269,26 +260,3 @@ def _accurate_else_careful(
     """The fewest tokens within 1 point of the full trace, else the last, most careful one."""
     number = largest_reduction(accuracy, tokens, base_accuracy, MAX_LOSS)
     return len(accuracy) - 1 if number is None else number
-
-
-def _chosen(
-    candidates: list[_Candidate], base: Outcome, validation: TraceTable, pick: Pick
-) -> tuple[int, Choice]:
-    """The candidate that validation chooses, and how it does."""
-    choice = Choice(
-        [c.validation for c in candidates],
-        lambda k: candidates[k].rule.seeds or [candidates[k].rule.outcome],
-        base,
-        validation.problem_index,
-        pick,
-    )
-    return int(choice.picks(1)[0]), choice
-
-
-def _pick(
-    candidates: list[_Candidate], base: Outcome, validation: TraceTable, pick: Pick, name: str
-) -> Rule:
-    """The candidate that validation chooses, with its choice."""
-    number, choice = _chosen(candidates, base, validation, pick)
-    rule = candidates[number].rule
-    return replace(rule, method=f"{rule.method} ({name})", choice=choice)

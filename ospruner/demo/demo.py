@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.calibrating import PRICE_THRESHOLD, calibrate
 from ospruner.durable import replace_file
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compute import Compute
@@ -30,7 +31,6 @@ from ospruner.provenance import hash_files, provenance, read_provenance
 from ospruner.train.fresh import StageResult, new_policy, predict_outputs
 from ospruner.train.from_labels import load_labels
 from ospruner.train.loop import train
-from ospruner.train.replay_labels import PRICE_THRESHOLD, calibrate_policy
 from ospruner.train.settings import Baseline, TrainSettings
 from ospruner.train.tail import no_denormals
 from ospruner.train.traces import LabelledTraces
@@ -343,7 +343,7 @@ def _promise(
     calibration does not read that.
     """
     labels = out_dir / "labels" / "validation"
-    found = calibrate_policy(policy, labels, size.max_loss, CONFIDENCE, states=out_dir / STATES)
+    found = calibrate(policy, labels, size.max_loss, CONFIDENCE, states=out_dir / STATES)
     rule = None
     if found.value is not None:
         pi = next(p.test[0] for p in predictions if p.price == found.value)

@@ -1,7 +1,7 @@
 """Rules without training by name, such as "budget:200": a signal, compared with a threshold.
 
-A `Family` is a rule whose threshold is open: `rules.Deer`. With a threshold it is a `Rule`, which
-generate takes and labels replay: `rules.Deer(0.95)`.
+A `Family` is a rule whose threshold is open: `rules.Deer`. With a threshold it is a `StopRule`,
+which generate takes and labels replay: `rules.Deer(0.95)`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,23 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from . import signals
-from .signals import Same, StepEnd
+from .signals import (
+    Same,
+    StepEnd,
+    agreement,
+    answers_tried,
+    confidence,
+    confirmed,
+    entropy,
+    repetition,
+    run_jump,
+    steps,
+    thinking_entropy,
+    tokens,
+    whole_entropy,
+)
 
-__all__ = ["FAMILIES", "GROUP", "Ask", "Family", "Rule", "Verdict", "parse_rule"]
+__all__ = ["FAMILIES", "GROUP", "Ask", "Family", "StopRule", "Verdict", "parse_rule"]
 
 Ask = Literal["trial_answer", "text", "thinking_entropy"]
 """What a signal may ask a step end for; generate prepares it, or refuses what it cannot give."""
@@ -76,7 +89,7 @@ class Family:
     reads: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> Rule:
+    def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> StopRule:
         """The rule of a threshold.
 
         Args:
@@ -88,7 +101,7 @@ class Family:
             TypeError: no number, or a setting that the signal does not have or of another type.
             ValueError: the threshold is out of range.
         """
-        return Rule(self, float(threshold), same, {**self.settings, **settings})
+        return StopRule(self, float(threshold), same, {**self.settings, **settings})
 
     @property
     def never(self) -> float:
@@ -106,7 +119,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Rule:
+class StopRule:
     """A rule without training, ready to stop rows.
 
     Attributes:
@@ -175,7 +188,7 @@ class Rule:
 class RowRule:
     """A rule at work on one row, which is asked at each step end in turn."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: StopRule) -> None:
         self._rule = rule
         self._end: StepEnd | None = None
         self._signals = rule.measure(self._ends())
@@ -196,7 +209,7 @@ def _settings(signal: Callable[..., Any]) -> Iterator[str]:
     """The settings of a signal; `**trials` stands for those of `answers_tried`."""
     for name, parameter in list(inspect.signature(signal).parameters.items())[1:]:
         if parameter.kind is parameter.VAR_KEYWORD:
-            yield from _settings(signals.answers_tried)
+            yield from _settings(answers_tried)
         elif name != "same":
             yield name
 
@@ -207,42 +220,42 @@ _BOTH: frozenset[Ask] = _TRIAL | _TEXT
 _COUNT: dict[str, Any] = {"whole": True, "high": MANY}
 _SURE = 1e-9  # a threshold of 0 would stop at answers without any confidence
 
-Budget = Family("budget", signals.tokens, "fixed budget", "tokens", low=1, **_COUNT)
-Step = Family("step", signals.steps, "fixed step", "step", low=1, **_COUNT)
+Budget = Family("budget", tokens, "fixed budget", "tokens", low=1, **_COUNT)
+Step = Family("step", steps, "fixed step", "step", low=1, **_COUNT)
 AnswerEntropy = Family(
-    "entropy", signals.entropy, "answer entropy", "nats", "<=", 0.0, math.log(20),
+    "entropy", entropy, "answer entropy", "nats", "<=", 0.0, math.log(20),
     asks=_TRIAL, reads="forced_entropy",
 )  # fmt: skip
 TrialConfidence = Family(
-    "confidence", signals.confidence, "trial confidence", low=_SURE, asks=_TRIAL,
+    "confidence", confidence, "trial confidence", low=_SURE, asks=_TRIAL,
     reads="forced_logprob",
 )  # fmt: skip
 Agreement = Family(
-    "agreement", signals.agreement, "answer agreement", "answers", low=2, asks=_BOTH, **_COUNT
+    "agreement", agreement, "answer agreement", "answers", low=2, asks=_BOTH, **_COUNT
 )
 Dynasor = Family(
-    "dynasor", signals.agreement, "Dynasor", "answers", low=2, asks=_BOTH, **_COUNT,
+    "dynasor", agreement, "Dynasor", "answers", low=2, asks=_BOTH, **_COUNT,
     settings={
         "max_tokens": 20, "every_tokens": 64,
         "hesitation": ("wait", "hold", "but", "okay", "no", "hmm"),
     },
 )  # fmt: skip
-RunJump = Family("es-cot", signals.run_jump, "ES-CoT", "jump", low=1, asks=_BOTH, **_COUNT)
+RunJump = Family("es-cot", run_jump, "ES-CoT", "jump", low=1, asks=_BOTH, **_COUNT)
 HaltCot = Family(
-    "halt-cot", signals.whole_entropy, "HALT-CoT", "bits", "<", 0.0, 1e3, asks=_TRIAL,
+    "halt-cot", whole_entropy, "HALT-CoT", "bits", "<", 0.0, 1e3, asks=_TRIAL,
     reads="forced_answer_entropy",
 )  # fmt: skip
 Deer = Family(
-    "deer", signals.confidence, "DEER", "threshold", ">", _SURE, asks=_BOTH,
+    "deer", confidence, "DEER", "threshold", ">", _SURE, asks=_BOTH,
     reads="forced_logprob",
     settings={"max_tokens": 20, "transition_words": ("Wait",), "trials": 10},
 )  # fmt: skip
 ThinkJustEnough = Family(
-    "just-enough", signals.thinking_entropy, "Think Just Enough", "bits", "<=", 0.0, 5.0,
+    "just-enough", thinking_entropy, "Think Just Enough", "bits", "<=", 0.0, 5.0,
     asks=frozenset({"thinking_entropy"}),
 )  # fmt: skip
-Refrain = Family("refrain", signals.repetition, "REFRAIN", asks=_TEXT)
-Puma = Family("puma", signals.confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
+Refrain = Family("refrain", repetition, "REFRAIN", asks=_TEXT)
+Puma = Family("puma", confirmed, "PUMA-like", asks=_BOTH, reads="forced_logprob")
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -271,7 +284,7 @@ def is_rule(text: str) -> bool:
     return name in FAMILIES or name.endswith(".py") or name in installed_families()
 
 
-def parse_rule(text: str, same: Same = operator.eq) -> Rule | Family:
+def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     """The rule, or without a number the family, that a user named.
 
     Args:

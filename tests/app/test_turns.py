@@ -12,8 +12,7 @@ import torch
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.columns import Column, Question
 from ospruner.app.turns import LocalSource, answer_ids
-from ospruner.demo import REASONER
-from ospruner.demo.shipped import Reasoner
+from ospruner.demo.shipped import SHIPPED, Reasoner
 
 TEXT = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 
@@ -25,7 +24,7 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
         reasoner.model,
         reasoner.tokenizer,
         init_bias=0.0,
-        base_model_name_or_path=str(REASONER),
+        base_model_name_or_path=str(SHIPPED),
         tuning="layers",
     )
 
@@ -164,7 +163,7 @@ def test_the_closing_is_no_part_of_the_answer(model: OSPrunerForCausalLM) -> Non
 def test_a_policy_of_every_price_says_its_range_and_takes_one(reasoner: Reasoner) -> None:
     model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3),
-        base_model_name_or_path=str(REASONER), tuning="layers",
+        base_model_name_or_path=str(SHIPPED), tuning="layers",
     )  # fmt: skip
     priced = LocalSource(model, "policy")
     assert priced.prices == (0.0, 1e-3)

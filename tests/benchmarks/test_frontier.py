@@ -12,11 +12,9 @@ import pytest
 from rich.console import Console
 
 from ospruner.demo import demo
-from ospruner.eval.frontier.causal import CAUSAL
-from ospruner.eval.frontier.learnstop import LEARN_STOP
+from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.results import Results
-from ospruner.eval.rules.families import FAMILIES
-from ospruner.train.comparing.frontier_labels import RULES
+from ospruner.rules import FAMILIES
 
 SIZE = demo.DemoSize("tiny", train=34, validation=10, test=10, seeds=2, epochs=2, max_loss=0.5)
 
@@ -42,13 +40,10 @@ def test_it_reads_a_demo(
     about = found["about"]
     assert (about["seeds"], about["test_traces"], about["left_out"]) == (2, 10, {})
     trained = {"OS-Pruner, one policy", "OS-Pruner, annealed", "probe", "convergence"}
-    free = {FAMILIES[name].method for name in RULES if name in FAMILIES} | {LEARN_STOP}
+    free = {family.method for name, family in FAMILIES.items() if name != "step"} | {LEARN_STOP}
     frontiers = Results.read(file).frontiers
-    assert {one.method for one in frontiers} == trained | free | {CAUSAL}
-    assert [one.method for one in frontiers if one.lead is None] == [
-        "OS-Pruner, one policy",
-        CAUSAL,
-    ]
+    assert {one.method for one in frontiers} == trained | free
+    assert [one.method for one in frontiers if one.lead is None] == ["OS-Pruner, one policy"]
     for one in frontiers:
         assert [penalty for penalty, _ in one.gap_closed] == [5e-4, 2e-4, 1e-4]
     of_one_price = ["lam5e-3", "lam1e-3", "lam5e-4", "lam2e-4"]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from ospruner.eval.intervals import summarise
 from ospruner.eval.limits import (
     StoppingProblem,
-    best_fixed_budget,
-    best_fixed_step,
+    best_fixed,
     best_threshold,
     budget_candidates,
     hindsight_oracle,
@@ -175,7 +174,7 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
     def score(outcome: Outcome) -> float:
         return float(aes(outcome.accuracy, outcome.mean_tokens, full.accuracy, full.mean_tokens))
 
-    budget, step = best_fixed_budget(validation, test), best_fixed_step(validation, test)
+    budget, step = best_fixed("tokens", validation, test), best_fixed("step", validation, test)
     assert (budget.parameter_name, step.parameter_name) == ("tokens", "step")
     for rule, replayed, values in (
         (budget, replay_budget, range(int(validation.lengths.max()) + 2)),
@@ -191,7 +190,7 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
 
 def test_best_fixed_rules_are_chosen_again_in_each_resample() -> None:
     validation, test = make_table(seed=3, traces=20), make_table(seed=4)
-    chosen = best_fixed_step(validation, test)
+    chosen = best_fixed("step", validation, test)
     assert chosen.choice is not None
     assert len(set(chosen.choice.picks(200).tolist())) > 1
     held = replace(chosen, choice=None)

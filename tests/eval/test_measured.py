@@ -22,7 +22,7 @@ from ospruner.rules import (
     FAMILIES,
     Agreement,
     AnswerEntropy,
-    Rule,
+    StopRule,
     ThinkJustEnough,
     TrialConfidence,
     parse_rule,
@@ -60,7 +60,7 @@ SUFFIX = 4  # tokens forced before every trial answer
 
 def replayed(text: str, split: Split) -> Outcome:
     rule = parse_rule(text, split.same)
-    assert isinstance(rule, Rule)
+    assert isinstance(rule, StopRule)
     return replay_rule(split, rule)
 
 

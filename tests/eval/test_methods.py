@@ -7,7 +7,7 @@ import pytest
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from modeling_ospruner.rules_ospruner import LearnedPolicy
+from modeling_ospruner.rules_ospruner import uniform
 from ospruner.eval.methods import PAPER_THRESHOLDS, parse_policies, refuse_other_base
 from ospruner.eval.schema import MATH_TASK
 
@@ -73,18 +73,15 @@ def test_training_seeds_are_policies_of_one_method_and_parameter(tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_a_window_of_steps_stands_after_the_at(tmp_path: Path) -> None:
-    path = str(save(tmp_path / "terminator", method="terminator", num_policy_layers=1))
-    uses = parse_policies([f"{path}@vote10:.7,.8", f"{path}@mean5:.7", f"{path}@.7"])
-    assert [(use.window, use.by, use.threshold) for use in uses] == [
-        (10, "vote", 0.7), (10, "vote", 0.8), (5, "mean", 0.7), (1, "vote", 0.7),
-    ]  # fmt: skip
-    assert [use.method for use in uses[1:]] == [
-        "TERMINATOR (vote of 10)", "TERMINATOR (mean of 5)", "TERMINATOR",
-    ]  # fmt: skip
-    assert uses[1].rule == LearnedPolicy("threshold", 0.8, window=10)
-    with pytest.raises(ValueError, match="after @ stand thresholds in"):
-        parse_policies([f"{path}@vote:.7"])
+def test_a_use_decides_as_generate_does(tmp_path: Path) -> None:
+    path = str(save(tmp_path / "ours"))
+    drawn, careful = parse_policies([f"{path}@sample", f"{path}@.7"])
+    assert careful.stops(0.7, 0, 0, 0)
+    assert not careful.stops(0.69, 0, 0, 0)
+    for step in range(20):
+        assert drawn.stops(0.5, 3, 1, step) is (uniform(3, 1, step) < 0.5)
+    assert not drawn.stops(float("nan"), 3, 1, 0)
+    assert not careful.stops(float("nan"), 3, 1, 0)
 
 
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from ospruner.eval.metrics import (
     aes,
     bootstrap_interval,
     bootstrap_means,
-    paired_difference,
     reduction,
 )
 from ospruner.eval.selection import best_aes, choose, largest_reduction
@@ -134,27 +133,11 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 0.90 <= hits / 200 <= 0.985
 
 
-def test_paired_difference_is_narrower_than_unpaired() -> None:
-    rng = np.random.default_rng(0)
-    a = (rng.random(500) < 0.5).astype(np.float64)
-    b = a.copy()
-    b[:10] = 1 - b[:10]
-    index = np.arange(500)
-    difference = paired_difference(a, b, index)
-    assert difference.value == pytest.approx(a.mean() - b.mean())
-    single = bootstrap_interval(a, index)
-    assert difference.high - difference.low < (single.high - single.low) / 2
-    same = paired_difference(a, a, index)
-    assert (same.low, same.value, same.high) == (0.0, 0.0, 0.0)
-
-
 def test_metric_errors() -> None:
     with pytest.raises(ValueError, match="values has shape"):
         bootstrap_means(np.zeros((3, 1)), np.array([0, 1]))
     with pytest.raises(ValueError, match="level is 95"):
         bootstrap_interval(np.zeros(2), np.array([0, 1]), level=95)
-    with pytest.raises(ValueError, match="same traces"):
-        paired_difference(np.zeros(2), np.zeros(3), np.array([0, 1]))
 
 
 def test_reduction() -> None:

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
-from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_ospruner.rules_ospruner import LearnedPolicy
 from ospruner.eval.intervals import Choice, Rule, compare, pool_seeds, summarise
 from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
 from ospruner.eval.replay import (
@@ -21,7 +17,6 @@ from ospruner.eval.replay import (
     replay_budget,
     replay_full,
     replay_step,
-    windowed,
 )
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
@@ -63,25 +58,6 @@ def simulate(table: TraceTable, pi: FloatArray, draws: int) -> tuple[FloatArray,
     return correct, tokens
 
 
-def test_a_window_is_replayed_as_generate_decides() -> None:
-    """Each trace stops where the rule of `LearnedPolicy` would stop it."""
-    table = make_table(3, traces=30)
-    pi = np.random.default_rng(4).random(table.mask.shape)
-    by: Literal["vote", "mean"]
-    for by in ("vote", "mean"):
-        rule = LearnedPolicy("threshold", 0.6, window=3, by=by)
-        outcome = replay(table, windowed(table, pi, 3, by), "threshold", 0.6)
-        for n in range(len(table)):
-            row, stop = rule.for_row(), int(table.last[n])
-            for step in range(stop):
-                end = SimpleNamespace(step=step, stop_probability=partial(float, pi[n, step]))
-                if row.at_step_end(end).stop:
-                    stop = step
-                    break
-            assert outcome.tokens[n] == table.lengths[n, stop]
-    np.testing.assert_array_equal(windowed(table, pi, 1, "vote"), pi)
-
-
 def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
     table = make_table(5, traces=40, per_problem=1)
     first, full = replay_step(table, 1), replay_full(table)
@@ -98,14 +74,16 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
         short, long = (
             Outcome(row, np.full(40, k + 1.0), *[nothing] * 7) for k, row in enumerate(right)
         )
-        choice = Choice(
-            [[short], [long]],
-            lambda k: [[first], [full]][k],
-            replace(long, tokens=np.full(40, 9.0)),
-            np.arange(40),
-            accurate,
-        )
-        return Rule("chosen", [first, full][int(wins < 20)], choice=choice)
+        rules = [
+            Rule("chosen", outcome, k, validation=(on_validation,))
+            for k, (outcome, on_validation) in enumerate(
+                zip([first, full], [short, long], strict=True)
+            )
+        ]
+        base = replace(long, tokens=np.full(40, 9.0))
+        taken = Choice(rules, base, np.arange(40), accurate).taken()
+        assert taken.parameter == int(wins < 20)
+        return taken
 
     plain = summarise([Rule("first", first), Rule("full", full)], full, table.problem_index)
     # Always right and never right: no resample chooses otherwise.
@@ -308,7 +286,7 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     probes = np.full(len(table), 7.0)
     free = Rule("free", replay_at(table, stops))
     paid = Rule("paid", replay_at(table, stops, probe_tokens=probes, probe_flops=more_flops))
-    less, more = summarise([free, paid], full, table.problem_index, length_penalties=(1e-2,))
+    less, more = summarise([free, paid], full, table.problem_index, prices=(1e-2,))
     for name in ("tokens", "reduction", "aes", "rewards", "total_reduction"):
         assert getattr(more, name) == getattr(less, name), name
     assert more.probe_tokens.value == 7
@@ -317,9 +295,7 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     assert less.rewards[0][1].value == pytest.approx(less.accuracy.value - 0.01 * first)
     # By compute the full trace pays its thinking tokens, the others their share of its compute.
     variant = charged_variant("compute")
-    less, more = summarise(
-        [free, paid], full, table.problem_index, variant=variant, length_penalties=(1e-2,)
-    )
+    less, more = summarise([free, paid], full, table.problem_index, variant=variant, prices=(1e-2,))
     price = full.mean_tokens / (100 + full.mean_tokens)
     assert more.rewards[0][1].value == pytest.approx(
         more.accuracy.value - 0.01 * price * (150 + first)

@@ -14,8 +14,7 @@ import torch
 from huggingface_hub import HfApi, constants
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo import REASONER
-from ospruner.demo.shipped import Reasoner
+from ospruner.demo.shipped import SHIPPED, Reasoner
 from ospruner.eval.results import Results
 from ospruner.provenance import provenance
 
@@ -41,7 +40,7 @@ def hub() -> Iterator[LocalHub]:
 @pytest.fixture(scope="module")
 def base_repo(hub: LocalHub) -> Repo:
     """The embedded reasoner as `org/base` on the Hub."""
-    return hub.add("model", "org/base", REASONER)
+    return hub.add("model", "org/base", SHIPPED)
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> 
     provenance(
         folder,
         seed=0,
-        base_model=str(REASONER),
+        base_model=str(SHIPPED),
         data_hash="00ff",
         details={"labels": str(folder.parent / "labels"), "settings": {"learning_rate": 1e-5}},
     )
@@ -86,7 +85,7 @@ RESULTS = Results(
         make_result("OS-Pruner", 0.712, 107, 5e-5, "λ"),
     ],
     chosen=1,
-    about={"labels": f"{REASONER}/labels"},
+    about={"labels": f"{SHIPPED}/labels"},
 )
 
 

@@ -28,8 +28,8 @@ from modeling_ospruner import (
 from modeling_ospruner.rules_ospruner import TrialAnswer, Verdict
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
-from ospruner.eval.rules.thinking import thinking_entropies
 from ospruner.eval.table import TraceTable
+from ospruner.eval.thinking import thinking_entropies
 
 
 @dataclass

@@ -27,6 +27,8 @@ LONG = {
     "demo",
     "doctor look",
     "serve",
+    "toy check",
+    "toy train",
 }  # what they do without any words takes long
 
 

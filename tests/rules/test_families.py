@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ospruner import rules
-from ospruner.rules import FAMILIES, Agreement, Budget, Deer, Family, Rule, families, parse_rule
+from ospruner.rules import FAMILIES, Agreement, Budget, Deer, Family, StopRule, families, parse_rule
 
 MINE = """
 from ospruner.rules import Family
@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("text", families.EXAMPLES.split(", "))
 def test_rules_by_name(text: str) -> None:
     rule = parse_rule(text)
-    assert isinstance(rule, Rule)
+    assert isinstance(rule, StopRule)
     name, _, number = text.partition(":")
     assert (rule.family, rule.threshold) == (FAMILIES[name], float(number))
     assert repr(rule) == text
@@ -88,8 +88,9 @@ def test_settings_are_checked() -> None:
 
 def test_a_rule_of_a_file(file: Path) -> None:
     rule = parse_rule(f"{file}:SHORT:2")
-    assert isinstance(rule, Rule)
-    assert (rule.method, rule.threshold, rule.asks) == ("short answer", 2.0, {"trial_answer"})
+    assert isinstance(rule, StopRule)
+    assert (rule.method, rule.threshold) == ("short answer", 2.0)
+    assert rule.asks == frozenset({"trial_answer"})
     assert isinstance(parse_rule(f"{file}:SHORT"), Family)
 
 
@@ -104,7 +105,7 @@ def test_a_rule_of_a_package_goes_by_its_name(file: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(families, "entry_points", points)
     rule = parse_rule("short:2")
-    assert isinstance(rule, Rule)
+    assert isinstance(rule, StopRule)
     assert rule.method == "short answer"
     with pytest.raises(ValueError, match="rule 'shrt:2' is not known.*installed: short"):
         parse_rule("shrt:2")

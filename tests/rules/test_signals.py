@@ -21,8 +21,8 @@ from ospruner.rules import (
     HaltCot,
     Puma,
     Refrain,
-    Rule,
     RunJump,
+    StopRule,
     ThinkJustEnough,
     TrialAnswer,
     TrialConfidence,
@@ -61,7 +61,7 @@ class End:
         return self.entropies[self.step]
 
 
-def stops(rule: Rule, end: End, steps: int) -> list[int]:
+def stops(rule: StopRule, end: End, steps: int) -> list[int]:
     """At which steps, from 1, a rule would stop, were it never obeyed."""
     row, found = rule.for_row(), []
     for step in range(steps):

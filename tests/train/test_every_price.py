@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.calibrating import calibrate
 from ospruner.cli import app
+from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.methods import EVERY_PRICE, parse_policies
 from ospruner.eval.replay import replay, replay_full
@@ -38,7 +40,6 @@ from ospruner.train.from_labels import (
 )
 from ospruner.train.loop import StageResult
 from ospruner.train.objective import every_price_loss, objective_loss
-from ospruner.train.replay_labels import calibrate_policy, replay_labels
 from ospruner.train.settings import automatic_range
 
 from .conftest import SETTINGS, MakeLabels, log_of
@@ -310,7 +311,7 @@ def test_one_replay_gives_the_frontier_from_one_pass(
         next(passes)
         return outputs(*arguments, **named)
 
-    monkeypatch.setattr("ospruner.train.replay_labels.predict_outputs", counted)
+    monkeypatch.setattr("ospruner.comparing.predict_outputs", counted)
     command = ["eval", "replay", "--labels", str(trained / "test"), "--out", str(tmp_path)]
     command += ["--policies", str(trained / "run" / "price")]
     done = CliRunner().invoke(app, [*command, "--price", "frontier"], catch_exceptions=False)
@@ -323,9 +324,9 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     tokens = [row.tokens.value for row in rows]
     assert tokens == sorted(tokens, reverse=True)
 
-    evaluation = replay_labels(
-        trained / "test", [str(trained / "run" / "price")], length_penalties=[1e-4, 2e-3]
-    )
+    evaluation = compare(
+        trained / "test", [str(trained / "run" / "price")], prices=[1e-4, 2e-3]
+    ).evaluation
     stored = load_labels(trained / "test")
     base, _ = load_labelled_base(None, stored)
     model, labels = OSPrunerForCausalLM.from_base(base, trained / "run" / "price"), stored.traces
@@ -375,7 +376,7 @@ def test_online_stops_at_the_prices_that_are_asked_for(trained: Path, tmp_path: 
 
 def test_a_price_is_promised_and_kept(trained: Path, tmp_path: Path) -> None:
     policy = shutil.copytree(trained / "run" / "price", tmp_path / "policy")
-    found = calibrate_policy(policy, trained / "test", 0.3)
+    found = calibrate(policy, trained / "test", 0.3)
     config = OSPrunerConfig.from_pretrained(policy)
     assert config.prices is not None
     assert found.value in config.prices.grid()
@@ -383,9 +384,9 @@ def test_a_price_is_promised_and_kept(trained: Path, tmp_path: Path) -> None:
     assert config.calibrations is not None
     (stored,) = config.calibrations
     assert (stored["threshold"], stored["price"]) == (0.5, found.value)
-    (rule,) = replay_labels(
-        trained / "test", [f"{policy}@.5"], length_penalties=[stored["price"]]
-    ).rules[1:2]
+    (rule,) = compare(
+        trained / "test", [f"{policy}@.5"], prices=[stored["price"]]
+    ).evaluation.rules[1:2]
     full = TraceTable.from_dataset(load_labels(trained / "test").traces).full_correct.mean()
     assert full - rule.outcome.accuracy == pytest.approx(stored["loss"])
     model = OSPrunerForCausalLM.from_pretrained(policy)
@@ -395,9 +396,9 @@ def test_a_price_is_promised_and_kept(trained: Path, tmp_path: Path) -> None:
     same = {"threshold": 0.5, "price": found.value}
     assert torch.equal(promised, model.generate(ids, stop_policy=same, **how))
     with pytest.raises(ValueError, match=r"prices of a token from careful \(low\) to bold"):
-        calibrate_policy(policy, trained / "test", 0.3, values=[1e-3, 1e-4])
+        calibrate(policy, trained / "test", 0.3, values=[1e-3, 1e-4])
     with pytest.raises(ValueError, match="price is 7, but the policy was trained for"):
-        calibrate_policy(policy, trained / "test", 0.3, values=[1e-3, 7])
+        calibrate(policy, trained / "test", 0.3, values=[1e-3, 7])
 
 
 def test_a_price_at_which_the_policy_draws_is_promised_too(trained: Path, tmp_path: Path) -> None:
@@ -412,7 +413,7 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(trained: Path, tmp_pa
     assert (stored["mode"], stored["threshold"], stored["test"]) == ("sample", None, "betting")
     # What was tested is replay's expectation over the draws.
     price = stored["price"]
-    full, drawn = replay_labels(trained / "test", [str(policy)], length_penalties=[price]).rules[:2]
+    full, drawn = compare(trained / "test", [str(policy)], prices=[price]).evaluation.rules[:2]
     assert full.outcome.accuracy - drawn.outcome.accuracy == pytest.approx(stored["loss"])
     # Of the thinking tokens' histogram the bins' shares are those of the stops that are expected.
     tokens = stored["traffic"]["thinking_tokens"]
@@ -424,9 +425,9 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(trained: Path, tmp_pa
 
     fixed = next((trained / "fixed").glob("lam*/"))
     with pytest.raises(ValueError, match="mode is 'sample', but .* is a policy of one lambda"):
-        calibrate_policy(fixed, trained / "test", 0.4, mode="sample")
+        calibrate(fixed, trained / "test", 0.4, mode="sample")
     with pytest.raises(ValueError, match="mode is 'draw'; it must be 'sample' or"):
-        calibrate_policy(fixed, trained / "test", 0.4, mode="draw")  # type: ignore[arg-type]
+        calibrate(fixed, trained / "test", 0.4, mode="draw")  # type: ignore[arg-type]
     rule = ["calibrate", "budget", "--labels", str(trained / "test"), "--max-loss", "0.4"]
     refused = CliRunner().invoke(app, [*rule, "--values", "90,20", "--mode", "sample"])
     assert refused.exit_code == 2
@@ -445,9 +446,7 @@ def test_for_nothing_the_reasoner_thinks_on_unless_stopping_costs_nothing(tmp_pa
         tmp_path / "train", tmp_path / "run", settings, validation=tmp_path / "validation"
     )
     labels = tmp_path / "validation"
-    replayed = replay_labels(
-        labels, [str(tmp_path / "run" / "price")], length_penalties=[0.0, 1e-3]
-    )
+    replayed = compare(labels, [str(tmp_path / "run" / "price")], prices=[0.0, 1e-3]).evaluation
     full, nothing, priced = (rule.outcome for rule in replayed.rules[:3])
     assert nothing.accuracy > full.accuracy - 0.01
     assert nothing.mean_tokens > 1.3 * priced.mean_tokens

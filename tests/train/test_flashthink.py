@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig
+from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.methods import parse_policies
@@ -18,7 +19,6 @@ from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
-from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import VERIFIER, TrainSettings
 
 from .conftest import MakeLabels
@@ -80,7 +80,7 @@ def test_train_save_replay_and_charge(
     assert about["costs"]["tokens_per_step"] > 10
     assert about["costs"]["seconds_per_step"] > 0
     assert len(parse_policies([str(tmp_path / "run")])) == 5  # the paper's thresholds
-    evaluation = replay_labels(labels, [f"{stage.path}@0,1", f"{stage.path}@sample"])
+    evaluation = compare(labels, [f"{stage.path}@0,1", f"{stage.path}@sample"]).evaluation
     first, never, sampled = evaluation.rules[1:4]
     assert [rule.method for rule in (first, never)] == ["FlashThink"] * 2
     # At threshold 0 it stops after the first step, having read the prompt and that step.
@@ -102,7 +102,7 @@ def test_train_save_replay_and_charge(
     more = never.outcome.flops - full.flops
     np.testing.assert_allclose(more[rows], work.read(0, read[rows, last[rows] - 1]))
     assert (full.flops > 0).all()
-    results = evaluation.results(length_penalties=(1e-3,))[0]
+    results = evaluation.results(prices=(1e-3,))[0]
     assert (results[2].aes, results[2].rewards) == (results[0].aes, results[0].rewards)
     paid = evaluation.results(variant=charged_variant("compute"))[0][2]
     assert paid.aes.value == pytest.approx(1 - paid.flops_ratio.value)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.cli import app
-from ospruner.demo import REASONER
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.comparing import compare
+from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
 from ospruner.durable import write_checked
 from ospruner.engines.opening import EngineOptions
 from ospruner.eval.methods import parse_policies
@@ -34,7 +34,6 @@ from ospruner.train.from_labels import (
 from ospruner.train.labels.command import ProblemOptions, run_label
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.writer import LabelFolder
-from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import R1_PENALTIES
 from ospruner.train.traces import LabelledTraces
 
@@ -143,7 +142,7 @@ def test_another_base_than_the_labels_is_refused(
 
 
 def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(REASONER, tmp_path / "copy")
+    copied = shutil.copytree(SHIPPED, tmp_path / "copy")
     settings = settings_for("1e-3", tuning="head", batch_size=8)
     (stage,) = train_from_labels(labels, tmp_path / "run", settings, base=str(copied))
     assert stage.path.is_dir()
@@ -152,7 +151,7 @@ def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> N
 @pytest.fixture
 def sibling(tmp_path: Path) -> Path:
     """A model of the reasoner's kind and tokenizer, with other weights in its last layer."""
-    folder = shutil.copytree(REASONER, tmp_path / "sibling")
+    folder = shutil.copytree(SHIPPED, tmp_path / "sibling")
     tensors = load_file(folder / "model.safetensors")
     name = max(name for name in tensors if name.endswith("mlp.down_proj.weight"))
     tensors[name] = tensors[name].roll(1, dims=0).contiguous()
@@ -173,7 +172,7 @@ def test_a_sibling_of_the_base_is_refused_and_may_be_forced(
     (own,) = train_from_labels(labels, tmp_path / "own", settings)
     assert read_provenance(own.path).data_hash == load_labels(labels).data_hash
     with pytest.raises(ValueError, match=r"not by .*sibling"):
-        replay_labels(labels, [str(own.path)], base=str(sibling))
+        compare(labels, [str(own.path)], base=str(sibling))
     changed = AutoModelForCausalLM.from_pretrained(sibling)
     with pytest.raises(ValueError, match=r"sibling' has other weights .* than .*reasoner"):
         OSPrunerForCausalLM.from_base(changed, own.path)
@@ -186,11 +185,9 @@ def test_a_sibling_of_the_base_is_refused_and_may_be_forced(
     assert record.base_model == str(sibling)
     forced = record.details["forced_base"]
     assert forced["reason"] == "tuned on the same data"
-    assert forced["labels"]["base_model"] == str(REASONER)
+    assert forced["labels"]["base_model"] == str(SHIPPED)
     policy = tmp_path / "forced" / "lam1e-3"
     assert str(OSPrunerForCausalLM.from_pretrained(policy).base.name_or_path) == str(sibling)
-    evaluation = replay_labels(labels, [str(policy)], base=str(sibling), force_base="the same")
-    assert evaluation.settings["forced_base"]["reason"] == "the same"
 
 
 def test_where_no_fingerprint_is_known_the_forced_answers_tell(
@@ -201,7 +198,7 @@ def test_where_no_fingerprint_is_known_the_forced_answers_tell(
     stored = dataclasses.replace(stored, settings=unknown)
     with pytest.raises(ValueError, match=r"not by .*sibling.*log-probabilities that differ by"):
         load_labelled_base(str(sibling), stored)
-    copied = shutil.copytree(REASONER, tmp_path / "copy")
+    copied = shutil.copytree(SHIPPED, tmp_path / "copy")
     model, _ = load_labelled_base(str(copied), stored)
     assert str(model.name_or_path) == str(copied)
 
@@ -222,9 +219,9 @@ def test_base_and_policy_go_to_the_device_that_is_asked_for(
         placed.append(device)
         return load_labelled_base(base, ours, forced, "cpu")
 
-    monkeypatch.setattr("ospruner.train.replay_labels.load_labelled_base", load)
-    monkeypatch.setattr("ospruner.train.replay_labels.device_named", torch.device)
-    replay_labels(labels, [str(policy)], device="meta")
+    monkeypatch.setattr("ospruner.comparing.load_labelled_base", load)
+    monkeypatch.setattr("ospruner.comparing.device_named", torch.device)
+    compare(labels, [str(policy)], device="meta")
     assert placed == [torch.device("meta")]
 
 
@@ -235,7 +232,7 @@ def test_a_policy_is_no_base(labels: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         train_from_labels(labels, tmp_path / "again", settings, base=policy)
     with pytest.raises(ValueError, match=said):
-        replay_labels(labels, [policy], base=policy)
+        compare(labels, [policy], base=policy)
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"id": "a", "problem": "1+1?", "answer": "2"}\n')
     out = tmp_path / "labels"

@@ -115,7 +115,7 @@ def test_validation_result_is_that_of_the_saved_policy(
         assert (result.full_accuracy, result.full_tokens > result.tokens) == (1.0, True)
 
 
-@pytest.mark.parametrize("method", ["probe", "convergence", "terminator"])
+@pytest.mark.parametrize("method", ["probe", "convergence"])
 def test_baseline_learns_its_label_with_as_many_epochs(
     method: Any,
     fit: Callable[..., list[StageResult]],
@@ -130,7 +130,7 @@ def test_baseline_learns_its_label_with_as_many_epochs(
         }
     )
     settings = SETTINGS.baseline(method)
-    assert settings.num_policy_layers == (1 if method == "terminator" else 2)
+    assert settings.num_policy_layers == 2
     (result,) = fit(settings, dataset)
     assert (result.name, result.price) == (method, 0.0)
     assert len([e for e in log_of(tmp_path / "run") if "epoch" in e]) == 15

@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from ospruner.calibrating import calibrate
 from ospruner.cli import app
+from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
-from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
@@ -27,7 +28,6 @@ from ospruner.train.from_labels import (
     train_from_labels,
 )
 from ospruner.train.labels.folder import read_manifest
-from ospruner.train.replay_labels import calibrate_policy, replay_labels
 from ospruner.train.traces import LabelledTraces
 
 
@@ -64,13 +64,13 @@ def test_one_policy_is_trained_on_several_domains(folders: list[Path], tmp_path:
 
     policy = str(stage.path)
     for folder in folders:
-        evaluation = replay_labels(folder, [policy], benchmark="b", device="cpu")
+        evaluation = compare(folder, [policy], benchmark="b", device="cpu").evaluation
         assert len(evaluation.rules) == 2
     other = told_otherwise(shutil.copytree(folders[1], tmp_path / "other"), task={"name": "choice"})
     with pytest.raises(ValueError, match="on the task math and exact, here it is choice: use"):
-        replay_labels(other, [policy], benchmark="b", device="cpu")
+        compare(other, [policy], benchmark="b", device="cpu")
     with pytest.raises(ValueError, match="are the labels that .* was trained on"):
-        calibrate_policy(policy, folders[1], 0.1, device="cpu")
+        calibrate(policy, folders[1], 0.1, device="cpu")
 
     given = ["train", "--tuning", "head", "--batch-size", "8", "--lambdas", "1e-3"]
     named = [word for folder in folders for word in ("--labels", str(folder))]
@@ -94,7 +94,7 @@ def test_each_domain_has_its_price(folders: list[Path], tmp_path: Path) -> None:
 
     # By hand: the most saved with at most a point lost, on the domain's held-out problems.
     mix = load_mix(folders)
-    for name, folder in zip(("math", "exact"), folders, strict=True):
+    for name in ("math", "exact"):
         rows = [n for n, domain in enumerate(mix.traces["domain"]) if domain == name]
         ids = [mix.traces["problem_id"][n] for n in rows]
         held = [n for n, out in zip(rows, held_out_split(ids, None, 0), strict=True) if out]
@@ -112,12 +112,6 @@ def test_each_domain_has_its_price(folders: list[Path], tmp_path: Path) -> None:
         best = min(fits.values())
         chosen = config.domains[name]["price"]
         assert fits[chosen] == pytest.approx(best, rel=1e-5)
-        replayed = replay_labels(folder, [policy], domain=name, benchmark="b", device="cpu")
-        assert replayed.rules[1].parameter == chosen
-    with pytest.raises(ValueError, match=r"domain is 'law'; it must be one of \['exact', 'math'\]"):
-        replay_labels(folders[0], [policy], domain="law", benchmark="b", device="cpu")
-    with pytest.raises(ValueError, match="domain is 'math', and so are prices given"):
-        parse_policies([policy], [1e-3], "math")
 
 
 def test_validation_is_of_the_same_domains(folders: list[Path], tmp_path: Path) -> None:

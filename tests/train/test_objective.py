@@ -45,11 +45,8 @@ def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float, bon
             y = {
                 "os-pruner": 0.0,
                 "probe": float(batch.correct[n, i]),
-                "lynx": float(batch.correct[n, i]),
                 "convergence": min(final[i:]),
                 "final-answer": final[i],
-                "thought-calibration": final[i],
-                "terminator": max(final[: i + 1]),
             }[method]
             entropy -= y * math.log(p) + (1 - y) * math.log(1 - p)
             steps += 1
@@ -64,9 +61,6 @@ def by_hand(method: str, logits: torch.Tensor, batch: Batch, penalty: float, bon
         ("probe", 0.0),
         ("convergence", 0.0),
         ("final-answer", 0.0),
-        ("terminator", 0.0),
-        ("lynx", 0.0),
-        ("thought-calibration", 0.0),
     ],
 )
 def test_batch_loss_and_its_gradient(method: str, bonus: float) -> None:

@@ -16,13 +16,14 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, OSPrunerConfig
 from modeling_ospruner.rules_ospruner import Budget
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.calibrating import calibrate
 from ospruner.cli import app
+from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.table import TraceTable
 from ospruner.serving.requests import StopRequest
 from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
 from ospruner.train.labels.making import label
-from ospruner.train.replay_labels import calibrate_policy, replay_labels
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_the_promise_is_stored_and_kept(trained: tuple[Path, Path, Path], tmp_pa
     assert stored["data_hash"] == load_labels(labels).data_hash
 
     # What was promised is what replay finds at that threshold.
-    (rule,) = replay_labels(labels, [f"{policy}@{stored['threshold']}"]).rules[1:2]
+    (rule,) = compare(labels, [f"{policy}@{stored['threshold']}"]).evaluation.rules[1:2]
     full = TraceTable.from_dataset(load_labels(labels).traces).full_correct.mean()
     assert full - rule.outcome.accuracy == pytest.approx(stored["loss"])
 
@@ -85,7 +86,7 @@ def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
     _, labels, path = trained
     policy = shutil.copytree(path, tmp_path / "policy")
     for max_loss in (0.4, 0.3, 0.4):
-        assert calibrate_policy(policy, labels, max_loss).value is not None
+        assert calibrate(policy, labels, max_loss).value is not None
     promises = promises_of(policy)
     assert [one["max_loss"] for one in promises] == [0.3, 0.4]
     bold, careful = (
@@ -171,10 +172,10 @@ def test_a_rule_without_training_is_calibrated_too(
 def test_what_is_no_promise_is_refused(trained: tuple[Path, Path, Path]) -> None:
     train, labels, path = trained
     with pytest.raises(ValueError, match="are the labels that .* was trained on"):
-        calibrate_policy(path, train, 0.1)
+        calibrate(path, train, 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
-        calibrate_policy(path, labels, 0.1, values=[0.5, 0.9])
-    found = calibrate_policy(path, labels, 0.001)
+        calibrate(path, labels, 0.1, values=[0.5, 0.9])
+    found = calibrate(path, labels, 0.001)
     assert found.value is None
     assert "No setting keeps the promise" in found.told(0.001, 0.95)
     assert OSPrunerForCausalLM.from_pretrained(path).config.calibrations is None
@@ -194,11 +195,11 @@ def test_answers_after_a_sentence_are_replayed_and_not_promised(
     assert soft["trace_ids"] == plain["trace_ids"]
     assert soft["forced_answer_ids"] != plain["forced_answer_ids"]
     replayed = [
-        replay_labels(str(folder), [str(path)]).rules for folder in (tmp_path / "soft", labels)
+        compare(str(folder), [str(path)]).evaluation.rules for folder in (tmp_path / "soft", labels)
     ]
     tokens = [[rule.outcome.mean_tokens for rule in rules] for rules in replayed]
     assert tokens[0] == tokens[1]
     with pytest.raises(
         ValueError, match="stops with wind_down '', the answers of .* 'So I have it"
     ):
-        calibrate_policy(path, tmp_path / "soft", 0.3)
+        calibrate(path, tmp_path / "soft", 0.3)

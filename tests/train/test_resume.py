@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +21,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.durable import DamagedError, read_checked
-from ospruner.eval.schema import LabelSettings, TraceTable
-from ospruner.hub_cards.verify import verify_folder
-from ospruner.progress import Progress, silent
+from ospruner.eval.schema import LabelSettings
 from ospruner.train.loop import StageResult
-from ospruner.train.run_folder import read_checkpoint, state_hash
 from ospruner.train.traces import LabelledTraces
 
-from ..conftest import Fuzzed
 from .conftest import SETTINGS, SHORT, MakeLabels, log_of
 
 WORKER = """
@@ -247,7 +239,7 @@ def test_labels_that_grew_cost_a_pass_over_the_new_traces(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also in another order, and for thinking entropies; what is copied is what was kept."""
+    """Also in another order; what is copied is what was kept."""
     model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning=tuning)
     grown = make_labels(12)
     first = grown.select([7, 2, 5])
@@ -259,7 +251,6 @@ def test_labels_that_grew_cost_a_pass_over_the_new_traces(
         return traces
 
     before = kept(first)
-    sure = before.thinking_entropies(tiny_base, first)
     asked: list[int] = []
     run_trunk = LabelledTraces._run_trunk
 
@@ -282,145 +273,7 @@ def test_labels_that_grew_cost_a_pass_over_the_new_traces(
     torch.testing.assert_close(
         after.states(model, rows).hidden, whole.states(model, rows).hidden, rtol=1e-4, atol=1e-5
     )
-    calls: list[str] = []
-    entropies = after.thinking_entropies(tiny_base, grown, lambda *said: calls.append(said[0]))
-    assert len(calls) == 9
-    expected = whole.thinking_entropies(tiny_base, grown)
-    np.testing.assert_allclose(entropies, expected, rtol=1e-5)
-    both = min(sure.shape[1], entropies.shape[1])
-    np.testing.assert_array_equal(entropies[[7, 2, 5], :both], sure[:, :both])
     for note in tmp_path.glob("*.npz"):
         note.write_bytes(note.read_bytes()[:100])
     with pytest.raises(ValueError, match="npz, which tells .* delete both files"):
         kept(grown.select([1, 2]))
-
-
-def test_thinking_entropies_are_found_once_and_go_on(
-    tiny_base: Qwen2ForCausalLM,
-    make_labels: MakeLabels,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ospruner.train.trunk.kept._NOTED_EVERY", -1.0)
-    labels = make_labels(12)
-
-    def of(base: Any, progress: Progress = silent) -> Any:
-        traces = LabelledTraces.from_dataset(labels)
-        traces.keep_states(tmp_path)
-        return traces.thinking_entropies(base, labels, progress)
-
-    def cut(phase: str, done: int, total: int, note: str = "") -> None:
-        if done == 5:
-            raise InterruptedError
-
-    whole = LabelledTraces.from_dataset(labels).thinking_entropies(tiny_base, labels)
-    mask = TraceTable.from_dataset(labels).mask
-    assert np.isfinite(whole[mask]).all()
-    assert np.isnan(whole[~mask]).all()
-    with pytest.raises(InterruptedError):
-        of(tiny_base, cut)
-    seen: list[int] = []
-    np.testing.assert_array_equal(of(tiny_base, lambda _, done, *__: seen.append(done)), whole)
-    assert seen == list(range(6, 13))
-    np.testing.assert_array_equal(of(tiny_base, lambda *_: pytest.fail("found again")), whole)
-
-
-def test_a_file_of_states_is_written_by_one_run_and_the_other_waits(
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    make_labels: MakeLabels,
-    tmp_path: Path,
-) -> None:
-    model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning="layers")
-    first, second = (LabelledTraces.from_dataset(make_labels(12)) for _ in range(2))
-    began, go_on = threading.Event(), threading.Event()
-    ran: list[str] = []
-
-    def slowly(phase: str, done: int, total: int, note: str = "") -> None:
-        began.set()
-        ran.append("first")
-        assert go_on.wait(60)
-
-    for traces in (first, second):
-        traces.keep_states(tmp_path)
-    with ThreadPoolExecutor(2) as pool:
-        filling = pool.submit(first.cache_states, model, 0, slowly)
-        assert began.wait(60)
-        waiting = pool.submit(second.cache_states, model, 0, lambda *_: ran.append("second"))
-        with pytest.raises(TimeoutError):
-            waiting.result(timeout=0.5)
-        go_on.set()
-        filling.result(60)
-        waiting.result(60)
-    assert set(ran) == {"first"}
-    rows = np.arange(12)
-    assert torch.equal(first.states(model, rows).hidden, second.states(model, rows).hidden)
-    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".npz", ".states"]
-
-
-def test_damage_in_a_run_s_folder_is_refused_or_changes_nothing(
-    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path, fuzzed: Fuzzed
-) -> None:
-    (stage,) = fit(SHORT, make_labels(40))
-    folder, draws = tmp_path / "run", random.Random(0)
-    readers: dict[str, Callable[[], object]] = {
-        "run.json": lambda: read_checked(folder / "run.json", ""),
-        "log.jsonl": lambda: log_of(folder),
-        "checkpoint.pt": lambda: state_hash(read_checkpoint(folder / "checkpoint.pt")),
-        stage.probabilities_path.name: lambda: stage.validation_probabilities().tolist(),
-    }
-    for name, read in readers.items():
-        file, right = folder / name, read()
-        whole = file.read_bytes()
-        flips, refused = min(len(whole), 150), 0
-        for place in draws.sample(range(len(whole)), flips):
-            flipped = bytes([whole[place] ^ (1 << draws.randrange(8))])
-            file.write_bytes(whole[:place] + flipped + whole[place + 1 :])
-            try:
-                assert read() == right, (name, place)
-            except DamagedError as error:
-                refused += 1
-                assert name in str(error)  # noqa: PT017
-        file.write_bytes(whole)
-        fuzzed(f"training run, {name}", flips=flips, refused=refused, identical=flips - refused)
-        assert refused > flips / 3
-    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:-100])
-    with pytest.raises(DamagedError, match=r"checkpoint\.pt is damaged.*: delete it, and the run"):
-        fit(SHORT, make_labels(40))
-    (folder / "checkpoint.pt").unlink()
-    (again,) = fit(SHORT, make_labels(40))
-    assert again.accuracy == stage.accuracy
-
-
-def test_a_policy_s_damaged_weights_are_refused_where_asked(
-    fit: Callable[..., list[StageResult]], fuzzed: Fuzzed
-) -> None:
-    (stage,) = fit(SHORT)
-    (check,) = verify_folder(stage.path)
-    assert check.ok
-    OSPrunerForCausalLM.from_pretrained(stage.path, verify=True)
-    weights = stage.path / "model.safetensors"
-    whole, draws = weights.read_bytes(), random.Random(0)
-    places = draws.sample(range(len(whole)), 50)
-    for place in places:
-        flipped = bytes([whole[place] ^ (1 << draws.randrange(8))])
-        weights.write_bytes(whole[:place] + flipped + whole[place + 1 :])
-        (check,) = verify_folder(stage.path)
-        assert not check.ok
-        with pytest.raises(ValueError, match=r"model\.safetensors has the SHA-256 .*was exchange"):
-            OSPrunerForCausalLM.from_pretrained(stage.path, verify=True)
-    fuzzed("policy, model.safetensors", flips=len(places), refused=len(places))
-
-
-def test_folder_of_another_run_is_refused(
-    fit: Callable[..., list[StageResult]], make_labels: MakeLabels, tmp_path: Path
-) -> None:
-    fit(SHORT)
-    with pytest.raises(ValueError, match=r"another training run \(settings: .*'seed': 5"):
-        fit(dataclasses.replace(SHORT, seed=5))
-    with pytest.raises(ValueError, match=r"another training run \(train_labels: "):
-        fit(SHORT, make_labels(64, seed=9))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match=r"another run's files \(thesis\.tex\)"):
-        fit(SHORT, out=tmp_path / "other")

@@ -17,13 +17,13 @@ from datasets import Dataset
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.rules_ospruner import Budget
 from ospruner.cli import app
+from ospruner.comparing import compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.engines import TransformersEngine
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.methods import parse_policies
-from ospruner.eval.metrics import paired_difference
+from ospruner.eval.metrics import bootstrap_interval
 from ospruner.eval.online.batches import Batch, Journal, Method, SampleRow, evaluate_online
 from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.online.evaluation import Evaluation
@@ -32,11 +32,10 @@ from ospruner.eval.online.settings import OnlineSettings, preset
 from ospruner.eval.problems.task import Math, ProblemSet, Task
 from ospruner.eval.replay import replay, replay_budget, replay_full
 from ospruner.eval.results import Results
-from ospruner.eval.rules.families import parse_rule
 from ospruner.eval.table import TraceTable
+from ospruner.rules import AnswerEntropy, Budget
 from ospruner.train.fresh import new_policy, predict
 from ospruner.train.from_labels import load_labels
-from ospruner.train.replay_labels import replay_labels
 from ospruner.train.settings import TrainSettings
 
 SAMPLES = 2
@@ -177,10 +176,10 @@ def labelled(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Da
 
 def methods_of(policy: Path) -> list[Method]:
     use = parse_policies([str(policy)])[0]
-    rule = parse_rule("budget:100")
+    rule = Budget(100)
     return [
         Method(use.method, use.parameter, use.parameter_name, use),
-        Method(rule.method, rule.parameter, rule.parameter_name, rule.rule),
+        Method(rule.method, rule.threshold, "tokens", rule),
     ]
 
 
@@ -196,9 +195,8 @@ def check_agreement(
     for rule, outcome in zip(online.rules, replayed, strict=True):
         for name in ("correct", "tokens"):
             by_problem = np.bincount(online.problem_index, getattr(rule.outcome, name)) / SAMPLES
-            difference = paired_difference(
-                by_problem, getattr(outcome, name)[rows], np.arange(len(rows)), level=0.999
-            )
+            less = by_problem - getattr(outcome, name)[rows]
+            difference = bootstrap_interval(less, np.arange(len(rows)), level=0.999)
             assert difference.low <= 0 <= difference.high, (rule.method, name, difference)
         assert 0 < rule.outcome.tokens.mean() <= MAX_THINKING_TOKENS
     assert online.rules[1].outcome.tokens.mean() < 0.8 * online.rules[0].outcome.tokens.mean()
@@ -236,8 +234,8 @@ def by_key(
 
 
 def _entropy() -> Method:
-    rule = parse_rule("entropy:0.4")
-    return Method(rule.method, rule.parameter, rule.parameter_name, rule.rule)
+    rule = AnswerEntropy(0.4)
+    return Method(rule.method, rule.threshold, "nats", rule)
 
 
 @pytest.mark.parametrize("tuning", ["layers", "queries"])
@@ -509,17 +507,17 @@ def test_ungraded_labels_and_shared_problems_are_refused(
     labels = tmp_path / "labels"
     rows = reasoner.label(draw_split("test", 4, 0), labels, seed=11)
     with pytest.raises(ValueError, match="4 problems, such as .* what is chosen on a problem must"):
-        replay_labels(labels, validation=labels)
+        compare(labels, [], choose_on=labels)
     ungraded = rows.map(
         lambda row: {"forced_correct": [None] * len(row["step_ends"])}, features=rows.features
     )
     stored = load_labels(labels)
     monkeypatch.setattr(
-        "ospruner.train.replay_labels.load_labels",
+        "ospruner.comparing.load_labels",
         lambda source: dataclasses.replace(stored, traces=ungraded),
     )
     with pytest.raises(ValueError, match="the labels are not graded"):
-        replay_labels(labels)
+        compare(labels, [])
 
 
 def test_an_online_request_that_cannot_work_is_refused_at_once(

@@ -173,7 +173,7 @@ def test_flashthink_scores_what_the_paper_prints(benchmark: str) -> None:
     # The verifier reads the thinking and a prompt of 100 tokens.
     theirs = outcome(cell.accuracy_percent, cell.length_tokens, cell.length_tokens + 100)
     rules = [Rule("FlashThink", theirs)]
-    (result,) = summarise(rules, full, np.arange(n), length_penalties=(1e-4,))
+    (result,) = summarise(rules, full, np.arange(n), prices=(1e-4,))
     assert result.aes.value == pytest.approx(cell.aes, abs=0.0075)
     printed = cell.accuracy_percent / 100 - 1e-4 * cell.length_tokens
     assert result.rewards[0][1].value == pytest.approx(printed)

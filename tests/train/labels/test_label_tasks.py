@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from ospruner.calibrating import calibrate
 from ospruner.cli import app
+from ospruner.comparing import compare
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.programs import Code
 from ospruner.eval.problems.registry import parse_task
@@ -28,7 +30,6 @@ from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.rows import grade_rows
 from ospruner.train.labels.writer import LabelFolder
-from ospruner.train.replay_labels import calibrate_policy, replay_labels
 
 
 def label(base: Path, rows: list[dict[str, Any]], out: Path, *arguments: str) -> Dataset:
@@ -93,18 +94,18 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
     )
     policy = stages[0].path
     assert OSPrunerConfig.from_pretrained(policy).task == settings.task
-    evaluation = replay_labels(
-        tmp_path / "quiz", [str(policy)], ["agreement:2"], benchmark="quiz", device="cpu"
-    )
+    evaluation = compare(
+        tmp_path / "quiz", [str(policy), "agreement:2"], benchmark="quiz", device="cpu"
+    ).evaluation
     assert np.isfinite(evaluation.rules[1].outcome.tokens).all()
 
     other = [{"id": row["id"], "problem": row["question"], "answer": "4"} for row in QUIZ]
     label(tiny_base_dir, other, tmp_path / "exact", "--task", "exact", "--limit", "3")
     with pytest.raises(ValueError, match=r"trained on the task choice .force=answer, labels=decod"):
-        replay_labels(tmp_path / "exact", [str(policy)], benchmark="quiz", device="cpu")
-    carried = replay_labels(
+        compare(tmp_path / "exact", [str(policy)], benchmark="quiz", device="cpu")
+    carried = compare(
         tmp_path / "exact", [str(policy)], benchmark="quiz", device="cpu", across_tasks=True
-    )
+    ).evaluation
     assert len(carried) == 3
     with pytest.raises(ValueError, match=r"other settings .*task: "):
         label(tiny_base_dir, other, tmp_path / "exact", "--task", "math", "--limit", "3")
@@ -155,15 +156,15 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
         held_out=3,
     )
     policy = str(stages[0].path)
-    expected = replay_labels(tmp_path / "shares", [policy], benchmark="quiz", device="cpu")
+    expected = compare(tmp_path / "shares", [policy], benchmark="quiz", device="cpu").evaluation
     table = TraceTable.from_dataset(shares)
     assert expected.full.correct == pytest.approx(table.full_correct, abs=1e-6)
     assert "probabilities of right answers" in results_of(expected).setting
     assert "never_right" not in results_of(expected).about
     # How labels are read is no part of what a policy was trained to stop.
-    replay_labels(tmp_path / "graded", [policy], benchmark="quiz", device="cpu")
+    compare(tmp_path / "graded", [policy], benchmark="quiz", device="cpu")
     with pytest.raises(ValueError, match="hold probabilities of right answers, and a promise is"):
-        calibrate_policy(policy, tmp_path / "shares", 0.1)
+        calibrate(policy, tmp_path / "shares", 0.1)
 
 
 def test_choices_that_cannot_be_read_are_refused(tiny_base_dir: Path, tmp_path: Path) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.rules_ospruner import top_entropy
-from ospruner.engines.transformers.cache import own_cache
 from ospruner.progress import Progress, silent
 
-from ..table import BoolArray, FloatArray, IntArray, TraceTable
+from .table import FloatArray, TraceTable
 
 __all__ = ["thinking_entropies"]
 
@@ -29,9 +27,6 @@ def thinking_entropies(
     dataset: Any,
     table: TraceTable,
     progress: Progress = silent,
-    into: FloatArray | None = None,
-    there: BoolArray | None = None,
-    wrote: Callable[[IntArray], None] = lambda rows: None,
 ) -> FloatArray:
     """(N, T) the mean entropy at which each trace's tokens were drawn, up to each step.
 
@@ -43,18 +38,13 @@ def thinking_entropies(
         dataset: the labelled traces.
         table: the same as arrays.
         progress: called with phase "thinking".
-        into: where to write them.
-        there: (N,) which traces stand there already.
-        wrote: told after each trace that it does now, too.
     """
-    found: FloatArray = np.empty(table.mask.shape) if into is None else into
+    found = np.full(table.mask.shape, np.nan)
     device = input_device(base)
-    missing = np.arange(len(table)) if there is None else np.flatnonzero(~there)
-    rows = dataset.select_columns(["prompt_ids", "trace_ids"]).select(missing)
-    for n, row in zip(missing, rows, strict=True):
+    for n, row in enumerate(dataset.select_columns(["prompt_ids", "trace_ids"])):
         prompt, trace = row["prompt_ids"], row["trace_ids"]
         ids = torch.tensor([*prompt, *trace[:-1]], device=device)[None]
-        cache = own_cache(base.config)
+        cache = DynamicCache(config=base.config.get_text_config())
         recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
         entropies: list[float] = []
         for piece in ids.split(ids.shape[1] if recurrent else PIECE, dim=1):
@@ -63,8 +53,6 @@ def thinking_entropies(
         # The logits after the prompt's last token drew the first one of the thinking.
         sums = np.cumsum(entropies[len(prompt) - 1 :])
         ends = table.lengths[n, : table.num_steps[n]]
-        found[n] = np.nan
         found[n, : len(ends)] = sums[ends - 1] / ends
-        wrote(np.array([n]))
-        progress("thinking", int(n) + 1, len(table))
+        progress("thinking", n + 1, len(table))
     return found

@@ -1,0 +1,390 @@
+"""One comparison of policies and rules on labelled traces: nothing is generated.
+
+Every method becomes `Rule`s, one for each of its settings, with their outcomes. Where there are
+traces of other problems to choose on, a method whose name alone was given is tried at many settings
+there, the one of the highest AES is chosen, and intervals choose again in each resample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ospruner.rules.families import Family, StopRule
+
+from .frontiers import frontier_points, frontiers, worth_asking
+from .intervals import Choice, Pick, Rule, pool_seeds
+from .learnstop import LEARN_STOP, learn_stop
+from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
+from .measured import COUNT, Split, family_thresholds, measure, replay_rule, spread_values
+from .methods import FULL, ORACLE, PolicyUse
+from .metrics import AES_ABSOLUTE, REPLICATES, AesVariant
+from .online.evaluation import Evaluation, trace_hash
+from .replay import Outcome, replay, replay_full
+from .report.summary import results_of
+from .report.tables import Table
+from .report.terminal import MAIN
+from .results import Frontier, Result, Results
+from .selection import best_aes
+from .table import FloatArray, TraceTable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Method", "Predict", "Report", "Said", "compare", "policy_thresholds", "replay_use"]
+
+Method = PolicyUse | StopRule | Family | str
+"""A policy with its setting, a rule, a rule whose threshold is open, or "learnstop"."""
+
+
+@dataclass(frozen=True, eq=False)
+class Said:
+    """What a policy says at the step ends of N traces of up to T steps, and what that costs.
+
+    Attributes:
+        at: gives the stop probabilities (N, T) at a price of a token; None is the policy's own.
+        read_tokens: (N, T) tokens that it has read where a trace stops at each step, for a policy
+            that is a model of its own (FlashThink); None for a tail on the base.
+        read_flops: (N, T) operations of the same.
+    """
+
+    at: Callable[[float | None], npt.NDArray[Any]]
+    read_tokens: npt.NDArray[Any] | None = None
+    read_flops: FloatArray | None = None
+
+
+Predict = Callable[[str, Split], Said]
+"""What the policy of a folder or Hub id says on some traces."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What a comparison found.
+
+    Attributes:
+        evaluation: the outcomes, trace by trace.
+        frontiers: area, lead and closed gaps of each method; empty without traces to choose on.
+        points: (P, 2) mean tokens and accuracy of each method's frontier.
+        left_out: why a method is not there, by its name.
+        variant: which AES.
+        prices: of a token, at which rewards are given.
+        went_by: the stop probabilities (N, T) that a rule decided by, by its number in the
+            evaluation.
+    """
+
+    evaluation: Evaluation
+    frontiers: list[Frontier] = field(default_factory=list)
+    points: dict[str, FloatArray] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    variant: AesVariant = AES_ABSOLUTE
+    prices: tuple[float, ...] = ()
+    went_by: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
+
+    @cached_property
+    def results(self) -> Results:
+        """Every number with its interval, as the file holds it."""
+        found = results_of(self.evaluation, variant=self.variant, prices=self.prices)
+        return dataclasses.replace(
+            found,
+            chosen=next((k for k, one in enumerate(found.results) if one.chosen), None),
+            frontiers=self.frontiers,
+            about={**found.about, "left_out": self.left_out},
+        )
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row for each rule and limit; see `Results.frame`."""
+        return self.results.frame
+
+    @property
+    def frontier_frame(self) -> pd.DataFrame:
+        """A row for each method; see `Results.frontier_frame`."""
+        return self.results.frontier_frame
+
+    def plot(self, path: str | Path) -> None:
+        """Draws accuracy over thinking tokens: whole methods where they were compared, else rules.
+
+        Args:
+            path: the picture to write, PNG or what its suffix says.
+        """
+        from .report.pictures import save_frontiers, save_pareto  # matplotlib is slow to import
+
+        title = f"{self.results.dataset}: {self.results.setting}"
+        if self.points:
+            return save_frontiers(self.points, path, title=title)
+        limits: list[Result] = self.results.limits
+        return save_pareto([*self.results.results, *limits], path, title=title)
+
+    def to_latex(self) -> str:
+        """The main numbers of rules and limits as a LaTeX table, each with its interval."""
+        return Table.of(self.frame, MAIN, corner="method").latex("brackets")
+
+    def save(self, folder: str | Path) -> None:
+        """Writes outcomes, numbers and picture into a folder."""
+        folder = Path(folder)
+        self.evaluation.save(folder)
+        self.results.save(folder / "results.json")
+        self.plot(folder / "pareto.png")
+
+
+def compare(
+    test: Split,
+    methods: Sequence[Method],
+    *,
+    choose_on: Split | None = None,
+    predict: Predict | None = None,
+    train: Split | None = None,
+    variant: AesVariant = AES_ABSOLUTE,
+    prices: Sequence[float] | None = None,
+    settings: dict[str, Any] | None = None,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> Report:
+    """Compares methods on labelled traces.
+
+    Args:
+        test: the traces to measure on.
+        methods: training seeds of one method and parameter are pooled. A `Family` and "learnstop"
+            need traces to choose on.
+        choose_on: traces of other problems, on which each method's setting and frontier are chosen.
+        predict: what policies say; needed where there are policies.
+        train: on which to fit LearnStop; None for the traces to choose on.
+        variant: which AES chooses and is shown.
+        prices: of a token, for rewards and gaps; None for some that suit the traces' lengths.
+        settings: of the evaluation; see `Evaluation`.
+        replicates: resamples of the frontiers' intervals.
+        seed: of the resamples.
+
+    Raises:
+        ValueError: problems that are in both splits, a family without traces to
+            choose on, or labels that lack what a rule reads.
+    """
+    if choose_on is not None:
+        refuse_shared(test.table, choose_on.table)
+    prices = worth_asking(test.table) if prices is None else tuple(prices)
+    rules, went_by, left_out = _rules_of(methods, test, choose_on, predict, train)
+    if methods and not rules:
+        raise ValueError(f"no method could be replayed: {left_out}")
+    rules, numbers = pool_seeds(rules)
+    of_method: dict[str, list[Rule]] = {}
+    for rule in rules:
+        of_method.setdefault(rule.method, []).append(rule)
+    limits = [
+        Rule(ORACLE, hindsight_oracle(test.table)),
+        Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(test.table)),
+    ]
+    if choose_on is not None:
+        tables = choose_on.table, test.table
+        limits = [best_fixed("tokens", *tables), best_fixed("step", *tables), *limits]
+        for of in of_method.values():
+            if len(of) > 1:
+                taken = choice_of(of, choose_on.table, variant).taken()
+                rules = [taken if same_setting(rule, taken) else rule for rule in rules]
+    named = {"model": "base", "benchmark": "labels", "answer": "forced", "mode": "replay"}
+    evaluation = Evaluation.of_table(
+        test.table,
+        {**named, "labels": trace_hash(test.table), **(settings or {})},
+        [Rule(FULL, replay_full(test.table)), *rules],
+        limits,
+    )
+    report = Report(
+        evaluation,
+        left_out=left_out,
+        variant=variant,
+        prices=prices,
+        went_by={
+            1 + place: np.mean([went_by[k] for k in of_rule], axis=0)
+            for place, of_rule in enumerate(numbers)
+            if all(k in went_by for k in of_rule)
+        },
+    )
+    if choose_on is None:
+        return report
+    tables = choose_on.table, test.table
+    return dataclasses.replace(
+        report,
+        frontiers=frontiers(of_method, *tables, prices, replicates, seed),
+        points={name: frontier_points(of, *tables) for name, of in of_method.items()},
+    )
+
+
+def same_setting(one: Rule, other: Rule) -> bool:
+    """Whether two rules are one method at one setting."""
+    return (one.method, one.parameter) == (other.method, other.parameter)
+
+
+def choice_of(
+    rules: Sequence[Rule],
+    validation: TraceTable,
+    variant: AesVariant = AES_ABSOLUTE,
+    pick: Pick | None = None,
+) -> Choice:
+    """The choice among rules on validation traces: by AES, or as `pick` says."""
+
+    def highest(
+        accuracy: FloatArray, tokens: FloatArray, base_accuracy: float, base_tokens: float
+    ) -> int:
+        return best_aes(accuracy, tokens, base_accuracy, base_tokens, variant)
+
+    return Choice(rules, replay_full(validation), validation.problem_index, pick or highest)
+
+
+def refuse_shared(test: TraceTable, choose_on: TraceTable) -> None:
+    """Raises ValueError where a problem is in both."""
+    if shared := set(test.problem_ids) & set(choose_on.problem_ids):
+        raise ValueError(
+            f"{len(shared)} problems, such as {min(shared)!r}, are in the labels and in those to "
+            "choose on: what is chosen on a problem must not be measured on it"
+        )
+
+
+def _rules_of(
+    methods: Sequence[Method],
+    test: Split,
+    choose_on: Split | None,
+    predict: Predict | None,
+    train: Split | None,
+) -> tuple[list[Rule], dict[int, npt.NDArray[Any]], dict[str, str]]:
+    """Every setting as a rule, the probabilities that it goes by, and why a method is left out."""
+    splits = [test] if choose_on is None else [test, choose_on]
+    rules: list[Rule] = []
+    went_by: dict[int, npt.NDArray[Any]] = {}
+    left_out: dict[str, str] = {}
+    uses = [method for method in methods if isinstance(method, PolicyUse)]
+    said: dict[str, list[Said]] = {}
+    for use in uses:
+        if use.path not in said:
+            if predict is None:
+                raise ValueError(f"{use.path} is a policy: predict must say what it says")
+            said[use.path] = [predict(use.path, split) for split in splits]
+    for use in _with_thresholds(uses, said, choose_on):
+        found = [replay_use(use, one, of) for one, of in zip(splits, said[use.path], strict=True)]
+        went_by[len(rules)] = said[use.path][0].at(use.price)
+        rules.append(_rule(use.method, use.parameter, use.parameter_name, found))
+    for method in methods:
+        if isinstance(method, StopRule):
+            found = [replay_rule(split, method) for split in splits]
+            name = method.family.parameter_name
+            rules.append(_rule(method.method, method.threshold, name, found))
+        elif isinstance(method, Family):
+            try:
+                rules += _family_rules(method, test, _needed(choose_on, method.name))
+            except ValueError as error:
+                if len(methods) == 1 or choose_on is None:
+                    raise
+                left_out[method.method or method.name] = str(error)
+        elif isinstance(method, str):
+            rules += _learn_stop_rules(test, _needed(choose_on, method), train)
+    return rules, went_by, left_out
+
+
+def _needed(choose_on: Split | None, name: str) -> Split:
+    if choose_on is None:
+        raise ValueError(
+            f"{name!r} has no threshold, and there are no traces to choose one on: give one, such "
+            f"as {name}:0.5, or traces to choose on (choose_on)"
+        )
+    return choose_on
+
+
+def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outcome]) -> Rule:
+    """A rule from its outcomes on the test traces and, where there are, on those to choose on."""
+    return Rule(method, found[0], parameter, name, validation=tuple(found[1:]))
+
+
+def _with_thresholds(
+    uses: Sequence[PolicyUse], said: dict[str, list[Said]], choose_on: Split | None
+) -> list[PolicyUse]:
+    """Baselines whose name alone was given at thresholds of their own signal, all seeds' together.
+
+    Each is named once for every threshold of the paper: the first stands for all.
+    """
+    if choose_on is None:
+        return list(uses)
+    found: list[PolicyUse] = []
+    grids: dict[str, tuple[float, ...]] = {}
+    for use in uses:
+        if use.is_ours or not use.by_name:
+            found.append(use)
+            continue
+        seeds = {one.path for one in uses if one.by_name and one.method == use.method}
+        if use.method not in grids:
+            signals = np.stack([said[path][1].at(None) for path in sorted(seeds)])
+            grids[use.method] = policy_thresholds(choose_on.table, signals)
+        elif any(one.path == use.path for one in found if one.by_name):
+            continue
+        found += [dataclasses.replace(use, threshold=value) for value in grids[use.method]]
+    return found
+
+
+def policy_thresholds(
+    table: TraceTable, probabilities: npt.ArrayLike, count: int = COUNT
+) -> tuple[float, ...]:
+    """Thresholds for a policy that stops from a stop probability: from 1 (never) down to 0.
+
+    Args:
+        table: the traces to choose on.
+        probabilities: (N, T) on these, or (S, N, T) of several training seeds.
+        count: thresholds, the two ends included.
+    """
+    free = np.arange(table.mask.shape[1]) < table.last[:, None]
+    values = spread_values(np.where(free, np.asarray(probabilities), np.nan), count - 2)
+    return tuple(sorted({0.0, 1.0, *values}, reverse=True))
+
+
+def replay_use(use: PolicyUse, split: Split, said: Said) -> Outcome:
+    """What a policy does on labelled traces, charged for what it computes to decide."""
+    table, config = split.table, use.config
+    if table.flops is not None and said.read_flops is not None:
+        table = dataclasses.replace(table, flops=table.flops + said.read_flops)
+    elif split.compute is not None:
+        queries = config.tuning == "queries"
+        table = split.compute.charge_tail(table, config.num_policy_layers, queries)
+    pi = said.at(use.price if use.is_ours else None)
+    outcome = replay(table, pi, use.mode, use.threshold)
+    if said.read_tokens is None:
+        return outcome
+    # What replay expects of a column of costs is what the stops come to in it.
+    costs = dataclasses.replace(table, answer_tokens=said.read_tokens)
+    read = replay(costs, pi, use.mode, use.threshold).answer_tokens
+    return dataclasses.replace(outcome, probe_tokens=read)
+
+
+def _family_rules(family: Family, test: Split, choose_on: Split) -> list[Rule]:
+    """A rule without training at thresholds from "at once" to "never"."""
+    there, here = (measure(split, family) for split in (choose_on, test))
+    return [
+        _rule(
+            family.method or family.name,
+            value,
+            family.parameter_name,
+            [
+                here.outcome(test.table, family, value),
+                there.outcome(choose_on.table, family, value),
+            ],
+        )
+        for value in family_thresholds(family, there)
+    ]
+
+
+def _learn_stop_rules(test: Split, choose_on: Split, train: Split | None) -> list[Rule]:
+    there, here = learn_stop(choose_on, test, train)
+    return [
+        _rule(
+            LEARN_STOP,
+            value,
+            "threshold",
+            [
+                replay(split.table, scores, "threshold", value)
+                for split, scores in ((test, here), (choose_on, there))
+            ],
+        )
+        for value in policy_thresholds(choose_on.table, there)
+    ]

@@ -1,1 +1,0 @@
-"""Whole methods compared: areas under frontiers, gaps closed, and how far they could be."""

@@ -1,1 +1,0 @@
-"""Rules by name, and what they do on labelled traces."""

@@ -1,0 +1,260 @@
+"""`ospruner.calibrate`: a promise about accuracy, found on labels and stored in the policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
+from ospruner.comparing import Judged
+from ospruner.durable import replace_file
+from ospruner.eval.calibration import THRESHOLDS, Calibration, Candidate, losses
+from ospruner.eval.calibration import calibrate as boldest
+from ospruner.eval.compare import refuse_shared
+from ospruner.eval.measured import measure
+from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.problems.registry import open_task
+from ospruner.eval.replay import replay
+from ospruner.eval.stopping import stop_distribution_from_probabilities, threshold_stop
+from ospruner.eval.table import TraceTable
+from ospruner.progress import Progress, silent
+from ospruner.provenance import read_provenance
+from ospruner.rules.families import Family, StopRule, parse_rule
+from ospruner.serving.traffic import distribution
+from ospruner.train.fresh import Predicted
+
+__all__ = ["PRICE_THRESHOLD", "calibrate", "calibrate_rule"]
+
+PRICE_THRESHOLD = 0.5
+"""The stop probability at which a policy of every price is indifferent."""
+
+
+def calibrate(
+    policy: str | Path,
+    labels: Any,
+    max_loss: float,
+    confidence: float = 0.95,
+    *,
+    mode: Literal["threshold", "sample"] = "threshold",
+    values: Sequence[float] | None = None,
+    validation: Any = None,
+    base: str | None = None,
+    device: str | None = None,
+    states: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Calibration:
+    """Finds the boldest setting that keeps a promise, and stores it in the policy's folder.
+
+        ospruner.calibrate("policy", labels["validation"], max_loss=0.02)
+
+    The setting is the threshold of a policy of one lambda, or the price of a policy of every price.
+    This one then stops where the stop probability is one half or more, that is, where the price of
+    indifference is no higher; in mode "sample" it draws, and the losses tested are replay's
+    expectations over its draws.
+
+    Args:
+        policy: its folder; `config.json` and the card are written anew where a setting passes.
+        labels: as for `compare`; the policy was not trained on them.
+        max_loss: the accuracy that may be lost against the full trace, as a share.
+        confidence: how surely not more is lost.
+        mode: in which the policy is to stop.
+        values: to try, from careful to bold: thresholds falling, or prices rising. None:
+            `THRESHOLDS`, or 31 prices of the policy's range.
+        validation: other labels, for a guess of the losses' variance; it affects what is saved,
+            never whether the promise holds.
+        base: the base, where it lies elsewhere than when it was labelled.
+        device: on which it computes; None for the best.
+        states: folder in which the trunk's states are kept.
+        seed: of the order of problems.
+        progress: called with phases "trunk" and "policies".
+
+    Returns:
+        What was found; `value` is None where no setting keeps the promise, and nothing is stored.
+
+    Raises:
+        ValueError: no policy there or another base's, the labels it was trained on, labels of free
+            answers or of the problems of `validation`, settings in another order, or mode "sample"
+            of a policy of one lambda.
+    """
+    check_choice("calibrate", "mode", mode, MODES)
+    folder = Path(policy)
+    use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
+    more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
+    ours = Judged(labels, base, **more)
+    _refuse_labels(ours, labels)
+    known = use.config.prices
+    if mode == "sample" and known is None:
+        raise ValueError(
+            f"mode is 'sample', but {folder} is a policy of one lambda, whose draws have no "
+            "setting to calibrate: leave it out (a threshold is found), or train one of every "
+            "price (ospruner train --head price)"
+        )
+    if values is None:
+        values = THRESHOLDS if known is None else known.grid()
+    _refuse_order(values, known)
+    ours.refuse(use)
+    _refuse_own(folder, use, ours, labels)
+    table = TraceTable.from_dataset(ours.traces)
+
+    def setting(
+        said: Predicted, value: float
+    ) -> tuple[npt.NDArray[np.float32], Literal["threshold", "sample"], float | None]:
+        """What `replay` takes for a value: stop probabilities, the mode, and its threshold."""
+        if known is None:
+            return said.probabilities(), mode, value
+        return said.probabilities(value), mode, PRICE_THRESHOLD if mode == "threshold" else None
+
+    said = ours.predicted(use.path)
+    candidates = [Candidate(value, replay(table, *setting(said, value))) for value in values]
+    variance = 0.06
+    if validation is not None:
+        theirs = Judged(validation, base, model=ours.model, **more)
+        other = TraceTable.from_dataset(theirs.traces)
+        refuse_shared(table, other)
+        middle = setting(theirs.predicted(use.path), values[len(values) // 2])
+        variance = max(float(losses(other, replay(other, *middle)).var()), 0.005)
+    found = boldest(table, candidates, max_loss, confidence, variance=variance, seed=seed)
+    if found.value is not None:
+        pi, _, threshold = setting(said, found.value)
+        promise = {
+            "max_loss": max_loss,
+            "confidence": confidence,
+            "mode": mode,
+            "threshold": threshold,
+            "price": None if known is None else found.value,
+            "data_hash": ours.labels.data_hash,
+            "traffic": _traffic(table, said, pi, threshold),
+        }
+        _store(folder, found, promise)
+    return found
+
+
+def calibrate_rule(
+    family: Family | str,
+    values: Sequence[float],
+    labels: Any,
+    max_loss: float,
+    confidence: float = 0.95,
+    *,
+    seed: int = 0,
+) -> Calibration:
+    """The boldest threshold of a rule without training that keeps a promise.
+
+    Args:
+        family: `rules.Deer`, or its name.
+        values: thresholds to try, from careful to bold.
+        labels: as in `calibrate`.
+        max_loss: as there.
+        confidence: as there.
+        seed: as there.
+
+    Raises:
+        ValueError: no such rule, a value that it does not take, or labels of free answers.
+    """
+    ours = Judged(labels)
+    _refuse_labels(ours, labels)
+    kind = parse_rule(family) if isinstance(family, str) else family
+    if isinstance(kind, StopRule):
+        raise ValueError(f"{family!r} has a threshold: give the name alone, and values to try")
+    rules = [kind(value) for value in values]
+    found, table = measure(ours.split, kind), ours.split.table
+    candidates = [
+        Candidate(rule.threshold, found.outcome(table, kind, rule.threshold)) for rule in rules
+    ]
+    return boldest(table, candidates, max_loss, confidence, seed=seed)
+
+
+def _refuse_labels(ours: Judged, labels: Any) -> None:
+    if ours.settings.answer != "forced":
+        raise ValueError(
+            f"{labels} hold {ours.settings.answer} answers; a promise is about forced ones: label "
+            "with --answer forced"
+        )
+    if open_task(ours.settings.task).labels_expect:
+        raise ValueError(
+            f"{labels} hold probabilities of right answers, and a promise is about answers that "
+            "are right or wrong: label anew with --task choice:labels=letter"
+        )
+
+
+def _refuse_own(folder: Path, use: PolicyUse, ours: Judged, labels: Any) -> None:
+    """Refuses labels forced after another sentence, and those that the policy was trained on."""
+    sentences = [
+        literals.get("wind_down", "")
+        for literals in (use.config.reasoning_format or {}, ours.settings.reasoning_format)
+    ]
+    if sentences[0] != sentences[1]:
+        raise ValueError(
+            f"{folder} stops with wind_down {sentences[0]!r}, the answers of {labels} were forced "
+            f"after {sentences[1]!r}: a promise holds for the policy's own; label with it"
+        )
+    record = read_provenance(folder)
+    trained_on = {record.data_hash, *record.details.get("domains", {}).values()}
+    if ours.labels.data_hash in trained_on:
+        raise ValueError(
+            f"{labels} are the labels that {folder} was trained on: what it does there says "
+            "nothing about new problems; calibrate on others"
+        )
+
+
+def _refuse_order(values: Sequence[float], known: PriceRange | None) -> None:
+    if known is not None:
+        for value in values:
+            known.check("calibrate", value)
+        if not values or any(one >= other for one, other in pairwise(values)):
+            raise ValueError(
+                f"values is {list(values)}; give prices of a token from careful (low) to bold "
+                "(high), each once"
+            )
+        return
+    falls = all(one > other for one, other in pairwise(values))
+    if not values or not falls or not 0 <= values[-1] <= values[0] <= 1:
+        raise ValueError(
+            f"thresholds is {list(values)}; give numbers in [0, 1] from careful (high) to bold "
+            "(low), each once"
+        )
+
+
+def _traffic(
+    table: TraceTable, said: Predicted, pi: npt.NDArray[np.float32], threshold: float | None
+) -> dict[str, Any]:
+    """How the calibration's traces are distributed, which a server compares its own with."""
+    mask, values = torch.from_numpy(table.mask), torch.from_numpy(pi.astype(np.float64))
+    if threshold is None:
+        weights = stop_distribution_from_probabilities(values, mask).numpy()
+    else:
+        stops = threshold_stop(values, threshold, mask).numpy()
+        weights = np.eye(table.mask.shape[1])[stops]
+    first = said.probabilities() if said.indifference is None else said.indifference
+    decided = first[table.num_steps > 1, 0].astype(np.float64)
+    real = weights > 0
+    return {
+        "problems": len(table.problem_ids),
+        "thinking_tokens": distribution(table.lengths[real].astype(np.float64), weights[real]),
+        "first_step": distribution(decided, np.ones(len(decided))),
+    }
+
+
+def _store(folder: Path, found: Calibration, setting: Mapping[str, Any]) -> None:
+    """Puts a promise into the policy's configuration, in the place of an earlier equal one."""
+    path = folder / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    facts = dataclasses.asdict(found)
+    stored = {name: facts[name] for name in ("loss", "tokens_saved", "problems", "test")}
+    stored |= setting
+    others = [
+        one
+        for one in config.get("calibrations") or []
+        if any(one[name] != setting[name] for name in ("max_loss", "confidence"))
+    ]
+    config["calibrations"] = sorted([*others, stored], key=lambda one: one["max_loss"])
+    replace_file(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())

@@ -1,0 +1,300 @@
+"""`ospruner.compare`: labels, their base, policies and rules are brought together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.engines.opening import device_named, load_tokenizer
+from ospruner.eval import compare as comparison
+from ospruner.eval.arithmetic import ModelWork
+from ospruner.eval.compare import Method, Report, Said
+from ospruner.eval.compute import Compute
+from ospruner.eval.measured import Split
+from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
+from ospruner.eval.metrics import AES_ABSOLUTE, REPLICATES, AesVariant
+from ospruner.eval.problems.registry import open_task
+from ospruner.eval.report.viewer import PricesShown, trace_views
+from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import TraceTable
+from ospruner.eval.thinking import thinking_entropies
+from ospruner.progress import Progress, silent
+from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_rule
+from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
+from ospruner.train.fresh import Predicted, predict, predict_outputs
+from ospruner.train.from_labels import Labels, load_labelled_base, load_labels
+from ospruner.train.traces import LabelledTraces
+
+__all__ = ["Judged", "compare"]
+
+
+class Judged:
+    """Labels with their base, which is loaded where a policy or a rule needs it.
+
+    Args:
+        labels: folder, Hub id, or what `ospruner.label` gave.
+        base: the base, where it lies elsewhere than when it was labelled.
+        limit: only the first so many traces.
+        device: where policies and verifiers compute; None for the best there is.
+        states: folder in which the trunk's states are kept; None for in memory.
+        progress: called with phases "trunk", "policies" and "thinking".
+        model: the base as it is already loaded, by other labels of it.
+    """
+
+    def __init__(
+        self,
+        labels: Any,
+        base: str | None = None,
+        *,
+        limit: int | None = None,
+        device: str | None = None,
+        states: str | Path | None = None,
+        progress: Progress = silent,
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        self.labels: Labels = load_labels(labels)
+        self.settings: LabelSettings = self.labels.settings
+        self.traces = self.labels.traces
+        if limit is not None:
+            if limit < 1:
+                raise ValueError(f"limit is {limit}; it must be at least 1")
+            self.traces = self.traces.take(min(limit, len(self.traces)))
+        self.device, self.progress = device_named(device), progress
+        self._base, self._states, self._loaded = base, states, model
+        self._said: dict[str, Predicted] = {}
+        pinned = (self.settings.base_model, self.settings.base_revision)
+        self.where = (base, None) if base else pinned
+        self.tokenizer = load_tokenizer(*self.where)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The base."""
+        if self._loaded is None:
+            self._loaded, _ = load_labelled_base(self._base, self.labels, device=self.device)
+        return self._loaded
+
+    @cached_property
+    def split(self) -> Split:
+        """The traces, charged for what they compute, as `eval.compare` reads them."""
+        literals = ReasoningFormat.from_dict(self.settings.reasoning_format)
+        fmt = TokenFormat.compile(literals, self.tokenizer)
+        suffix_tokens = len(fmt.forced_suffix(self.settings.answer))
+        config = AutoConfig.from_pretrained(self.where[0], revision=self.where[1])
+        compute = Compute.of_labels(self.traces, ModelWork.of_config(config), suffix_tokens)
+        table = compute.charge(TraceTable.from_dataset(self.traces))
+        return Split(
+            self.traces,
+            table,
+            suffix_tokens,
+            lambda ids: str(self.tokenizer.decode(ids)),
+            compute,
+            open_task(self.settings.task).same,
+            lambda: self.entropies,
+        )
+
+    @cached_property
+    def entropies(self) -> npt.NDArray[np.float64]:
+        """(N, T) see `thinking_entropies`."""
+        return thinking_entropies(self.model, self.traces, self.split.table, self.progress)
+
+    @cached_property
+    def _kept(self) -> LabelledTraces:
+        labelled = LabelledTraces.from_dataset(self.traces)
+        if self._states is not None:
+            labelled.keep_states(self._states)
+        return labelled
+
+    def refuse(self, use: PolicyUse, across_tasks: bool = False) -> None:
+        """Raises ValueError where a policy is of another base, format, stride or task."""
+        settings = self.settings
+        refuse_other_base(
+            use,
+            settings.base_model,
+            settings.base_revision,
+            settings.reasoning_format,
+            settings.step_stride,
+            None if across_tasks else settings.task,
+        )
+
+    def predicted(self, path: str) -> Predicted:
+        """What a policy's head says; it runs once for all thresholds and prices."""
+        if path not in self._said:
+            self.progress("policies", len(self._said), len(self._said) + 1)
+            policy = OSPrunerForCausalLM.from_base(self.model, path)
+            self._said[path] = predict_outputs(policy, self._kept, progress=self.progress)
+        return self._said[path]
+
+    def said(self, use: PolicyUse) -> Said:
+        """What a policy, or a verifier, says at each step."""
+        if use.config.method == "flashthink":
+            return self._verdicts(use.path)
+        return Said(self.predicted(use.path).probabilities)
+
+    def _verdicts(self, path: str) -> Said:
+        """FlashThink's; all that the verifier reads until a stop is charged."""
+        verifier = Verifier.load(path, self.settings)
+        tokenizer = AutoTokenizer.from_pretrained(verifier.config.base_model_name_or_path)
+        limit = verifier.base.config.get_text_config().max_position_embeddings
+        judged = verifier_traces(self.traces, self.tokenizer, tokenizer, limit)
+        for module in (verifier.base, verifier.policy):
+            torch.nn.Module.to(module, self.device)
+        probabilities = predict(verifier, judged)
+        read, rows, last = tokens_read(judged), np.arange(len(judged)), judged.table.last
+        # At its natural end a trace needs no verdict: the verifier has read to the step before.
+        read[rows, last] = np.where(last > 0, read[rows, last - 1], 0)
+        flops = ModelWork.of_config(verifier.base.config).read(0, read)
+        return Said(lambda price: probabilities, read, flops)
+
+
+def compare(
+    labels: Any,
+    methods: Sequence[str | StopRule | Family],
+    *,
+    choose_on: Any = None,
+    prices: Sequence[float] | None = None,
+    train: Any = None,
+    base: str | None = None,
+    across_tasks: bool = False,
+    variant: AesVariant = AES_ABSOLUTE,
+    rewards_at: Sequence[float] | None = None,
+    model: str | None = None,
+    benchmark: str | None = None,
+    limit: int | None = None,
+    viewed: int = 40,
+    replicates: int = REPLICATES,
+    device: str | None = None,
+    states: str | Path | None = None,
+    progress: Progress = silent,
+) -> Report:
+    """Compares policies and rules on labels, exactly and without generating.
+
+        report = ospruner.compare(
+            labels["test"], ["policy", ospruner.rules.Budget(400), "deer"],
+            choose_on=labels["validation"],
+        )
+        report.frame; report.plot("pareto.png"); report.to_latex()
+
+    Args:
+        labels: what `ospruner.label` gave, a folder or a Hub id, to measure on.
+        methods: policies (a folder or Hub id; "policy@.7,.8" for thresholds), rules ("budget:400",
+            `rules.Budget(400)`), and, with labels to choose on, rules whose threshold is open
+            ("deer", `rules.Deer`), "learnstop", or "rules" for all of these.
+        choose_on: labels of other problems, made with the same settings, on which every choice is
+            made: of each method's setting, of frontiers, and of the best fixed budget and step.
+        prices: of a token, at which policies of every price stop; None for their own, or for 31 of
+            their range where there are labels to choose on.
+        train: labels on which to fit LearnStop; None for those to choose on.
+        base: the base, where it lies elsewhere than when it was labelled.
+        across_tasks: take policies that were trained on another task, to see how far they carry.
+        variant: which AES.
+        rewards_at: prices of a token for rewards and gaps to the oracle; None for some that suit
+            the traces' lengths.
+        model: what tables call the base; None for the last part of its name.
+        benchmark: what tables call the problems; None for the labels' own name.
+        limit: only the first so many traces to measure on.
+        viewed: how many traces to keep for the page's viewer.
+        replicates: resamples of the frontiers' intervals.
+        device: where policies and verifiers compute; None for the best there is.
+        states: folder in which the trunk's states are kept.
+        progress: called with phases "trunk", "policies" and "thinking".
+
+    Raises:
+        ValueError: a policy of another base, format or task, labels of other
+            settings or of shared problems, or a rule that cannot be had.
+    """
+    more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
+    ours = Judged(labels, base, limit=limit, **more)
+    wanted = _methods(methods, prices, choose_on is not None, ours.split)
+    uses = {one.path: one for one in wanted if isinstance(one, PolicyUse)}
+    for use in uses.values():
+        ours.refuse(use, across_tasks)
+    theirs, fitted = None, None
+    if choose_on is not None:
+        theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)
+        refuse_other_settings(ours.settings, theirs.settings)
+    if train is not None:
+        fitted = Judged(train, base, **more).split
+    judged = {id(one.split): one for one in (ours, theirs) if one is not None}
+    report = comparison.compare(
+        ours.split,
+        wanted,
+        choose_on=None if theirs is None else theirs.split,
+        predict=lambda path, split: judged[id(split)].said(uses[path]),
+        train=fitted,
+        variant=variant,
+        prices=rewards_at,
+        settings={
+            "model": model or Path(ours.settings.base_model).name,
+            "benchmark": benchmark or ours.labels.source or Path(str(labels)).name,
+            "answer": ours.settings.answer,
+            "label_settings": ours.settings.to_dict(),
+        },
+        replicates=replicates,
+    )
+    shown = {}
+    for number, rule in enumerate(report.evaluation.rules):
+        for use in (one for one in wanted if isinstance(one, PolicyUse)):
+            known = use.config.prices
+            if (use.method, use.parameter) == (rule.method, rule.parameter) and known:
+                found = ours.predicted(use.path).indifference
+                shown[number] = PricesShown(found, use.price, known)  # type: ignore[arg-type]
+    views = trace_views(
+        ours.traces,
+        ours.split.table,
+        report.evaluation.rules,
+        report.went_by,
+        ours.tokenizer,
+        viewed,
+        shown,
+    )
+    return dataclasses.replace(
+        report, evaluation=dataclasses.replace(report.evaluation, traces=views)
+    )
+
+
+def _methods(
+    methods: Sequence[str | StopRule | Family],
+    prices: Sequence[float] | None,
+    chooses: bool,
+    split: Split,
+) -> list[Method]:
+    """Policies first, as a user named them, then rules."""
+    if prices is not None and not prices:
+        raise ValueError("prices is empty; give prices of a token, or None")
+    policies: list[str] = []
+    rules: list[Method] = []
+    for one in methods:
+        if one == "rules":
+            rules += [family for name, family in FAMILIES.items() if name != "step"]
+            rules.append("learnstop")
+        elif one == "learnstop" or not isinstance(one, str):
+            rules.append(one)
+        elif is_rule(one):
+            rules.append(parse_rule(one, split.same))
+        else:
+            policies.append(one)
+    uses = parse_policies(policies, prices)
+    if prices is None and chooses and any(use.config.prices is not None for use in uses):
+        uses = parse_policies(policies, ())
+    return [*sorted(uses, key=lambda use: not use.is_ours), *rules]
+
+
+def refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
+    """Raises ValueError where labels to choose on were made otherwise, but for seed and samples."""
+    free = {"seed", "samples_per_problem"}
+    differences = [line for line in ours.differences(theirs) if line.partition(":")[0] not in free]
+    if differences:
+        raise ValueError(
+            f"the labels to choose on were made otherwise ({'; '.join(differences)}): "
+            "label both with the same settings"
+        )

@@ -1,0 +1,237 @@
+"""One comparison of policies and rules: settings, choices, frontiers, the frame."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from modeling_ospruner import OSPrunerConfig
+from ospruner import rules
+from ospruner.eval.compare import Method, Report, Said, compare, policy_thresholds, replay_use
+from ospruner.eval.learnstop import features_of, fit, learn_stop, scores
+from ospruner.eval.measured import COUNT, Split
+from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.replay import replay, replay_full, replay_step
+from ospruner.eval.results import Results
+from ospruner.eval.table import FloatArray, TraceTable
+
+WORDS = {0: " so", 1: " Wait"}
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(WORDS[one] for one in ids)
+
+
+def split(seed: int, prefix: str, count: int = 60) -> Split:
+    """Traces whose answers are right, and mostly certain, from some step on."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for n in range(count):
+        steps = int(rng.integers(3, 12))
+        right = np.arange(steps) >= rng.integers(1, steps)
+        sure = np.where(right ^ (rng.random(steps) < 0.2), 0.1, 1.5) * rng.uniform(0.5, 1, steps)
+        rows.append(
+            {
+                "problem_id": f"{prefix}{n}",
+                "family": "",
+                "trace_ids": [0] * (10 * steps),
+                "step_ends": [10 * (i + 1) for i in range(steps)],
+                "forced_answers": [str(7 if x else i) for i, x in enumerate(right.tolist())],
+                "forced_correct": right.astype(float).tolist(),
+                "forced_entropy": sure.tolist(),
+                "forced_answer_entropy": (2 * sure).tolist(),
+                "forced_logprob": (-sure).tolist(),
+                "matches_final": right.tolist(),
+                "forced_answer_tokens": [1] * steps,
+                "natural_correct": 1.0,
+                "natural_answer_tokens": 1,
+                "ended": "natural",
+            }
+        )
+    dataset = Dataset.from_list(rows)
+    return Split(dataset, TraceTable.from_dataset(dataset), 4, decode)
+
+
+VALIDATION, TEST = split(0, "v"), split(1, "t")
+
+
+def saved(folder: Path, method: str = "os-pruner", price: float = 1e-3) -> str:
+    OSPrunerConfig(
+        method=method, price=price, default_mode="sample" if method == "os-pruner" else "threshold"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def said(path: str, of: Split) -> Said:
+    """A policy that sees the answer's fate, but for some noise; another seed, other noise."""
+    noise = np.random.default_rng(len(path)).random(of.table.mask.shape)
+    pi: FloatArray = np.where(of.table.mask, 0.15 + 0.5 * of.table.correct + 0.2 * noise, 0.0)
+    return Said(lambda price: pi)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("policies")
+    seeds = [saved(folder / name) for name in ("a", "bb")]
+    uses = parse_policies([*seeds, saved(folder / "probe", "probe", 0.0)])
+    families = [rules.AnswerEntropy, rules.RunJump, rules.ThinkJustEnough]
+    methods: list[Method] = [*uses, rules.Budget(40), *families, "learnstop"]
+    return compare(TEST, methods, choose_on=VALIDATION, predict=said, replicates=20)
+
+
+def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None:
+    frame = report.frame
+    of = {name: rows for name, rows in frame.groupby("method")}
+    assert list(frame.kind[:2]) == ["rule", "rule"]
+    assert frame.method[0] == "full trace"
+    assert len(of["OS-Pruner"]) == 1  # two seeds of one price
+    assert len(of["fixed budget"]) == 1
+    for name in ("probe", "answer entropy", "ES-CoT", "LearnStop"):
+        assert 2 < len(of[name]) <= COUNT
+        assert of[name].tokens.min() == pytest.approx(replay_step(TEST.table, 1).mean_tokens)
+        assert of[name].tokens.max() == pytest.approx(replay_full(TEST.table).mean_tokens)
+        # One setting is chosen, and its interval holds the choice: wider than that of a neighbour.
+        (chosen,) = of[name][of[name].chosen].itertuples()
+        assert chosen.aes_low <= chosen.aes <= chosen.aes_high
+    assert not of["OS-Pruner"].chosen.any()  # there was nothing to choose
+    assert set(frame[frame.kind == "limit"].method) == {
+        "best fixed budget", "best fixed step", "hindsight oracle", "hindsight oracle, no loss",
+    }  # fmt: skip
+    assert report.left_out.keys() == {"Think Just Enough"}
+    assert "which labels do not keep" in report.left_out["Think Just Enough"]
+
+
+def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> None:
+    frame = report.frontier_frame
+    assert list(frame.method) == [
+        "OS-Pruner", "probe", "fixed budget", "answer entropy", "ES-CoT", "LearnStop",
+    ]  # fmt: skip
+    assert frame.lead.isna().tolist() == [True] + [False] * 5
+    areas = dict(zip(frame.method, frame.area, strict=True))
+    assert areas["probe"] > areas["answer entropy"] > areas["fixed budget"]
+    assert areas["LearnStop"] > areas["fixed budget"]
+    gaps = [column for column in frame.columns if column.startswith("gap@")]
+    assert len(gaps) == 9  # three prices that suit the lengths, with their ends
+    assert set(report.points) == set(frame.method)
+
+
+def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> None:
+    report.save(tmp_path)
+    assert (tmp_path / "pareto.png").read_bytes()[:4] == b"\x89PNG"
+    assert Results.read(tmp_path / "results.json").frame.equals(report.frame)
+    table = report.to_latex()
+    assert "answer agreement" not in table
+    assert table.count("\\\\") == len(report.frame) + 1
+    plain = compare(TEST, [rules.Budget(40)])
+    plain.plot(tmp_path / "rules.png")
+    assert (tmp_path / "rules.png").stat().st_size > 1000
+    assert plain.frontier_frame.empty
+
+
+def test_shuffled_test_labels_change_no_choice(report: Report) -> None:
+    methods: list[Method] = [rules.AnswerEntropy, "learnstop"]
+    chosen = []
+    for table in (TEST.table, dataclasses.replace(TEST.table, correct=1 - TEST.table.correct)):
+        other = dataclasses.replace(TEST, table=table)
+        found = compare(other, methods, choose_on=VALIDATION, replicates=2)
+        chosen.append(found.frame[found.frame.chosen].parameter.tolist())
+    assert chosen[0] == chosen[1]
+
+
+def test_baselines_are_tried_at_the_papers_thresholds_or_their_own(tmp_path: Path) -> None:
+    probe = saved(tmp_path / "probe", "probe", 0.0)
+    named = parse_policies([probe])
+    alone = compare(TEST, named, predict=said).frame
+    assert alone[alone.method == "probe"].parameter.tolist() == [0.7, 0.75, 0.8, 0.85, 0.9]
+    given = parse_policies([f"{probe}@.4,.6"])
+    found = compare(TEST, given, choose_on=VALIDATION, predict=said, replicates=2).frame
+    assert found[found.method == "probe"].parameter.tolist() == [0.4, 0.6]
+
+
+def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
+    (use,) = parse_policies([f"{saved(tmp_path / 'v', 'flashthink', 0.0)}@.6"])
+    table = dataclasses.replace(TEST.table, flops=np.zeros(TEST.table.mask.shape))
+    charged = dataclasses.replace(TEST, table=table)
+    read = 3 * TEST.table.lengths
+    one = dataclasses.replace(said("x", TEST), read_tokens=read, read_flops=np.asarray(2.0 * read))
+    outcome = replay_use(use, charged, one)
+    np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
+    np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
+    free = replay_use(use, TEST, said("x", TEST))
+    np.testing.assert_array_equal(free.tokens, outcome.tokens)
+    assert not free.probe_tokens.any()
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="60 problems, such as 't0', are in the labels and in th"):
+        compare(TEST, [rules.Deer], choose_on=TEST)
+    with pytest.raises(ValueError, match="'deer' has no threshold, and there are no traces to cho"):
+        compare(TEST, [rules.Deer])
+    with pytest.raises(ValueError, match="ours is a policy: predict must say what it says"):
+        compare(TEST, parse_policies([saved(tmp_path / "ours")]))
+    with pytest.raises(ValueError, match="which labels do not keep"):
+        compare(TEST, [rules.ThinkJustEnough], choose_on=VALIDATION)
+
+
+def test_a_policy_s_thresholds_are_its_own() -> None:
+    table = TEST.table
+    pi = 0.001 * np.random.default_rng(0).random(table.mask.shape)  # never near one half
+    grid = policy_thresholds(table, pi)
+    assert len(grid) == COUNT
+    assert grid[0] == 1.0 > 0.001 >= grid[1]
+    assert grid[-1] == 0.0
+    tokens = [replay(table, pi, "threshold", threshold).mean_tokens for threshold in grid]
+    assert tokens == sorted(tokens, reverse=True)
+    assert len(set(tokens)) > 30
+    # What stands at the forced last step is no choice, and gives no threshold.
+    odd = pi.copy()
+    odd[np.arange(len(table)), table.last] = 0.9
+    assert policy_thresholds(table, odd) == grid
+
+
+def test_a_policy_is_told_its_price(tmp_path: Path) -> None:
+    path = saved(tmp_path / "ours")
+    config = OSPrunerConfig.from_pretrained(path)
+    asked: list[float | None] = []
+
+    def at(price: float | None) -> FloatArray:
+        asked.append(price)
+        return np.zeros(TEST.table.mask.shape)
+
+    replay_use(PolicyUse(path, config, "sample"), TEST, Said(at))
+    assert asked == [1e-3]
+
+
+def test_learnstop_learns_from_other_problems() -> None:
+    known = features_of(VALIDATION)
+    fitted = fit(VALIDATION.table, known)
+    table = TEST.table
+    found = scores(fitted, features_of(TEST))
+    right = table.correct[table.mask] > 0.5
+    assert found[table.mask][right].mean() > found[table.mask][~right].mean() + 0.2
+    held, there = learn_stop(VALIDATION, TEST)
+    np.testing.assert_allclose(there, found)
+    # Grades of a validation problem do not decide its own scores.
+    flipped = VALIDATION.table.correct.copy()
+    flipped[0] = VALIDATION.table.mask[0] - flipped[0]
+    changed = dataclasses.replace(VALIDATION.table, correct=flipped)
+    other, _ = learn_stop(dataclasses.replace(VALIDATION, table=changed), TEST)
+    np.testing.assert_array_equal(other[0], held[0])
+    assert not np.allclose(other[1:], held[1:])
+    on_others, _ = learn_stop(VALIDATION, TEST, split(2, "r"))
+    assert not np.allclose(on_others, held)
+    with pytest.raises(ValueError, match="fitted in 3 folds, and there are 2 problems"):
+        learn_stop(split(3, "f", 2), TEST)
+
+
+def test_backtracking_is_the_share_of_steps_with_such_a_word() -> None:
+    one = split(0, "v", 4)
+    dataset = one.dataset.map(lambda row: {"trace_ids": [1, *row["trace_ids"][1:]]})
+    found = features_of(dataclasses.replace(one, dataset=dataset))[..., -1]
+    for n, steps in enumerate(one.table.num_steps):
+        assert found[n, :steps].tolist() == [1 / (i + 1) for i in range(steps)]
+        assert not found[n, steps:].any()

@@ -1,1 +1,0 @@
-"""Whole methods compared on stored labels: what `ospruner eval frontier` does."""
