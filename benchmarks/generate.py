@@ -37,7 +37,7 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM, TokenFormat
 from modeling_ospruner.states_ospruner import BREAK, ENDS_NEWLINE, VISIBLE
-from ospruner.demo.shipped import SHIPPED
+from ospruner.demo import REASONER
 
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
 ANSWER_TOKENS = 8
@@ -219,7 +219,7 @@ class Bench:
     def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
         self.prompt_tokens, self.trace_tokens = args.prompt_tokens, args.trace_tokens
         self.seed = args.seed
-        self.tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+        self.tokenizer = AutoTokenizer.from_pretrained(REASONER)
         positions = args.prompt_tokens + args.trace_tokens + 64
         self.base = random_base(
             shape, self.tokenizer, positions, args.seed, args.device, args.dtype, args.attention

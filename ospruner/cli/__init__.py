@@ -8,7 +8,7 @@ from .comparing import eval_app, lm_eval_command
 from .labelling import label_command, labels_app
 from .publishing import publish_command, verify_command
 from .serving import app_command, doctor_app, serve
-from .toy import demo, toy_app
+from .toy import demo
 from .training import calibrate_command, train_command
 
 app = typer.Typer(
@@ -29,7 +29,6 @@ lm_eval_settings = {"ignore_unknown_options": True, "help_option_names": []}
 app.command("lm-eval", context_settings=lm_eval_settings)(lm_eval_command)
 app.command("publish")(publish_command)
 app.command("verify")(verify_command)
-app.add_typer(toy_app, name="toy")
 app.add_typer(labels_app, name="labels")
 app.add_typer(eval_app, name="eval")
 app.add_typer(doctor_app, name="doctor")

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.eval.problems.problem import user_message
 
-from .domains import DOMAINS, domain_of, draw_mixed
 from .fallible_reasoner import Habits, write_trace
 from .problems import ToyProblem, draw_problem
 
@@ -34,12 +34,10 @@ class Example:
     weights: NDArray[np.float32]
 
 
-def draw_training_problem(
-    rng: Random, max_steps: int, with_product: bool, mixed: bool = False
-) -> ToyProblem:
+def draw_training_problem(rng: Random, max_steps: int, with_product: bool) -> ToyProblem:
     """Draw a problem of the `reasoner` split: never one that a policy is trained or tested on."""
     while True:
-        problem = draw_mixed(rng) if mixed else draw_problem(rng, max_steps, with_product)
+        problem = draw_problem(rng, max_steps, with_product)
         if problem.split == "reasoner":
             return problem
 
@@ -52,7 +50,7 @@ def build_example(
     The answer after a cut is the one that the reasoner holds there, exactly as at the natural
     end; where it holds none yet (no attempt finished) it is the right one, to be guessed.
     """
-    message = DOMAINS[domain_of(problem)].message(problem.as_problem(), DEEPSEEK_R1)
+    message = user_message(problem.as_problem(), DEEPSEEK_R1)
     prompt = str(
         tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
@@ -70,7 +68,7 @@ def build_example(
             (prompt, 0.0),
             (thinking, 1.0),
             (forced, 0.0),
-            (f"{problem.written(answer)}}}{end}", ANSWER_WEIGHT),
+            (f"{answer}}}{end}", ANSWER_WEIGHT),
         ]
     thinking = "\n\n".join(trace.paragraphs) + "\n"
     answer = trace.beliefs[-1] if trace.beliefs[-1] is not None else problem.answer
@@ -82,7 +80,7 @@ def build_example(
         (thinking, 1.0),
         (closing, 1.0),
         (DEEPSEEK_R1.box_prefix, 1.0),
-        (f"{problem.written(answer)}{tail}{end}", ANSWER_WEIGHT),
+        (f"{answer}{tail}{end}", ANSWER_WEIGHT),
     ]
 
 
@@ -104,13 +102,12 @@ def draw_examples(
     max_steps: int,
     with_product: bool,
     habits: Habits,
-    mixed: bool = False,
 ) -> list[Example]:
     """Draw `count` examples in an order fixed by `seed`."""
     rng = Random(seed)
     examples = []
     for _ in range(count):
-        problem = draw_training_problem(rng, max_steps, with_product, mixed)
+        problem = draw_training_problem(rng, max_steps, with_product)
         examples.append(encode(tokenizer, build_example(tokenizer, problem, rng, habits)))
     return examples
 

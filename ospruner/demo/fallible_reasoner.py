@@ -123,14 +123,14 @@ class _Writer:
 
     def conclude(self, chance: float) -> None:
         """Perhaps say what the answer is."""
-        self.maybe(chance, CONCLUSIONS, self.problem.written(self.belief or 0))
+        self.maybe(chance, CONCLUSIONS, self.belief or 0)
 
     def vote(self, value: int) -> None:
         """Record a finished attempt; the belief changes with the paragraph that ended it."""
         self.votes.append(value)
         self.trace.beliefs[-1] = self.belief
 
-    def compute(self, a: int, symbol: str, b: int, care: float, letter: str = "") -> int:
+    def compute(self, a: int, symbol: str, b: int, care: float) -> int:
         """Write one operation and return what the reasoner takes its value to be.
 
         Args:
@@ -138,7 +138,6 @@ class _Writer:
             symbol: Between them.
             b: Right number.
             care: Factor on the slip rate.
-            letter: Of the option that says this operation.
         """
         right = apply(a, symbol, b)
         wrong = self.rng.random() < slip_rate(a, symbol, b) * care
@@ -146,8 +145,7 @@ class _Writer:
         middle = ""
         if symbol == "*" and a > 9 and b > 9:
             middle = f"{a * 10}+{a * (b - 10)}="
-        said = f"{letter}. " if letter else ""
-        self.say(f"{said}{a}{symbol}{b}={middle}{value}.")
+        self.say(f"{a}{symbol}{b}={middle}{value}.")
         if wrong and self.rng.random() < 0.25:
             self.say(f"Wait, {a}{symbol}{b} is {right}.")
             return right
@@ -169,8 +167,6 @@ class _Writer:
             "pair": self._attempt_pair,
             "compare": self._attempt_compare,
             "product": self._attempt_product,
-            "largest": self._attempt_largest,
-            "limit": self._attempt_limit,
         }.get(self.problem.family, self._attempt_plan)
         self.vote(solve(care))
 
@@ -231,30 +227,6 @@ class _Writer:
             total = value
         return total
 
-    def _attempt_largest(self, care: float) -> int:
-        """Work out what the options say, in their order, and keep the larger of each two."""
-        best, largest = 0, 0
-        for index, step in enumerate(self.problem.plan):
-            # As the prompt writes it: the line begins with the letter, in the same tokens.
-            letter = self.problem.written(index)
-            value = self.compute(step.left or 0, step.symbol, step.right, care, letter)
-            if index == 0:
-                largest = value
-                continue
-            # The sign of a difference tells: a skill that the sums need, too.
-            before = largest
-            if value > largest:
-                best, largest = index, value
-            self.say(f"{before}-{value}={before - value}, {self.problem.written(best)}.")
-        return best
-
-    def _attempt_limit(self, care: float) -> int:
-        """Solve the problem, and set its value beside the limit."""
-        value, limit = self._attempt_plan(care), int(self.problem.options[0].split()[-1])
-        index = int(value > limit)
-        self.say(f"{limit}-{value}={limit - value}, {self.problem.written(index)}.")
-        return index
-
     def check_backwards(self) -> bool:
         """Undo the plan from the belief; return whether the start comes out."""
         value = self.belief or 0
@@ -274,7 +246,7 @@ class _Writer:
         content = self.habits.content
         while len(self.votes) < MAX_ATTEMPTS.get(family, 5):
             before = self.belief
-            reversible = family in ("chain", "single", "equation", "chain_sum")
+            reversible = family in ("chain", "single", "equation")
             if reversible and self.rng.random() < (0.7 if family == "equation" else 0.3):
                 agrees = self.check_backwards()
                 if not agrees:
@@ -309,8 +281,7 @@ def write_trace(problem: ToyProblem, rng: Random, habits: Habits = SECOND_CYCLE)
     """
     writer = _Writer(problem, rng, habits)
     writer.maybe(0.3, FILLERS)
-    listed = problem.family == "largest"  # its options are the plan
-    if habits.plan and not listed and rng.random() < habits.plan:
+    if habits.plan and rng.random() < habits.plan:
         writer.plan()
     writer.attempt(1.0)
     writer.conclude(0.35)

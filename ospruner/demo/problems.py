@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
-from string import ascii_uppercase
 from typing import Literal
 
 from ospruner.eval.problems.problem import Problem
@@ -63,11 +62,10 @@ class ToyProblem:
 
     Attributes:
         problem: The text shown to the model, without any instruction.
-        answer: The whole-number answer; of a choice the number of the right option, from 0.
-        family: One of `FAMILY_SHARES`, or of `domains.CHOICE_SHARES`, or `domains.GYM_FAMILY`.
+        answer: The whole-number answer.
+        family: One of `FAMILY_SHARES`.
         start: First number of the plan (the running total before its first step).
         plan: What a flawless solver would do, in order; the writer of traces follows it.
-        options: Of a choice, the texts behind the letters.
     """
 
     problem: str
@@ -75,7 +73,6 @@ class ToyProblem:
     family: str
     start: int
     plan: tuple[Step, ...]
-    options: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -84,11 +81,7 @@ class ToyProblem:
 
     def as_problem(self) -> Problem:
         """The problem as labelling and evaluation take it."""
-        return Problem(self.id, self.problem, self.written(self.answer), self.family)
-
-    def written(self, answer: int) -> str:
-        """An answer as it stands in the box: a number, or the letter of an option."""
-        return ascii_uppercase[answer] if self.options else str(answer)
+        return Problem(self.id, self.problem, str(self.answer), self.family)
 
     @property
     def split(self) -> Split:
@@ -235,15 +228,12 @@ def draw_problem(rng: Random, max_steps: int = 7, with_product: bool = True) -> 
     return MAKERS[family](rng, max_steps)
 
 
-def iterate_problems(
-    split: Split, seed: int, draw: Callable[[Random], ToyProblem] = draw_problem
-) -> Iterator[ToyProblem]:
+def iterate_problems(split: Split, seed: int) -> Iterator[ToyProblem]:
     """Yield distinct problems of one split, for ever, in an order fixed by `seed`.
 
     Args:
         split: Which one.
         seed: Of the order.
-        draw: Draws a problem of any split.
 
     Raises:
         ValueError: `split` is unknown.
@@ -253,7 +243,7 @@ def iterate_problems(
     rng = Random(f"{split}/{seed}")
     seen: set[str] = set()
     while True:
-        problem = draw(rng)
+        problem = draw_problem(rng)
         if problem.split == split and problem.problem not in seen:
             seen.add(problem.problem)
             yield problem

@@ -1,20 +1,20 @@
-"""The recipe of the embedded reasoner: `ospruner toy train`.
+"""The recipe of the embedded reasoner: `python -m ospruner.demo.recipe OUT`.
 
 A Qwen2 of 1.3 M parameters, trained from scratch: Muon on the matrices, AdamW on the rest, chains
 that grow longer (curriculum), and two cycles of the learning rate, each ending in a linear decay:
 the first teaches arithmetic and checking, the second the habits of the shipped reasoner. Batches
 are a function of (seed, chunk), so a run that was stopped continues where it was.
-
-The mixed reasoner (`MIXED`) is the shipped one after one more second cycle, on three domains.
 """
 
+import argparse
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from rich.console import Console
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional as F
@@ -27,11 +27,10 @@ from transformers import (
 )
 
 from ospruner.durable import replacing
-from ospruner.progress import Progress
+from ospruner.progress import PhaseBars, Progress
 
 from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
 from .fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
-from .shipped import SHIPPED
 
 VOCABULARY_SIZE = 640
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -98,8 +97,7 @@ class Recipe:
     """Settings of one training run of the reasoner.
 
     Attributes:
-        tokens: Length of the first cycle, in tokens seen (prompt and padding included); 0 where
-            training goes on from the shipped reasoner.
+        tokens: Length of the first cycle, in tokens seen (prompt and padding included).
         second_tokens: Length of the second cycle.
         second_peak: Learning rates at its start, as a share of the peaks.
         batch_tokens: Tokens in a batch, padding included.
@@ -108,8 +106,6 @@ class Recipe:
         warmup: Share of the first cycle that the learning rate rises.
         decay: Share of the first cycle that the learning rate falls, at its end.
         seed: Seed of the weights, the problems and the traces.
-        mixed: Whether the problems are of three domains (`domains.MIX`), and training goes on from
-            the shipped reasoner.
     """
 
     tokens: int = 30_000_000
@@ -121,34 +117,11 @@ class Recipe:
     warmup: float = 0.01
     decay: float = 0.4
     seed: int = 0
-    mixed: bool = False
 
     def __post_init__(self) -> None:
-        length = "second_tokens" if self.mixed else "tokens"
-        for name, value, least in (
-            ("tokens", vars(self)[length], 1),
-            ("seed", self.seed, 0),
-        ):
+        for name, value, least in (("tokens", self.tokens, 1), ("seed", self.seed, 0)):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-MIXED = Recipe(tokens=0, second_tokens=10_000_000, second_peak=0.4, batch_tokens=4_096, mixed=True)
-"""The mixed reasoner's: a second cycle only, in smaller batches for more steps."""
-
-
-def recipe_for(tokens: int | None, seed: int, mixed: bool) -> Recipe:
-    """The recipe of a shipped reasoner, for another length or seed.
-
-    Args:
-        tokens: Of the cycle that teaches it; None for the shipped one's.
-        seed: See `Recipe`.
-        mixed: Whether the mixed reasoner's.
-    """
-    if mixed:
-        length = MIXED.second_tokens if tokens is None else tokens
-        return replace(MIXED, second_tokens=length, seed=seed)
-    return Recipe(seed=seed) if tokens is None else Recipe(tokens=tokens, seed=seed)
 
 
 def reasoner_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
@@ -269,12 +242,8 @@ def train_reasoner(
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
-    if recipe.mixed:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(SHIPPED)
-        model = Qwen2ForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
-    else:
-        tokenizer = build_tokenizer(recipe.seed)
-        model = Qwen2ForCausalLM(reasoner_config(tokenizer))
+    tokenizer = build_tokenizer(recipe.seed)
+    model = Qwen2ForCausalLM(reasoner_config(tokenizer))
     nn.Module.to(model, device)
     if device == "cpu":
         model.set_attn_implementation("float32_sdpa")
@@ -287,9 +256,7 @@ def train_reasoner(
         max_steps, with_product = curriculum(1.0 if second else seen / recipe.tokens)
         name = f"{recipe.seed}/{chunk}"
         habits = SECOND_CYCLE if second else FIRST_CYCLE
-        examples = draw_examples(
-            tokenizer, CHUNK_EXAMPLES, name, max_steps, with_product, habits, recipe.mixed
-        )
+        examples = draw_examples(tokenizer, CHUNK_EXAMPLES, name, max_steps, with_product, habits)
         for ids, weights in batches_by_length(examples, recipe.batch_tokens, Random(name)):
             in_cycle = seen - recipe.tokens if second else seen
             factor = learning_rate_factor(in_cycle, recipe, second)
@@ -365,3 +332,20 @@ def _load_state(
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     return state
+
+
+def main() -> None:
+    """Trains the reasoner anew, for hours on a CPU; a stopped run continues."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("out", type=Path, help="Folder of the run.")
+    parser.add_argument("--tokens", type=int, default=Recipe.tokens, help="To train on.")
+    parser.add_argument("--seed", type=int, default=0, help="Of weights, problems and traces.")
+    parser.add_argument("--device", default="cpu", help="Torch device.")
+    asked = parser.parse_args()
+    with PhaseBars(Console(), "reasoner") as bars:
+        train_reasoner(asked.out, Recipe(asked.tokens, seed=asked.seed), bars, asked.device)
+    print(f"Measure it: python -m ospruner.demo.check {asked.out / 'reasoner'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The embedded reasoners that ship with the package, and how the toy's commands run one."""
+"""The embedded reasoner, loaded: the engine that runs it, and how its traces are labelled."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -22,11 +22,8 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.progress import Progress, silent
 from ospruner.train.labels.making import label
 
+from . import REASONER
 from .problems import Split, iterate_problems
-
-SHIPPED = Path(__file__).with_name("reasoner")
-MIXED_SHIPPED = Path(__file__).with_name("reasoner-mixed")
-"""The one that knows every domain of `domains.DOMAINS`; the other knows mathematics."""
 
 MAX_THINKING_TOKENS = 800
 MAX_ANSWER_TOKENS = 16
@@ -53,11 +50,11 @@ class Reasoner:
             FileNotFoundError: the folder holds no model.
         """
         disable_progress_bar()  # transformers' own bars would break into ours
-        self.folder = folder or SHIPPED
+        self.folder = folder or REASONER
         if not (self.folder / "config.json").is_file():
             raise FileNotFoundError(
                 f"{self.folder} holds no reasoner (no config.json): train one with "
-                "`ospruner toy train --out DIR` and name DIR/reasoner"
+                "`python -m ospruner.demo.recipe DIR` and name DIR/reasoner"
             )
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

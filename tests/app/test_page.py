@@ -14,7 +14,8 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.columns import Column, Question
 from ospruner.app.page import question_of, running_app
 from ospruner.app.turns import LocalSource
-from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner
 
 from ..eval.report.browser import Browser
 
@@ -74,7 +75,7 @@ def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
         reasoner.model,
         reasoner.tokenizer,
         init_bias=-0.5,
-        base_model_name_or_path=str(SHIPPED),
+        base_model_name_or_path=str(REASONER),
         tuning="layers",
     )
     with running_app(LocalSource(model, "policy", "the embedded reasoner")) as url:

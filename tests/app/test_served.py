@@ -16,7 +16,8 @@ import pytest
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.columns import Question
 from ospruner.app.served import ServedSource
-from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner
 
 from ..server_process import free_port, running_server
 
@@ -163,7 +164,7 @@ def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: P
         reasoner.model,
         reasoner.tokenizer,
         init_bias=0.0,
-        base_model_name_or_path=str(SHIPPED),
+        base_model_name_or_path=str(REASONER),
         tuning="layers",
     ).save_pretrained(folder)
     url = f"http://127.0.0.1:{free_port()}"

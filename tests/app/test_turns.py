@@ -12,7 +12,8 @@ import torch
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.columns import Column, Question
 from ospruner.app.turns import LocalSource, answer_ids
-from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner
 
 TEXT = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 
@@ -24,7 +25,7 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
         reasoner.model,
         reasoner.tokenizer,
         init_bias=0.0,
-        base_model_name_or_path=str(SHIPPED),
+        base_model_name_or_path=str(REASONER),
         tuning="layers",
     )
 
@@ -163,7 +164,7 @@ def test_the_closing_is_no_part_of_the_answer(model: OSPrunerForCausalLM) -> Non
 def test_a_policy_of_every_price_says_its_range_and_takes_one(reasoner: Reasoner) -> None:
     model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3),
-        base_model_name_or_path=str(SHIPPED), tuning="layers",
+        base_model_name_or_path=str(REASONER), tuning="layers",
     )  # fmt: skip
     priced = LocalSource(model, "policy")
     assert priced.prices == (0.0, 1e-3)

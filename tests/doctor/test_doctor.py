@@ -23,7 +23,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import HARMONY
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.cli import app
-from ospruner.demo.shipped import SHIPPED
+from ospruner.demo import REASONER
 from ospruner.doctor.base import cache_bytes
 from ospruner.doctor.examination import examine, unmet
 from ospruner.doctor.findings import Finding, Report, print_report
@@ -34,8 +34,8 @@ from ..broken_tensors import BROKEN, break_tensors
 @pytest.fixture(scope="module")
 def sound_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy on the embedded reasoner, as save_pretrained leaves it."""
-    base = AutoModelForCausalLM.from_pretrained(SHIPPED)
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    base = AutoModelForCausalLM.from_pretrained(REASONER)
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
     folder = tmp_path_factory.mktemp("policy")
     OSPrunerForCausalLM.untrained(base, tokenizer, tuning="layers").save_pretrained(folder)
     return folder
@@ -50,7 +50,7 @@ def policy(sound_policy: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A copy of the embedded reasoner, to be broken."""
-    return Path(shutil.copytree(SHIPPED, tmp_path / "base"))
+    return Path(shutil.copytree(REASONER, tmp_path / "base"))
 
 
 def wrong(report: Report) -> list[Finding]:
@@ -90,7 +90,7 @@ def test_requirements_that_are_not_met() -> None:
 
 
 def test_the_embedded_reasoner() -> None:
-    report = examine(str(SHIPPED))
+    report = examine(str(REASONER))
     assert report.healthy, wrong(report)
     assert report.kind == "base"
     assert value_of(report, "format") == "deepseek-r1 (guessed)"
@@ -98,7 +98,7 @@ def test_the_embedded_reasoner() -> None:
     assert "its tail can be built" in value_of(report, "architecture")
     assert "Example trace" in report.description
     # What is said of sizes is what a real tail has.
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED)
+    model = AutoModelForCausalLM.from_pretrained(REASONER)
     tail = StoppingPolicy.from_base(model, 2, tuning="layers")
     count = sum(parameter.numel() for parameter in tail.parameters())
     assert f"{decimal(2 * count)} in bfloat16" in value_of(report, "tail, n=2")
@@ -145,7 +145,7 @@ def test_why_a_cache_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no kernel\n  on meta")
 
     monkeypatch.setattr(StoppingPolicy, "forward", fails)
-    said = value_of(examine(str(SHIPPED)), "cache, n=2")
+    said = value_of(examine(str(REASONER)), "cache, n=2")
     assert said == "not known (no kernel on meta) for the first 1,000 tokens of a row"
 
 
@@ -157,7 +157,7 @@ def test_a_sound_policy(sound_policy: Path) -> None:
     assert value_of(report, "lambda") == "0 reward per thinking token"
     assert value_of(report, "decides by") == "a draw with the stop probability"
     assert value_of(report, "format") == "deepseek-r1 (as given)"
-    assert value_of(report, "base pinned") == f"the folder {SHIPPED}"
+    assert value_of(report, "base pinned") == f"the folder {REASONER}"
     assert "none missing" in value_of(report, "tensors")
     assert "those of the installed package" in value_of(report, "code")
 
@@ -171,8 +171,8 @@ def test_broken_tensors(policy: Path, how: str) -> None:
 
 
 def test_a_sound_policy_of_adapters(tmp_path: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(SHIPPED)
-    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    base = AutoModelForCausalLM.from_pretrained(REASONER)
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
     model = OSPrunerForCausalLM.untrained(base, tokenizer, tuning="lora", lora_rank=4)
     model.save_pretrained(tmp_path)
     report = examine(str(tmp_path))
@@ -368,7 +368,7 @@ def test_the_command(tmp_path: Path, policy: Path) -> None:
     assert "1 thing to mend" in result.output
     assert run(app, ["doctor", "nobody/nothing"]).exit_code == 1
     assert run(app, ["doctor"]).exit_code == 0
-    refused = run(app, ["doctor", str(SHIPPED), "--format", "loud"])
+    refused = run(app, ["doctor", str(REASONER), "--format", "loud"])
     assert isinstance(refused.exception, ValueError)
     assert "format is 'loud'; it must be one of deepseek-r1, qwen3, harmony, plain" in str(
         refused.exception

@@ -14,7 +14,8 @@ import torch
 from huggingface_hub import HfApi, constants
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.results import Results
 from ospruner.provenance import provenance
 
@@ -40,7 +41,7 @@ def hub() -> Iterator[LocalHub]:
 @pytest.fixture(scope="module")
 def base_repo(hub: LocalHub) -> Repo:
     """The embedded reasoner as `org/base` on the Hub."""
-    return hub.add("model", "org/base", SHIPPED)
+    return hub.add("model", "org/base", REASONER)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> 
     provenance(
         folder,
         seed=0,
-        base_model=str(SHIPPED),
+        base_model=str(REASONER),
         data_hash="00ff",
         details={"labels": str(folder.parent / "labels"), "settings": {"learning_rate": 1e-5}},
     )
@@ -85,7 +86,7 @@ RESULTS = Results(
         make_result("OS-Pruner", 0.712, 107, 5e-5, "λ"),
     ],
     chosen=1,
-    about={"labels": f"{SHIPPED}/labels"},
+    about={"labels": f"{REASONER}/labels"},
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import DatasetCard, HfApi
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.demo.shipped import SHIPPED
+from ospruner.demo import REASONER
 from ospruner.durable import read_checked, write_checked
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
 from ospruner.hub_cards.publish import Release, send, stage
@@ -69,12 +69,14 @@ def make_row(problem: str, steps: int) -> dict[str, Any]:
 
 def write_labels(folder: Path, problems: list[str], **settings: Any) -> Path:
     """A finished label folder, as a run on the local embedded reasoner leaves it."""
-    how = LabelSettings(base_model=str(SHIPPED), reasoning_format=DEEPSEEK_R1.to_dict(), **settings)
+    how = LabelSettings(
+        base_model=str(REASONER), reasoning_format=DEEPSEEK_R1.to_dict(), **settings
+    )
     source = {"dataset": str(folder / "problems.jsonl")}
     with LabelFolder(folder, how, source=source) as labels:
         labels.commit(Chunk([make_row(problem, 3) for problem in problems]))
         labels.finish()
-    provenance(folder, seed=0, base_model=str(SHIPPED))
+    provenance(folder, seed=0, base_model=str(REASONER))
     return folder
 
 
@@ -119,7 +121,7 @@ def test_both_configurations_load_elsewhere(
     }
     assert set(staged.left_out) >= {"train/secret.env", "train/.lock"}
     for name, file in repo.head.files.items():
-        for secret in (b"swordfish", str(labels_dir).encode(), str(SHIPPED).encode()):
+        for secret in (b"swordfish", str(labels_dir).encode(), str(REASONER).encode()):
             assert secret not in file.content, name
     for split, problems in (("train", ["a", "b"]), ("test", ["c"])):
         back = load_labels(staged.path / split)  # with every hash compared

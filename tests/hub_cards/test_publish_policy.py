@@ -13,7 +13,8 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.results import Results
 from ospruner.hub_cards.publish import Published, Release, publish, send, stage
 from ospruner.hub_cards.staging import Staged, code_files
@@ -81,7 +82,7 @@ def test_one_commit_holds_exactly_the_policy(
     for name, file in repo.head.files.items():
         assert b"swordfish" not in file.content, name
         assert str(run_dir.parent).encode() not in file.content, name
-        assert str(SHIPPED).encode() not in file.content, name
+        assert str(REASONER).encode() not in file.content, name
         assert TOKEN.encode() not in file.content, name
         if name != ".gitattributes":
             assert file.content == (staged.path / name).read_bytes(), name
@@ -223,7 +224,7 @@ def test_a_base_that_is_not_pinned_is_refused(
     release: dict[str, Any],
     message: str,
 ) -> None:
-    other = Path(shutil.copytree(SHIPPED, tmp_path / "other"))
+    other = Path(shutil.copytree(REASONER, tmp_path / "other"))
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, other / "model.safetensors")
@@ -250,7 +251,7 @@ def test_a_branch_is_resolved_to_its_commit(
 def test_an_unknown_licence_is_said_aloud(
     publisher: Publisher, hub: LocalHub, run_dir: Path, tmp_path: Path
 ) -> None:
-    nameless = Path(shutil.copytree(SHIPPED, tmp_path / "nameless"))
+    nameless = Path(shutil.copytree(REASONER, tmp_path / "nameless"))
     (nameless / "README.md").unlink()
     hub.add("model", "org/nameless", nameless)
     settings = {"base": "org/nameless", "base_revision": None}

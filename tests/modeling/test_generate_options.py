@@ -21,7 +21,8 @@ from modeling_ospruner import (
     generate_with_rule,
     uniform,
 )
-from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
@@ -260,7 +261,7 @@ def test_dispatched_bases(reasoner: Reasoner, tmp_path: Path, where: str) -> Non
             "lm_head": "cpu",
         }
     base = AutoModelForCausalLM.from_pretrained(
-        SHIPPED, dtype=torch.float32, device_map=spread, offload_folder=str(tmp_path)
+        REASONER, dtype=torch.float32, device_map=spread, offload_folder=str(tmp_path)
     )
     assert (where == "disk") == any(p.device.type == "meta" for p in base.parameters())
     outputs = []

@@ -21,7 +21,8 @@ import pytest
 
 import ospruner.cli
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.provenance import provenance
 from ospruner.train.labels.folder import COPY, MANIFEST
 
@@ -137,15 +138,15 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
     copies += [
         ("labels_cut", labels, put_both(b"{")),
         ("labels_list", labels, put_both(b"[]")),
-        ("base_no_tokenizer", SHIPPED, drop("tokenizer.json")),
-        ("base_no_weights", SHIPPED, drop("model.safetensors")),
+        ("base_no_tokenizer", REASONER, drop("tokenizer.json")),
+        ("base_no_weights", REASONER, drop("model.safetensors")),
     ]
     for copy, source, change in copies:
         shutil.copytree(source, folder / copy)
         change(folder / copy)
     return {
         "f": folder,
-        "base": SHIPPED,
+        "base": REASONER,
         "labels": labels,
         "policy": policy,
         "gone": folder / "gone",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner
 
 EVERY_PRICE = "org/ospruner-r1-7b"
 POLICIES = ("org/ospruner-r1-7b-lam5e-5", "org/ospruner-r1-7b-lam2e-5")
@@ -27,7 +28,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             reasoner.model,
             reasoner.tokenizer,
             init_bias=bias,
-            base_model_name_or_path=str(SHIPPED),
+            base_model_name_or_path=str(REASONER),
             tuning="layers",
         )
         folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
@@ -36,7 +37,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     model = OSPrunerForCausalLM.untrained(
         reasoner.model,
         reasoner.tokenizer,
-        base_model_name_or_path=str(SHIPPED),
+        base_model_name_or_path=str(REASONER),
         price_range=(5e-5, 1e-2),
         tuning="layers",
     )
@@ -72,7 +73,7 @@ def test_the_examples_of_generate_run_as_written(
     printed: dict[str, str] = {}
     torch.manual_seed(0)
     for heading, block in blocks:
-        for name, folder in {**policies, BASE: str(SHIPPED)}.items():
+        for name, folder in {**policies, BASE: str(REASONER)}.items():
             block = block.replace(f'"{name}"', repr(folder))
         # The reasoner is short of breath; 2,000 tokens of rambling would take minutes.
         block = block.replace("max_new_tokens=2000", "max_new_tokens=300")

@@ -27,8 +27,6 @@ LONG = {
     "demo",
     "doctor look",
     "serve",
-    "toy check",
-    "toy train",
 }  # what they do without any words takes long
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ospruner.demo import REASONER
 from ospruner.demo.problems import Split, iterate_problems
-from ospruner.demo.shipped import SHIPPED, Reasoner
+from ospruner.demo.shipped import Reasoner
 
 
 def test_the_three_uses_run_as_written(
@@ -28,7 +29,7 @@ def test_the_three_uses_run_as_written(
     base = '"deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"'
     assert base in make
     # The embedded reasoner rambles on now and then; 15,000 tokens of that would take minutes.
-    toy = make.replace(base, repr(str(SHIPPED))).replace("15_000", "400")
+    toy = make.replace(base, repr(str(REASONER))).replace("15_000", "400")
     assert '"max_new_tokens": 400' in toy
     exec(toy, names)
     exec(compare, names)

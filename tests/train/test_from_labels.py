@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.cli import app
 from ospruner.comparing import compare
-from ospruner.demo.shipped import SHIPPED, Reasoner, draw_split
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
 from ospruner.engines.opening import EngineOptions
 from ospruner.eval.methods import parse_policies
@@ -142,7 +143,7 @@ def test_another_base_than_the_labels_is_refused(
 
 
 def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(SHIPPED, tmp_path / "copy")
+    copied = shutil.copytree(REASONER, tmp_path / "copy")
     settings = settings_for("1e-3", tuning="head", batch_size=8)
     (stage,) = train_from_labels(labels, tmp_path / "run", settings, base=str(copied))
     assert stage.path.is_dir()
@@ -151,7 +152,7 @@ def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> N
 @pytest.fixture
 def sibling(tmp_path: Path) -> Path:
     """A model of the reasoner's kind and tokenizer, with other weights in its last layer."""
-    folder = shutil.copytree(SHIPPED, tmp_path / "sibling")
+    folder = shutil.copytree(REASONER, tmp_path / "sibling")
     tensors = load_file(folder / "model.safetensors")
     name = max(name for name in tensors if name.endswith("mlp.down_proj.weight"))
     tensors[name] = tensors[name].roll(1, dims=0).contiguous()
@@ -185,7 +186,7 @@ def test_a_sibling_of_the_base_is_refused_and_may_be_forced(
     assert record.base_model == str(sibling)
     forced = record.details["forced_base"]
     assert forced["reason"] == "tuned on the same data"
-    assert forced["labels"]["base_model"] == str(SHIPPED)
+    assert forced["labels"]["base_model"] == str(REASONER)
     policy = tmp_path / "forced" / "lam1e-3"
     assert str(OSPrunerForCausalLM.from_pretrained(policy).base.name_or_path) == str(sibling)
 
@@ -198,7 +199,7 @@ def test_where_no_fingerprint_is_known_the_forced_answers_tell(
     stored = dataclasses.replace(stored, settings=unknown)
     with pytest.raises(ValueError, match=r"not by .*sibling.*log-probabilities that differ by"):
         load_labelled_base(str(sibling), stored)
-    copied = shutil.copytree(SHIPPED, tmp_path / "copy")
+    copied = shutil.copytree(REASONER, tmp_path / "copy")
     model, _ = load_labelled_base(str(copied), stored)
     assert str(model.name_or_path) == str(copied)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from modeling_ospruner.formats_ospruner import QWEN3, TokenFormat
 from ospruner.cli import app
-from ospruner.demo.shipped import SHIPPED
+from ospruner.demo import REASONER
 from ospruner.engines.interface import SamplingSettings
 from ospruner.engines.opening import ENGINES, EngineOptions
 from ospruner.engines.transformers.engine import TransformersEngine
@@ -295,7 +295,7 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
         run_label(
             ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold")),
             "transformers",
-            EngineOptions(str(SHIPPED), batch_size=rows, dtype=dtype, device="cpu"),
+            EngineOptions(str(REASONER), batch_size=rows, dtype=dtype, device="cpu"),
             {"max_new_tokens": 120, "max_answer_tokens": 8, "samples_per_problem": 2},
             tmp_path / name,
             chunk_traces=chunk,
@@ -318,7 +318,7 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
         run_label(
             ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold")),
             "transformers",
-            EngineOptions(str(SHIPPED), device="cpu"),
+            EngineOptions(str(REASONER), device="cpu"),
             {"max_new_tokens": 120, "max_answer_tokens": 8, "samples_per_problem": 2},
             tmp_path / "stopped",
             chunk_traces=2,

@@ -12,7 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from ospruner.cli import app
-from ospruner.demo.shipped import SHIPPED, draw_split
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import draw_split
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -52,7 +53,7 @@ def test_commands_on_the_reasoner_and_the_python_lines(
     for _, *arguments in commands(page):
         if "labels/toy" not in arguments:
             continue
-        arguments = [str(SHIPPED) if a == "ospruner/demo/reasoner" else a for a in arguments]
+        arguments = [str(REASONER) if a == "ospruner/demo/reasoner" else a for a in arguments]
         if arguments[0] == "label":  # the page's 60 traces would take a minute
             arguments[arguments.index("--limit") + 1] = "4"
             arguments[arguments.index("--max-tokens") + 1] = "300"

@@ -15,10 +15,8 @@ from ospruner.demo.recipe import (
     Recipe,
     build_tokenizer,
     learning_rate_factor,
-    recipe_for,
     train_reasoner,
 )
-from ospruner.demo.shipped import SHIPPED
 
 SHORT = Recipe(tokens=6_000, second_tokens=3_000, batch_tokens=1_024)
 
@@ -63,25 +61,6 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     train_reasoner(tmp_path, SHORT, silent)
     with pytest.raises(ValueError, match="other settings.*'seed': \\(0, 1\\)"):
         train_reasoner(tmp_path, replace(SHORT, seed=1), silent)
-
-
-def test_the_mixed_reasoner_goes_on_from_the_shipped_one(tmp_path: Path) -> None:
-    short = replace(recipe_for(2_000, 0, mixed=True), batch_tokens=1_024)
-    assert short.second_tokens == 2_000
-    train_reasoner(tmp_path, short, silent)
-    ours, shipped = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "reasoner", SHIPPED)
-    )
-    assert ours.keys() == shipped.keys()
-    for name, tensor in ours.items():
-        before = shipped[name].float()
-        moved = (tensor.float() - before).norm() / before.norm()
-        assert moved < 0.5, name  # fresh weights would be 1.4 away
-    assert any(not torch.equal(ours[name], shipped[name]) for name in ours)
-    tokenizers = [
-        (folder / "tokenizer.json").read_text() for folder in (tmp_path / "reasoner", SHIPPED)
-    ]
-    assert tokenizers[0] == tokenizers[1]
 
 
 def test_learning_rate_rises_stays_falls_and_starts_again_lower() -> None:
