@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
     from ospruner import demo, rules
-    from ospruner.comparing import calibrate, compare
+    from ospruner.calibrating import calibrate
+    from ospruner.comparing import compare
     from ospruner.hub_cards.publish import publish
     from ospruner.hub_cards.verify import verify
     from ospruner.train.config import StopConfig
@@ -49,7 +50,7 @@ _WHERE = {
     "StopConfig": "ospruner.train.config",
     "StopPolicyConfig": "modeling_ospruner",
     "StopTrainer": "ospruner.train.trainer",
-    "calibrate": "ospruner.comparing",
+    "calibrate": "ospruner.calibrating",
     "compare": "ospruner.comparing",
     "label": "ospruner.train.labels.label",
     "publish": "ospruner.hub_cards.publish",

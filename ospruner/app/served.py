@@ -1,15 +1,13 @@
-"""A server of `ospruner serve`: both columns are streamed requests, sent at the same time."""
+"""A server of `ospruner serve`: each column is a streamed request."""
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,11 +15,10 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.optional import needed
 from ospruner.serving.requests import KEYS
 
-from .columns import Column, Paragraph, Question
+from .columns import Column, Columns, Paragraph, Question
 
 __all__ = ["ServedSource"]
 
-_FRAME_SECONDS = 0.1
 _RECORD_SECONDS = 0.5
 _KEY_OF = {name: key for key, name in KEYS.items()}
 
@@ -39,11 +36,7 @@ class ServedSource:
         ConnectionError: Nobody answers there, or no policy's server.
     """
 
-    seconds_note = "Seconds are of the server's clock: it works on both requests at once."
-    seeded = False
-    mode = "sample"
-    threshold = 0.5
-    prices: tuple[float, float] | None = None
+    prices: tuple[float, float] | None = None  # the server knows them
 
     def __init__(self, url: str, timeout_seconds: float = 30.0) -> None:
         parts = urlsplit(url)
@@ -59,10 +52,10 @@ class ServedSource:
             served = self._client.models.list().data[0]
         except (self._error, IndexError) as error:
             raise ConnectionError(self._gone(error)) from error
-        self.base = self.policy = str(served.id)
+        self.policy = str(served.id)
         self.positions: int | None = served.model_dump().get("max_model_len")
 
-    def ask(self, question: Question) -> Iterator[tuple[Column, Column]]:
+    def ask(self, question: Question, pruned: bool) -> Columns:
         """See `Source.ask`.
 
         Raises:
@@ -70,33 +63,47 @@ class ServedSource:
             ConnectionError: The server is gone.
         """
         name = f"app-{uuid.uuid4().hex}"
-        keys = {_KEY_OF[one]: value for one, value in question.stop_policy.items()}
-        if question.seed is not None:
-            keys["stop_seed"] = question.seed
-        asked = {"stop_policy": True, "stop_id": name, **keys}
-        streams = [
-            _Stream(self._client, self.policy, question, {"stop_policy": False}),
-            _Stream(self._client, self.policy, question, asked),
-        ]
-        record: dict[str, Any] = {}
-        looked = 0.0
+        extra: dict[str, Any] = {"stop_policy": pruned}
+        if pruned:
+            extra |= {_KEY_OF[one]: value for one, value in question.stop_policy.items()}
+            extra |= {"stop_id": name, "stop_seed": question.seed}
+        instruction = DEEPSEEK_R1.user_instruction  # the same for every preset
+        began = looked = time.perf_counter()
+        pieces: list[tuple[int, str]] = []  # tokens so far, text
+        answer, tokens, record = "", 0, {}
         try:
-            while any(one.thread.is_alive() for one in streams):
-                streams[0].thread.join(_FRAME_SECONDS)
-                if time.perf_counter() - looked > _RECORD_SECONDS:
-                    record = self._record(name) or record
-                    looked = time.perf_counter()
-                yield streams[0].column({}), streams[1].column(record)
-            for one in streams:
-                if isinstance(one.error, self._error):
-                    self._explain(one.error)
-                if one.error is not None:
-                    raise one.error
-            record = self._record(name) or record
-            yield streams[0].column({}), streams[1].column(record)
-        finally:
-            for one in streams:
-                one.ended = True
+            stream = self._client.chat.completions.create(
+                model=self.policy,
+                messages=[{"role": "user", "content": f"{question.text}\n\n{instruction}"}],
+                temperature=question.temperature,
+                max_tokens=question.max_tokens,
+                seed=question.seed,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"vllm_xargs": extra, "return_token_ids": True},
+            )
+            with stream as parts:
+                for part in parts:
+                    if part.usage is not None and part.usage.completion_tokens_details is not None:
+                        tokens = part.usage.completion_tokens_details.reasoning_tokens
+                    for choice in part.choices:
+                        fields = choice.model_dump()
+                        delta = fields["delta"]
+                        if delta.get("reasoning"):
+                            tokens += len(fields.get("token_ids") or ())
+                            pieces.append((tokens, delta["reasoning"]))
+                        answer += delta.get("content") or ""
+                    now = time.perf_counter()
+                    if pruned and now - looked > _RECORD_SECONDS:
+                        record, looked = self._record(name) or record, now
+                    shown = _paragraphs(pieces, record)
+                    yield Column(shown, answer.strip(), tokens, now - began)
+        except self._error as error:
+            self._explain(error)
+        seconds = time.perf_counter() - began
+        record = (self._record(name) or record) if pruned else {}
+        reason = record.get("reason") or ("natural" if answer else "length")
+        yield Column(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
 
     def _record(self, name: str) -> dict[str, Any] | None:
         """The server's record of a request; None before it has any."""
@@ -126,101 +133,30 @@ class ServedSource:
         )
 
 
-class _Stream:
-    """One streamed chat request, in a thread."""
-
-    def __init__(self, client: Any, model: str, question: Question, extra: dict[str, Any]) -> None:
-        self.error: Exception | None = None
-        self.ended = False
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        instruction = DEEPSEEK_R1.user_instruction  # the same for every preset
-        content = f"{question.text}\n\n{instruction}"
-        self._client = client
-        self._request: dict[str, Any] = {
-            "model": model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": question.temperature,
-            "max_tokens": question.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "extra_body": {"vllm_xargs": extra, "return_token_ids": True},
-        }
-        if question.seed is not None:
-            self._request["seed"] = question.seed
-        self._pieces: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        self._thinking: list[tuple[int, str]] = []  # tokens so far, text
-        self._answer = ""
-        self._tokens: int | None = None  # as the server counts them at the end
-        self._began = time.perf_counter()
-        self._seconds: float | None = None
-        self.thread.start()
-
-    def _run(self) -> None:
-        tokens = 0
-        try:
-            with self._client.chat.completions.create(**self._request) as parts:
-                for part in parts:
-                    if self.ended:
-                        return
-                    if part.usage is not None and part.usage.completion_tokens_details is not None:
-                        self._tokens = part.usage.completion_tokens_details.reasoning_tokens
-                    for choice in part.choices:
-                        fields = choice.model_dump()
-                        delta = fields["delta"]
-                        tokens += len(fields.get("token_ids") or ())
-                        if delta.get("reasoning"):
-                            self._pieces.put((tokens, delta["reasoning"]))
-                        self._answer += delta.get("content") or ""
-        except Exception as error:  # noqa: BLE001  (raised again in the page's thread)
-            self.error = error
-        finally:
-            self._seconds = time.perf_counter() - self._began
-
-    def column(self, record: dict[str, Any]) -> Column:
-        """What has come so far, cut into paragraphs where the server's record says."""
-        done = not self.thread.is_alive()
-        while not self._pieces.empty():
-            self._thinking.append(self._pieces.get())
-        tokens = self._thinking[-1][0] if self._thinking else 0
-        if done and self._tokens is not None:
-            tokens = self._tokens
-        over = done or bool(self._answer)
-        reason = record.get("reason") if over else None
-        if over and not record:
-            reason = "natural" if self._answer else "length"
-        seconds = time.perf_counter() - self._began if self._seconds is None else self._seconds
-        paragraphs = _paragraphs(
-            self._thinking, record.get("step_ends", ()), record.get("probabilities", ())
-        )
-        return Column(paragraphs, self._answer.strip(), tokens, seconds, reason, done)
-
-
-def _paragraphs(
-    pieces: Sequence[tuple[int, str]],
-    step_ends: Sequence[int],
-    probabilities: Sequence[float | None],
-) -> list[Paragraph]:
+def _paragraphs(pieces: Sequence[tuple[int, str]], record: Mapping[str, Any]) -> list[Paragraph]:
     """Streamed pieces as paragraphs: up to the last known step end by tokens, then by blank lines.
 
     A piece may hold several tokens; it belongs to the step in which it ends.
     """
+    steps = record.get("step_ends", ()), record.get("probabilities", ())
+    known = list(zip(*steps, strict=False))
     found: list[Paragraph] = []
-    text, at = "", 0
-    known = list(zip(step_ends, probabilities, strict=False))
+    text, last = "", 0
+
+    def end(tokens: int, *said: float | None) -> None:
+        nonlocal text
+        if text.strip():
+            given = [float("nan") if one is None else one for one in said]  # JSON has no NaN
+            found.append(Paragraph(text, tokens, *given))
+        text = ""
+
     for tokens, piece in pieces:
-        while at < len(known) and tokens > known[at][0]:
-            probability = known[at][1]
-            asked = float("nan") if probability is None else probability
-            found.append(Paragraph(text, known[at][0], asked))
-            text, at = "", at + 1
-        text += piece
-        if at == len(known) and text.endswith("\n\n") and text.strip():
-            found.append(Paragraph(text, tokens))
-            text = ""
-    if at < len(known) and pieces and pieces[-1][0] >= known[at][0]:
-        probability = known[at][1]
-        asked = float("nan") if probability is None else probability
-        found.append(Paragraph(text, known[at][0], asked))
-    elif text.strip():
-        found.append(Paragraph(text, pieces[-1][0]))
-    return [one for one in found if one.text.strip()]
+        while known and tokens > known[0][0]:
+            end(*known.pop(0))
+        text, last = text + piece, tokens
+        if not known and text.endswith("\n\n"):
+            end(tokens)
+    if known and last >= known[0][0]:
+        end(*known[0])
+    end(last)
+    return found

@@ -49,12 +49,11 @@ def run_app(
         ValueError, OSError: As `open_source` and `open_app`.
     """
     needed("gradio", "the page of `ospruner app`", PIP_LINE)
-    base = None
     if policy is None and url is None:
         if revision is not None:
             raise ValueError(f"--revision is {revision!r} without a policy: name the policy, too")
-        policy, base = str(first_policy(FOLDER, console)), "the embedded reasoner"
-    open_app(open_source(policy, url, revision, base), host, port, in_browser)
+        policy = str(first_policy(FOLDER, console))
+    open_app(open_source(policy, url, revision), host, port, in_browser)
 
 
 @no_denormals()

@@ -24,7 +24,7 @@ def steps(html: str, kind: str) -> list[str]:
 
 
 def test_what_the_policy_spared_is_marked_and_counted() -> None:
-    html = columns_html(PLAIN, PRUNED, "a note")
+    html = columns_html(PLAIN, PRUNED)
     assert ["osp-spared" in one for one in steps(html, "plain")] == [False, False, True]
     assert [re.findall(r"--p:([\d.]+)", one) for one in steps(html, "pruned")] == [
         ["0.100"],
@@ -54,7 +54,7 @@ def test_more_tokens_than_the_base_are_said_to_be_more() -> None:
 @pytest.mark.parametrize("hostile", ["<script>x()</script>", '"><img src=x onerror=y()>', "a & b"])
 def test_texts_are_escaped(hostile: str) -> None:
     column = Column([Paragraph(hostile, 3, 0.5)], hostile, 3, 1.0, "natural", True)
-    html = columns_html(column, column, hostile)
+    html = columns_html(column, column)
     assert hostile not in html
     assert "<script" not in html
     assert "<img" not in html

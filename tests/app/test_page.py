@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.app.columns import Column, Question
-from ospruner.app.page import question_of, running_app
-from ospruner.app.turns import LocalSource
+from ospruner.app.columns import Columns, Question
+from ospruner.app.local import LocalSource
+from ospruner.app.page import running_app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 
@@ -23,41 +23,16 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 QUESTION = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 
 
-def test_a_question_says_what_is_wrong_with_it() -> None:
-    fields = ("sample", 0.5, "", "", 0.6, "0", 100.0)
-    with pytest.raises(ValueError, match="empty: write one"):
-        question_of("  \n", *fields)
-    with pytest.raises(ValueError, match=r"30,000 characters; 20,000 are allowed: shorten it"):
-        question_of("x" * 30_000, *fields)
-    with pytest.raises(ValueError, match=r"Budget is “1.5”, and no whole number: write one"):
-        question_of("1+4?", "sample", 0.5, "", "1.5", 0.6, "", 100.0)
-    with pytest.raises(ValueError, match=r"λ is “cheap”, and no number.*such as 1e-4"):
-        question_of("1+4?", "sample", 0.5, "cheap", "", 0.6, "", 100.0)
-
-
-def test_knobs_become_settings() -> None:
-    made = question_of(" 1+4? ", "threshold", 0.7, "2e-4", "50", 0.6, "", 100.0)
-    settings = {"mode": "threshold", "threshold": 0.7, "price": 2e-4}
-    settings["max_thinking_tokens"] = 50
-    assert made == Question("1+4?", settings, 0.6, None, 100)
-    assert question_of("1+4?", "sample", 0.7, "", " ", 0.6, "3", 100.0).stop_policy == {
-        "mode": "sample"
-    }
-
-
 class Gone:
     """A source whose server went away, of a policy of every price."""
 
-    base = policy = "org/policy"
-    mode = "threshold"
-    threshold = 0.7
+    policy = "org/policy"
     positions: int | None = 512
     prices: tuple[float, float] | None = (0.0, 1e-3)
-    seconds_note = ""
-    seeded = False
 
-    def ask(self, question: Question) -> Iterator[tuple[Column, Column]]:
+    def ask(self, question: Question, pruned: bool) -> Columns:
         raise ConnectionError(f"the server is gone: start it again; {question.stop_policy}")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +53,7 @@ def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
         base_model_name_or_path=str(REASONER),
         tuning="layers",
     )
-    with running_app(LocalSource(model, "policy", "the embedded reasoner")) as url:
+    with running_app(LocalSource(model, "policy")) as url:
         yield url
 
 
@@ -114,7 +89,7 @@ def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None
     write(browser, QUESTION)
     browser.click("#ask")
     until(lambda: browser.run("document.querySelectorAll('.osp-chip').length") >= 1)
-    assert "thinking…" in browser.text(".osp-plain")
+    assert "thinking…" in browser.text(".osp-pruned")
     until(lambda: "saved" in browser.text(".osp-summary"))
     keep(browser, "app")
     assert "stopped by the policy" in browser.text(".osp-pruned")
@@ -168,5 +143,4 @@ def test_errors_say_what_to_do_and_a_price_has_its_knob(browser: Browser) -> Non
         browser.click("#ask")
         until(lambda: "the server is gone: start it again" in browser.text("body"))
         assert "'price': 0.0005" in browser.text("body")
-        assert "'threshold': 0.7" in browser.text("body")
         keep(browser, "app-error")

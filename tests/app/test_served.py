@@ -109,7 +109,7 @@ QUESTION = Question("1+4?", {"mode": "threshold", "threshold": 0.5}, 0.6, 7, 100
 def test_both_columns_come_from_the_server(stand_in: StandIn) -> None:
     source = ServedSource(f"{stand_in.url}/v1")
     assert (source.policy, source.positions, source.prices) == ("org/policy", 512, None)
-    plain, pruned = list(source.ask(QUESTION))[-1]
+    plain, pruned = (list(source.ask(QUESTION, on))[-1] for on in (False, True))
     assert (plain.tokens, plain.reason, plain.done) == (5, "natural", True)
     assert [one.text for one in plain.thinking] == [
         "one. two.\n\n", "three.\n\n", "four. five.\n\n",
@@ -129,24 +129,18 @@ def test_both_columns_come_from_the_server(stand_in: StandIn) -> None:
     assert all(body["seed"] == 7 for body in stand_in.bodies)
 
 
-def test_without_a_seed_none_is_sent(stand_in: StandIn) -> None:
-    list(ServedSource(stand_in.url).ask(Question("1+4?", {"mode": "sample"}, 0.6, None, 100)))
-    assert all("seed" not in body for body in stand_in.bodies)
-    assert all("stop_seed" not in body["vllm_xargs"] for body in stand_in.bodies)
-
-
 def test_a_refusal_is_told_and_says_what_to_do(stand_in: StandIn) -> None:
     source = ServedSource(stand_in.url)
     stand_in.refuses = True
     with pytest.raises(ValueError, match=r"too long.*or shorten the question"):
-        list(source.ask(QUESTION))
+        list(source.ask(QUESTION, True))
 
 
 def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
     source = ServedSource(stand_in.url)
     stand_in.close()
     with pytest.raises(ConnectionError, match=r"does not answer.*start one with `ospruner serve"):
-        list(source.ask(QUESTION))
+        list(source.ask(QUESTION, True))
     with pytest.raises(ConnectionError, match=stand_in.url):
         ServedSource(stand_in.url)
     with pytest.raises(ValueError, match="like http://localhost:8000"):
@@ -176,13 +170,13 @@ def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: P
     with running_server(command, url, environment, tmp_path / "server.log"):
         source = ServedSource(url)
         assert source.positions == 1024
-        greedy = Question(text, {"mode": "sample"}, 0.0, None, 300)
-        plain, pruned = list(source.ask(greedy))[-1]
+        greedy = Question(text, {"mode": "sample"}, 0.0, 0, 300)
+        plain, pruned = (list(source.ask(greedy, on))[-1] for on in (False, True))
         short = Question(text, {"mode": "threshold", "threshold": 1.0,
-                         "max_thinking_tokens": 20}, 0.0, None, 300)  # fmt: skip
-        _, budget = list(source.ask(short))[-1]
+                         "max_thinking_tokens": 20}, 0.0, 0, 300)  # fmt: skip
+        budget = list(source.ask(short, True))[-1]
         with pytest.raises(ValueError, match="shorten the question"):
-            list(source.ask(Question(text, {"mode": "sample"}, 0.0, None, 5000)))
+            list(source.ask(Question(text, {}, 0.0, 0, 5000), True))
     assert (plain.reason, pruned.reason, budget.reason) == ("natural", "policy", "budget")
     assert plain.tokens > pruned.tokens > 0
     assert pruned.thinking[-1].tokens == pruned.tokens

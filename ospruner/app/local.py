@@ -1,0 +1,150 @@
+"""A policy in this process: its columns grow token by token, one after the other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.stopping_ospruner import StopRecord
+
+from .columns import Column, Columns, Paragraph, Question
+
+__all__ = ["LocalSource"]
+
+FRAME_SECONDS = 0.1
+
+
+class LocalSource:
+    """A policy that is loaded in this process; see `Source`.
+
+    Args:
+        model: The policy with its base.
+        policy: Its name on the page.
+    """
+
+    def __init__(self, model: OSPrunerForCausalLM, policy: str) -> None:
+        self.model = model
+        self.policy = policy
+        config = model.base.config.get_text_config()
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        known = model.config.prices  # of a policy of every price
+        self.prices: tuple[float, float] | None = None if known is None else (0.0, known.high)
+
+    def ask(self, question: Question, pruned: bool) -> Columns:
+        """See `Source.ask`.
+
+        Raises:
+            ValueError: The question is too long for the base, or a setting is out of range.
+        """
+        inputs = self._prompt(question)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if question.temperature > 0:
+            sampling = {"do_sample": True, "temperature": question.temperature, "top_p": 0.95}
+            sampling["top_k"] = 0
+        sampling["stop_policy"] = False
+        written = _Written(self.model, inputs["input_ids"].shape[1], pruned)
+        if pruned:
+            sampling["stop_policy"] = {"seed": question.seed, **question.stop_policy}
+            sampling["on_step"] = written.on_step
+        sampling["max_new_tokens"] = question.max_tokens
+        thread = threading.Thread(
+            target=written.run, args=(inputs, sampling, question.seed), daemon=True
+        )
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(FRAME_SECONDS)
+                yield written.column(done=False)
+            if written.error is not None:
+                raise written.error
+            yield written.column(done=True)
+        finally:
+            written.ended = True  # generate ends with its next token
+            thread.join()
+
+    def _prompt(self, question: Question) -> dict[str, torch.Tensor]:
+        """The prompt's ids and mask, (1, S)."""
+        instruction = self.model.token_format.format.user_instruction
+        content = f"{question.text}\n\n{instruction}" if instruction else question.text
+        assert self.model.tokenizer is not None  # a saved policy has one
+        inputs: Any = self.model.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        width = inputs["input_ids"].shape[1]
+        if self.positions is not None and width + question.max_tokens > self.positions:
+            raise ValueError(
+                f"The question is {width} tokens long with its prompt, and {question.max_tokens} "
+                f"are kept for thinking and answer; the base takes {self.positions} in all. "
+                "Shorten the question, or lower “Most tokens”."
+            )
+        device = self.model.device
+        return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+class _Written(StoppingCriteria):
+    """What one generate has written; as a stopping criterion it sees each token."""
+
+    def __init__(self, model: OSPrunerForCausalLM, width: int, pruned: bool) -> None:
+        self.ended = False
+        self.error: BaseException | None = None
+        self._model, self._width, self._pruned = model, width, pruned
+        self._ids: list[int] = []
+        self._record: StopRecord | None = None
+        self._began = time.perf_counter()
+
+    def run(self, inputs: dict[str, Any], arguments: dict[str, Any], seed: int) -> None:
+        """Generates; an error is raised again in the page's thread."""
+        torch.manual_seed(seed)
+        try:
+            self._model.generate(
+                **inputs, stopping_criteria=StoppingCriteriaList([self]), **arguments
+            )
+            if self._pruned:
+                self._record = self._model.last_stop[0]
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+    def on_step(self, row: int, record: StopRecord) -> None:
+        """Takes the record, which goes on changing."""
+        self._record = record
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """After each token."""
+        self._ids = input_ids[0, self._width :].tolist()
+        return torch.full((1,), self.ended, device=input_ids.device)
+
+    def column(self, done: bool) -> Column:
+        """The ids as paragraphs and answer."""
+        ids, record, fmt = list(self._ids), self._record, self._model.token_format
+        tokenizer = self._model.tokenizer
+        assert tokenizer is not None  # a saved policy has one
+        span = fmt.thinking_span([0] * self._width + ids, self._width)
+        tokens = span.end - span.start
+        known = {} if record is None else dict(
+            zip(record.step_ends, record.probabilities, strict=False)
+        )  # fmt: skip
+        paragraphs, begin = [], 0
+        for end in fmt.step_ends(ids[:tokens]):
+            text = str(tokenizer.decode(ids[begin:end], skip_special_tokens=False))
+            paragraphs.append(Paragraph(text, end, known.get(end)))
+            begin = end
+        reason = "natural" if span.closed else "length" if done else None
+        if record is not None and record.reason != "length":
+            reason = record.reason
+        rest, marker = ids[tokens:], fmt.end_marker
+        if marker is None:  # after as much of the closing as stands there
+            pairs = zip(rest, [*fmt.closing_ids, -1], strict=False)
+            rest = rest[next((n for n, (one, other) in enumerate(pairs) if one != other), 0) :]
+        answer = str(tokenizer.decode(rest, skip_special_tokens=True))
+        if marker is not None:
+            answer = answer.partition(marker.literal)[2]
+        seconds = time.perf_counter() - self._began
+        return Column(paragraphs, answer.strip(), tokens, seconds, reason, done)

@@ -1,0 +1,157 @@
+"""Columns of a policy in this process: each is what `generate` writes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.app import local
+from ospruner.app.columns import Column, Question
+from ospruner.app.local import LocalSource
+from ospruner.app.page import open_source, shown
+from ospruner.demo import REASONER
+from ospruner.demo.shipped import Reasoner
+
+TEXT = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
+NEVER = {"mode": "threshold", "threshold": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
+    """A policy of every price that stops at about every second paragraph."""
+    return OSPrunerForCausalLM.untrained(
+        reasoner.model,
+        reasoner.tokenizer,
+        init_bias=0.0,
+        base_model_name_or_path=str(REASONER),
+        tuning="layers",
+    )
+
+
+@pytest.fixture(scope="module")
+def source(model: OSPrunerForCausalLM) -> LocalSource:
+    return LocalSource(model, "policy")
+
+
+def asked(stop_policy: dict[str, Any] | None = None, **fields: Any) -> Question:
+    given: dict[str, Any] = {"temperature": 0.6, "seed": 3, "max_tokens": 300} | fields
+    return Question(TEXT, stop_policy or {"mode": "sample"}, **given)
+
+
+def alone(model: OSPrunerForCausalLM, question: Question, stop_policy: Any) -> str:
+    """What one generate writes by itself."""
+    content = f"{question.text}\n\n{model.token_format.format.user_instruction}"
+    tokenizer: Any = model.tokenizer
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=True,
+        return_tensors="pt",
+    )  # fmt: skip
+    torch.manual_seed(question.seed)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if question.temperature:
+        sampling = {"do_sample": True, "temperature": question.temperature, "top_p": 0.95}
+        sampling["top_k"] = 0
+    output = model.generate(
+        **inputs, **sampling, stop_policy=stop_policy, max_new_tokens=question.max_tokens
+    )
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+
+
+def text_of(column: Column) -> str:
+    return "".join(one.text for one in column.thinking)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.0])
+def test_each_column_is_what_generate_writes(
+    source: LocalSource, model: OSPrunerForCausalLM, temperature: float
+) -> None:
+    question = asked(temperature=temperature)
+    plain, pruned = (list(source.ask(question, on))[-1] for on in (False, True))
+    assert plain.done
+    assert pruned.done
+    whole = alone(model, question, False)
+    assert whole.startswith(text_of(plain))
+    assert whole[len(text_of(plain)) :].startswith("</think>")
+    stopped = alone(model, question, {"mode": "sample", "seed": 3})
+    assert stopped.startswith(text_of(pruned))
+    assert stopped[len(text_of(pruned)) :] == f"</think>\n\n{pruned.answer}"
+    record = model.last_stop[0]
+    found = [one.probability for one in pruned.thinking]
+    assert found[: len(record.probabilities)] == record.probabilities
+    assert pruned.tokens == record.thinking_tokens
+    assert pruned.reason == record.reason == "policy"
+    assert text_of(plain).startswith(text_of(pruned))
+    assert plain.tokens > pruned.tokens
+    assert plain.seconds > 0 < pruned.seconds
+    assert "\\boxed{" in plain.answer
+    assert "</think>" not in plain.answer
+
+
+def test_a_budget_stops_the_pruned_column_alone(source: LocalSource) -> None:
+    pruned = list(source.ask(asked(NEVER | {"max_thinking_tokens": 20}), True))[-1]
+    assert pruned.reason == "budget"
+    assert 20 <= pruned.tokens < list(source.ask(asked(), False))[-1].tokens
+
+
+def test_columns_grow_and_the_page_shows_both(
+    source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "FRAME_SECONDS", 0.0)
+    frames = list(source.ask(asked(NEVER, max_tokens=60), True))
+    assert len({one.tokens for one in frames}) > 3
+    pages = list(shown(source, asked(max_tokens=300)))
+    assert "saved" in pages[-1]
+    assert "stopped by the policy" in pages[-1]
+
+
+def test_closing_ends_it(
+    source: LocalSource, model: OSPrunerForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "FRAME_SECONDS", 0.0)
+    forwards: list[None] = []
+    handle = model.base.register_forward_hook(lambda *_: forwards.append(None))
+    before = threading.active_count()
+    never = asked(NEVER, max_tokens=900)
+    frames = source.ask(never, True)
+    next(frames)
+    assert threading.active_count() == before + 1
+    frames.close()
+    assert threading.active_count() == before
+    closed = len(forwards)
+    list(source.ask(never, True))
+    handle.remove()
+    assert closed < (len(forwards) - closed) / 2, "it did not run to its end"
+
+
+def test_what_cannot_be_asked_says_what_to_do(source: LocalSource) -> None:
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=r"takes 1024 in all. Shorten the question, or lower"):
+        next(source.ask(asked(max_tokens=1000), True))
+    with pytest.raises(ValueError, match="threshold is 2"):
+        list(source.ask(asked({"mode": "threshold", "threshold": 2}), True))
+    assert threading.active_count() == before
+    with pytest.raises(ValueError, match="empty: write one"):
+        Question("  \n", {}, 0.6, 0, 100)
+    with pytest.raises(ValueError, match=r"30,000 characters; 20,000 are allowed: shorten it"):
+        Question("x" * 30_000, {}, 0.6, 0, 100)
+
+
+def test_a_policy_folder_opens_with_its_base(reasoner: Reasoner, tmp_path: Path) -> None:
+    OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3),
+        base_model_name_or_path=str(REASONER), tuning="layers",
+    ).save_pretrained(tmp_path / "policy")  # fmt: skip
+    opened = open_source(str(tmp_path / "policy"))
+    assert (opened.policy, opened.positions, opened.prices) == ("policy", 1024, (0.0, 1e-3))
+    assert list(opened.ask(asked({"price": 5e-4}), True))[-1].done
+    with pytest.raises(ValueError, match="price"):
+        list(opened.ask(asked({"price": 1.0}), True))
+    with pytest.raises(ValueError, match="name a policy, or a server"):
+        open_source(None)
+    with pytest.raises(ValueError, match="name a policy, or a server"):
+        open_source("p", "http://localhost:8000")
