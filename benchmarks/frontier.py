@@ -33,10 +33,10 @@ from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo.demo import claimed, keep_states, read_split, train_one, train_settings
+from ospruner.demo.demo import DemoSize, claimed, keep_states, read_split, train_config
 from ospruner.demo.jobs import Job, Workers
 from ospruner.demo.shipped import Reasoner
-from ospruner.durable import read_checked_line
+from ospruner.durable import read_checked
 from ospruner.eval.compare import Said, compare
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Split
@@ -47,11 +47,14 @@ from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
 from ospruner.eval.text import penalty_name
 from ospruner.eval.thinking import thinking_entropies
-from ospruner.progress import PhaseBars
+from ospruner.progress import PhaseBars, Progress
 from ospruner.rules import FAMILIES
-from ospruner.train.fresh import Predicted, StageResult, predict_outputs
-from ospruner.train.from_labels import load_labels
+from ospruner.train.config import StopConfig
+from ospruner.train.label_sets import load_labels
+from ospruner.train.policies import SavedPolicy
+from ospruner.train.predicting import Predicted, predict_outputs
 from ospruner.train.traces import LabelledTraces
+from ospruner.train.trainer import StopTrainer
 
 ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
@@ -104,7 +107,7 @@ def _given(entropies: Any) -> Any:
     return entropies
 
 
-def annealed_spreads(demo: Demo, stages: Sequence[Sequence[StageResult]]) -> Spreads:
+def annealed_spreads(demo: Demo, stages: Sequence[Sequence[SavedPolicy]]) -> Spreads:
     """How far the outcomes on test of the seeds of one policy a price spread."""
     table, spreads = demo.splits["test"].table, {}
     for seeds in zip(*stages, strict=True):
@@ -121,24 +124,29 @@ def anneal(run: Path) -> None:
     """Trains the annealed policies of all seeds, side by side, unless they are there."""
     (size, first), reasoner = claimed(run), Reasoner()
     for split in ("train", "validation"):
-        keep_states(reasoner, run, split, train_settings(size, first))
-    jobs: dict[str, Job[list[StageResult]]] = {}
-    for seed, (name, prices) in itertools.product(
-        range(first, first + size.seeds), reversed(ANNEALED_RUNS.items())
-    ):
-        settings = dataclasses.replace(
-            train_settings(size, seed),
-            head="fixed",
-            price_range=(),
-            length_penalties=prices,
-            epochs_per_stage=size.epochs // 2,
+        keep_states(reasoner, run, split, train_config(run, size, first))
+    jobs: dict[str, Job[None]] = {
+        f"{name}, seed {seed}": partial(anneal_one, run, size, seed, name)
+        for seed, name in itertools.product(
+            range(first, first + size.seeds), reversed(ANNEALED_RUNS)
         )
-        folder = run / "policies" / f"seed{seed}" / name
-        jobs[f"{name}, seed {seed}"] = partial(
-            train_one, reasoner.folder, run, first, settings, folder
-        )
+    }
     with PhaseBars(Console()) as bars, Workers(os.cpu_count() or 1) as workers:
         workers.run(jobs, bars)
+
+
+def anneal_one(run: Path, size: DemoSize, seed: int, name: str, *, progress: Progress) -> None:
+    """A job: one annealed run."""
+    config = train_config(run, size, seed)
+    config = StopConfig(
+        str(run / "policies" / f"seed{seed}" / name), head="fixed",
+        prices=list(ANNEALED_RUNS[name]), num_train_epochs=size.epochs // 2,
+        learning_rate=config.learning_rate, head_learning_rate=config.head_learning_rate,
+        entropy_bonus=config.entropy_bonus, states=config.states, seed=seed, disable_tqdm=True,
+        use_cpu=True,
+    )  # fmt: skip
+    labels = (run / "labels" / split for split in ("train", "validation"))
+    StopTrainer(config, *labels, progress=progress).train()
 
 
 def every_price_spreads(demo: Demo, paths: Sequence[str]) -> Spreads:
@@ -161,12 +169,10 @@ def every_price_spreads(demo: Demo, paths: Sequence[str]) -> Spreads:
     }
 
 
-def stages_of(run: Path) -> list[StageResult]:
+def stages_of(run: Path) -> list[SavedPolicy]:
     """The policies that a finished run has saved, in order."""
-    lines = (run / "log.jsonl").read_bytes().splitlines()
-    entries = [read_checked_line(line, f"{run}/log.jsonl", "train again") for line in lines]
-    found = [entry["validation"] for entry in entries if "validation" in entry]
-    return [StageResult.from_dict(values, run) for values in found]
+    saved = read_checked(run / "run.json", "train again")["policies"]
+    return [SavedPolicy(**values, path=run / name) for name, values in saved.items()]
 
 
 def measure(run: Path, prices: Sequence[float]) -> Results:

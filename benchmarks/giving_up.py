@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from timing import environment, print_last_line
 
 from ospruner.calibrating import PRICE_THRESHOLD
@@ -25,7 +26,6 @@ from ospruner.comparing import Judged
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.stopping import threshold_stop
 from ospruner.eval.table import BoolArray, FloatArray, TraceTable
-from ospruner.train.traces import LabelledTraces
 
 
 def told_apart(values: FloatArray, hopeless: BoolArray) -> tuple[float, float]:
@@ -41,6 +41,19 @@ def told_apart(values: FloatArray, hopeless: BoolArray) -> tuple[float, float]:
     return area, float((spread / (len(low) * len(high))) ** 0.5)
 
 
+def answer_history(traces: Dataset, table: TraceTable) -> tuple[FloatArray, FloatArray]:
+    """(N, T) equal forced answers in a row, and the mean probability of each one's tokens."""
+    runs, sure = np.zeros(table.mask.shape), np.zeros(table.mask.shape)
+    for n, row in enumerate(traces.select_columns(["forced_answers", "forced_logprob"])):
+        texts = ["".join(answer.split()) for answer in row["forced_answers"]]
+        for step, text in enumerate(texts):
+            again = step > 0 and text == texts[step - 1]
+            runs[n, step] = runs[n, step - 1] + 1 if again else 1
+        known = [-np.inf if one is None else one for one in row["forced_logprob"]]
+        sure[n, : len(known)] = np.exp(known)
+    return runs, sure
+
+
 def measure(policy: str, labels: str) -> dict[str, Any]:
     """The shares, and how well each number tells the stops apart."""
     ours = Judged(labels)
@@ -50,7 +63,7 @@ def measure(policy: str, labels: str) -> dict[str, Any]:
         raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
     said = ours.predicted(use.path)
     assert said.indifference is not None
-    history = LabelledTraces.from_dataset(ours.traces).history  # (N, T, 4)
+    runs, sure = answer_history(ours.traces, table)
     hopeless = table.correct.max(axis=1) < 0.5
     n = np.arange(len(table))
     rows = []
@@ -65,8 +78,8 @@ def measure(policy: str, labels: str) -> dict[str, Any]:
             "stop probability": -pi[n, stops],
             "price of indifference": said.indifference[n, stops],
             "thinking tokens, fewer": -table.lengths[n, stops].astype(float),
-            "forced answer's confidence": history[n, stops, 3],
-            "run of equal answers": history[n, stops, 1],
+            "forced answer's confidence": sure[n, stops],
+            "run of equal answers": runs[n, stops],
         }
         rows.append(
             {

@@ -46,8 +46,9 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
-from ospruner.train.loop import train
-from ospruner.train.settings import TrainSettings
+from ospruner.train.config import StopConfig
+from ospruner.train.label_sets import Labels
+from ospruner.train.trainer import StopTrainer
 
 Found = dict[str, Any]
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
@@ -190,27 +191,21 @@ def check_train(job: Job) -> Found:
     batch = random_traces(sizes.traces, steps, sizes.trace_tokens, vocabulary, job.seed, spread=0.0)
     few = random_traces(2, 5, 60, vocabulary, job.seed + 1)
     few = few.add_column("new_id", ["v0", "v1"]).remove_columns("problem_id")  # other problems
-    settings = TrainSettings(
-        length_penalties=(1e-4,),
-        batch_size=sizes.traces,
-        epochs_per_stage=1,
-        seed=job.seed,
-        tuning=job.tuning,
-    )
+    few = few.rename_column("new_id", "problem_id")
+    made = reasoner.label_settings(job.seed)
+    config = StopConfig(
+        str(job.folder / "run"), head="fixed", prices=[1e-4], batch_size=sizes.traces,
+        num_train_epochs=1, seed=job.seed, tuning=job.tuning, use_cpu=job.device == "cpu",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = StopTrainer(
+        config, Labels(batch, made, ""), Labels(few, made, ""), model=base,
+        processing_class=reasoner.tokenizer,
+    )  # fmt: skip
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with FlopCounterMode(display=False) as counter:
-        taken = timed(
-            lambda: train(
-                base,
-                reasoner.tokenizer,
-                batch,
-                few.rename_column("new_id", "problem_id"),
-                settings,
-                reasoner.label_settings(job.seed),
-                job.folder / "run",
-            )
-        )
+        taken = timed(trainer.train)
     found: Found = {"seconds_a_step": taken.wall_seconds, "operations": counter.get_total_flops()}
     found["share_of_matrix_product"] = found["operations"] / taken.wall_seconds / matrix_limit(job)
     if job.device == "cuda":

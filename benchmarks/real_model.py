@@ -46,7 +46,7 @@ from timing import environment, print_last_line
 
 from ospruner.durable import replace_file
 from ospruner.provenance import read_provenance
-from ospruner.train.from_labels import load_labels
+from ospruner.train.label_sets import load_labels
 from ospruner.train.labels.looking import stats_of
 
 PROBLEMS = {

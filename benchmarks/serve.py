@@ -40,7 +40,7 @@ from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.serving.vllm.plugin import PROCESSOR
-from ospruner.train.from_labels import load_labels
+from ospruner.train.label_sets import load_labels
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB

@@ -38,11 +38,14 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import price_logits
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.table import IntArray
-from ospruner.train.fresh import batch_loss, new_policy
-from ospruner.train.run import new_optimizer
-from ospruner.train.settings import TrainSettings
+from ospruner.train.config import StopConfig
+from ospruner.train.objective import batch_loss
+from ospruner.train.policies import new_policy
+from ospruner.train.prices import prices_of_batch
+from ospruner.train.states import States
 from ospruner.train.tail import step_outputs
-from ospruner.train.traces import Batch, LabelledTraces, States
+from ospruner.train.traces import Batch, LabelledTraces
+from ospruner.train.trainer import optimizer_of
 
 PENALTY = 1e-4
 
@@ -51,14 +54,18 @@ class Target:
     """A policy with its optimiser."""
 
     def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int, **chosen: Any) -> None:
-        priced = "price_range" in chosen
-        lambdas: dict[str, Any] = {} if priced else {"length_penalties": (PENALTY,)}
-        settings = TrainSettings(**lambdas, **chosen, seed=seed, learning_rate=1e-12)
+        ends = chosen.get("prices")
+        config = StopConfig(
+            "run", head="price" if ends else "fixed", **chosen, seed=seed, learning_rate=1e-12
+        )
         labels = reasoner.label_settings(seed)
-        self.model: OSPrunerForCausalLM = new_policy(base, reasoner.tokenizer, settings, labels)
+        self.model: OSPrunerForCausalLM = new_policy(
+            base, reasoner.tokenizer, config, labels, ends and tuple(ends)
+        )
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
-        self.optimizer = new_optimizer(self.model, settings)
-        self.prices = settings.prices_of_batch(0) if priced else ()
+        self.optimizer = optimizer_of(self.model.policy, config)
+        count = config.prices_per_batch
+        self.prices = prices_of_batch(tuple(ends), count, seed, 0) if ends else ()
 
     def step(self, outputs: torch.Tensor, batch: Batch) -> float:
         """One optimiser step on the head's outputs (N, T, 1 or 6); returns the loss before it.
@@ -184,9 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
     traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
     targets = [Target(base, reasoner, args.seed + n, tuning="layers") for n in range(args.targets)]
-    priced = Target(
-        base, reasoner, args.seed, tuning="layers", head="price", price_range=(1e-6, 1e-3)
-    )
+    priced = Target(base, reasoner, args.seed, tuning="layers", prices=[1e-6, 1e-3])
     queries = Target(base, reasoner, args.seed, tuning="queries")
     queries.model.policy.head.load_state_dict(targets[0].model.policy.head.state_dict())
     kept.cache_states(targets[0].model, 2**40)

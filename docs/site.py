@@ -27,8 +27,8 @@ API = (
     ("Labels", "ospruner.train.labels.command", ("ProblemOptions", "run_label")),
     (
         "Training",
-        "ospruner.train.from_labels",
-        ("settings_for", "load_labels", "train_from_labels"),
+        "ospruner.train.trainer",
+        ("StopConfig", "StopTrainer"),
     ),
     ("Replay", "ospruner.eval.replay", ("replay", "replay_budget", "replay_full")),
     ("Limits", "ospruner.eval.limits", ("hindsight_oracle",)),

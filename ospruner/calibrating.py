@@ -29,7 +29,7 @@ from ospruner.progress import Progress, silent
 from ospruner.provenance import read_provenance
 from ospruner.rules.families import Family, StopRule, parse_rule
 from ospruner.serving.traffic import distribution
-from ospruner.train.fresh import Predicted
+from ospruner.train.predicting import Predicted
 
 __all__ = ["PRICE_THRESHOLD", "calibrate", "calibrate_rule"]
 

@@ -30,9 +30,10 @@ from ospruner.eval.table import TraceTable
 from ospruner.eval.thinking import thinking_entropies
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_rule
+from ospruner.train.bases import load_labelled_base
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
-from ospruner.train.fresh import Predicted, predict, predict_outputs
-from ospruner.train.from_labels import Labels, load_labelled_base, load_labels
+from ospruner.train.label_sets import Labels, labels_of
+from ospruner.train.predicting import Predicted, predict, predict_outputs
 from ospruner.train.traces import LabelledTraces
 
 __all__ = ["Judged", "compare"]
@@ -62,7 +63,7 @@ class Judged:
         progress: Progress = silent,
         model: PreTrainedModel | None = None,
     ) -> None:
-        self.labels: Labels = load_labels(labels)
+        self.labels: Labels = labels_of(labels)
         self.settings: LabelSettings = self.labels.settings
         self.traces = self.labels.traces
         if limit is not None:

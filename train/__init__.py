@@ -1,13 +1,15 @@
-"""Making labels (`labels/`) and fitting stopping policies; `toy/` is the embedded reasoner.
+"""Making labels (`labels/`) and fitting stopping policies.
 
-settings       what a training run is: method, schedule, optimiser
-trunk          the frozen layers on packed traces, and the batches they make
-tail           the policy's logits at step ends
-objective      the losses
-fresh          a policy before, while and after it is trained
-run, loop      one run with its folder; annealing through the length penalties
-processes      several processes, through accelerate
-memory         what a run will hold
-flashthink     the verifier baseline
-from_labels    `ospruner train`
+config, prices      what a run is: `StopConfig`; prices of a token to train for
+trainer             `StopTrainer`: transformers' Trainer with the objective and stages of prices
+objective           the losses
+tail                the policy's logits at step ends
+traces, batches     labelled traces, and which are computed together
+states, packing     what a tail reads of them: computed packed, and kept
+policies            a fresh policy for labels, and what is saved of a trained one
+predicting          what a policy says on labelled traces
+calibrating         a promise about a policy
+label_sets, bases   the labels of a run, and the model that made them
+flashthink          the verifier baseline
+sinks               attention with sinks in fused kernels
 """

@@ -26,12 +26,11 @@ from transformers import (
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.configuration_ospruner import VERSION, plain_text_config
 from modeling_ospruner.loading_ospruner import load_base, load_policy
-from modeling_ospruner.modeling_ospruner import PolicyScores
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
 
-from .settings import TrainSettings
+from .config import StopConfig
 from .traces import LabelledTraces
 
 __all__ = ["PROMPT", "Verifier", "load_verifier_base", "tokens_read", "verifier_traces"]
@@ -47,7 +46,7 @@ _ABOUT = "flashthink.json"
 _THINKING = "<<thinking>>"
 
 
-class Verifier(PolicyScores):
+class Verifier:
     """A verifier with its tuned copy of the last layers and head: what the training loop trains.
 
     Attributes:
@@ -71,7 +70,7 @@ class Verifier(PolicyScores):
 
     @classmethod
     def untrained(
-        cls, base: PreTrainedModel, settings: TrainSettings, label_settings: LabelSettings
+        cls, base: PreTrainedModel, settings: StopConfig, label_settings: LabelSettings
     ) -> Verifier:
         """A fresh one.
 
@@ -83,7 +82,7 @@ class Verifier(PolicyScores):
         config = OSPrunerConfig(
             text_config=plain_text_config(base.config),
             base_model_name_or_path=settings.verifier,
-            num_policy_layers=settings.num_policy_layers,
+            num_policy_layers=settings.layers,
             tuning=settings.tuning,
             lora_rank=settings.lora_rank,
             step_stride=label_settings.step_stride,
@@ -93,9 +92,8 @@ class Verifier(PolicyScores):
         config._attn_implementation = base.config._attn_implementation
         policy = StoppingPolicy.from_base(
             base.eval(),
-            settings.num_policy_layers,
+            settings.layers,
             settings.tuning,
-            settings.init_bias,
             lora_rank=settings.lora_rank,
         )
         traces_of = (label_settings.base_model, label_settings.base_revision)
@@ -129,27 +127,20 @@ class Verifier(PolicyScores):
         base = load_base(config, {}, {"trust_remote_code": False, "dtype": "auto"})
         return cls(base, load_policy(str(folder), config, base, {}), config, ours)
 
-    def save(
-        self,
-        folder: Path,
-        tensors: Mapping[str, Tensor],
-        costs: Mapping[str, float],
-    ) -> None:
-        """Saves what was tuned, its configuration, the prompt, and what a step costs.
+    def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
+        """Saves what was tuned, its configuration, and the prompt.
 
         Args:
             folder: an existing folder.
-            tensors: the policy's own, by name.
-            costs: tokens and seconds of judging, by name.
+            state_dict: the policy's own tensors, by name.
         """
         self.config.save_pretrained(folder)
-        named = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        named = {name: tensor.contiguous() for name, tensor in state_dict.items()}
         save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
         about = {
             "prompt": PROMPT,
             "traces_of": self.traces_of[0],
             "traces_of_revision": self.traces_of[1],
-            "costs": dict(costs),
         }
         (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
 

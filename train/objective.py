@@ -10,59 +10,28 @@ little depends (maximum-entropy policy gradients; docs/training.md tells what it
 Both baselines classify prefixes, and compare the probability with a threshold when generating: the
 classification probe of "the answer forced here is right", and answer convergence, "the answer
 forced here is the trace's final answer" (the paper's section on baselines).
-
-Auxiliary losses classify prefixes, too, beside the objective: linear read-outs of the same states
-that the head reads say how the answers forced so far have gone. They exist while training only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ospruner.eval.stopping import expected_reward, stop_entropy
-from ospruner.eval.table import FloatArray
+from ospruner.eval.table import classifier_targets
+
+from .traces import Batch
 
 __all__ = [
-    "AUXILIARY_TARGETS",
-    "answer_history",
-    "auxiliary_loss",
+    "batch_loss",
     "classification_loss",
     "every_price_loss",
+    "loss_weight",
     "objective_loss",
 ]
-
-AUXILIARY_TARGETS = ("repeats", "run", "distinct", "confidence")
-"""What of the answers' history can be learned beside the objective: whether the answer forced here
-equals the one before; 1 - 1/r of the r equal ones in a row; 1 - 1/d of the d different ones so far;
-and the mean probability of its tokens (the exponential of the mean log-probability)."""
-
-
-def answer_history(answers: Sequence[str], logprobs: Sequence[float | None]) -> FloatArray:
-    """(T, 4) the `AUXILIARY_TARGETS` of one trace, each in [0, 1].
-
-    Answers are equal where their texts are, without spaces; nothing is graded.
-
-    Args:
-        answers: T forced answers.
-        logprobs: their mean log-probabilities; None counts as no confidence.
-    """
-    found = np.zeros((len(answers), len(AUXILIARY_TARGETS)))
-    seen: set[str] = set()
-    before, run = None, 0
-    for step, (answer, logprob) in enumerate(zip(answers, logprobs, strict=True)):
-        text = "".join(answer.split())
-        run = run + 1 if text == before else 1
-        before = text
-        seen.add(text)
-        sure = 0.0 if logprob is None else math.exp(logprob)
-        found[step] = (run > 1, 1 - 1 / run, 1 - 1 / len(seen), sure)
-    return found
 
 
 def objective_loss(
@@ -99,7 +68,7 @@ def every_price_loss(
     logits: Tensor,
     correct: Tensor,
     lengths: Tensor,
-    length_penalties: Sequence[float],
+    prices: Sequence[float],
     mask: Tensor,
     entropy_bonus: float = 0.0,
 ) -> Tensor:
@@ -112,7 +81,7 @@ def every_price_loss(
         logits: (J, N, T) stop logits at step ends, at each price.
         correct: (N, T) A_i.
         lengths: (N, T) L_i in tokens.
-        length_penalties: the J prices, each >= 0.
+        prices: the J prices, each >= 0.
         mask: (N, T) bool, true on real steps.
         entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
 
@@ -122,7 +91,7 @@ def every_price_loss(
     Raises:
         TypeError, ValueError: see `expected_reward`; or there are not J prices.
     """
-    pairs = zip(logits, length_penalties, strict=True)
+    pairs = zip(logits, prices, strict=True)
     found = [
         objective_loss(of_price, correct, lengths, price, mask, entropy_bonus if price else 0.0)
         for of_price, price in pairs
@@ -150,17 +119,39 @@ def classification_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor
     return F.binary_cross_entropy_with_logits(logits[mask], targets[mask].to(logits.dtype))
 
 
-def auxiliary_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Binary cross-entropy with soft targets: the mean over targets, a trace's steps, and traces.
+def batch_loss(
+    method: str,
+    logits: Tensor,
+    batch: Batch,
+    price: float | Sequence[float],
+    entropy_bonus: float = 0.0,
+) -> Tensor:
+    """The loss of one batch.
 
     Args:
-        logits: (N, T, A) of the read-outs at step ends.
-        targets: (N, T, A) in [0, 1].
-        mask: (N, T) bool, true on real steps, one at least in each row.
-
-    Returns:
-        A scalar.
+        method: of `OSPrunerConfig`.
+        logits: (B, T) stop logits at step ends, or (J, B, T) at each of J prices.
+        batch: the labels.
+        price: lambda, or J of them; only "os-pruner" has one.
+        entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
     """
-    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(-1)
-    of_traces = losses.masked_fill(~mask, 0.0).sum(1) / mask.sum(1)
-    return of_traces.mean()
+    mask = batch.mask.to(logits.device)
+    correct = batch.correct.to(logits.device)
+    if method == "os-pruner":
+        lengths = batch.lengths.to(logits.device)
+        if isinstance(price, Sequence):
+            return every_price_loss(logits, correct, lengths, price, mask, entropy_bonus)
+        return objective_loss(logits, correct, lengths, price, mask, entropy_bonus)
+    labels = (batch.correct.numpy(), batch.matches_final.numpy(), batch.mask.numpy())
+    targets = torch.from_numpy(classifier_targets(method, *labels)).to(logits.device)
+    return classification_loss(logits, targets, mask)
+
+
+def loss_weight(method: str, part: Batch, batch: Batch) -> float:
+    """What the loss of a part of a batch counts in that of the whole, both means.
+
+    Means over traces for "os-pruner", over steps for the baselines.
+    """
+    if method == "os-pruner":
+        return len(part.mask) / len(batch.mask)
+    return float(part.mask.sum() / batch.mask.sum())

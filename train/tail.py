@@ -7,7 +7,7 @@ out for Llama's layer, which Qwen2 shares; other layers take the ordinary way, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,14 +23,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 
-from .processes import Processes
-from .settings import TrainSettings
 from .sinks import sinks_as_keys
 
 __all__ = [
     "FusedKernels",
     "TrainedPolicy",
-    "computes_in_bfloat16",
     "fused_kernels",
     "no_denormals",
     "no_scores",
@@ -92,11 +89,6 @@ def no_scores(decoder: Any, device: torch.device) -> Iterator[None]:
         yield
 
 
-def computes_in_bfloat16(precision: str, device: torch.device) -> bool:
-    """Whether the layers compute in bfloat16, with a `TrainSettings.precision`."""
-    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
-
-
 def takes_fast_tail(tail: nn.Module | None) -> bool:
     """Whether a policy's tail is one whose last layer is written out here.
 
@@ -109,13 +101,7 @@ def takes_fast_tail(tail: nn.Module | None) -> bool:
     return sdpa and not sliding
 
 
-def step_outputs(
-    policy: Any,
-    states: Any,
-    positions: Tensor,
-    fast: bool = True,
-    trial_numbers: Tensor | None = None,
-) -> Tensor:
+def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True) -> Tensor:
     """What the policy's head says at step ends.
 
     Args:
@@ -124,22 +110,10 @@ def step_outputs(
             needs no mask.
         positions: (B, T) index in S of each step's last token.
         fast: compute the last layer at step ends only, where `takes_fast_tail`.
-        trial_numbers: (B, T, 11), for a policy that tries answers.
 
     Returns:
         (B, T, K) float32: a logit, or with the head "price" what `price_logits` takes.
-
-    Raises:
-        ValueError: the policy tries answers, and there are no numbers of them.
     """
-    outputs: Tensor = _head_outputs(policy, states, positions, fast)
-    if policy.trial is not None:
-        outputs = policy.with_history(outputs, trial_numbers)
-    return outputs
-
-
-def _head_outputs(policy: Any, states: Any, positions: Tensor, fast: bool) -> Tensor:
-    """What the head says at step ends, without the history of trial answers."""
     hidden = states.hidden
     with no_scores(policy.tail, hidden.device):
         if policy.queries:
@@ -203,32 +177,24 @@ def _last_layer(
 class TrainedPolicy(nn.Module):
     """A policy that is called with the trunk's states and gives its head's outputs at step ends.
 
-    Where gradients are wanted, what auxiliary losses read from the head's input stands behind them.
+    It is always in eval mode, as when generating: whatever dropout the base has stays off.
 
     Args:
         policy: the policy.
-        settings: how it is computed.
-        processes: those that train it.
+        half: whether its layers compute in bfloat16; weights, head and loss stay in float32.
+        checkpointing: whether its layers keep their inputs alone, and compute the rest again in the
+            backward pass.
     """
 
-    def __init__(
-        self, policy: StoppingPolicy, settings: TrainSettings, processes: Processes
-    ) -> None:
+    _keys_to_ignore_on_save = None  # asked for by transformers' Trainer
+
+    def __init__(self, policy: StoppingPolicy, half: bool = False, checkpointing: bool = False):
         super().__init__()
-        self.policy = policy
-        self._precision = settings.precision
-        # FSDP2 gathers a layer's weights when the layer is called, which the fast way does not.
-        self._fast = not processes.sharded
-        self.auxiliary: nn.Linear | None = None
-        if settings.auxiliary_weight:
-            head = policy.head
-            width = len(settings.auxiliary_targets)
-            self.auxiliary = nn.Linear(head.in_features, width, device=head.weight.device)
-            nn.init.zeros_(self.auxiliary.weight)  # not drawn: the policy's draws stay the same
-            nn.init.zeros_(self.auxiliary.bias)
-        if settings.gradient_checkpointing:
+        self.policy = policy.eval()
+        self._half = half
+        if checkpointing:
             for layer in policy.layers:
-                # Inside the call, after the hooks that put back its input and gather its weights.
+                # Inside the call, after the hook that puts back its input.
                 layer.forward = partial(
                     checkpoint, layer.forward, use_reentrant=False, context_fn=self._contexts
                 )
@@ -237,26 +203,14 @@ class TrainedPolicy(nn.Module):
         """Around a layer's forward pass, and around the same again in the backward pass."""
         return nullcontext(), no_scores(self.policy.tail, self.policy.head.weight.device)
 
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """The tail's layers."""
-        return list(self.policy.layers)
+    def train(self, mode: bool = True) -> TrainedPolicy:
+        """Stays in eval mode."""
+        return super().train(False)
 
-    def forward(
-        self, states: Any, positions: Tensor, trial_numbers: Tensor | None = None
-    ) -> Tensor:
-        """(B, T, K) float32; see `step_outputs`. With gradients (B, T, K + auxiliary targets)."""
-        given = states, positions, self._fast, trial_numbers
-        reduced = computes_in_bfloat16(self._precision, states.device)
-        with torch.autocast(states.device.type, torch.bfloat16, enabled=reduced):
-            if self.auxiliary is None or not torch.is_grad_enabled():
-                return step_outputs(self.policy, *given)
-            with self.policy.head.register_forward_hook(self._read_out):
-                return step_outputs(self.policy, *given)
-
-    def _read_out(self, head: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        assert self.auxiliary is not None
-        return torch.cat([output, self.auxiliary(args[0])], dim=-1)
+    def forward(self, states: Any, positions: Tensor) -> Tensor:
+        """(B, T, K) float32; see `step_outputs`."""
+        with torch.autocast(states.device.type, torch.bfloat16, enabled=self._half):
+            return step_outputs(self.policy, states, positions)
 
 
 @contextmanager

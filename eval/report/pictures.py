@@ -7,6 +7,7 @@ grey print would lose: markers and line styles say everything twice.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ospruner.durable import read_checked_line
+from ospruner.durable import read_checked
 
 from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
 from ..metrics import bootstrap_interval
@@ -332,20 +333,19 @@ def save_panels(
 def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str = "") -> None:
     """Validation accuracy and length in the course of a training run (the paper's Figure 1).
 
-    Drawn over optimiser steps where the run validated between the stages' ends
-    (`ospruner train --validate-every`), else over epochs, a point a stage.
+    Drawn over optimiser steps: where the run validated (`eval_strategy`), and at each stage's end.
 
     Args:
-        run_folder: a folder of `ospruner train`, with `log.jsonl`.
+        run_folder: a folder of `ospruner train`, of a finished run.
         paths: the files to write.
         title: above the picture.
 
     Raises:
-        ValueError: the folder holds no training log, or one without a finished stage.
+        ValueError: the folder holds no finished run.
     """
     stages, ends, points, unit = _read_log(Path(run_folder))
     if not stages:
-        raise ValueError(f"{run_folder} has no finished stage in log.jsonl: nothing to draw yet")
+        raise ValueError(f"{run_folder} has no finished stage: nothing to draw yet")
     figure = _figure(7.2, 4.8)
     upper, lower = figure.subplots(2, 1, sharex=True)
     marker = "o" if len(points) < 40 else ""
@@ -458,8 +458,8 @@ def _renumbered(evaluation: Evaluation, rows: Any) -> Any:
 def _stage_label(
     stage: Mapping[str, Any], points: Sequence[tuple[float, Mapping[str, Any]]]
 ) -> str:
-    """The lambda of a stage; of one for every lambda, the one at which it is drawn."""
-    if stage["name"] == "price":
+    """The price of a stage; of one for every price, the one at which it is drawn."""
+    if stage["every_price"]:
         return f"every λ, drawn at λ={penalty_name(points[-1][1]['price'])}"
     return f"λ={penalty_name(stage['price'])}"
 
@@ -468,27 +468,23 @@ def _read_log(
     folder: Path,
 ) -> tuple[list[dict[str, Any]], list[float], list[tuple[float, dict[str, Any]]], str]:
     """The stages' validation results, where each ends, the points to draw, and the unit of both."""
-    log = folder / "log.jsonl"
-    if not log.is_file():
-        raise ValueError(f"{folder} has no log.jsonl: give the folder of a training run")
+    if not (folder / "trainer_state.json").is_file():
+        raise ValueError(f"{folder} has no trainer_state.json: give the folder of a finished run")
     way_out = "the policies beside it are whole; only the picture of their training is lost"
-    entries = [
-        read_checked_line(line, f"{log}, line {number}", way_out)
-        for number, line in enumerate(log.read_bytes().splitlines(), start=1)
+    record = read_checked(folder / "run.json", way_out)
+    every = record["settings"]["head"] == "price"
+    stages = [one | {"every_price": every} for one in record.get("policies", {}).values()]
+    state = json.loads((folder / "trainer_state.json").read_text("utf-8"))
+    length = state["max_steps"] / max(len(stages), 1)
+    ends = [length * (number + 1) for number in range(len(stages))]
+    points = [
+        (float(e["step"]), {name: e[f"eval_{name}"] for name in ("price", "accuracy", "tokens")})
+        for e in state["log_history"]
+        if "eval_price" in e
     ]
-    stages = {e["validation"]["name"]: e["validation"] for e in entries if "validation" in e}
-    epochs = {e["stage"]: e for e in entries if "epoch" in e and e["stage"] in stages}
-    between = [e["dynamics"] for e in entries if "dynamics" in e]
-    if between:
-        ends = [float(epochs[name]["steps"]) for name in stages]
-        points = [(float(point["steps"]), point) for point in between]
-    else:
-        lengths = [epochs[name]["epoch"] + 1 if name in epochs else 1 for name in stages]
-        ends, points = [float(end) for end in np.cumsum(lengths)], []
-    if not (between and "price" in stages):  # whose end is told at another lambda
-        points += zip(ends, stages.values(), strict=True)
-    points = sorted((p for p in points if p[0] <= max(ends)), key=lambda p: p[0]) if ends else []
-    return list(stages.values()), ends, points, "optimiser steps" if between else "epochs"
+    if not (points and every):  # whose end is told at another price
+        points += zip(ends, stages, strict=True)
+    return stages, ends, sorted(points, key=lambda point: point[0]), "optimiser steps"
 
 
 def _figure(width: float, height: float, dpi: int = 160) -> Figure:

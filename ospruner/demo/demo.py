@@ -28,12 +28,13 @@ from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.cards import CARD_FILE, License, policy_card
 from ospruner.progress import PhaseBars, Progress, silent
 from ospruner.provenance import hash_files, provenance, read_provenance
-from ospruner.train.fresh import StageResult, new_policy, predict_outputs
-from ospruner.train.from_labels import load_labels
-from ospruner.train.loop import train
-from ospruner.train.settings import Baseline, TrainSettings
+from ospruner.train.config import StopConfig
+from ospruner.train.label_sets import load_labels
+from ospruner.train.policies import SavedPolicy, new_policy
+from ospruner.train.predicting import predict_outputs
 from ospruner.train.tail import no_denormals
 from ospruner.train.traces import LabelledTraces
+from ospruner.train.trainer import StopTrainer
 
 from .comparison import (
     MIN_PROBLEMS,
@@ -50,7 +51,7 @@ from .shipped import Reasoner, draw_split
 
 CONFIDENCE = 0.95
 SHOWN_EVERY = 6  # of the frontier's 31 prices, in the printed table
-BASELINES: tuple[Baseline, ...] = ("probe", "convergence")
+METHODS = ("os-pruner", "probe", "convergence")
 SPLITS: tuple[Split, ...] = ("train", "test", "validation")  # the longest first
 STATES = "states"
 """Folder of what the base computes on the labels, kept while the demo runs."""
@@ -87,19 +88,20 @@ FULL = DemoSize("full", train=12000, validation=1500, test=6000, seeds=3, epochs
 PRICE_RANGE = (5e-5, 1e-2)
 
 
-def train_settings(size: DemoSize, seed: int) -> TrainSettings:
-    """The toy's optimiser settings (the paper's learning rate is for 7B models)."""
-    return TrainSettings(
-        head="price",
-        price_range=PRICE_RANGE,
-        tuning="queries",
-        epochs_per_stage=size.epochs,
-        batch_size=32,
+def train_config(out_dir: Path, size: DemoSize, seed: int, method: str = "os-pruner") -> StopConfig:
+    """A training run of the demo in its folder."""
+    own = {"prices": list(PRICE_RANGE)} if method == "os-pruner" else {}
+    return StopConfig(
+        str(out_dir / "policies" / f"seed{seed}" / method),
+        method=method,
+        num_train_epochs=size.epochs,
         learning_rate=5e-4,
         head_learning_rate=3e-3,
-        swa_share=0.75,
-        entropy_bonus=0.01,
+        states=str(out_dir / STATES),
         seed=seed,
+        disable_tqdm=True,
+        use_cpu=True,
+        **own,  # type: ignore[arg-type]
     )
 
 
@@ -137,7 +139,7 @@ def run_demo(
     count = processes or max(os.cpu_count() or 1, len(SPLITS))
     with Workers(count) as workers:
         traces = _label_splits(reasoner, out_dir, size, seed, console, workers)
-        runs = _train_all(reasoner, out_dir, size, seed, console, workers)
+        runs = _train_all(out_dir, size, seed, console, workers)
     predictions = _predict_all(reasoner, runs, traces, console)
     compute = _compute(reasoner, traces["test"])
     comparison = compare_methods(
@@ -235,19 +237,23 @@ def _label_split(
     reasoner = Reasoner(reasoner_folder)
     problems = draw_split(split, vars(size)[split], seed)
     reasoner.label(problems, out_dir / "labels" / split, seed, progress)
-    keep_states(reasoner, out_dir, split, train_settings(size, seed), progress)
+    keep_states(reasoner, out_dir, split, train_config(out_dir, size, seed), progress)
 
 
 def keep_states(
     reasoner: Reasoner,
     out_dir: Path,
     split: Split,
-    settings: TrainSettings,
+    config: StopConfig,
     progress: Progress = silent,
 ) -> LabelledTraces:
-    """A split, with what policies of these settings read of its traces in the demo's folder."""
+    """A split, with what policies of this configuration read of its traces in the demo's folder."""
     model = new_policy(
-        reasoner.model, reasoner.tokenizer, settings, reasoner.label_settings(settings.seed)
+        reasoner.model,
+        reasoner.tokenizer,
+        config,
+        reasoner.label_settings(config.seed),
+        PRICE_RANGE if config.every_price else None,
     )
     traces = read_split(out_dir, split)
     traces.cache_states(model, 0, progress)
@@ -255,52 +261,37 @@ def keep_states(
 
 
 def _train_all(
-    reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console, workers: Workers
-) -> list[dict[str, StageResult]]:
+    out_dir: Path, size: DemoSize, seed: int, console: Console, workers: Workers
+) -> list[dict[str, SavedPolicy]]:
     """For each training seed, the policy of each method."""
-    jobs: dict[str, Job[list[StageResult]]] = {}
-    for number in range(seed, seed + size.seeds):
-        ours = train_settings(size, number)
-        for settings in (ours, *(ours.baseline(method) for method in BASELINES)):
-            folder = out_dir / "policies" / f"seed{number}" / settings.method
-            jobs[f"{settings.method}, seed {number}"] = partial(
-                train_one, reasoner.folder, out_dir, seed, settings, folder
-            )
+    jobs: dict[str, Job[SavedPolicy]] = {
+        f"{method}, seed {number}": partial(train_one, out_dir, size, number, method)
+        for number in range(seed, seed + size.seeds)
+        for method in METHODS
+    }
     with PhaseBars(console) as bars:
-        stages = [stage for (stage,) in workers.run(jobs, bars).values()]
-    each = 1 + len(BASELINES)
+        policies = list(workers.run(jobs, bars).values())
+    each = len(METHODS)
     return [
-        {stage.method: stage for stage in stages[start : start + each]}
-        for start in range(0, len(stages), each)
+        {policy.method: policy for policy in policies[start : start + each]}
+        for start in range(0, len(policies), each)
     ]
 
 
 def train_one(
-    reasoner_folder: Path,
-    out_dir: Path,
-    labels_seed: int,
-    settings: TrainSettings,
-    folder: Path,
-    *,
-    progress: Progress,
-) -> list[StageResult]:
-    """A job: one training run; `train`'s stages."""
-    reasoner = Reasoner(reasoner_folder)
-    return train(
-        reasoner.model,
-        reasoner.tokenizer,
-        read_split(out_dir, "train"),
-        read_split(out_dir, "validation"),
-        settings,
-        reasoner.label_settings(labels_seed),
-        folder,
-        progress=progress,
-    )
+    out_dir: Path, size: DemoSize, seed: int, method: str, *, progress: Progress
+) -> SavedPolicy:
+    """A job: one training run."""
+    labels = (out_dir / "labels" / split for split in ("train", "validation"))
+    config = train_config(out_dir, size, seed, method)
+    trainer = StopTrainer(config, *labels, progress=progress)
+    trainer.train()
+    return trainer.policies[0]
 
 
 def _predict_all(
     reasoner: Reasoner,
-    runs: Sequence[dict[str, StageResult]],
+    runs: Sequence[dict[str, SavedPolicy]],
     traces: Mapping[Split, LabelledTraces],
     console: Console,
 ) -> list[Predictions]:
@@ -418,7 +409,7 @@ def _print(
 
 def _save_policy(
     reasoner: Reasoner,
-    runs: Sequence[dict[str, StageResult]],
+    runs: Sequence[dict[str, SavedPolicy]],
     comparison: Comparison,
     out_dir: Path,
     seed: int,

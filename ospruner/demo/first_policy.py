@@ -6,21 +6,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.page import PIP_LINE, open_app, open_source
 from ospruner.durable import replace_file
 from ospruner.optional import needed
 from ospruner.progress import PhaseBars
-from ospruner.train.loop import train
-from ospruner.train.settings import TrainSettings
+from ospruner.train.config import StopConfig
 from ospruner.train.tail import no_denormals
-from ospruner.train.traces import LabelledTraces
+from ospruner.train.trainer import StopTrainer
 
 from .problems import Split
 from .shipped import Reasoner, draw_split
 
 FOLDER = Path("runs/app")
-PENALTIES = (2e-3, 1e-3, 5e-4)
+PRICES = [5e-5, 1e-2]
 TRACES: dict[Split, int] = {"train": 256, "validation": 64}
 
 
@@ -82,22 +80,15 @@ def first_policy(
         "`ospruner demo` makes a better one: ospruner app runs/demo/policy"
     )
     reasoner = Reasoner()
-    labelled = {}
     for split, count in counts.items():
         with PhaseBars(console, split) as bars:
-            rows = reasoner.label(
-                draw_split(split, count, seed), out_dir / "labels" / split, seed, bars
-            )
-        labelled[split] = LabelledTraces.from_dataset(rows)
-    settings = TrainSettings(
-        length_penalties=PENALTIES, epochs_per_stage=4, batch_size=16, learning_rate=5e-4,
-        head_learning_rate=3e-3, final_learning_rate_share=0.1, seed=seed,
-    )  # fmt: skip
+            problems = draw_split(split, count, seed)
+            reasoner.label(problems, out_dir / "labels" / split, seed, bars)
+    config = StopConfig(
+        str(policy), prices=PRICES, num_train_epochs=8, seed=seed, disable_tqdm=True
+    )
     with PhaseBars(console, "train") as bars:
-        stages = train(
-            reasoner.model, reasoner.tokenizer, labelled["train"], labelled["validation"],
-            settings, reasoner.label_settings(seed), out_dir / "stages", progress=bars,
-        )  # fmt: skip
-    OSPrunerForCausalLM.from_base(reasoner.model, stages[-1].path).save_pretrained(policy)
+        labels = (out_dir / "labels" / split for split in counts)
+        StopTrainer(config, *labels, progress=bars).train()
     replace_file(finished, b"")
     return policy

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.train.from_labels import settings_for, train_from_labels
+from ospruner.train.config import StopConfig
+from ospruner.train.trainer import StopTrainer
 
 from .conftest import RunScript
 
@@ -16,9 +17,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("promises")
     for split, count in (("train", 40), ("test", 40)):
         Reasoner().label(draw_split(split, count, 5), folder / split, 5)  # type: ignore[arg-type]
-    settings = settings_for("5e-5,1e-2", head="price", batch_size=8, num_policy_layers=1)
-    (stage,) = train_from_labels(folder / "train", folder / "run", settings)
-    return str(stage.path), str(folder / "test")
+    config = StopConfig(
+        str(folder / "run"), prices=[5e-5, 1e-2], batch_size=8, layers=1, num_train_epochs=1,
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    StopTrainer(config, folder / "train").train()
+    return str(folder / "run"), str(folder / "test")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from ospruner.durable import read_checked, write_checked
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
 from ospruner.hub_cards.publish import Release, send, stage
 from ospruner.provenance import provenance
-from ospruner.train.from_labels import load_labels
+from ospruner.train.label_sets import load_labels
 from ospruner.train.labels.writer import Chunk, LabelFolder
 
 from .conftest import Stranger

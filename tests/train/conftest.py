@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,32 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.durable import read_checked_line
 from ospruner.eval.schema import FEATURES, LabelSettings
-from ospruner.train.loop import StageResult, train
-from ospruner.train.settings import TrainSettings
-from ospruner.train.traces import LabelledTraces
+from ospruner.train.config import StopConfig
+from ospruner.train.label_sets import Labels
+from ospruner.train.policies import SavedPolicy
+from ospruner.train.trainer import StopTrainer
 
 MakeLabels = Callable[..., Dataset]
-PENALTY = 5e-3
-SETTINGS = TrainSettings(
-    # Started at 1e-2, this problem collapses to "never stop", as the paper describes.
-    length_penalties=(3e-2, 1e-2, PENALTY),
-    epochs_per_stage=5,
-    batch_size=8,
-    learning_rate=2e-3,
-    head_learning_rate=1e-2,
-    tuning="layers",
-)
-SHORT = dataclasses.replace(SETTINGS, length_penalties=(1e-2,), epochs_per_stage=1)
+PRICE = 5e-3
+PRICES = [3e-2, 1e-2, PRICE]
+"""Started at 1e-2, this problem collapses to "never stop", as the paper describes."""
+RANGE = [5e-4, 0.1]  # of the rule; up to 5e-2 it collapses to "never stop"
+SETTINGS: dict[str, Any] = {
+    "head": "fixed",
+    "prices": PRICES,
+    "num_train_epochs": 5,
+    "batch_size": 8,
+    "learning_rate": 2e-3,
+    "head_learning_rate": 1e-2,
+    "tuning": "layers",
+    "average": 0.0,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+SHORT = SETTINGS | {"prices": [1e-2], "num_train_epochs": 1}
+PRICED = SETTINGS | {"head": "price", "prices": RANGE, "num_train_epochs": 10}
+PROBE = {k: v for k, v in SHORT.items() if k not in ("head", "prices")} | {"method": "probe"}
 
 
 @pytest.fixture(scope="session")
@@ -86,38 +94,73 @@ def make_labels(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeLabels:
 
 
 @pytest.fixture
-def fit(
+def labels_of(tiny_base_dir: Path) -> Callable[[Dataset], Labels]:
+    """Made-up traces as labels of the tiny base."""
+    settings = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
+    return lambda dataset: Labels(dataset, settings, "")
+
+
+@pytest.fixture
+def make_trainer(
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
-    tiny_base_dir: Path,
+    labels_of: Callable[[Dataset], Labels],
     make_labels: MakeLabels,
     tmp_path: Path,
-) -> Callable[..., list[StageResult]]:
-    """Trains on 64 made-up traces, unless told otherwise."""
+) -> Callable[..., StopTrainer]:
+    """A trainer on 64 made-up traces, unless told otherwise."""
 
-    def run(
-        settings: TrainSettings = SETTINGS,
-        labels: Dataset | LabelledTraces | None = None,
+    def make(
+        settings: dict[str, Any] = SETTINGS,
+        labels: Dataset | None = None,
         out: Path = tmp_path / "run",
-        states: Path | None = None,
-        **changes: Any,
-    ) -> list[StageResult]:
-        labels = make_labels(64) if labels is None else labels
-        held_out = changes.pop("validation", make_labels(40, seed=1, prefix="v"))
-        if states is not None:
-            labels, held_out = map(LabelledTraces.from_dataset, (labels, held_out))
-            for traces in (labels, held_out):
-                traces.keep_states(states)
-        label_settings = LabelSettings(
-            base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict()
+        validation: Dataset | None = None,
+        **named: Any,
+    ) -> StopTrainer:
+        given = make_labels(64) if labels is None else labels
+        held_out = make_labels(40, seed=1, prefix="v") if validation is None else validation
+        return StopTrainer(
+            StopConfig(str(out), **settings),
+            labels_of(given),
+            labels_of(held_out),
+            **{"model": tiny_base, "processing_class": tiny_tokenizer, "progress": quiet} | named,
         )
-        return train(
-            tiny_base, tiny_tokenizer, labels, held_out, settings, label_settings, out, **changes
-        )
+
+    return make
+
+
+def quiet(phase: str, done: int, total: int, note: str = "") -> None:
+    """A progress that shows nothing."""
+
+
+@pytest.fixture
+def fit(make_trainer: Callable[..., StopTrainer]) -> Callable[..., list[SavedPolicy]]:
+    """Trains, and gives the policies."""
+
+    def run(*arguments: Any, **named: Any) -> list[SavedPolicy]:
+        trainer = make_trainer(*arguments, **named)
+        trainer.train()
+        return trainer.policies
 
     return run
 
 
+def trained_on(labels: Any, out: Path, validation: Any = None, **fields: Any) -> SavedPolicy:
+    """A small policy of labels: a head alone of one price, unless told otherwise."""
+    quick = {
+        "head": "fixed", "prices": [1e-3], "layers": 0, "batch_size": 8, "num_train_epochs": 1,
+        "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    if "method" in fields:
+        del quick["head"], quick["prices"]
+    trainer = StopTrainer(
+        StopConfig(str(out), **quick | fields), labels, validation, progress=quiet
+    )
+    trainer.train()
+    return trainer.policies[-1]
+
+
 def log_of(out: Path) -> list[dict[str, Any]]:
-    lines = (out / "log.jsonl").read_bytes().splitlines()
-    return [read_checked_line(line, "log.jsonl", "") for line in lines]
+    """What a finished run has logged."""
+    state = json.loads((out / "trainer_state.json").read_text("utf-8"))
+    return list(state["log_history"])

@@ -18,10 +18,9 @@ from ospruner.eval.metrics import charged_variant
 from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
-from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
-from ospruner.train.settings import VERIFIER, TrainSettings
+from ospruner.train.label_sets import load_labels
 
-from .conftest import MakeLabels
+from .conftest import MakeLabels, log_of, trained_on
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +61,15 @@ def test_a_verifier_with_a_chat_template_reads_inside_the_users_turn(
 def test_train_save_replay_and_charge(
     labels: Path, tiny_base_dir: Path, tmp_path: Path, tiny_base: Qwen2ForCausalLM
 ) -> None:
-    settings = settings_for(
-        "auto",
-        method="flashthink",
-        verifier=str(tiny_base_dir),
-        batch_size=8,
-        learning_rate=2e-3,
-        epochs_per_stage=6,
-    )
-    (stage,) = train_from_labels(labels, tmp_path / "run", settings)
-    assert (stage.name, stage.method) == ("flashthink", "flashthink")
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    losses = [entry["loss"] for entry in log if "epoch" in entry]
+    stage = trained_on(
+        labels, tmp_path / "run", method="flashthink", verifier=str(tiny_base_dir), layers=2,
+        learning_rate=2e-3, num_train_epochs=6,
+    )  # fmt: skip
+    assert stage.method == "flashthink"
+    losses = [entry["loss"] for entry in log_of(tmp_path / "run") if "loss" in entry]
     assert losses[-1] < losses[0]
     about = json.loads((stage.path / "flashthink.json").read_text())
     assert about["prompt"] == PROMPT
-    assert about["costs"]["tokens_per_step"] > 10
-    assert about["costs"]["seconds_per_step"] > 0
     assert len(parse_policies([str(tmp_path / "run")])) == 5  # the paper's thresholds
     evaluation = compare(labels, [f"{stage.path}@0,1", f"{stage.path}@sample"]).evaluation
     first, never, sampled = evaluation.rules[1:4]
@@ -116,10 +107,6 @@ def test_train_save_replay_and_charge(
 def _tokenizer_of(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
     return tokenizer
-
-
-def test_the_papers_verifier_is_the_default() -> None:
-    assert TrainSettings(method="flashthink").verifier == VERIFIER == "Qwen/Qwen2.5-7B-Instruct"
 
 
 def test_online_says_that_it_is_for_replay(tmp_path: Path) -> None:

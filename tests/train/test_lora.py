@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -22,42 +23,34 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from modeling_ospruner.policy_ospruner import check_tail
-from ospruner.eval.schema import LabelSettings
-from ospruner.train.fresh import predict
-from ospruner.train.loop import train
-from ospruner.train.settings import TrainSettings
+from ospruner.eval.replay import replay
+from ospruner.eval.table import TraceTable
+from ospruner.train.config import StopConfig
+from ospruner.train.policies import SavedPolicy
+from ospruner.train.predicting import predict
 from ospruner.train.traces import LabelledTraces
 
-from .conftest import MakeLabels
+from .conftest import SETTINGS, MakeLabels
 
-SETTINGS = TrainSettings(
-    length_penalties=(3e-2, 1e-2),
-    batch_size=8,
-    epochs_per_stage=2,
-    learning_rate=5e-3,
-    tuning="lora",
-    lora_rank=4,
-)
+LORA = SETTINGS | {
+    "prices": [3e-2, 1e-2], "num_train_epochs": 2, "learning_rate": 5e-3, "tuning": "lora",
+    "lora_rank": 4, "average": 0.5,
+}  # fmt: skip
 
 
 def test_a_policy_of_adapters_trains_saves_loads_and_generates(
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
-    tiny_base_dir: Path,
+    fit: Callable[..., list[SavedPolicy]],
     make_labels: MakeLabels,
-    tmp_path: Path,
 ) -> None:
-    labels = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
     before = copy.deepcopy(tiny_base.state_dict())
     prompt = torch.tensor([tiny_tokenizer.encode("Ann has 3 apples")])
     base: Any = tiny_base
     said = base.generate(prompt, max_new_tokens=20, do_sample=False)
     held_out = make_labels(20, seed=1, prefix="v")
-    stages = train(
-        tiny_base, tiny_tokenizer, make_labels(40), held_out, SETTINGS, labels, tmp_path / "run"
-    )
+    stages = fit(LORA, make_labels(40), validation=held_out)
     after = tiny_base.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert torch.equal(base.generate(prompt, max_new_tokens=20, do_sample=False), said)
@@ -71,8 +64,8 @@ def test_a_policy_of_adapters_trains_saves_loads_and_generates(
         OSPrunerForCausalLM.from_pretrained(stages[1].path),
     ):
         assert loaded.config.tuning == "lora"
-        found = predict(loaded, held_out)
-        np.testing.assert_allclose(found, stages[1].validation_probabilities(), atol=1e-6)
+        outcome = replay(TraceTable.from_dataset(held_out), predict(loaded, held_out))
+        assert outcome.accuracy == pytest.approx(stages[1].accuracy, abs=1e-5)
         loaded.generate(prompt, stop_policy=True, max_new_tokens=30, do_sample=False)
     own: Any = loaded.policy.layers[-1]
     theirs: Any = loaded.base.get_decoder().layers[-1]
@@ -191,16 +184,16 @@ def test_a_base_in_fp8_carries_adapters(
 
 
 def test_adapters_are_not_trained_through_weights_that_pass_no_gradient(
-    tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels, tmp_path: Path
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    fit: Callable[..., list[SavedPolicy]],
+    tmp_path: Path,
 ) -> None:
     base = tiny_gpt_oss(tiny_tokenizer)
     base.hf_quantizer = Mxfp4HfQuantizer(Mxfp4Config())
-    labels = LabelSettings(base_model="b", reasoning_format=DEEPSEEK_R1.to_dict())
-    sets = make_labels(12), make_labels(8, seed=1, prefix="v")
     with pytest.raises(
         ValueError, match=r"packed weights of this GptOssForCausalLM \(Mxfp4Config\) p"
     ):
-        train(base, tiny_tokenizer, *sets, SETTINGS, labels, tmp_path / "run")
+        fit(LORA, model=base)
     assert not (tmp_path / "run").exists()
 
 
@@ -223,4 +216,4 @@ def test_without_peft_the_package_is_named(
 
 def test_ranks_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="lora_rank is 0; it must be at least 1"):
-        TrainSettings(length_penalties=(1e-2,), tuning="lora", lora_rank=0)
+        StopConfig("run", tuning="lora", lora_rank=0)

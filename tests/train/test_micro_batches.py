@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,23 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils import get_total_norm
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import TrainerCallback
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from ospruner.eval.schema import LabelSettings
-from ospruner.progress import silent
-from ospruner.train.fresh import new_policy
-from ospruner.train.processes import Processes
-from ospruner.train.run import Run
-from ospruner.train.run_folder import RunFolder
-from ospruner.train.settings import TrainSettings
-from ospruner.train.traces import LabelledTraces
-from ospruner.train.trunk.batches import micro_batches
+from ospruner.train.batches import micro_batches
+from ospruner.train.trainer import StopTrainer
 
-from .conftest import SHORT, MakeLabels, log_of
+from .conftest import PRICED, PROBE, SHORT, MakeLabels, log_of
 
-Step = Callable[..., tuple[int, float, list[torch.Tensor]]]
+Step = Callable[..., tuple[float, list[torch.Tensor]]]
 
 
 @given(
@@ -53,79 +41,56 @@ def test_parts_hold_each_trace_once_and_no_process_more_than_its_slots(
             assert len(part) >= processes
 
 
+class Keeping(TrainerCallback):
+    """Keeps the gradients of the first step."""
+
+    gradients: list[torch.Tensor] = []  # noqa: RUF012
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Before they are used."""
+        parameters = named["model"].parameters()
+        self.gradients = [p.grad.clone() for p in parameters if p.grad is not None]
+
+
 @pytest.fixture
-def step(
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    tiny_base_dir: Path,
-    make_labels: MakeLabels,
-    tmp_path: Path,
-) -> Step:
-    """Takes a run's first step: in how many parts, the loss, and the gradients it steps with."""
-    labels = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
-    traces = LabelledTraces.from_dataset(make_labels(12))
+def step(make_trainer: Callable[..., StopTrainer], make_labels: MakeLabels, tmp_path: Any) -> Step:
+    """Takes a run's only step: the loss, and the gradients it steps with."""
 
-    def take(settings: TrainSettings, out: str) -> tuple[int, float, list[torch.Tensor]]:
-        model = new_policy(tiny_base, tiny_tokenizer, settings, labels)
-        weight = model.policy.head.weight.data
+    def take(settings: dict[str, Any], out: str, **changes: Any) -> tuple[float, list[Any]]:
+        keeping, one = Keeping(), {"batch_size": 12, "num_train_epochs": 1}
+        trainer = make_trainer(
+            settings | one | changes, make_labels(12), tmp_path / out, callbacks=[keeping]
+        )
+        weight = trainer.stop_model.policy.head.weight.data
         weight.normal_(generator=torch.Generator().manual_seed(0))  # zeros would hide the layers'
-        found: list[torch.Tensor] = []
-
-        def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            for group in optimizer.param_groups:
-                found.extend(p.grad.clone() for p in group["params"])
-
-        handle = register_optimizer_step_pre_hook(keep)
-        try:
-            with RunFolder(tmp_path / out, {}) as folder:
-                rows = np.arange(12)
-                run = Run(model, traces, rows, traces, settings, folder, silent, Processes())
-                work = run.work()
-                shares = next(work)
-                # The epoch is of one batch: with its only step the run is over.
-                with pytest.raises(StopIteration):
-                    work.send(run.states_of(shares))
-        finally:
-            handle.remove()
-        (loss,) = (entry["loss"] for entry in log_of(tmp_path / out) if "epoch" in entry)
-        return len(shares), loss, found
+        trainer.train()
+        (loss,) = (entry["loss"] for entry in log_of(tmp_path / out) if "loss" in entry)
+        return loss, keeping.gradients
 
     return take
 
 
-@pytest.mark.parametrize("cache_limit_bytes", [0, 2**31])
-@pytest.mark.parametrize("method", ["os-pruner", "probe", "every price"])
+@pytest.mark.parametrize("states_gib", [0.0, 2.0])
+@pytest.mark.parametrize("settings", [SHORT, PROBE, PRICED], ids=["fixed", "probe", "price"])
 def test_gradients_and_loss_are_those_of_the_whole_batch(
-    step: Step, method: str, cache_limit_bytes: int
+    step: Step, settings: dict[str, Any], states_gib: float
 ) -> None:
-    settings = dataclasses.replace(SHORT, batch_size=12, cache_limit_bytes=cache_limit_bytes)
-    settings = dataclasses.replace(settings, entropy_bonus=0.01)
-    if method == "probe":
-        settings = settings.baseline("probe")
-    if method == "every price":
-        priced: dict[str, Any] = {"head": "price", "price_range": (1e-3, 5e-2)}
-        settings = dataclasses.replace(settings, length_penalties=(), **priced)
-    one, whole_loss, whole = step(settings, "whole")
-    many, loss, parts = step(dataclasses.replace(settings, micro_batch_tokens=100), "parts")
-    each, alone_loss, alone = step(dataclasses.replace(settings, micro_batch_tokens=1), "alone")
-    assert (one, each) == (1, 12)
-    assert 2 < many < 12
+    settings = settings | {"states_gib": states_gib}
+    whole_loss, whole = step(settings, "whole")
+    loss, parts = step(settings, "parts", micro_batch_tokens=100)
+    alone_loss, alone = step(settings, "alone", micro_batch_tokens=1)
     assert loss == pytest.approx(whole_loss, abs=1e-6)
     assert alone_loss == pytest.approx(whole_loss, abs=1e-6)
-    assert any(gradient.abs().max() > 1e-3 for gradient in whole[2:])
+    assert any(gradient.abs().max() > 1e-3 for gradient in whole[:-2])
     for found in (parts, alone):
         for ours, theirs in zip(found, whole, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 def test_long_gradients_are_cut_to_the_norm_that_is_asked_for(step: Step) -> None:
-    settings = dataclasses.replace(SHORT, batch_size=12)
-    _, _, plain = step(settings, "plain")
-    clip = partial(dataclasses.replace, settings, micro_batch_tokens=100)
-    _, _, short = step(clip(max_gradient_norm=1e-3), "short")
-    _, _, same = step(clip(max_gradient_norm=1e3), "same")
+    _, plain = step(SHORT, "plain")
+    _, short = step(SHORT, "short", max_grad_norm=1e-3, micro_batch_tokens=100)
     norm = float(get_total_norm(plain))
     assert norm > 1e-2
-    for ours, theirs, unclipped in zip(short, plain, same, strict=True):
+    for ours, theirs in zip(short, plain, strict=True):
         torch.testing.assert_close(ours, theirs * 1e-3 / norm, atol=1e-8, rtol=1e-3)
-        torch.testing.assert_close(unclipped, theirs, atol=1e-6, rtol=1e-5)

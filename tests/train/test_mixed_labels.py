@@ -7,28 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerConfig
 from ospruner.calibrating import calibrate
-from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
-from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.schema import LabelSettings
-from ospruner.eval.table import TraceTable
 from ospruner.provenance import read_provenance
-from ospruner.train.fresh import predict_outputs
-from ospruner.train.from_labels import (
-    held_out_split,
-    load_labels,
-    load_mix,
-    settings_for,
-    train_from_labels,
-)
+from ospruner.train.label_sets import load_labels, load_mix
 from ospruner.train.labels.folder import read_manifest
-from ospruner.train.traces import LabelledTraces
+
+from .conftest import trained_on
 
 
 def told_otherwise(folder: Path, source: dict[str, Any] | None = None, **changed: Any) -> Path:
@@ -51,10 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_one_policy_is_trained_on_several_domains(folders: list[Path], tmp_path: Path) -> None:
-    said: list[str] = []
-    settings = settings_for("1e-3", tuning="head", batch_size=8)
-    (stage,) = train_from_labels(folders, tmp_path / "run", settings, say=said.append)
-    assert said[0] == "Domains (traces to train on + to validate): math 32 + 8, exact 24 + 6"
+    stage = trained_on(folders, tmp_path / "run")
+    assert read_provenance(stage.path).details["training_traces"] == 32 + 24
     config = OSPrunerConfig.from_pretrained(stage.path)
     assert config.task is None
     assert config.domains == {name: {"task": {"name": name}} for name in ("math", "exact")}
@@ -72,58 +60,16 @@ def test_one_policy_is_trained_on_several_domains(folders: list[Path], tmp_path:
     with pytest.raises(ValueError, match="are the labels that .* was trained on"):
         calibrate(policy, folders[1], 0.1, device="cpu")
 
-    given = ["train", "--tuning", "head", "--batch-size", "8", "--lambdas", "1e-3"]
-    named = [word for folder in folders for word in ("--labels", str(folder))]
-    done = CliRunner().invoke(app, [*given, *named, "--out", str(tmp_path / "same")])
-    assert done.exit_code == 0, done.output
-    first, again = (path / "model.safetensors" for path in
-                    (stage.path, tmp_path / "same" / stage.path.name))  # fmt: skip
-    assert first.read_bytes() == again.read_bytes()
-
-
-def test_each_domain_has_its_price(folders: list[Path], tmp_path: Path) -> None:
-    settings = settings_for(
-        "1e-4,1e-2", head="price", tuning="head", batch_size=8, learning_rate=1e-2,
-        head_learning_rate=1e-2, epochs_per_stage=2,
-    )  # fmt: skip
-    (stage,) = train_from_labels(folders, tmp_path / "run", settings)
-    policy, config = str(stage.path), OSPrunerConfig.from_pretrained(stage.path)
-    assert config.domains is not None
-    prices = config.prices
-    assert prices is not None
-
-    # By hand: the most saved with at most a point lost, on the domain's held-out problems.
-    mix = load_mix(folders)
-    for name in ("math", "exact"):
-        rows = [n for n, domain in enumerate(mix.traces["domain"]) if domain == name]
-        ids = [mix.traces["problem_id"][n] for n in rows]
-        held = [n for n, out in zip(rows, held_out_split(ids, None, 0), strict=True) if out]
-        table = TraceTable.from_dataset(mix.traces.select(held))
-        said = predict_outputs(
-            OSPrunerForCausalLM.from_pretrained(policy),
-            LabelledTraces.from_dataset(mix.traces.select(held)),
-        )
-        full = replay_full(table)
-        fits = {0.0: full.mean_tokens}
-        for price in prices.grid():
-            one = replay(table, said.probabilities(price))
-            if one.accuracy >= full.accuracy - 0.01 - 1e-9:
-                fits[price] = one.mean_tokens
-        best = min(fits.values())
-        chosen = config.domains[name]["price"]
-        assert fits[chosen] == pytest.approx(best, rel=1e-5)
-
 
 def test_validation_is_of_the_same_domains(folders: list[Path], tmp_path: Path) -> None:
     where = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
-    settings = settings_for("1e-3", tuning="head", batch_size=8)
-    with pytest.raises(ValueError, match=r"of the domains \['exact', 'math'\], the validation lab"):
-        train_from_labels(folders, tmp_path / "run", settings, validation=where[0])
+    with pytest.raises(ValueError, match=r"of the domains of one task, the training labels of"):
+        trained_on(folders, tmp_path / "run", where[0])
     with pytest.raises(ValueError, match="give labels of the same domains"):
-        train_from_labels(folders[0], tmp_path / "run", settings, validation=where)
+        trained_on(folders[0], tmp_path / "run", where)
     # Order does not matter: what is refused is that they share their problems.
     with pytest.raises(ValueError, match="problem"):
-        train_from_labels(folders, tmp_path / "run", settings, validation=where[::-1])
+        trained_on(folders, tmp_path / "run", where[::-1])
 
 
 def test_a_mix_keeps_problems_apart_and_names_domains(folders: list[Path], tmp_path: Path) -> None:

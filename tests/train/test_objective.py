@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ospruner.train.fresh import batch_loss
-from ospruner.train.objective import answer_history, auxiliary_loss, classification_loss
+from ospruner.train.objective import (
+    batch_loss,
+    classification_loss,
+    every_price_loss,
+    objective_loss,
+)
 from ospruner.train.traces import Batch
 
 NUM_STEPS = (5, 1, 3)
@@ -91,32 +95,17 @@ def test_classifying_nothing_is_refused() -> None:
         classification_loss(torch.zeros(2, 3), torch.zeros(2, 3), nothing)
 
 
-def test_the_history_of_answers_by_hand() -> None:
-    answers = ["12", " 1 2", "7", "12", "12"]
-    logprobs = [-0.5, 0.0, None, math.log(0.25), -1.0]
-    wanted = [  # repeats, 1 - 1/run, 1 - 1/distinct, confidence
-        [0, 0, 0, math.exp(-0.5)],
-        [1, 1 / 2, 0, 1],
-        [0, 0, 1 / 2, 0],
-        [0, 0, 1 / 2, 0.25],
-        [1, 1 / 2, 1 / 2, math.exp(-1)],
+def test_the_loss_is_the_mean_over_prices_and_at_0_accuracy_alone() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, 5)
+    correct, lengths = torch.rand(4, 5), torch.arange(20.0).view(4, 5)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    prices = (0.0, 1e-3, 2e-2)
+    alone = [
+        objective_loss(logits[j], correct, lengths, price, mask, 0.01 if j else 0.0)
+        for j, price in enumerate(prices)
     ]
-    np.testing.assert_allclose(answer_history(answers, logprobs), wanted)
-
-
-def test_the_auxiliary_loss_weighs_traces_alike_and_ignores_padding() -> None:
-    batch = make_batch()
-    draws = torch.Generator().manual_seed(3)
-    logits = torch.randn(*batch.mask.shape, 2, generator=draws, dtype=torch.float64)
-    targets = torch.rand(*batch.mask.shape, 2, generator=draws, dtype=torch.float64)
-    by_hand = 0.0
-    for n, steps in enumerate(NUM_STEPS):
-        for t in range(steps):
-            for a in range(2):
-                x, y = float(logits[n, t, a]), float(targets[n, t, a])
-                p = 1 / (1 + math.exp(-x))
-                by_hand -= (y * math.log(p) + (1 - y) * math.log(1 - p)) / (2 * steps)
-    found = auxiliary_loss(logits, targets, batch.mask)
-    assert float(found) == pytest.approx(by_hand / len(NUM_STEPS))
-    logits[~batch.mask] = 1e4
-    assert float(auxiliary_loss(logits, targets, batch.mask)) == pytest.approx(float(found))
+    found = every_price_loss(logits, correct, lengths, prices, mask, 0.01)
+    torch.testing.assert_close(found, sum(alone) / 3)
+    with pytest.raises(ValueError, match="zip"):
+        every_price_loss(logits, correct, lengths, prices[:2], mask)

@@ -6,7 +6,6 @@ shapes but no storage.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,23 +35,16 @@ from modeling_ospruner.loading_ospruner import empty_base
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.doctor.plan import GIB, Workload, plan_for
 from ospruner.eval.schema import FEATURES
-from ospruner.progress import silent
+from ospruner.train.batches import micro_batches
+from ospruner.train.config import StopConfig
 from ospruner.train.flashthink import Verifier
-from ospruner.train.processes import Processes
-from ospruner.train.run import Run
-from ospruner.train.run_folder import RunFolder
-from ospruner.train.settings import Stage, TrainSettings
 from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces
-from ospruner.train.trunk.batches import micro_batches
+from ospruner.train.trainer import optimizer_of
 
 from .conftest import MakeLabels
 
 BASES = Path(__file__).parents[1] / "bases"
-STAGE = Stage("lam1e-4", 1e-4, 1)
-SETTINGS = TrainSettings(
-    length_penalties=(1e-4,), precision="bfloat16", cache_limit_bytes=0, tuning="layers"
-)
 
 
 class Held(TorchDispatchMode):
@@ -206,13 +198,10 @@ def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
     torch.nn.init.normal_(model.policy.head.weight)
     traces = LabelledTraces.from_dataset(make_labels(6))
     batch = traces.batch(np.arange(6))
-    settings = dataclasses.replace(
-        SETTINGS, precision=precision, gradient_checkpointing=checkpointing
-    )
 
     def gradients() -> list[Tensor]:
         model.policy.zero_grad(set_to_none=True)
-        trained = TrainedPolicy(model.policy, settings, Processes())
+        trained = TrainedPolicy(model.policy, precision == "bfloat16", checkpointing)
         hidden = traces.states(model, batch.rows)
         logits = trained(hidden, batch.positions.to(device))[..., 0]
         (logits.sigmoid().cpu() * batch.mask).sum().backward()
@@ -277,30 +266,33 @@ def base_and_policy(name: str, fake: FakeTensorMode, tuning: str) -> Verifier:
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """On any device, what is done on CUDA."""
     monkeypatch.setattr("ospruner.train.tail.fused_kernels", lambda device: FusedKernels())
-    monkeypatch.setattr("ospruner.train.traces.takes_packing", lambda base: False)
+    monkeypatch.setattr("ospruner.train.states.takes_packing", lambda base: False)
 
 
-def step_peak(name: str, settings: TrainSettings, out: Path, attention: OnlyFused) -> int:
+def step_peak(name: str, tuning: str, attention: OnlyFused) -> int:
     """Bytes held at the peak of one optimiser step; base, weights and AdamW's state included."""
     traces, rows = long_traces(BATCH), np.arange(BATCH)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = base_and_policy(name, fake, settings.tuning)
-    with fake, RunFolder(out, {}) as folder:
-        run = Run(model, traces, rows, traces, settings, folder, silent, Processes())
+    model = base_and_policy(name, fake, tuning)
+    with fake:
+        trained = TrainedPolicy(model.policy, half=True)
+        optimizer = optimizer_of(model.policy, StopConfig("run", learning_rate=1e-5))
         for parameter in model.policy.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        run.optimizer.step()  # has its state from now on
-        run.optimizer.zero_grad(set_to_none=True)
-        parts = micro_batches(traces.token_lengths, rows, settings.micro_batch_tokens)
-        states, batch = run.states_of(parts), traces.batch(rows)
-        state = [one for entry in run.optimizer.state.values() for one in entry.values()]
+        optimizer.step()  # has its state from now on
+        optimizer.zero_grad(set_to_none=True)
+        parts = micro_batches(traces.token_lengths, rows, 16_384)
+        state = [one for entry in optimizer.state.values() for one in entry.values()]
         held = Held([*model.base.parameters(), *model.policy.parameters(), *state])
         with held, attention:
             after = []
-            for number, part in enumerate(parts[:3]):  # the others repeat the third
-                run._add_gradients(STAGE, number, part, batch, states(number))
+            for part in parts[:3]:  # the others repeat the third
+                states, batch = traces.states(model, part), traces.batch(part)
+                # The loss looks at its mask's values, which these tensors do not have.
+                trained(states, batch.positions).mean().backward()
+                del states, batch
                 after.append(held.now)
-            run.optimizer.step()
+            optimizer.step()
         assert after[1] == after[2]
         assert len(parts) == BATCH
     return held.peak
@@ -335,14 +327,9 @@ def test_a_step_on_32_traces_of_15_000_tokens_takes_what_is_planned(
     limit: float,
     cached_limit: float,
     as_on_cuda: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    # The loss looks at its mask's values, which these tensors do not have.
-    monkeypatch.setattr("ospruner.train.run.batch_loss", lambda method, logits, *_: logits.mean())
     attention = OnlyFused()
-    settings = dataclasses.replace(SETTINGS, tuning=tuning)
-    step_bytes = step_peak(name, settings, tmp_path / "run", attention)
+    step_bytes = step_peak(name, tuning, attention)
     assert attention.calls == 3 * layers
     # These bases are in bfloat16. Packed experts, for which there are no kernels here, are counted.
     config = AutoConfig.from_pretrained(BASES / name)

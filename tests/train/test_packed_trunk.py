@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.train.packing import pack, takes_packing
 from ospruner.train.traces import LabelledTraces
-from ospruner.train.trunk.packing import pack, takes_packing
 
 from .conftest import MakeLabels
 

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.fresh import predict
+from ospruner.train.batches import EpochBatches, length_batches
+from ospruner.train.predicting import predict
 from ospruner.train.tail import step_outputs, takes_fast_tail
 from ospruner.train.traces import LabelledTraces
-from ospruner.train.trunk.batches import epoch_batches, length_batches
 
 MakeLabels = Callable[..., Dataset]
 TINY: dict[str, Any] = {
@@ -69,7 +69,14 @@ def test_batches_hold_the_tokens_and_places_of_the_rows(make_labels: MakeLabels)
 def test_an_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
     lengths = np.random.default_rng(0).integers(10, 400, 1000)
     rows = np.arange(0, 1000, 2)
-    first, again, second = (epoch_batches(lengths, rows, 16, 3, epoch) for epoch in (0, 0, 1))
+    sampler = EpochBatches(lengths, rows, 16, 3)
+
+    def batches_of(epoch: int) -> list[np.ndarray[Any, Any]]:
+        sampler.set_epoch(epoch)
+        return [np.array(batch) for batch in sampler]
+
+    first, again, second = (batches_of(epoch) for epoch in (0, 0, 1))
+    assert len(sampler) == len(first)
     assert sorted(np.concatenate(first).tolist()) == rows.tolist()
     assert [b.tolist() for b in first] == [b.tolist() for b in again]
     assert [b.tolist() for b in first] != [b.tolist() for b in second]
@@ -89,11 +96,11 @@ def test_predictions_equal_those_of_one_trace_at_a_time(
     plain = predict(model, dataset)
     assert traces.cache_states(model, 10) == 0  # does not fit: nothing is kept
     size = traces.cache_states(model, 2**30)
-    assert size == traces.cached_bytes == int(traces.token_lengths.sum()) * 32 * 4
+    assert size == int(traces.token_lengths.sum()) * 32 * 4
     cached = predict(model, traces)
     other = LabelledTraces.from_dataset(dataset)
     np.testing.assert_array_equal(predict(model, other), cached)
-    assert other.cached_bytes == size
+    assert other.cache_states(model, 0) == size  # they are kept
     np.testing.assert_allclose(cached, plain, atol=1e-6)
     for n, row in enumerate(dataset):
         alone = model.stop_probabilities(

@@ -22,8 +22,10 @@ from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.table import TraceTable
 from ospruner.serving.requests import StopRequest
-from ospruner.train.from_labels import load_labels, settings_for, train_from_labels
+from ospruner.train.label_sets import load_labels
 from ospruner.train.labels.making import label
+
+from .conftest import trained_on
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     folder = tmp_path_factory.mktemp("promise")
     for split, count, seed in (("train", 60, 7), ("test", 60, 8)):
         Reasoner().label(draw_split(split, count, seed), folder / split, seed)  # type: ignore[arg-type]
-    settings = settings_for("1e-3", tuning="head", batch_size=8)
-    (stage,) = train_from_labels(folder / "train", folder / "run", settings)
-    return folder / "train", folder / "test", stage.path
+    saved = trained_on(folder / "train", folder / "run")
+    return folder / "train", folder / "test", saved.path
 
 
 def promises_of(policy: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import PLAIN
 from ospruner.cli import app
 from ospruner.eval.grading.boxed import extract_boxed
-from ospruner.train.from_labels import load_labels
+from ospruner.train.label_sets import load_labels
 
 from ..server_process import free_port, running_server
 from ..serving.vllm.test_server import ARGUMENTS, CPU, needs_vllm

@@ -16,28 +16,24 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.train.fresh import batch_loss
-from ospruner.train.processes import Processes
-from ospruner.train.settings import TrainSettings
+from ospruner.train.objective import batch_loss
 from ospruner.train.tail import TrainedPolicy, no_denormals
 from ospruner.train.traces import LabelledTraces
 
 from .conftest import MakeLabels
-
-SETTINGS = TrainSettings(length_penalties=(1e-2,), tuning="layers")
 
 
 def gradients(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     traces: LabelledTraces,
-    **settings: Any,
+    half: bool = False,
+    checkpointing: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Logits, gradients by name, and the activations kept for the backward pass, in bytes."""
     model = OSPrunerForCausalLM.untrained(base, tokenizer, tuning="layers")
     model.policy.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    chosen = TrainSettings(length_penalties=(1e-2,), **{"tuning": "layers", **settings})
-    trained = TrainedPolicy(model.policy, chosen, Processes())
+    trained = TrainedPolicy(model.policy, half, checkpointing)
     batch = traces.batch(np.arange(12))
     hidden = traces.states(model, batch.rows)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -91,7 +87,7 @@ def test_checkpointing_changes_the_memory_and_nothing_else(
     config = AutoConfig.for_model(kind, **SIZES, **FAMILIES[kind], vocab_size=len(tiny_tokenizer))
     base = AutoModelForCausalLM.from_config(config).eval()
     plain = gradients(base, tiny_tokenizer, traces)
-    saving = gradients(base, tiny_tokenizer, traces, gradient_checkpointing=True)
+    saving = gradients(base, tiny_tokenizer, traces, checkpointing=True)
     assert torch.equal(plain[0], saving[0])
     assert plain[1].keys() == saving[1].keys()
     for name, gradient in plain[1].items():
@@ -124,19 +120,12 @@ def test_bfloat16_tail_keeps_weights_head_and_loss_in_float32(
     tiny_base: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast, traces: LabelledTraces
 ) -> None:
     exact, _, kept = gradients(tiny_base, tiny_tokenizer, traces)
-    logits, found, kept_half = gradients(tiny_base, tiny_tokenizer, traces, precision="bfloat16")
+    logits, found, kept_half = gradients(tiny_base, tiny_tokenizer, traces, half=True)
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())  # the head was not in bfloat16
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
     assert 0 < (logits - exact).abs().max() < 0.1 * exact.abs().max()
     assert kept_half < kept
-
-
-def test_other_precisions_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="precision is 'float8'; it must be auto, float32 or bfloat16"
-    ):
-        TrainSettings(length_penalties=(1e-2,), precision="float8")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot")

@@ -34,9 +34,10 @@ from ospruner.eval.replay import replay, replay_budget, replay_full
 from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
 from ospruner.rules import AnswerEntropy, Budget
-from ospruner.train.fresh import new_policy, predict
-from ospruner.train.from_labels import load_labels
-from ospruner.train.settings import TrainSettings
+from ospruner.train.config import StopConfig
+from ospruner.train.label_sets import load_labels
+from ospruner.train.policies import new_policy
+from ospruner.train.predicting import predict
 
 SAMPLES = 2
 SETTINGS = OnlineSettings(
@@ -159,10 +160,8 @@ def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def untrained(reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queries"]) -> Path:
-    settings = TrainSettings(
-        length_penalties=(1e-3,), num_policy_layers=1, init_bias=-2.0, tuning=tuning
-    )
-    model = new_policy(reasoner.model, reasoner.tokenizer, settings, reasoner.label_settings(0))
+    config = StopConfig("run", head="fixed", layers=1, tuning=tuning, use_cpu=True)
+    model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
     model.config.price = 1e-3
     model.save_pretrained(folder)
     return folder

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from ospruner.durable import checked_line
+from ospruner.durable import write_checked
 from ospruner.eval.report.pictures import (
     assign_styles,
     difficulty_groups,
@@ -88,31 +90,39 @@ def test_difficulty_is_drawn(tmp_path: Path) -> None:
     assert imread(tmp_path / "d.png").std() > 0
 
 
+def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> None:
+    """What a training run leaves, of ten steps a stage and a validation at every third."""
+    told = {"accuracy": 0.6, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}
+    record = {
+        "settings": {"head": head},
+        "policies": {f"lam{price}": {"price": price, **told} for price in prices},
+    }
+    write_checked(folder / "run.json", record)
+    found = [
+        {"step": step, "eval_price": 1e-3, "eval_accuracy": 0.5 + step / 100, "eval_tokens": 90.0}
+        for step in range(3, 10 * len(prices), 3)
+    ]
+    state = {"max_steps": 10 * len(prices), "log_history": [{"loss": 1.0, "step": 1}, *found]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
 def test_dynamics_need_a_finished_stage(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no log.jsonl"):
+    with pytest.raises(ValueError, match=r"has no trainer_state\.json: give the folder of a fin"):
         save_dynamics(tmp_path, [tmp_path / "x.png"])
-    log = tmp_path / "log.jsonl"
-    log.write_bytes(checked_line({"stage": "s", "epoch": 0}))
-    with pytest.raises(ValueError, match="has no finished stage in log.jsonl"):
+    finished_run(tmp_path, [])
+    with pytest.raises(ValueError, match="has no finished stage"):
         save_dynamics(tmp_path, [tmp_path / "x.png"])
-    log.write_bytes(log.read_bytes().replace(b"0", b"1"))
-    with pytest.raises(ValueError, match=r"log\.jsonl, line 1 is damaged"):
+    record = tmp_path / "run.json"
+    record.write_bytes(record.read_bytes().replace(b"fixed", b"price"))
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
         save_dynamics(tmp_path, [tmp_path / "x.png"])
 
 
-def test_dynamics_between_stage_ends_are_drawn_over_steps(tmp_path: Path) -> None:
-    lines: list[dict[str, object]] = []
-    for number, name in enumerate(("lam1e-3", "lam1e-4")):
-        for step in range(3):
-            found = {"accuracy": 0.5 + 0.01 * step, "tokens": 90.0 + step}
-            lines.append({"dynamics": {"steps": 10 * number + 3 * step + 1, **found}})
-        lines.append({"stage": name, "epoch": 0, "steps": 10 * number + 10})
-        result = {"name": name, "price": 10.0 ** (-3 - number), "accuracy": 0.6}
-        lines.append(
-            {"validation": {**result, "tokens": 99.0, "full_accuracy": 0.7, "full_tokens": 200.0}}
-        )
-    (tmp_path / "log.jsonl").write_bytes(b"".join(map(checked_line, lines)))
+@pytest.mark.parametrize("head", ["fixed", "price"])
+def test_dynamics_are_drawn_over_steps(head: str, tmp_path: Path) -> None:
+    finished_run(tmp_path, [1e-3, 1e-4] if head == "fixed" else [1e-3], head)
     save_dynamics(tmp_path, [tmp_path / "d.svg"])
     drawn = (tmp_path / "d.svg").read_text()
     assert "optimiser steps" in drawn
-    assert "epochs" not in drawn
+    assert ("annealed" in drawn) == (head == "fixed")
+    assert ("every" in drawn) == (head == "price")

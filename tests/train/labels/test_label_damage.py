@@ -16,7 +16,7 @@ from ospruner.cli import app
 from ospruner.durable import DamagedError
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import hash_files, provenance, read_provenance
-from ospruner.train.from_labels import load_labels
+from ospruner.train.label_sets import load_labels
 from ospruner.train.labels.folder import (
     StoredChunk,
     chunks_of,

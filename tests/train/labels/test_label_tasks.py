@@ -25,11 +25,12 @@ from ospruner.eval.problems.registry import parse_task
 from ospruner.eval.report.summary import results_of
 from ospruner.eval.schema import LabelSettings, TraceTable
 from ospruner.provenance import PROVENANCE_FILE
-from ospruner.train.from_labels import settings_for, train_from_labels
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.regrading import regrade
 from ospruner.train.labels.rows import grade_rows
 from ospruner.train.labels.writer import LabelFolder
+
+from ..conftest import trained_on
 
 
 def label(base: Path, rows: list[dict[str, Any]], out: Path, *arguments: str) -> Dataset:
@@ -86,13 +87,7 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
     regrade(tmp_path / "quiz")
     assert {row["forced_correct"][-1] for row in read_labels(tmp_path / "quiz")} == {1.0}
 
-    stages = train_from_labels(
-        tmp_path / "quiz",
-        tmp_path / "policy",
-        settings_for("1e-2", batch_size=2, epochs_per_stage=1, num_policy_layers=1),
-        held_out=3,
-    )
-    policy = stages[0].path
+    policy = trained_on(tmp_path / "quiz", tmp_path / "policy", batch_size=2, held_out=3).path
     assert OSPrunerConfig.from_pretrained(policy).task == settings.task
     evaluation = compare(
         tmp_path / "quiz", [str(policy), "agreement:2"], benchmark="quiz", device="cpu"
@@ -149,13 +144,8 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
             folder.rewrite(ended)
             folder.finish()
         (tmp_path / name / PROVENANCE_FILE).unlink()
-    stages = train_from_labels(
-        tmp_path / "shares",
-        tmp_path / "policy",
-        settings_for("1e-2", batch_size=2, epochs_per_stage=1, num_policy_layers=1),
-        held_out=3,
-    )
-    policy = str(stages[0].path)
+    saved = trained_on(tmp_path / "shares", tmp_path / "policy", batch_size=2, held_out=3)
+    policy = str(saved.path)
     expected = compare(tmp_path / "shares", [policy], benchmark="quiz", device="cpu").evaluation
     table = TraceTable.from_dataset(shares)
     assert expected.full.correct == pytest.approx(table.full_correct, abs=1e-6)

@@ -1,0 +1,146 @@
+"""What a run is: fields that are refused, prices by name, and the rule for what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ospruner.eval.table import TraceTable
+from ospruner.train.config import MOST_PASSES, STEPS, VERIFIER, StopConfig
+from ospruner.train.prices import GPT_OSS_PRICES, R1_PRICES, chosen_prices, prices_of_batch
+
+from .conftest import RANGE, MakeLabels
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "lynx"}, "method is 'lynx'; it must be one of os-pruner, probe"),
+        ({"head": "index"}, "head is 'index'; it must be one of price, fixed"),
+        ({"tuning": "attention"}, "tuning is 'attention'; it must be one of queries, layers, lora"),
+        ({"layers": -1}, "layers is -1; it must be at least 0"),
+        ({"prices_per_batch": 1}, "prices_per_batch is 1; it must be at least 2"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"num_train_epochs": 0}, "num_train_epochs is 0; it must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be finite and > 0"),
+        ({"average": 1.5}, r"average is 1.5; it must lie in \[0, 1\]"),
+        ({"max_ungraded": 2}, "max_ungraded is 2; it must lie in"),
+        ({"entropy_bonus": -1.0}, "entropy_bonus is -1.0; it must be finite and >= 0"),
+        ({"method": "probe", "entropy_bonus": 0.1}, "entropy_bonus is 0.1, but method 'probe'"),
+        ({"method": "probe", "prices": [1e-3]}, r"prices is \[0.001\], but method 'probe'"),
+        ({"max_steps": 10}, "max_steps is 10 .* counted in passes"),
+        ({"gradient_accumulation_steps": 2}, "taken in parts by micro_batch_tokens"),
+    ],
+)
+def test_bad_fields_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StopConfig("run", use_cpu=True, **fields)
+
+
+def test_counts_are_integers() -> None:
+    with pytest.raises(TypeError, match=r"batch_size is 1\.5; it must be an integer"):
+        StopConfig("run", batch_size=1.5)  # type: ignore[arg-type]
+
+
+def test_defaults_are_of_one_policy_of_every_price() -> None:
+    config = StopConfig("run", use_cpu=True)
+    assert (config.head, config.tuning, config.entropy_bonus) == ("price", "queries", 0.01)
+    assert (config.lr_scheduler_type, config.max_grad_norm, config.bf16) == ("constant", 0, False)
+    fixed = StopConfig("run", head="fixed", use_cpu=True)
+    assert fixed.entropy_bonus == 0
+    probe = StopConfig("run", method="probe", use_cpu=True)
+    assert (probe.head, probe.entropy_bonus, probe.verifier) == ("fixed", 0, VERIFIER)
+
+
+def test_prices_by_name_by_list_and_wrong(make_labels: MakeLabels) -> None:
+    table = TraceTable.from_dataset(make_labels(40))
+    assert chosen_prices("r1", False, table) == R1_PRICES
+    assert chosen_prices("drpo", False, table) == GPT_OSS_PRICES
+    assert chosen_prices("1e-3, 5e-4,0", False, table) == (1e-3, 5e-4, 0.0)
+    assert chosen_prices([1e-4, 1e-2], True, table) == (1e-4, 1e-2)
+    for given, said in (("steep", "it must be 'auto', one of"), ([1e-4, 1e-3], "fall strictly")):
+        with pytest.raises(ValueError, match=said):
+            chosen_prices(given, False, table)
+    for wrong in ("r1", "1e-4", [1e-3, 1e-4], [0.0, 1e-3]):
+        with pytest.raises(ValueError, match="lowest and the highest|must be 'auto', or numbers"):
+            chosen_prices(wrong, True, table)
+    with pytest.raises(ValueError, match=r"prices holds \[nan\]"):
+        chosen_prices("nan", False, table)
+
+
+def worth(table: TraceTable) -> float:
+    """What a token gains in accuracy up to the best fixed step."""
+    at = np.minimum(np.arange(table.correct.shape[1]), table.last[:, None])
+    accuracy = np.take_along_axis(table.correct, at, 1).mean(0)
+    mean = np.take_along_axis(table.lengths.astype(float), at, 1).mean(0)
+    best = int(accuracy.argmax())
+    return float((accuracy[best] - accuracy[0]) / (mean[best] - mean[0]))
+
+
+def test_automatic_prices_follow_from_the_labels(make_labels: MakeLabels) -> None:
+    table = TraceTable.from_dataset(make_labels(200))
+    low, high = chosen_prices("auto", True, table)
+    assert low == pytest.approx(high / 200)
+    assert 2 * worth(table) <= high < 5 * worth(table) + 1e-12
+    longer = dataclasses.replace(table, lengths=10 * table.lengths)
+    assert chosen_prices("auto", True, longer)[1] == pytest.approx(high / 10)
+    first, *falling = chosen_prices("auto", False, table)
+    assert first <= worth(table) / 2 < 2.5 * first + 1e-12
+    assert (len(falling), falling[-1]) == (7, 0.0)
+    useless = dataclasses.replace(table, correct=np.ones_like(table.correct))
+    with pytest.raises(ValueError, match="thinking gains nothing here"):
+        chosen_prices("auto", True, useless)
+
+
+def test_a_step_is_taken_on_0_and_one_price_of_each_part_of_the_range() -> None:
+    ends = (RANGE[0], RANGE[1])
+    parts, seen = np.geomspace(*ends, 16), set()
+    for step in range(50):
+        first, *drawn = prices_of_batch(ends, 16, 0, step)
+        assert (first, len(drawn)) == (0, 15)
+        for price, low, high in zip(drawn, parts[:-1], parts[1:], strict=True):
+            assert low <= price <= high
+        assert prices_of_batch(ends, 16, 0, step) == (first, *drawn)
+        seen.add(tuple(drawn))
+    assert len(seen) == 50
+    assert prices_of_batch(ends, 3, 1, 0)[1:] != prices_of_batch(ends, 3, 0, 0)[1:]
+
+
+def test_what_is_left_out_follows_from_labels_and_base(make_labels: MakeLabels) -> None:
+    table = TraceTable.from_dataset(make_labels(40))
+    config = StopConfig("run", use_cpu=True)
+
+    def settled(traces: int, width: int = 128, **fields: Any) -> StopConfig:
+        chosen = StopConfig("run", use_cpu=True, **fields)
+        return chosen.settled(table, traces, magnitude=100.0, width=width)
+
+    passes = {n: settled(n).num_train_epochs for n in (40, 200, 1200, 40_000)}
+    assert passes[40] == MOST_PASSES
+    assert passes[1200] * -(-1200 // 32) >= STEPS
+    assert list(passes.values()) == sorted(passes.values(), reverse=True)
+    assert passes[40_000] == 2
+    assert settled(40, num_train_epochs=3).num_train_epochs == 3
+    assert settled(40, width=128).learning_rate == pytest.approx(5e-4)
+    assert settled(40, width=3584).learning_rate == pytest.approx(1.8e-5)  # the paper's: 1e-5
+    assert settled(40).head_learning_rate == pytest.approx(4e-3)
+    assert settled(40, learning_rate=1e-5).head_learning_rate == 1e-5
+    assert settled(40).prices == list(chosen_prices("auto", True, table))
+    assert config.prices == "auto"  # what was given stays
+
+
+def test_stages_are_named_by_their_prices(make_labels: MakeLabels) -> None:
+    table = TraceTable.from_dataset(make_labels(40))
+
+    def stages(**fields: Any) -> list[tuple[str, float | None]]:
+        config = StopConfig("run", use_cpu=True, **fields).settled(table, 40, 100.0, 128)
+        return [(stage.name, stage.price) for stage in config.stages]
+
+    assert stages(head="fixed", prices="1e-3,2.5e-5,0") == [
+        ("lam1e-3", 1e-3), ("lam2.5e-5", 2.5e-5), ("lam0", 0.0),
+    ]  # fmt: skip
+    assert stages(head="fixed", prices=[1e-3]) == [("", 1e-3)]
+    assert stages() == [("", None)]
+    assert stages(method="probe") == [("", 0.0)]

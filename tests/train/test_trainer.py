@@ -1,0 +1,353 @@
+"""Training: it learns, logs what it does, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import concatenate_datasets
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallback
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.eval.replay import replay, replay_full
+from ospruner.eval.table import TraceTable
+from ospruner.train.objective import batch_loss
+from ospruner.train.policies import SavedPolicy
+from ospruner.train.predicting import predict, predict_outputs
+from ospruner.train.trainer import StopTrainer, TrainingDivergedError
+
+from .conftest import PRICE, PRICED, PROBE, RANGE, SETTINGS, SHORT, MakeLabels, log_of
+
+Fit = Callable[..., list[SavedPolicy]]
+
+
+def test_annealed_policies_earn_more_than_never_stopping(
+    fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM, tmp_path: Path
+) -> None:
+    results = fit(SETTINGS, make_labels(128))
+    assert [result.path.name for result in results] == ["lam3e-2", "lam1e-2", "lam5e-3"]
+    assert [result.price for result in results] == [3e-2, 1e-2, PRICE]
+    fresh = make_labels(60, seed=2, prefix="t")
+    table = TraceTable.from_dataset(fresh)
+    model = OSPrunerForCausalLM.from_base(tiny_base, results[-1].path)
+    trained = replay(table, predict(model, fresh))
+    never, best = replay_full(table), (table.correct - PRICE * table.lengths)[table.mask].max()
+    rewards = [one.accuracy - PRICE * one.mean_tokens for one in (never, trained)]
+    assert rewards[0] + 0.02 < rewards[1] < best
+    assert trained.accuracy > 0.9  # the answer is wrong at first: it waits until it is right
+    epochs = [entry for entry in log_of(tmp_path / "run") if "loss" in entry]
+    assert [entry["epoch"] for entry in epochs] == list(range(1, 16))
+    assert epochs[4]["loss"] < epochs[0]["loss"] - 0.02
+    assert all(0 <= entry["saturated_share"] <= 1 for entry in epochs)
+
+
+def test_one_policy_of_every_price_beats_never_stopping_at_each(
+    fit: Fit, tiny_base: Qwen2ForCausalLM, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    (saved,) = fit(PRICED)
+    assert saved.path == tmp_path / "run"
+    held_out = make_labels(40, seed=1, prefix="v")
+    table = TraceTable.from_dataset(held_out)
+    full, model = replay_full(table), OSPrunerForCausalLM.from_base(tiny_base, saved.path)
+    said = predict_outputs(model, held_out)
+    for price in (2e-3, 5e-3, 2e-2):
+        found = replay(table, said.probabilities(price))
+        gained = found.accuracy - full.accuracy - price * (found.mean_tokens - full.mean_tokens)
+        assert gained > 0.2 * price * full.mean_tokens, price
+    # For nothing, what helps is thought to the end; and tokens never rise with the price.
+    assert replay(table, said.probabilities(0.0)).accuracy > full.accuracy - 0.01
+    tokens = [
+        replay(table, said.probabilities(p)).mean_tokens for p in (0.0, *np.geomspace(*RANGE))
+    ]
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[0] > 1.3 * tokens[-1]
+    # The default is the boldest price of 31 that loses a point at most, and the record says so.
+    outcomes = {p: replay(table, said.probabilities(p)) for p in model.config.prices.grid()}
+    kept = [p for p, one in outcomes.items() if one.accuracy >= full.accuracy - 0.01]
+    assert model.config.price == saved.price == max(kept)
+    assert saved.accuracy == pytest.approx(outcomes[max(kept)].accuracy)
+    record = json.loads((saved.path / "provenance.json").read_text("utf-8"))["details"]
+    assert "at most 0.01 accuracy" in record["price_chosen_by"]
+    assert record["settings"]["prices"] == RANGE
+
+
+def test_a_head_rate_too_high_for_the_base_is_named(
+    fit: Fit, tiny_base: Qwen2ForCausalLM, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fit(SHORT | {"head_learning_rate": 1e-3}, out=tmp_path / "low")
+    with pytest.warns(UserWarning, match=r"may move a stop logit by .*head_learning_rate"):
+        fit(SHORT | {"head_learning_rate": 0.1}, out=tmp_path / "high")
+    low, high = (
+        next(e["largest_logit_step"] for e in log_of(tmp_path / n) if "largest_logit_step" in e)
+        for n in ("low", "high")
+    )
+    assert high == pytest.approx(100 * low)
+    # A normalised state of width H has magnitudes that sum to H at the most.
+    assert 0.3 * tiny_base.config.hidden_size < low / 1e-3 <= tiny_base.config.hidden_size
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_entropy_bonus_keeps_a_run_from_never_stopping(
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path, seed: int
+) -> None:
+    labels, settings = make_labels(128), SETTINGS | {"prices": [1e-2], "seed": seed}
+    (stuck,) = fit(settings, labels, tmp_path / "without")
+    (free,) = fit(settings | {"entropy_bonus": 0.05}, labels, tmp_path / "with")
+    assert stuck.tokens > 0.99 * stuck.full_tokens  # 1e-2 is too low a price to begin with
+    assert free.tokens < 0.8 * free.full_tokens
+    assert free.accuracy > 0.98
+    without, with_bonus = (
+        [e["saturated_share"] for e in log_of(tmp_path / name) if "loss" in e][-1]
+        for name in ("without", "with")
+    )
+    assert with_bonus < 0.8 < without
+
+
+def test_what_is_told_of_a_policy_is_true_of_the_saved_one(
+    fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM
+) -> None:
+    held_out = make_labels(40, seed=1, prefix="v")
+    before = {name: value.clone() for name, value in tiny_base.state_dict().items()}
+    for saved in fit(SETTINGS | {"prices": [3e-2, 1e-2], "num_train_epochs": 1}):
+        model = OSPrunerForCausalLM.from_base(tiny_base, saved.path)
+        assert model.config.price == saved.price
+        assert (model.config.method, model.config.default_mode) == ("os-pruner", "sample")
+        outcome = replay(TraceTable.from_dataset(held_out), predict(model, held_out))
+        assert saved.accuracy == pytest.approx(outcome.accuracy, abs=1e-5)
+        assert saved.tokens == pytest.approx(outcome.mean_tokens, abs=1e-3)
+        assert (saved.full_accuracy, saved.full_tokens > saved.tokens) == (1.0, True)
+    assert all(torch.equal(before[name], v) for name, v in tiny_base.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["probe", "convergence", "final-answer"])
+def test_baselines_learn_their_labels(
+    method: str, fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM
+) -> None:
+    # Where the natural end is wrong, "right" and "final" are opposite labels.
+    dataset = make_labels(64).map(
+        lambda row: {"forced_correct": [1.0 - value for value in row["forced_correct"]]}
+    )
+    (saved,) = fit(PROBE | {"method": method, "num_train_epochs": 15}, dataset)
+    assert (saved.method, saved.price) == (method, 0.0)
+    model = OSPrunerForCausalLM.from_base(tiny_base, saved.path)
+    assert (model.config.method, model.config.default_mode) == (method, "threshold")
+    table = TraceTable.from_dataset(dataset)
+    target = table.correct if method == "probe" else table.matches_final
+    said = predict(model, dataset)[table.mask] > 0.5
+    assert (said == target[table.mask]).mean() > 0.9
+
+
+class Watching(TrainerCallback):
+    """Keeps the head's weights after each optimiser step, before they are averaged."""
+
+    def __init__(self) -> None:
+        self.heads: list[Tensor] = []
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Copies them."""
+        self.heads.append(named["model"].policy.head.weight.detach().clone())
+
+
+def test_a_stage_ends_with_the_mean_of_its_last_weights(
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    def run(average: float) -> tuple[list[Tensor], list[Tensor]]:
+        """The head's weights after each step, and those that were saved."""
+        settings = SETTINGS | {"prices": [2e-2, 1e-2], "num_train_epochs": 2, "average": average}
+        watching = Watching()  # 2 stages x 10 steps
+        saved = fit(settings, make_labels(40), tmp_path / f"{average}", callbacks=[watching])
+        files = [load_file(one.path / "model.safetensors") for one in saved]
+        return watching.heads, [tensors["policy.head.weight"] for tensors in files]
+
+    last, last_saved = run(0.0)
+    mean, mean_saved = run(0.4)
+    assert len(mean) == 20
+    assert all(map(torch.equal, last[:10], mean[:10]))  # what is averaged trains as before
+    torch.testing.assert_close(mean_saved[0], sum(last[6:10]) / 4)
+    torch.testing.assert_close(mean_saved[1], sum(mean[16:]) / 4)
+    assert torch.equal(last[9], last_saved[0])
+    # The next stage begins with the mean: its first step is of the head's rate at the most.
+    assert (mean[10] - mean_saved[0]).abs().max() < 1.1e-2
+    assert (last[10] - mean_saved[0]).abs().max() > 1.1e-2
+
+
+def test_capped_traces_are_dropped_and_counted(
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    capped = make_labels(5, seed=3, prefix="c", ended="cap")
+    (mixed,) = fit(SHORT, concatenate_datasets([capped, make_labels(64)]))
+    record = json.loads((mixed.path / "provenance.json").read_text("utf-8"))["details"]
+    assert record["training_traces"] == 64
+    assert log_of(tmp_path / "run")[-1]["step"] == 8  # 64 traces in batches of 8
+    with pytest.raises(ValueError, match=r"0 training traces .* \(5 were cut at the cap\)"):
+        fit(SHORT, capped, tmp_path / "other")
+
+
+def test_nan_stops_the_run_with_a_clear_error(fit: Fit, tiny_base: Qwen2ForCausalLM) -> None:
+    with torch.no_grad():
+        tiny_base.get_decoder().layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    said = r"the loss is nan at step 1 \(traces .* base's own hidden states are not finite"
+    with pytest.raises(TrainingDivergedError, match=said):
+        fit()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_at_its_step(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps = 0
+
+    def loss_with_a_bad_slope(method: str, logits: Tensor, *rest: Any) -> Tensor:
+        nonlocal steps
+        steps += 1
+        # The value is 0, the slope of the root there infinite: the third step's gradient is NaN.
+        bad = (0 * logits.sum()).sqrt() if steps == 3 else 0
+        return batch_loss(method, logits, *rest) + bad
+
+    settings = SHORT | {"save_strategy": "steps", "save_steps": 1}
+    with monkeypatch.context() as patched:
+        patched.setattr("ospruner.train.trainer.batch_loss", loss_with_a_bad_slope)
+        said = r"not finite.*: gradient of .* at step 3 .* Lower learning_rate \(0\.002\) or head_"
+        with pytest.raises(TrainingDivergedError, match=said):
+            fit(settings)
+    # The run goes on from the step before.
+    (saved,) = fit(settings)
+    tensors = load_file(saved.path / "model.safetensors").values()
+    assert all(tensor.isfinite().all() for tensor in tensors)
+    assert log_of(tmp_path / "run")[-1]["step"] == 8
+
+
+@pytest.mark.parametrize("rate", [1e39, 1e30])
+def test_weights_that_explode_stop_the_run_before_a_policy_is_saved(
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path, rate: float
+) -> None:
+    # One step, whose loss and gradients are finite: only the weights after it are not.
+    settings = SHORT | {"learning_rate": rate, "head_learning_rate": rate, "batch_size": 32}
+    with pytest.raises(TrainingDivergedError, match=r"weights of .* at step 1 "):
+        fit(settings, make_labels(32))
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("bias", "said"),
+    [
+        (-30.0, "never stops: on the validation traces it equals the full trace and saves 0.0 %"),
+        (30.0, "always stops: on the validation traces at the first step"),
+        (-2.0, ""),
+    ],
+)
+def test_a_policy_that_is_a_trivial_rule_is_saved_with_a_warning(
+    bias: float, said: str, make_trainer: Callable[..., StopTrainer]
+) -> None:
+    trainer = make_trainer(SHORT | {"learning_rate": 1e-9, "head_learning_rate": 1e-9})
+    torch.nn.init.constant_(trainer.stop_model.policy.head.bias, bias)
+    trainer.train()
+    (saved,) = trainer.policies
+    assert saved.warning.startswith(said)
+    assert bool(saved.warning) == bool(said)
+    record = json.loads((saved.path / "provenance.json").read_text("utf-8"))
+    assert record["details"].get("warning", "") == saved.warning
+
+
+def test_memory_that_runs_out_says_what_to_lower(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        torch.empty(1 << 60)  # the allocator's own error
+
+    monkeypatch.setattr("ospruner.train.trainer.batch_loss", fail)
+    with pytest.raises(MemoryError, match="out of memory with micro_batch_tokens 16384 .* lower m"):
+        fit(SHORT)
+
+
+def test_the_log_keeps_the_dynamics(fit: Fit, tmp_path: Path) -> None:
+    fit(SETTINGS | {"num_train_epochs": 2, "eval_strategy": "steps", "eval_steps": 3})
+    points = [entry for entry in log_of(tmp_path / "run") if "eval_price" in entry]
+    assert [point["step"] for point in points] == list(range(3, points[-1]["step"] + 1, 3))
+    assert {point["eval_price"] for point in points} == set(SETTINGS["prices"])
+    for point in points:
+        reward = point["eval_accuracy"] - point["eval_price"] * point["eval_tokens"]
+        assert point["eval_reward"] == pytest.approx(reward)
+
+
+def test_what_cannot_be_learnt_from_is_refused(
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"there are 5 training traces .* at least 8"):
+        fit(labels=make_labels(5))
+    right = make_labels(20).map(lambda row: {"forced_correct": [1.0] * len(row["step_ends"])})
+    with pytest.raises(ValueError, match="forced_correct makes the label 1 at every step of"):
+        fit(labels=right)
+    same = make_labels(20).map(lambda row: {"matches_final": [True] * len(row["step_ends"])})
+    with pytest.raises(ValueError, match="matches_final makes the label 1 at every step"):
+        fit(PROBE | {"method": "convergence"}, same)
+    with pytest.raises(ValueError, match="64 problems are in both .* such as 'p0'"):
+        fit(validation=make_labels(64))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_alone_learns(fit: Fit, tmp_path: Path) -> None:
+    fit(SETTINGS | {"prices": [1e-2], "layers": 0, "num_train_epochs": 3})
+    losses = [entry["loss"] for entry in log_of(tmp_path / "run") if "loss" in entry]
+    assert losses[-1] < losses[0]
+
+
+def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
+    fit: Fit,
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tiny_base.bfloat16()
+    (saved,) = fit(SHORT | {"learning_rate": 1e-5, "num_train_epochs": 4})
+    tensors = load_file(saved.path / "model.safetensors")
+    name = "layers.3.mlp.up_proj.weight"
+    before = tiny_base.get_decoder().state_dict()[name].float()
+    moved = (tensors["policy.tail.layers.1.mlp.up_proj.weight"] - before).abs()
+    assert 0 < moved.max() < 5e-4  # such steps round to nothing in bfloat16
+    loaded = OSPrunerForCausalLM.from_base(tiny_base, saved.path)
+    assert loaded.policy.tail is not None
+    assert loaded.policy.tail.dtype == torch.bfloat16
+
+
+def test_traces_beyond_the_bases_positions_are_refused(
+    fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM, tmp_path: Path
+) -> None:
+    fitting = make_labels(64).filter(lambda row: len(row["step_ends"]) < 5)
+    held_out = make_labels(40, seed=1, prefix="v")
+    lengths = [len(row["prompt_ids"]) + len(row["trace_ids"]) for row in held_out]
+    tiny_base.config.max_position_embeddings = max(lengths) - 1
+    first = lengths.index(max(lengths))
+    said = rf"longer than the base's {max(lengths) - 1} positions .* trace {first} .*'v{first}'"
+    with pytest.raises(ValueError, match=said):
+        fit(SHORT, fitting)
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_policy_is_pushed_by_its_folder(
+    make_trainer: Callable[..., StopTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ospruner
+
+    published: list[Any] = []
+    monkeypatch.setattr(
+        ospruner, "publish", lambda *given, **named: published.append((given, named)), raising=False
+    )
+    trainer = make_trainer(SHORT)
+    with pytest.raises(ValueError, match="0 policies are trained here: train first"):
+        trainer.push_to_hub("org/policy")
+    trainer.train()
+    trainer.push_to_hub("org/policy", private=True)
+    assert published == [((trainer.policies[0].path, "org/policy"), {"private": True})]
+    several = make_trainer(
+        SHORT | {"prices": [2e-2, 1e-2]}, out=trainer.policies[0].path.with_name("two")
+    )
+    several.train()
+    with pytest.raises(ValueError, match="2 policies are trained here .*lam1e-2.*: publish one"):
+        several.push_to_hub("org/policy")

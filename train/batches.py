@@ -1,0 +1,121 @@
+"""Which traces are computed together: an epoch's batches, their parts, and passes over all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from ospruner.eval.table import IntArray
+
+__all__ = ["BatchLoader", "length_batches", "micro_batches", "share_of"]
+
+_BUCKET_BATCHES = 16
+_FORWARD_TOKENS = 16_384
+
+
+class EpochBatches:
+    """The batches of an epoch: shuffled, then sorted by length within a few batches' rows.
+
+    A function of its arguments and the epoch alone, so that a resumed epoch goes on with the same
+    batches, and all processes see the same. (transformers' own sampler deals different batches to
+    each process, so that the curve would depend on how many there are.)
+
+    Args:
+        token_lengths: (N,) tokens of each trace.
+        rows: the traces to train on.
+        batch_size: traces a batch; the last one may be smaller.
+        seed: of the run.
+    """
+
+    def __init__(self, token_lengths: IntArray, rows: IntArray, batch_size: int, seed: int) -> None:
+        self._lengths, self._rows = token_lengths, rows
+        self._batch_size, self._seed = batch_size, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch, counted over the whole run."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        bucket = self._batch_size * _BUCKET_BATCHES
+        whole, rest = divmod(len(self._rows), bucket)
+        return whole * _BUCKET_BATCHES + -(-rest // self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draws = np.random.default_rng([self._seed, self._epoch])
+        order, size = draws.permutation(self._rows), self._batch_size
+        batches = []
+        for start in range(0, len(order), size * _BUCKET_BATCHES):
+            part = order[start : start + size * _BUCKET_BATCHES]
+            part = part[np.argsort(self._lengths[part], kind="stable")]
+            batches += [part[i : i + size].tolist() for i in range(0, len(part), size)]
+        yield from (batches[i] for i in draws.permutation(len(batches)))
+
+
+class BatchLoader(DataLoader[Any]):
+    """Yields the numbers of a batch's traces; their states are taken where they are needed.
+
+    Args:
+        batches: of the run.
+        traces: how many there are, also those that are not trained on.
+    """
+
+    def __init__(self, batches: EpochBatches, traces: int) -> None:
+        super().__init__(range(traces), batch_sampler=batches, collate_fn=_rows_of)  # type: ignore[arg-type]
+        self._batches = batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `EpochBatches`."""
+        self._batches.set_epoch(epoch)
+
+
+def _rows_of(rows: list[int]) -> dict[str, IntArray]:
+    return {"rows": np.array(rows, dtype=np.int64)}
+
+
+def share_of(rows: IntArray, rank: int, size: int) -> IntArray:
+    """A process's traces of a batch; one, which must count for nothing, where none is left.
+
+    No process may sit out a batch: the others would wait for its part of the gradient.
+    """
+    mine = rows[rank::size]
+    return mine if len(mine) else rows[:1]
+
+
+def micro_batches(
+    token_lengths: IntArray, rows: IntArray, max_tokens: int, processes: int = 1
+) -> list[IntArray]:
+    """Cuts a batch into parts, so that no process takes more than `max_tokens` slots at once.
+
+    A slot is a token or padding; each process may take one trace, however long. All processes get
+    as many parts.
+
+    Args:
+        token_lengths: (N,) tokens of each trace.
+        rows: the batch's traces, best of similar lengths one after another.
+        max_tokens: slots of each process.
+        processes: those that share each part, as `share_of` does.
+    """
+    parts, start = [], 0
+    longest = 0
+    for end, row in enumerate(rows):
+        longest = max(longest, int(token_lengths[row]))
+        if end - start >= processes and -(-(end + 1 - start) // processes) * longest > max_tokens:
+            parts.append(rows[start:end])
+            start, longest = end, int(token_lengths[row])
+    return [*parts, rows[start:]]
+
+
+def length_batches(
+    token_lengths: IntArray, max_tokens: int = _FORWARD_TOKENS
+) -> Iterator[IntArray]:
+    """All rows, longest first, in batches of at most `max_tokens` slots (one row at least)."""
+    order = np.argsort(-token_lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        count = max(1, max_tokens // int(token_lengths[order[start]]))
+        yield order[start : start + count]
+        start += count

@@ -1,0 +1,247 @@
+"""Policies before and after they are trained: a fresh one for labels, and what is saved of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import ReasoningFormat
+from modeling_ospruner.loading_ospruner import WEIGHTS
+from ospruner.eval.intervals import Rule, summarise
+from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
+from ospruner.eval.replay import Outcome, replay, replay_full
+from ospruner.eval.results import RESULTS_FILE, Results
+from ospruner.eval.schema import MATH_TASK, LabelSettings
+from ospruner.eval.selection import choose
+from ospruner.eval.table import TraceTable
+from ospruner.provenance import PROVENANCE_FILE, file_hash, provenance
+
+from .config import StopConfig
+from .flashthink import Verifier
+from .predicting import Predicted
+
+__all__ = ["SavedPolicy", "Trainable", "new_policy", "save_policy", "warning_about"]
+
+Trainable = OSPrunerForCausalLM | Verifier
+AnyTrainable = TypeVar("AnyTrainable", OSPrunerForCausalLM, Verifier)
+
+BASELINE_THRESHOLD = 0.9
+"""A baseline's threshold until one is chosen on validation: the paper's most careful one."""
+CHOSEN_LOSS = 0.01
+CHOSEN_BY = (
+    f"fewest tokens among prices that lose at most {CHOSEN_LOSS} accuracy on the validation traces"
+)
+TRIVIAL = 0.01
+"""A policy this near to one of the two trivial rules, in tokens, is as good as that rule."""
+_SHOWN_EVERY = 5  # of a frontier's prices, among the results
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A policy, and what it does on the validation traces.
+
+    Attributes:
+        path: its folder.
+        method: of `OSPrunerConfig`.
+        price: lambda; 0 for the baselines; of a policy of every price its default.
+        accuracy: on validation, in mode "sample" for OS-Pruner, at the default threshold else.
+        tokens: mean thinking tokens there.
+        full_accuracy: of the full traces.
+        full_tokens: of the full traces.
+        warning: what `warning_about` says of it; "" for nothing.
+    """
+
+    path: Path
+    method: str
+    price: float
+    accuracy: float
+    tokens: float
+    full_accuracy: float
+    full_tokens: float
+    warning: str
+
+
+def new_policy(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: StopConfig,
+    settings: LabelSettings,
+    ends: tuple[float, float] | None = None,
+) -> Trainable:
+    """The base with an untrained policy, bound to the labels' base and reasoning format.
+
+    Its tail is in float32 whatever the base's dtype: steps of 1e-5 would be lost in bfloat16.
+
+    Args:
+        base: the model that wrote the traces, or with method "flashthink" the verifier.
+        tokenizer: its own; saved beside the policy.
+        config: method, tail and head.
+        settings: of the labels.
+        ends: lowest and highest price, for the head "price".
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if config.method == "flashthink":
+            return _prepared(Verifier.untrained(base, config, settings), config)
+        model = OSPrunerForCausalLM.untrained(
+            base,
+            tokenizer,
+            num_policy_layers=config.layers,
+            tuning=config.tuning,
+            lora_rank=config.lora_rank,
+            price_range=ends,
+            reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
+            base_model_name_or_path=settings.base_model,
+            base_revision=settings.base_revision,
+        )
+    model.config.step_stride = settings.step_stride
+    model.config.task = None if settings.task == MATH_TASK else dict(settings.task)
+    domains = {name: {"task": dict(task)} for name, task in settings.domains.items()}
+    model.config.domains = domains or None
+    return _prepared(model.eval(), config)
+
+
+def _prepared(model: AnyTrainable, config: StopConfig) -> AnyTrainable:
+    model.config.method = config.method
+    if config.method != "os-pruner":
+        model.config.default_mode = "threshold"
+        model.config.default_threshold = BASELINE_THRESHOLD
+    if model.policy.tail is not None and config.tuning != "lora":  # adapters are float32 already
+        model.policy.tail.float()
+    return model
+
+
+def replayed(model: Trainable, table: TraceTable, said: Predicted, price: float) -> Outcome:
+    """What a policy comes to on traces, as it decides by default."""
+    probabilities = said.probabilities(price)
+    if model.config.default_mode == "sample":
+        return replay(table, probabilities)
+    return replay(table, probabilities, "threshold", model.config.default_threshold)
+
+
+def save_policy(
+    folder: Path,
+    model: Trainable,
+    tensors: Mapping[str, Tensor],
+    price: float,
+    said: Predicted,
+    table: TraceTable,
+    seed: int,
+    details: Mapping[str, Any],
+) -> SavedPolicy:
+    """Saves a policy with its record and its results on the validation traces.
+
+    A policy of every price gets its default price here (`CHOSEN_BY`). All files are written beside
+    the folder's and then moved there, the record last: it tells that the others are whole.
+
+    Args:
+        folder: where to; files of an earlier policy in it are replaced.
+        model: the policy.
+        tensors: its own, by name, gathered from all processes.
+        price: that it was trained for; 0 for a classifier, unused with the head "price".
+        said: what it says on the validation traces.
+        table: these traces.
+        seed: of the run.
+        details: what the record shall hold, JSON values; `data_hash` is that of the labels.
+    """
+    config, full, facts = model.config, replay_full(table), dict(details)
+    if config.prices is not None:
+        frontier = {one: replayed(model, table, said, one) for one in config.prices.grid()}
+        number = choose(list(frontier.values()), full, max_loss=CHOSEN_LOSS)
+        price = list(frontier)[number or 0]
+        facts["price_chosen_by"] = CHOSEN_BY
+        shown = sorted({*list(frontier)[::_SHOWN_EVERY], price})
+        outcomes = {one: frontier[one] for one in shown}
+    else:
+        outcomes = {price: replayed(model, table, said, price)}
+    config.price = price
+    outcome = outcomes[price]
+    if warning := warning_about(table, outcome):
+        facts["warning"] = warning
+    partial = folder / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    named = {f"policy.{name}": tensor for name, tensor in tensors.items()}
+    model.save_pretrained(partial, state_dict=named)
+    provenance(
+        partial,
+        seed=seed,
+        base_model=config.base_model_name_or_path,
+        base_revision=config.base_revision,
+        data_hash=facts.pop("data_hash", None),
+        details=facts,
+        files={WEIGHTS: file_hash(partial / WEIGHTS)},
+    )
+    if config.method != "flashthink":
+        _results(model, table, full, outcomes).save(partial / RESULTS_FILE)
+    _move(partial, folder)
+    return SavedPolicy(
+        path=folder,
+        method=config.method,
+        price=price,
+        accuracy=outcome.accuracy,
+        tokens=outcome.mean_tokens,
+        full_accuracy=full.accuracy,
+        full_tokens=full.mean_tokens,
+        warning=warning,
+    )
+
+
+def _results(
+    model: Trainable, table: TraceTable, full: Outcome, outcomes: Mapping[float, Outcome]
+) -> Results:
+    config = model.config
+    method = EVERY_PRICE if config.head == "price" else METHOD_NAMES[config.method]
+    uses = [
+        Rule(method, outcome, config.default_threshold, "threshold")
+        if config.default_mode == "threshold"
+        else Rule(method, outcome, price, "λ")
+        for price, outcome in outcomes.items()
+    ]
+    return Results(
+        dataset="validation traces",
+        setting="replay by `ospruner train`, problems of the kind it was trained on, one training "
+        "seed",
+        results=summarise([Rule(FULL, full), *uses], full, table.problem_index),
+        chosen=1 + list(outcomes).index(config.price),
+    )
+
+
+def _move(partial: Path, folder: Path) -> None:
+    """Moves files into a folder, each at once, the record last."""
+    files = [path for path in partial.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == PROVENANCE_FILE):
+        target = folder / path.relative_to(partial)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
+    shutil.rmtree(partial)
+
+
+def warning_about(table: TraceTable, outcome: Outcome) -> str:
+    """Says that a policy is one of the two trivial rules, "" where it is neither.
+
+    Where thinking goes from E[L_1] (stop at the first step) to E[L_T] (never stop), the policy's
+    E[tokens] lies at either end.
+
+    Args:
+        table: traces on which it was tried.
+        outcome: of the policy on them.
+    """
+    first, full = float(table.lengths[:, 0].mean()), float(table.full_tokens.mean())
+    if outcome.mean_tokens >= full - TRIVIAL * (full - first):
+        saved = max(0.0, 1 - outcome.mean_tokens / full)
+        return (
+            "never stops: on the validation traces it equals the full trace and saves "
+            f"{100 * saved:.1f} % of its tokens"
+        )
+    if outcome.mean_tokens <= first + TRIVIAL * (full - first):
+        return "always stops: on the validation traces at the first step, whatever stands there"
+    return ""

@@ -1,0 +1,139 @@
+"""What a policy's head says at the step ends of labelled traces: one causal pass a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
+from ospruner.progress import Progress, silent
+
+from .batches import length_batches
+from .states import HasTrunk, States
+from .tail import step_outputs
+from .traces import LabelledTraces, refuse_beyond_positions
+
+__all__ = ["Predicted", "head_outputs", "predict", "predict_outputs"]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a policy says at the step ends of N labelled traces of up to T steps.
+
+    Attributes:
+        outputs: (N, T, K) float32 of its head; 0 on padding.
+        mask: (N, T) true on real steps.
+        prices: that the policy knows; None with the head "fixed".
+        price: its own.
+    """
+
+    outputs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.bool_]
+    prices: PriceRange | None
+    price: float
+
+    def probabilities(self, price: float | None = None) -> npt.NDArray[np.float32]:
+        """(N, T) stop probabilities, 0 on padding. Replay does not read the last step's.
+
+        Args:
+            price: of a token; None for the policy's own.
+
+        Raises:
+            ValueError: the policy does not know this price.
+        """
+        price = self.price if price is None else price
+        outputs = torch.from_numpy(self.outputs)
+        logits = outputs[..., 0]
+        if self.prices is not None:
+            self.prices.check("predict", price)
+            logits = price_logits(outputs, torch.tensor(self.prices.place(price)))
+        found: npt.NDArray[np.float32] = torch.sigmoid(logits).numpy()
+        return np.where(self.mask, found, np.float32(0.0))
+
+    @cached_property
+    def indifference(self) -> npt.NDArray[np.float64] | None:
+        """(N, T) prices of indifference, `StopRecord.prices`; None with the head "fixed"."""
+        if self.prices is None:
+            return None
+        places = price_places(torch.from_numpy(self.outputs)).numpy()
+        return np.vectorize(self.prices.price_at, otypes=[np.float64])(places)
+
+
+def predict(
+    model: HasTrunk, dataset: Dataset | LabelledTraces, price: float | None = None
+) -> npt.NDArray[np.float32]:
+    """Stop probabilities (N, T) at the step ends of labelled traces, 0 on padding.
+
+    Args:
+        model: base and policy.
+        dataset: see `predict_outputs`.
+        price: of a token; None for the policy's own. `predict_outputs` gives those of all at once.
+
+    Raises:
+        ValueError: a trace is longer than the base's positions, or see `Predicted`.
+    """
+    return predict_outputs(model, dataset).probabilities(price)
+
+
+def predict_outputs(
+    model: HasTrunk,
+    dataset: Dataset | LabelledTraces,
+    limit_bytes: int = 2**31,
+    progress: Progress = silent,
+) -> Predicted:
+    """What a policy says at the step ends of labelled traces.
+
+    Args:
+        model: base and policy.
+        dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
+            trunk's states for the next policy on the same base.
+        limit_bytes: largest size of the states kept in memory.
+        progress: called with phase "trunk" while they are computed.
+
+    Raises:
+        ValueError: a trace is longer than the base's positions.
+    """
+    traces = LabelledTraces.from_dataset(dataset)
+    refuse_beyond_positions(model.base, traces)
+    if isinstance(dataset, LabelledTraces):
+        traces.cache_states(model, limit_bytes, progress)
+
+    def said(states: States, positions: Tensor) -> Tensor:
+        return step_outputs(model.policy, states, positions)
+
+    outputs = head_outputs(said, model, traces)
+    return Predicted(outputs, traces.table.mask, model.config.prices, model.config.price)
+
+
+@torch.no_grad()
+def head_outputs(
+    outputs_of: Callable[[States, Tensor], Tensor],
+    model: HasTrunk,
+    traces: LabelledTraces,
+    rank: int = 0,
+    processes: int = 1,
+) -> npt.NDArray[np.float32]:
+    """(N, T, K) of the head, 0 on padding and on the traces of other processes.
+
+    Args:
+        outputs_of: (B, T, K) from the trunk's states and positions (B, T).
+        model: whose trunk.
+        traces: N labelled traces.
+        rank: of this process among those that share the work.
+        processes: how many there are.
+    """
+    width = model.policy.head.out_features
+    out = np.zeros((*traces.table.mask.shape, width), dtype=np.float32)
+    for rows in list(length_batches(traces.token_lengths))[rank::processes]:
+        batch = traces.batch(rows)
+        states = traces.states(model, rows)
+        said = outputs_of(states, batch.positions.to(states.device)).float().cpu()  # (B, T, K)
+        out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
+    return out

@@ -1,0 +1,685 @@
+"""The training loop: transformers' Trainer on what a policy's tail reads of labelled traces.
+
+For low prices training from scratch is stuck at "never stop"; starting moderately high and lowering
+the price in stages is not (the paper's section on progressive training). With the head "price" one
+stage trains all prices at once. The trunk runs without gradient, the tail with gradient in one
+causal pass a trace, whose outputs are read at the step ends. The baselines go through the same loop
+with another loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from modeling_ospruner.configuration_ospruner import is_quantised, price_logits
+from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.durable import lock_folder, read_checked, write_checked
+from ospruner.eval.table import IntArray, TraceTable, classifier_targets
+from ospruner.progress import Progress, silent
+
+from .bases import labelled_tokenizer, load_labelled_base
+from .batches import BatchLoader, EpochBatches, micro_batches, share_of
+from .config import Stage, StopConfig
+from .flashthink import load_verifier_base, verifier_traces
+from .label_sets import LabelSource, labels_of, refuse_ungraded, split_labels
+from .objective import batch_loss, loss_weight
+from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
+from .predicting import Predicted, head_outputs
+from .prices import prices_of_batch
+from .tail import TrainedPolicy, no_denormals
+from .traces import Batch, LabelledTraces, refuse_beyond_positions
+
+__all__ = ["StopTrainer", "TrainingDivergedError", "optimizer_of"]
+
+MIN_TRACES = 8
+SATURATED = 0.05
+"""A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
+LARGEST_LOGIT_STEP = 0.5
+"""What one optimiser step may add to a stop logit at the most; the head's rate is high above it."""
+_RUN = "run.json"
+
+
+class TrainingDivergedError(FloatingPointError):
+    """The loss, a gradient or a weight is no longer a finite number."""
+
+
+class StopTrainer(Trainer):
+    """Trains a stopping policy on labels; a transformers `Trainer` whose run continues by itself.
+
+    ```python
+    trainer = ospruner.StopTrainer(ospruner.StopConfig("policy"), "labels")
+    trainer.train()
+    ```
+
+    The policy lies in `config.output_dir`, those of a schedule of prices in a folder each there.
+
+    Attributes:
+        policies: what was saved, in order.
+        stop_model: base and policy.
+        traces: those that it trains on.
+        eval_traces: those that it validates on.
+
+    Args:
+        config: what is trained, and how.
+        labels: a folder or Hub id of labels, several of them (a mix of tasks), or loaded ones.
+        eval_labels: likewise of other problems; None to hold problems out of `labels`.
+        model: the base that wrote the traces, where it is loaded already.
+        processing_class: its tokenizer, likewise.
+        progress: called with phases "trunk" (traces) and "train" (optimiser steps).
+        callbacks: as for `Trainer`.
+
+    Raises:
+        ValueError: labels of another base or otherwise made than those to validate on, too few
+            traces, labels that are all equal or ungraded, a problem in both sets, a trace beyond
+            the base's positions, or `output_dir` holds something else.
+    """
+
+    def __init__(
+        self,
+        config: StopConfig,
+        labels: LabelSource,
+        eval_labels: LabelSource | None = None,
+        *,
+        model: PreTrainedModel | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        progress: Progress = silent,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        ours = labels_of(labels)
+        others = None if eval_labels is None else labels_of(eval_labels)
+        sets = split_labels(
+            ours, others, held_out=config.held_out, seed=config.seed, limit=config.limit
+        )
+        for one in sets:
+            refuse_ungraded(one, config.max_ungraded)
+        if config.method == "flashthink":
+            self.traces, self.eval_traces, model, processing_class = _judged(config, ours, sets)
+        else:
+            self.traces, self.eval_traces = map(LabelledTraces.from_dataset, sets)
+            if model is None:
+                model, processing_class = load_labelled_base(config.base, ours)
+        assert processing_class is not None
+        rows = _usable_rows(self.traces.table, config.method)
+        _refuse_shared_problems(self.traces.table, self.eval_traces.table)
+        for traces in (self.traces, self.eval_traces):
+            refuse_beyond_positions(model, traces)
+            if config.states is not None:
+                traces.keep_states(config.states)
+        if config.tuning == "lora":
+            _refuse_weights_without_gradient(model)
+        if not is_quantised(model) and "hf_device_map" not in vars(model):
+            nn.Module.to(model, config.device)
+        config = config.settled(
+            self.traces.table, len(rows), _magnitude(model, self.traces), _width(model)
+        )
+        self.facts = {"data_hash": ours.data_hash, "training_traces": len(rows)}
+        if ours.parts:
+            self.facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
+        self._identity = {
+            "settings": config.recorded(),
+            "label_settings": ours.settings.to_dict(),
+            "train_labels": _hash_of(self.traces.table),
+            "validation_labels": _hash_of(self.eval_traces.table),
+        }
+        self._rows, self._stages, self._progress = rows, config.stages, progress
+        self._ends = (config.prices[0], config.prices[1]) if config.every_price else None
+        self.stop_model: Trainable = new_policy(
+            model, processing_class, config, ours.settings, self._ends
+        )
+        self.policies: list[SavedPolicy] = []
+        self._choices = self._saturated = 0
+        passes = config.num_train_epochs
+        config.num_train_epochs = passes * len(self._stages)
+        trained = TrainedPolicy(
+            self.stop_model.policy, bool(config.bf16), config.gradient_checkpointing
+        )
+        config.gradient_checkpointing = False  # done: a tail's layers are not a whole model's
+        super().__init__(
+            model=trained,
+            args=config,
+            train_dataset=range(len(rows)),  # type: ignore[arg-type]
+            eval_dataset=range(len(self.eval_traces)),  # type: ignore[arg-type]
+            callbacks=[_AfterSteps(self), *(callbacks or [])],
+        )
+        if progress is not silent:
+            self.remove_callback(PrinterCallback)
+        self._loader = BatchLoader(
+            EpochBatches(self.traces.token_lengths, rows, config.batch_size, config.seed),
+            len(self.traces),
+        )
+        self._stage_steps = int(passes) * len(self._loader)
+
+    # What Trainer asks for
+
+    def get_train_dataloader(self) -> BatchLoader:
+        """The whole batches' traces, the same in all processes: each takes its share itself."""
+        return self._loader
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """See `optimizer_of`."""
+        self.optimizer = optimizer_of(self.stop_model.policy, self.args)
+        return self.optimizer
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> TrainOutput:
+        """Trains, or goes on where a stopped run was; one that has ended is returned as it is.
+
+        Args:
+            resume_from_checkpoint: as for `Trainer`; None for the last whole one there is.
+            kwargs: as for `Trainer`.
+
+        Raises:
+            ValueError: `output_dir` holds another run or other files, or is being written.
+            TrainingDivergedError: the loss, a gradient or a weight became NaN or infinite.
+            MemoryError: memory ran out; it says what to lower.
+        """
+        out = Path(self.args.output_dir)
+        with no_denormals(), ExitStack() as stack:
+            if self.args.should_save:
+                stack.enter_context(_claimed(out, self._identity))
+            self.accelerator.wait_for_everyone()
+            result = TrainOutput(0, math.nan, {})
+            if not self._record().get("ended"):
+                try:
+                    self._keep_states()
+                    last = resume_from_checkpoint or _last_checkpoint(out)
+                    result = super().train(last, **kwargs)
+                except RuntimeError as error:
+                    if not _is_out_of_memory(error):
+                        raise
+                    raise MemoryError(self._what_to_lower()) from error
+                if self.args.should_save:
+                    self.save_state()
+                    write_checked(out / _RUN, self._record() | {"ended": True})
+                self.accelerator.wait_for_everyone()
+            saved = self._record()["policies"]
+            self.policies = [
+                SavedPolicy(**saved[stage.name], path=out / stage.name) for stage in self._stages
+            ]
+        return result
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Adds the gradient of a batch, a part at a time; as if it were all one pass.
+
+        Args:
+            model: the trained policy, wrapped where there are several processes.
+            inputs: "rows" (B,) numbers of the whole batch's traces, also in other processes.
+            num_items_in_batch: not used; the loss is a mean over the whole batch.
+
+        Returns:
+            The batch's loss, of this process's share times the number of processes, a scalar.
+        """
+        args, rows = self.args, inputs["rows"]
+        rank, size = args.process_index, args.world_size
+        lengths, whole = self.traces.token_lengths, self.traces.batch(rows)
+        parts = micro_batches(lengths, rows, args.micro_batch_tokens, size)
+        noting = self.state.global_step == 0
+        total = torch.zeros((), device=args.device)
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            with (
+                nullcontext() if last else self.accelerator.no_sync(model=model),
+                self._noting_logit_step() if noting and not number else nullcontext(),
+            ):
+                batch = self.traces.batch(share_of(part, rank, size))
+                loss = self._loss_of(model, batch)
+                counts = rank < len(part)  # else a stand-in
+                # Gradients are averaged over the processes; their losses are parts of a sum.
+                loss = size * counts * loss_weight(args.method, batch, whole) * loss
+                self.accelerator.backward(loss)
+            total += loss.detach().to(total.device)
+        if not math.isfinite(total):
+            raise TrainingDivergedError(self._diverged(f"the loss is {float(total)}", rows))
+        self._batch_rows = rows
+        return total
+
+    def _loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss of some traces, a scalar."""
+        args, states = self.args, self.traces.states(self.stop_model, batch.rows)
+        device = self.stop_model.policy.head.weight.device
+        outputs = model(states.to(device), batch.positions.to(device))  # (B, T, K)
+        price: float | Sequence[float] = self._stage.price or 0.0
+        logits = outputs[..., 0]
+        if self._ends is not None:
+            known = self.stop_model.config.prices
+            price = prices_of_batch(
+                self._ends, args.prices_per_batch, args.seed, self.state.global_step
+            )
+            places = torch.tensor([known.place(one) for one in price], device=outputs.device)
+            logits = price_logits(outputs, places[:, None, None])  # (J, B, T)
+        self._count(logits.detach(), batch.mask.to(logits.device))
+        return batch_loss(args.method, logits, batch, price, args.entropy_bonus)
+
+    def _count(self, logits: Tensor, mask: Tensor) -> None:
+        """Counts choices, for the log; the last step of a trace is none."""
+        x = logits[..., :-1][mask[:, 1:].expand(*logits.shape[:-1], -1)]
+        self._choices += x.numel()
+        self._saturated += int((x.abs() > math.log(1 / SATURATED - 1)).sum())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer`; with the share of saturated stop probabilities beside the loss."""
+        if "loss" in logs and self._choices:
+            logs = {**logs, "saturated_share": self._saturated / self._choices}
+            self._choices = self._saturated = 0
+        super().log(logs, start_time)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # type: ignore[override]
+        """Exact replay on the validation traces, at the stage's price or the range's middle."""
+        price = self._stage.price
+        if price is None:
+            assert self._ends is not None
+            price = math.sqrt(math.prod(self._ends))
+        outcome = replayed(self.stop_model, self.eval_traces.table, self.predicted(), price)
+        found = {
+            "eval_price": price,
+            "eval_accuracy": outcome.accuracy,
+            "eval_tokens": outcome.mean_tokens,
+            "eval_reward": outcome.accuracy - price * outcome.mean_tokens,
+        }
+        self.log(found)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found
+
+    def predicted(self) -> Predicted:
+        """What the policy says now on the validation traces; all processes share the work."""
+        args = self.args
+        part = head_outputs(
+            self.model, self.stop_model, self.eval_traces, args.process_index, args.world_size
+        )
+        whole = self.accelerator.reduce(torch.from_numpy(part).to(args.device), "sum")
+        table, config = self.eval_traces.table, self.stop_model.config
+        return Predicted(whole.cpu().numpy(), table.mask, config.prices, config.price)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """What a checkpoint holds of the model: the policy's own tensors."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"policy.{name}": tensor.cpu() for name, tensor in self._tensors().items()}
+        save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+
+    def push_to_hub(self, repo: str, **settings: Any) -> Any:  # type: ignore[override]
+        """Publishes the trained policy: `ospruner.publish` of its folder.
+
+        Args:
+            repo: the repository's id.
+            settings: as for `ospruner.publish`.
+
+        Raises:
+            ValueError: no policy is trained yet, or several are: publish one by its folder.
+        """
+        if len(self.policies) != 1:
+            folders = ", ".join(str(policy.path) for policy in self.policies)
+            raise ValueError(
+                f"{len(self.policies)} policies are trained here"
+                + (f" ({folders}): publish one by ospruner.publish" if folders else ": train first")
+            )
+        import ospruner
+
+        return ospruner.publish(self.policies[0].path, repo, **settings)
+
+    # Stages
+
+    @property
+    def _stage(self) -> Stage:
+        """The one that the next step belongs to."""
+        return self._stages[min(self.state.global_step // self._stage_steps, len(self._stages) - 1)]
+
+    def after_step(self) -> None:
+        """Averages weights; at a stage's end takes their mean, and saves the policy."""
+        step = self.state.global_step - 1  # the one that was taken
+        stage, done = self._stages[step // self._stage_steps], step % self._stage_steps + 1
+        self._progress("train", step + 1, self._stage_steps * len(self._stages), stage.name)
+        self._average(done)
+        if done == self._stage_steps:
+            self._take_average()
+            self._save_policy(stage)
+
+    def _average(self, done: int) -> None:
+        """Takes the weights after `done` of a stage's steps into their mean."""
+        before = self._stage_steps - round(self.args.average * self._stage_steps)
+        if done <= before:
+            return
+        # The means stand in the optimiser's state, so that checkpoints hold them.
+        parameters = self._parameters()
+        states = [self.optimizer.state[p] for p in parameters]
+        if done == before + 1:
+            for state, p in zip(states, parameters, strict=True):
+                state["average"] = p.detach().clone()
+        else:
+            means = [state["average"] for state in states]
+            get_swa_multi_avg_fn()(means, [p.detach() for p in parameters], done - before - 1)
+
+    @torch.no_grad()
+    def _take_average(self) -> None:
+        """Makes the mean of the stage's last weights, where there is one, the weights."""
+        for p in self._parameters():
+            mean = self.optimizer.state[p].pop("average", None)
+            if mean is not None:
+                p.copy_(mean)
+
+    def _save_policy(self, stage: Stage) -> None:
+        said = self.predicted()
+        if not self.args.should_save:
+            return
+        out = Path(self.args.output_dir)
+        found = save_policy(
+            out / stage.name,
+            self.stop_model,
+            self._tensors(),
+            stage.price or 0.0,
+            said,
+            self.eval_traces.table,
+            self.args.seed,
+            {**self.facts, "settings": self._identity["settings"]},
+        )
+        record = self._record()
+        record.setdefault("policies", {})[stage.name] = {
+            name: value for name, value in vars(found).items() if name != "path"
+        }
+        write_checked(out / _RUN, record)
+
+    def _record(self) -> dict[str, Any]:
+        """What the run's folder says of it."""
+        file = Path(self.args.output_dir) / _RUN
+        return read_checked(file, "delete the folder to train anew, or use another")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The policy's own tensors."""
+        policy = self.stop_model.policy
+        own = policy.own_names()
+        return {name: x.detach() for name, x in policy.state_dict().items() if name in own}
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # The trunk, and what can go wrong
+
+    def _keep_states(self) -> None:
+        """Runs the trunk over all traces, where its states fit in memory or go to a folder."""
+        args, base = self.args, self.stop_model.base
+        limit = int(args.states_gib * 2**30)
+        for traces in (self.traces, self.eval_traces):
+            place = (args.process_index, args.world_size)
+            limit -= traces.cache_states(self.stop_model, limit, self._progress, *place)
+        self.accelerator.wait_for_everyone()
+        kept = all(one.holds_states_of(self.stop_model) for one in (self.traces, self.eval_traces))
+        # Adapters stand beside the base's own layers, which they need; packed weights stay.
+        if kept and args.device.type != "cpu" and args.tuning != "lora" and not is_quantised(base):
+            nn.Module.to(base, "cpu")
+
+    @contextmanager
+    def _noting_logit_step(self) -> Iterator[None]:
+        """Logs how far one optimiser step may move a stop logit; warns where that is too far.
+
+        AdamW's first steps move each weight by the learning rate, whatever the gradient's size: a
+        logit by the head's rate times the sum of its inputs' magnitudes. That sum grows with the
+        base's width and the size of its states, so that a rate that suits one base is too high for
+        another.
+        """
+        inputs: list[Tensor] = []
+        with self.stop_model.policy.head.register_forward_pre_hook(
+            lambda _, given: inputs.append(given[0].detach())
+        ):
+            yield
+        magnitude = float(inputs[0].float().abs().sum(-1).median())  # of (B, T, H) or (B, S, H)
+        step = self.args.head_learning_rate * magnitude
+        self.log({"largest_logit_step": step})
+        if step > LARGEST_LOGIT_STEP:
+            warnings.warn(
+                f"one optimiser step may move a stop logit by {step:.2g}: head_learning_rate "
+                f"({self.args.head_learning_rate:g}) times the sum of its inputs' magnitudes "
+                f"({magnitude:.0f}). Above {LARGEST_LOGIT_STEP:g} the head saturates before the "
+                f"layers learn: take {0.1 / magnitude:.0e}",
+                stacklevel=2,
+            )
+
+    def check_finite(self) -> None:
+        """Raises TrainingDivergedError where gradients or weights are not finite after a step.
+
+        One fused pass over both, and one number that is waited for.
+        """
+        parameters = self._parameters()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if math.isfinite(float(get_total_norm([*gradients, *parameters]))):
+            return
+        largest = math.sqrt(torch.finfo(torch.float32).max)  # larger squares are infinite
+        bad = [
+            f"{what} of {name}"
+            for name, p in self.stop_model.policy.named_parameters()
+            for what, value in (("gradient", p.grad), ("weights", p.detach()))
+            if p.requires_grad and value is not None and not float(value.abs().max()) < largest
+        ] or ["gradients and weights together"]
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        failed = f"not finite, or too large to be squared: {', '.join(bad[:3])}{more}"
+        raise TrainingDivergedError(self._diverged(failed, self._batch_rows))
+
+    def _diverged(self, failed: str, rows: IntArray) -> str:
+        """Says where a run diverged, and what to do."""
+        states = self.traces.states(self.stop_model, rows)
+        advice = (
+            f"Lower learning_rate ({self.args.learning_rate:g}) or head_learning_rate "
+            f"({self.args.head_learning_rate:g})" + ", or leave bf16 out" * bool(self.args.bf16)
+        )
+        if not states.hidden.isfinite().all():
+            advice = (
+                "The base's own hidden states are not finite there: check its weights for NaN, "
+                "and its dtype (float16 overflows where bfloat16 does not)"
+            )
+        return (
+            f"{failed} at step {self.state.global_step + 1} (traces {rows.tolist()}). {advice}. "
+            f"The last checkpoint in {self.args.output_dir} is from before"
+        )
+
+    def _what_to_lower(self) -> str:
+        return (
+            f"out of memory with micro_batch_tokens {self.args.micro_batch_tokens} and traces of "
+            f"up to {int(self.traces.token_lengths.max())} tokens: lower micro_batch_tokens first "
+            "(a trace is never cut), then states_gib (0 computes the trunk anew for each batch) or "
+            "layers; gradient_checkpointing and tuning 'lora' need less, too. The run goes on from "
+            "its last checkpoint"
+        )
+
+
+def optimizer_of(policy: StoppingPolicy, config: StopConfig) -> torch.optim.AdamW:
+    """AdamW over what a policy trains; its head has a learning rate of its own.
+
+    (transformers' own has one rate, and leaves biases and norms out of the weight decay.)
+    """
+    rate = config.learning_rate
+    head = {id(p) for p in policy.head.parameters()}
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for p in trained if id(p) in head],
+            "lr": config.head_learning_rate or rate,
+        },
+        {"params": [p for p in trained if id(p) not in head], "lr": rate},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+class _AfterSteps(TrainerCallback):
+    """Calls a trainer's own methods where Trainer calls callbacks."""
+
+    def __init__(self, trainer: StopTrainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Before a checkpoint could hold what is broken."""
+        self._trainer.check_finite()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Before the checkpoint of this step."""
+        self._trainer.after_step()
+
+
+def _usable_rows(table: TraceTable, method: str) -> IntArray:
+    """The traces that are trained on: those that ended by themselves.
+
+    Raises:
+        ValueError: too few of them, or labels that are all equal.
+    """
+    rows = np.flatnonzero(~table.capped)
+    if len(rows) < MIN_TRACES:
+        raise ValueError(
+            f"there are {len(rows)} training traces that ended naturally "
+            f"({int(table.capped.sum())} were cut at the cap); training needs at least "
+            f"{MIN_TRACES}: label more problems"
+        )
+    targets = classifier_targets(method, table.correct, table.matches_final, table.mask)
+    name = "forced_correct" if targets is table.correct else "matches_final"
+    values = targets[rows][table.mask[rows]]
+    if (values == values[0]).all():
+        raise ValueError(
+            f"{name} makes the label {values[0]:g} at every step of all {len(rows)} training "
+            "traces: there is nothing to learn from labels that are all equal (check the grading, "
+            "or choose problems that the base sometimes solves)"
+        )
+    return rows
+
+
+def _refuse_shared_problems(train: TraceTable, validation: TraceTable) -> None:
+    if shared := set(train.problem_ids) & set(validation.problem_ids):
+        raise ValueError(
+            f"{len(shared)} problems are in both the training and the validation traces, such as "
+            f"{min(shared)!r}: split by problem"
+        )
+
+
+def _refuse_weights_without_gradient(base: PreTrainedModel) -> None:
+    """Adapters get their gradient through the base's own layers, copies through layers unpacked."""
+    quantizer = vars(base).get("hf_quantizer")
+    if quantizer is not None and not quantizer.is_trainable:
+        raise ValueError(
+            f"tuning is 'lora', but the packed weights of this {type(base).__name__} "
+            f"({type(quantizer.quantization_config).__name__}) pass no gradient on to the adapters "
+            "below them: train copies (tuning queries or layers), or give the base loaded "
+            "unpacked; its adapters may then be used on the packed one"
+        )
+
+
+def _judged(
+    config: StopConfig, labels: Any, sets: tuple[Dataset, Dataset]
+) -> tuple[LabelledTraces, LabelledTraces, PreTrainedModel, PreTrainedTokenizerBase]:
+    """The traces as FlashThink's verifier reads them, and the verifier."""
+    reads = labelled_tokenizer(config.base, labels)
+    model, tokenizer = load_verifier_base(config.verifier)
+    limit = model.config.get_text_config().max_position_embeddings
+    training, validating = (verifier_traces(one, reads, tokenizer, limit) for one in sets)
+    return training, validating, model, tokenizer
+
+
+def _width(base: PreTrainedModel) -> int:
+    return int(base.config.get_text_config().hidden_size)
+
+
+@torch.no_grad()
+def _magnitude(base: PreTrainedModel, traces: LabelledTraces) -> float:
+    """Sum of the magnitudes of the base's last hidden state, which a fresh head reads; a median."""
+    ids = torch.from_numpy(traces.tokens_of(0)[:256]).to(base.device)[None]
+    hidden = base.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # (1, S, H)
+    return float(hidden.float().abs().sum(-1).median())
+
+
+def _hash_of(table: TraceTable) -> str:
+    """Tells label sets apart: problems, step ends and grades, in order."""
+    digest = hashlib.blake2b("\x00".join(table.problem_ids).encode(), digest_size=16)
+    for values in (
+        table.problem_index,
+        table.num_steps,
+        table.lengths[table.mask],
+        table.correct[table.mask],
+        table.matches_final[table.mask],
+    ):
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
+    """The run's folder, made this run's alone.
+
+    Raises:
+        ValueError: it holds something else, or a run of other settings or labels (the difference is
+            named), or is being written by another process.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; a training run needs a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    identity = json.loads(json.dumps(identity))
+    with lock_folder(out):
+        if not (out / _RUN).is_file():
+            strangers = sorted(e.name for e in out.iterdir() if not e.name.startswith("."))
+            if strangers:
+                raise ValueError(
+                    f"{out} holds another run's files ({', '.join(strangers[:5])}): use an empty "
+                    "folder"
+                )
+            write_checked(out / _RUN, identity)
+        stored = read_checked(out / _RUN, "delete the folder to train anew, or use another")
+        differences = [
+            f"{name}: {identity[name]!r} here, {stored.get(name)!r} there"
+            for name in identity
+            if identity[name] != stored.get(name)
+        ]
+        if differences:
+            raise ValueError(
+                f"{out} holds another training run ({'; '.join(differences)}): use the same "
+                "settings and labels to continue it, or another folder"
+            )
+        yield
+
+
+def _last_checkpoint(out: Path) -> str | None:
+    """The last checkpoint that is whole: its state is written last; None where there is none."""
+    found = sorted(out.glob("checkpoint-*"), key=lambda path: -int(path.name.partition("-")[2]))
+    for path in found:
+        try:
+            json.loads((path / "trainer_state.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            continue
+        return str(path)
+    return None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not allocate memory; on the CPU that is a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
