@@ -112,6 +112,8 @@ class StopTrainer(Trainer):
         progress: Progress = silent,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        if Path(config.output_dir).is_file():
+            raise ValueError(f"{config.output_dir} is a file; a training run needs a folder")
         ours = labels_of(labels)
         others = None if eval_labels is None else labels_of(eval_labels)
         sets = split_labels(
@@ -641,8 +643,6 @@ def _claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
         ValueError: it holds something else, or a run of other settings or labels (the difference is
             named), or is being written by another process.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; a training run needs a folder")
     out.mkdir(parents=True, exist_ok=True)
     identity = json.loads(json.dumps(identity))
     with lock_folder(out):

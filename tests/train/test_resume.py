@@ -36,6 +36,7 @@ WORKER = """
 import json, os, signal, sys
 import torch
 from datasets import load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.config import StopConfig
 from ospruner.train.label_sets import Labels
@@ -47,7 +48,12 @@ def progress(phase, done, total, note=""):
     if phase == "train" and done == int(kill_at):
         os.kill(os.getpid(), signal.SIGKILL)
 sets = (Labels(load_from_disk(data + "/" + name), settings, "") for name in ("train", "validation"))
-StopTrainer(StopConfig(out, **json.loads(fields)), *sets, progress=progress).train()
+base = settings.base_model
+StopTrainer(
+    StopConfig(out, **json.loads(fields)), *sets, progress=progress,
+    model=AutoModelForCausalLM.from_pretrained(base),
+    processing_class=AutoTokenizer.from_pretrained(base),
+).train()
 """
 
 
