@@ -20,19 +20,18 @@ import numpy.typing as npt
 from ospruner.rules.families import Family, StopRule
 
 from .frontiers import frontier_points, frontiers, worth_asking
-from .intervals import Choice, Pick, Rule, pool_seeds
+from .intervals import REPLICATES, Choice, Pick, Rule, pool_seeds
 from .learnstop import LEARN_STOP, learn_stop
 from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
 from .measured import COUNT, Split, family_thresholds, measure, replay_rule, spread_values
 from .methods import FULL, ORACLE, PolicyUse
-from .metrics import AES_ABSOLUTE, REPLICATES, AesVariant
+from .metrics import AES_ABSOLUTE, AesVariant, best_aes
 from .online.evaluation import Evaluation, trace_hash
 from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
 from .report.tables import Table
 from .report.terminal import MAIN
 from .results import Frontier, Result, Results
-from .selection import best_aes
 from .table import FloatArray, TraceTable
 
 if TYPE_CHECKING:

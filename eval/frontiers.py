@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .intervals import Rule, resampled_means
+from .intervals import REPLICATES, Rule, estimate, resampled_means
 from .limits import hindsight_oracle
-from .metrics import REPLICATES, estimate
 from .replay import Outcome, replay_full, replay_step
 from .results import Estimate, Frontier
 from .table import FloatArray, TraceTable

@@ -13,23 +13,30 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from .metrics import (
-    AES_ABSOLUTE,
-    REPLICATES,
-    AesVariant,
-    bootstrap_means,
-    charged_tokens,
-    estimate,
-    reduction,
-    reward,
-    seed_weights,
-)
+from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
 from .replay import Outcome, pool
 from .results import Difference, Estimate, Named, Result
 from .table import FloatArray, IntArray
 
-__all__ = ["Choice", "Resampled", "Rule", "compare", "pool_seeds", "resampled_means", "summarise"]
+__all__ = [
+    "REPLICATES",
+    "Choice",
+    "Resampled",
+    "Rule",
+    "bootstrap_interval",
+    "bootstrap_means",
+    "compare",
+    "estimate",
+    "pool_seeds",
+    "resampled_means",
+    "seed_weights",
+    "summarise",
+]
+
+REPLICATES = 2_000
+_BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
 
 Pick = Callable[[FloatArray, FloatArray, float, float], int]
 """The number of the candidate to take, from accuracy (C,) and mean tokens (C,) of all candidates
@@ -165,6 +172,104 @@ def resampled_means(
         found.append(np.einsum("bs,bsk->bk", weights, part))
         start = end
     return found
+
+
+def bootstrap_means(
+    values: FloatArray, problem_index: IntArray, replicates: int = REPLICATES, seed: int = 0
+) -> FloatArray:
+    """Means over traces in each resample of the problems.
+
+    Args:
+        values: (N, K) K quantities of each trace.
+        problem_index: (N,) the problem of each trace, 0 .. P-1.
+        replicates: how many resamples, B.
+        seed: the resamples depend on it, on P and on B only.
+
+    Returns:
+        (B, K) mean of each quantity.
+
+    Raises:
+        ValueError: shapes do not fit, there is no trace, or replicates < 1.
+    """
+    if values.ndim != 2 or len(values) != len(problem_index) or not len(values):
+        raise ValueError(
+            f"values has shape {values.shape} for {len(problem_index)} traces; "
+            "it must be (N, K) with at least one trace"
+        )
+    if replicates < 1:
+        raise ValueError(f"replicates is {replicates}; it must be at least 1")
+    problems = int(problem_index.max()) + 1
+    sums = np.zeros((problems, values.shape[1] + 1))  # (P, K+1), the last counts traces
+    np.add.at(sums, problem_index, np.column_stack([values, np.ones(len(values))]))
+    rng = np.random.default_rng(seed)
+    uniform = np.full(problems, 1.0 / problems)
+    block = max(1, _BLOCK_ENTRIES // problems)
+    totals = np.concatenate(
+        [
+            rng.multinomial(problems, uniform, size=min(block, replicates - start)) @ sums
+            for start in range(0, replicates, block)
+        ]
+    )  # (B, K+1)
+    means: FloatArray = totals[:, :-1] / totals[:, -1:]
+    return means
+
+
+def seed_weights(seeds: int, replicates: int = REPLICATES, seed: int = 0) -> FloatArray:
+    """(1 + B, S) how much each training seed counts: alike, then in each resample of the seeds.
+
+    Methods of as many seeds get the same weights, so that differences stay paired.
+
+    Args:
+        seeds: S.
+        replicates: B.
+        seed: of the resamples.
+    """
+    rng = np.random.default_rng([seed, 1 + seeds])
+    drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=replicates)
+    return np.concatenate([np.ones((1, seeds)), drawn]) / seeds
+
+
+def bootstrap_interval(
+    values: FloatArray,
+    problem_index: IntArray,
+    *,
+    level: float = 0.95,
+    replicates: int = REPLICATES,
+    seed: int = 0,
+) -> Estimate:
+    """A mean over traces with its interval by problem.
+
+    Args:
+        values: (N,) a quantity of each trace.
+        problem_index: (N,) the problem of each trace.
+        level: coverage, in (0, 1).
+        replicates: resamples.
+        seed: of the resamples.
+
+    Returns:
+        The mean and its percentile interval. One problem alone, or one that never varies, has no
+        width: it is an interval of this sample, not of all that may happen.
+
+    Raises:
+        ValueError: `level` outside (0, 1), or see `bootstrap_means`.
+    """
+    resampled = bootstrap_means(values[:, None], problem_index, replicates, seed)
+    return estimate(values.mean(), resampled[:, 0], level)
+
+
+def estimate(value: npt.ArrayLike, resampled: FloatArray, level: float = 0.95) -> Estimate:
+    """The value with the percentile interval of its resampled values, (B,); NaNs are left out.
+
+    Raises:
+        ValueError: `level` outside (0, 1).
+    """
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level is {level!r}; it must lie strictly between 0 and 1")
+    finite = resampled[~np.isnan(resampled)]
+    if not finite.size:
+        return Estimate(float(value), float("nan"), float("nan"))  # type: ignore[arg-type]
+    low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(value), float(low), float(high))  # type: ignore[arg-type]
 
 
 class Resampled:

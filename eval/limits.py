@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 
 from .intervals import Choice, Rule
+from .metrics import best_aes
 from .replay import Outcome, replay_at, replay_budget, replay_full, replay_step
-from .selection import best_aes
 from .table import BoolArray, FloatArray, TraceTable
 
 __all__ = [

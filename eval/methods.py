@@ -16,13 +16,11 @@ from .schema import MATH_TASK
 __all__ = [
     "EVERY_PRICE",
     "FRONTIER",
-    "FRONTIER_COLOUR",
     "FULL",
     "LIMIT",
     "METHOD_NAMES",
     "ORACLE",
     "PAPER_THRESHOLDS",
-    "STYLES",
     "PolicyUse",
     "parse_policies",
     "parse_prices",
@@ -46,18 +44,6 @@ METHOD_NAMES = {
     "flashthink": "FlashThink",
 }
 """What tables and pictures call the methods of `OSPrunerConfig`."""
-
-# Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
-FRONTIER_COLOUR = "#0072B2"
-STYLES = (
-    ("#D55E00", "s"),
-    ("#009E73", "^"),
-    ("#CC79A7", "D"),
-    ("#E69F00", "v"),
-    ("#56B4E9", "P"),
-    ("#8C6D31", "X"),
-    ("#882255", "<"),
-)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from ospruner.eval import compare as comparison
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compare import Method, Report, Said
 from ospruner.eval.compute import Compute
+from ospruner.eval.intervals import REPLICATES
 from ospruner.eval.measured import Split
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
-from ospruner.eval.metrics import AES_ABSOLUTE, REPLICATES, AesVariant
+from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.schema import LabelSettings

@@ -17,8 +17,8 @@ import pandas as pd
 
 from ospruner.durable import read_checked
 
-from ..methods import EVERY_PRICE, FRONTIER, FRONTIER_COLOUR, FULL, LIMIT, ORACLE, STYLES
-from ..metrics import bootstrap_interval
+from ..intervals import bootstrap_interval
+from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
 from ..online.evaluation import Evaluation
 from ..results import Result
 from ..table import FloatArray
@@ -47,6 +47,17 @@ __all__ = [
 ]
 
 INK, MUTED, FAINT = "#1a1a1a", "#6b6b6b", "#d9d9d9"
+# Okabe and Ito's palette, told apart with every common colour vision; markers say it twice.
+FRONTIER_COLOUR = "#0072B2"
+STYLES = (
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+    ("#8C6D31", "X"),
+    ("#882255", "<"),
+)
 _LIMIT_MARKERS = ("D", "s", "^")
 
 # Labels: offsets in points and directions, the best first (a frontier rises to the right).

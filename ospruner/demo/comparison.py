@@ -14,9 +14,9 @@ from ospruner.eval.compute import Compute
 from ospruner.eval.intervals import Resampled, Rule, summarise
 from ospruner.eval.limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES, ORACLE, PAPER_THRESHOLDS
+from ospruner.eval.metrics import largest_reduction
 from ospruner.eval.replay import pool, replay, replay_full
 from ospruner.eval.results import Difference, Result, Results
-from ospruner.eval.selection import largest_reduction
 from ospruner.eval.table import FloatArray, TraceTable
 
 MAX_LOSS = 0.01

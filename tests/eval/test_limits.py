@@ -21,7 +21,7 @@ from ospruner.eval.limits import (
     solve,
     theorem1_problem,
 )
-from ospruner.eval.metrics import aes
+from ospruner.eval.metrics import AES_ABSOLUTE
 from ospruner.eval.replay import Outcome, replay, replay_at, replay_budget, replay_full, replay_step
 from ospruner.eval.table import TraceTable
 
@@ -172,7 +172,9 @@ def test_best_fixed_rules_are_the_best_of_their_kind_on_validation() -> None:
     full = replay_full(validation)
 
     def score(outcome: Outcome) -> float:
-        return float(aes(outcome.accuracy, outcome.mean_tokens, full.accuracy, full.mean_tokens))
+        return float(
+            AES_ABSOLUTE(outcome.accuracy, outcome.mean_tokens, full.accuracy, full.mean_tokens)
+        )
 
     budget, step = best_fixed("tokens", validation, test), best_fixed("step", validation, test)
     assert (budget.parameter_name, step.parameter_name) == ("tokens", "step")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.intervals import Choice, Rule, compare, pool_seeds, summarise
-from ospruner.eval.metrics import AES_RELATIVE, aes, charged_variant, seed_weights
+from ospruner.eval.intervals import Choice, Rule, compare, pool_seeds, seed_weights, summarise
+from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, charged_variant
 from ospruner.eval.replay import (
     Outcome,
     pool,
@@ -236,7 +236,7 @@ def test_summarise_and_compare() -> None:
     assert result.accuracy.value == pytest.approx(early.accuracy)
     assert result.tokens.value == pytest.approx(early.mean_tokens)
     assert result.reduction.value == pytest.approx(1 - early.mean_tokens / full.mean_tokens)
-    expected = aes(early.accuracy, early.mean_tokens, full.accuracy, full.mean_tokens)
+    expected = AES_ABSOLUTE(early.accuracy, early.mean_tokens, full.accuracy, full.mean_tokens)
     assert result.aes.value == pytest.approx(float(expected))
     assert (result.traces, result.problems) == (400, 200)
     for number in (result.accuracy, result.tokens, result.reduction, result.aes):

@@ -22,8 +22,8 @@ from ospruner.comparing import compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.engines import TransformersEngine
 from ospruner.eval.arithmetic import ModelWork
+from ospruner.eval.intervals import bootstrap_interval
 from ospruner.eval.methods import parse_policies
-from ospruner.eval.metrics import bootstrap_interval
 from ospruner.eval.online.batches import Batch, Journal, Method, SampleRow, evaluate_online
 from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.online.evaluation import Evaluation
