@@ -1,20 +1,24 @@
 """Evaluation of stopping rules: labelled traces, their exact expected reward, replay, reports.
 
-schema     one labelled trace a row, and the settings of a label run
-table      the same traces as padded arrays
-stopping   survival, stopping distribution, expected reward (torch, differentiable)
-replay     expected accuracy and length of a rule on labelled traces
-methods    which policies are evaluated and how they decide
-compute    what a rule computes, in floating-point operations
-metrics    reduction, AES, intervals by problem, paired differences
-limits     what no rule can beat, and exactly solved stopping problems
-selection  choosing an operating point on validation
-results    outcomes summarised: every number with its interval
+schema      one labelled trace a row, and the settings of a label run
+table       the same traces as padded arrays
+stopping    survival, stopping distribution, expected reward (torch, differentiable)
+replay      expected accuracy and length of a policy on labelled traces
+measured    rules without training on labelled traces
+learnstop   a classifier of scalars, fitted here
+methods     policies by name, and how they decide
+compare     one comparison of all of these
+compute     what a rule computes, in floating-point operations (arithmetic: what a model does)
+metrics     reduction, AES, choosing an operating point
+intervals   intervals by problem and training seed, which make each choice again
+frontiers   areas under whole methods, and the oracle's gap
+limits      what no rule can beat, and exactly solved stopping problems
+calibration promises about accuracy
+results     every number with its interval: the file, and the frame
 
-problems/  where problems come from and how they are asked
-grading/   boxed answers, compared by Math-Verify under a time limit
-rules/     rules by name, such as "budget:200", and their replay
-frontier/  areas under frontiers, shares of the oracle's gap, the best rule without hindsight
-online/    the same rules by generating
-report/    terminal, tables, pictures, one HTML page, the paper's numbers
+problems/   where problems come from and how they are asked
+grading/    boxed answers, compared by Math-Verify under a time limit
+online/     the same methods by generating
+report/     terminal, tables, pictures, one HTML page, the paper's numbers
+harness/    policies as models of lm-evaluation-harness
 """

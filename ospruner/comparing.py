@@ -193,8 +193,8 @@ def compare(
             ("deer", `rules.Deer`), "learnstop", or "rules" for all of these.
         choose_on: labels of other problems, made with the same settings, on which every choice is
             made: of each method's setting, of frontiers, and of the best fixed budget and step.
-        prices: of a token, at which policies of every price stop; None for their own, or for 31 of
-            their range where there are labels to choose on.
+        prices: of a token, at which policies of every price stop; () for 31 of their range; None
+            for their own or, where there are labels to choose on, for 31.
         train: labels on which to fit LearnStop; None for those to choose on.
         base: the base, where it lies elsewhere than when it was labelled.
         across_tasks: take policies that were trained on another task, to see how far they carry.
@@ -271,8 +271,6 @@ def _methods(
     split: Split,
 ) -> list[Method]:
     """Policies first, as a user named them, then rules."""
-    if prices is not None and not prices:
-        raise ValueError("prices is empty; give prices of a token, or None")
     policies: list[str] = []
     rules: list[Method] = []
     for one in methods:
