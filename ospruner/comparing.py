@@ -219,7 +219,9 @@ def compare(
     wanted = _methods(methods, prices, choose_on is not None, ours.split)
     uses = {one.path: one for one in wanted if isinstance(one, PolicyUse)}
     for use in uses.values():
-        if use.config.method != "flashthink":  # whose base is its own; it knows whose traces it read
+        if (
+            use.config.method != "flashthink"
+        ):  # whose base is its own; it knows whose traces it read
             ours.refuse(use, across_tasks)
     theirs, fitted = None, None
     if choose_on is not None:

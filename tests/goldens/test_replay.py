@@ -21,7 +21,7 @@ from ospruner.eval.measured import Split, replay_rule
 from ospruner.eval.replay import Outcome, replay, replay_budget, replay_full, replay_step
 from ospruner.eval.table import TraceTable
 from ospruner.rules import parse_rule
-from ospruner.train.from_labels import load_labels
+from ospruner.train.label_sets import load_labels
 
 HERE = Path(__file__).parent
 RECORDED: dict[str, dict[str, list[float]]] = json.loads((HERE / "goldens.json").read_text())[
