@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from operator import attrgetter
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -16,7 +18,37 @@ from modeling_ospruner.loading_ospruner import (
     read_tensors,
 )
 
-__all__ = ["check_base_weights", "check_files", "check_kind", "quantisation"]
+__all__ = [
+    "Works",
+    "check_base_weights",
+    "check_files",
+    "check_kind",
+    "check_settings",
+    "quantisation",
+]
+
+Works = Mapping[str, tuple[tuple[Any, ...], str]]
+"""By the name of a setting: the values with which a policy works, and what to do about others."""
+
+
+def check_settings(settings: object, works: Works, engine: str) -> None:
+    """Refuses an engine in which a policy would be silently wrong, or was never thought of.
+
+    Args:
+        settings: the engine's own; a name in `works` may have dots.
+        works: with which values a policy works.
+        engine: as it calls itself.
+
+    Raises:
+        ValueError: naming what was asked for and what to do.
+    """
+    for name, (allowed, advice) in works.items():
+        value = attrgetter(name)(settings)
+        if value not in allowed:
+            raise ValueError(
+                f"{name.rpartition('.')[2]} is {value!r}, and the policy inside {engine} works "
+                f"with {' or '.join(map(repr, allowed))}: {advice}"
+            )
 
 
 def check_kind(config: OSPrunerConfig, engine: str, bases: Collection[str]) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.loading_ospruner import check_norm
 
-from ..policies import check_files, check_kind, quantisation
+from ..policies import Works, check_files, check_kind, check_settings, quantisation
 
 __all__ = ["BASES", "OSPrunerSGLang", "check_policy", "check_server"]
 
@@ -219,9 +219,7 @@ def check_policy(
     check_files(config, policy, "SGLang", revision, download_dir)
 
 
-_WORKS: dict[
-    str, tuple[tuple[Any, ...], str]
-] = {  # by the name of an argument of SGLang: values with which the policy works, and how
+_WORKS: Works = {
     "speculative_algorithm": ((None,), "leave --speculative-algorithm out"),
     "pp_size": ((1,), "use --tp-size"),
     "enable_dp_attention": ((False,), "leave --enable-dp-attention out"),
@@ -249,13 +247,7 @@ def check_server(arguments: Any) -> None:
     Raises:
         ValueError: naming what was asked for and what to do.
     """
-    for name, (allowed, advice) in _WORKS.items():
-        value = getattr(arguments, name)
-        if value not in allowed:
-            raise ValueError(
-                f"{name} is {value!r}, and the policy inside SGLang works with "
-                f"{' or '.join(map(repr, allowed))}: {advice}"
-            )
+    check_settings(arguments, _WORKS, "SGLang")
     if arguments.device != "cpu" and not arguments.disable_prefill_cuda_graph:
         raise ValueError(
             "disable_prefill_cuda_graph is False, and in a recorded prefill the policy cannot tell "

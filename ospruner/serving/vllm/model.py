@@ -28,9 +28,9 @@ from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.loading_ospruner import check_norm
 from modeling_ospruner.policy_ospruner import LORA_SCALE
 
-from ..policies import check_base_weights, check_files, check_kind, quantisation
+from ..policies import check_base_weights, check_files, check_kind, check_settings, quantisation
 from .gemma3 import TappedGemma3ForCausalLM
-from .pages import Pages, check_queries
+from .pages import QUERIES_WORK, Pages
 from .plugin import HARMONY_PARSER, PROCESSOR
 
 __all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "merge_adapters"]
@@ -104,6 +104,9 @@ _BASES = {  # by model_type
 
 
 _DRAFTS = ("ngram", "ngram_gpu", "draft_model")
+_WORKS = {  # the tail follows the whole base
+    "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),
+}
 
 
 class StopHead(nn.Linear):
@@ -306,11 +309,7 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"speculative decoding's method is {speculative.method!r}, which reads the hidden "
             f"states of vLLM's own model of the base; a policy works with {', '.join(_DRAFTS)}"
         )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"pipeline_parallel_size is {vllm_config.parallel_config.pipeline_parallel_size}; the "
-            "policy needs 1, for its tail follows the whole base: use --tensor-parallel-size"
-        )
+    check_settings(vllm_config, _WORKS, "vLLM")
     parser = vllm_config.structured_outputs_config.reasoning_parser
     if parser == "openai_gptoss":
         raise ValueError(
@@ -329,7 +328,7 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"LLM(..., logits_processors=[{PROCESSOR!r}])"
         )
     if config.tuning == "queries" and config.num_policy_layers:
-        check_queries(vllm_config)
+        check_settings(vllm_config, QUERIES_WORK, "vLLM")
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = load.load_format != "dummy"
     # Before the base's weights are read, and with the same words as everywhere.

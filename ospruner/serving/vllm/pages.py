@@ -21,7 +21,23 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
 
-__all__ = ["Pages", "check_queries", "share_pages"]
+from ..policies import Works
+
+__all__ = ["QUERIES_WORK", "Pages", "share_pages"]
+
+_ONE_RANK = "use --tensor-parallel-size, or one server for each replica"
+QUERIES_WORK: Works = {  # with what it was run
+    "cache_config.cache_dtype": (
+        ("auto", "float32", "bfloat16", "float16"),
+        "leave --kv-cache-dtype out, for it reads the base's keys and values unquantised",
+    ),
+    # It runs where steps end, which other ranks do not know of.
+    "parallel_config.data_parallel_size": ((1,), _ONE_RANK),
+    "parallel_config.decode_context_parallel_size": ((1,), _ONE_RANK),
+    "parallel_config.prefill_context_parallel_size": ((1,), _ONE_RANK),
+    # A step's rows would be prepared in parts.
+    "parallel_config.use_ubatching": ((False,), "leave --enable-dbo out"),
+}
 
 _NORMS_OF_KEYS = ("k_norm", "k_layernorm")
 
@@ -37,36 +53,6 @@ class _Noted:
 
     builder: Any = None
     batch: CommonAttentionMetadata | None = None
-
-
-def check_queries(vllm_config: VllmConfig) -> None:
-    """Refuses what a policy of queries only was never run with, and might be silently wrong with.
-
-    Raises:
-        ValueError: naming what was asked for and what to do.
-    """
-    stored = vllm_config.cache_config.cache_dtype
-    if stored not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(
-            f"kv_cache_dtype is {stored!r}, and the policy (tuning 'queries') reads the base's "
-            "keys and values unquantised only: leave --kv-cache-dtype out"
-        )
-    parallel = vllm_config.parallel_config
-    many = {
-        "data_parallel_size": parallel.data_parallel_size,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-    }
-    if given := {name: size for name, size in many.items() if size > 1}:
-        raise ValueError(
-            f"{given}: the policy (tuning 'queries') runs where steps end, which other ranks do "
-            "not know of; use --tensor-parallel-size, or one server for each replica"
-        )
-    if parallel.use_ubatching:
-        raise ValueError(
-            "micro-batching is on, under which a step's rows are prepared in parts, and the policy "
-            "(tuning 'queries') reads them as one: leave --enable-dbo out"
-        )
 
 
 def _attention_of(layer: nn.Module) -> Attention:

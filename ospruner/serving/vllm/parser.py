@@ -40,36 +40,19 @@ class ThinkingParser(DeepSeekR1ReasoningParser):
         return len(thinking) - thinking.count(self.start_token_id)
 
 
-class MarkerThinkingParser(ReasoningParser):
-    """`--reasoning-parser ospruner_markers`, where what ends the thinking is several tokens.
-
-    The policy's format says which. What could be the beginning of a marker is held back in a
-    stream until the next part decides.
-
-    Raises:
-        ValueError: the tokenizer lies beside no policy whose thinking such a marker ends.
-    """
+class _SplittingParser(ReasoningParser):
+    """Splits a reply's text, whole or as it comes."""
 
     engine_based_streaming = True  # the answer's part of a stream comes here too
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
-        literals = _literals(str(tokenizer.name_or_path))
-        if literals not in _FORMATS:  # once a server: a parser is made for each request
-            form = ReasoningFormat.from_dict(dict(literals))
-            _FORMATS[literals] = TokenFormat.compile(form, tokenizer)
-        fmt = _FORMATS[literals]
-        if fmt.end_marker is None or fmt.in_reply:
-            raise ValueError(
-                f"--reasoning-parser ospruner_markers: of the format {fmt.format.name!r}, no marker"
-                f" of several tokens ends the thinking (think_end {fmt.format.think_end!r}): leave "
-                "the option to `ospruner serve`"
-            )
-        self._fmt = fmt
-        self._end = fmt.end_marker.literal
-        self._start = fmt.format.think_start
         self._text = ""
-        self._sent = [0, 0]
+        self._sent = [0, 0]  # characters of thinking and answer
+
+    def _split(self, text: str, final: bool) -> tuple[str, str]:
+        """The thinking and the answer; unless `final`, without what may become a marker."""
+        raise NotImplementedError
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         """The thinking and the answer of a whole reply."""
@@ -94,8 +77,41 @@ class MarkerThinkingParser(ReasoningParser):
         return self._send(True)
 
     def has_engine_confirmed_reasoning_end(self) -> bool:
-        """Never: vLLM would pass on what follows as it is, with the marker's rest."""
+        """Never: vLLM would pass on what follows as it is, markers included."""
         return False
+
+    def _send(self, final: bool) -> DeltaMessage | None:
+        wholes = self._split(self._text, final)
+        parts = [part[sent:] for part, sent in zip(wholes, self._sent, strict=True)]
+        self._sent = [sent + len(part) for part, sent in zip(parts, self._sent, strict=True)]
+        return _delta(*parts)
+
+
+class MarkerThinkingParser(_SplittingParser):
+    """`--reasoning-parser ospruner_markers`, where what ends the thinking is several tokens.
+
+    The policy's format says which.
+
+    Raises:
+        ValueError: the tokenizer lies beside no policy whose thinking such a marker ends.
+    """
+
+    def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(tokenizer, *args, **kwargs)
+        literals = _literals(str(tokenizer.name_or_path))
+        if literals not in _FORMATS:  # once a server: a parser is made for each request
+            form = ReasoningFormat.from_dict(dict(literals))
+            _FORMATS[literals] = TokenFormat.compile(form, tokenizer)
+        fmt = _FORMATS[literals]
+        if fmt.end_marker is None or fmt.in_reply:
+            raise ValueError(
+                f"--reasoning-parser ospruner_markers: of the format {fmt.format.name!r}, no marker"
+                f" of several tokens ends the thinking (think_end {fmt.format.think_end!r}): leave "
+                "the option to `ospruner serve`"
+            )
+        self._fmt = fmt
+        self._end = fmt.end_marker.literal
+        self._start = fmt.format.think_start
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether an answer is being written: from there on, a grammar holds."""
@@ -113,14 +129,7 @@ class MarkerThinkingParser(ReasoningParser):
         places = [] if start is None else start.places(token_ids[:tokens])
         return tokens - sum(after - first for first, after in places)
 
-    def _send(self, final: bool) -> DeltaMessage | None:
-        wholes = self._split(self._text, final)
-        parts = [part[sent:] for part, sent in zip(wholes, self._sent, strict=True)]
-        self._sent = [len(whole) for whole in wholes]
-        return _delta(*parts)
-
     def _split(self, text: str, final: bool) -> tuple[str, str]:
-        """The thinking and the answer; unless `final`, without what may become a marker."""
         if self._start and text.startswith(self._start):
             text = text[len(self._start) :]
         elif not final and self._start.startswith(text):
@@ -141,15 +150,13 @@ def _literals(folder: str) -> tuple[tuple[str, str], ...]:
     return tuple((OSPrunerConfig.from_pretrained(folder).reasoning_format or {}).items())
 
 
-class HarmonyThinkingParser(ReasoningParser):
+class HarmonyThinkingParser(_SplittingParser):
     """`--reasoning-parser ospruner_harmony`, for a policy on GPT-OSS.
 
     Messages of the analysis channel are thinking, as is text under no header. Those of the final
     channel, and of the commentary where it is addressed to nobody, are the answer. Others, calls
     of tools, are left out. Special tokens are kept in the text, for by them it is split.
     """
-
-    engine_based_streaming = True  # the answer's part of a stream comes here too
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
@@ -158,8 +165,6 @@ class HarmonyThinkingParser(ReasoningParser):
             for name in ("start", "channel", "constrain", "message", "end", "return", "call")
             if (text := f"<|{name}|>") in self.vocab
         }
-        self._text = ""
-        self._sent = [0, 0]
         self._open = ""  # the kind of text that is being sent, where no marker has begun
 
     def adjust_request(self, request: Any) -> Any:
@@ -167,34 +172,15 @@ class HarmonyThinkingParser(ReasoningParser):
         request.skip_special_tokens = False
         return request
 
-    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
-        """The thinking and the answer of a whole reply."""
-        thinking, answer, _ = _split(model_output)
-        return thinking or None, answer or None
-
     def extract_reasoning_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Sequence[int],
-        current_token_ids: Sequence[int],
-        delta_token_ids: Sequence[int],
+        self, previous_text: str, current_text: str, delta_text: str, *ids: Sequence[int]
     ) -> DeltaMessage | None:
         """What has come to either since the last call."""
-        self._text += delta_text  # vLLM gathers none for parsers with `engine_based_streaming`
         if self._open and "<" not in delta_text:  # without a look at all that came before
+            self._text += delta_text
             self._sent[self._open == _ANSWER] += len(delta_text)
             return _delta(*((delta_text, "") if self._open == _THINKING else ("", delta_text)))
-        return self._send(_HALF_MARKER.sub("", self._text))
-
-    def finish_streaming(self) -> DeltaMessage | None:
-        """What was held back, because it looked like half a marker."""
-        return self._send(self._text)
-
-    def has_engine_confirmed_reasoning_end(self) -> bool:
-        """Never: vLLM would pass on what follows as it is, markers included."""
-        return False
+        return super().extract_reasoning_streaming(previous_text, current_text, delta_text, *ids)
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether an answer is being written: from there on, a grammar holds."""
@@ -209,12 +195,21 @@ class HarmonyThinkingParser(ReasoningParser):
         """The tokens of the thinking, without markers and headers."""
         return self._kinds(token_ids).count(_THINKING)
 
-    def _send(self, text: str) -> DeltaMessage | None:
-        *wholes, kind = _split(text)
-        self._open = kind if text == self._text else ""
-        parts = [part[sent:] for part, sent in zip(wholes, self._sent, strict=True)]
-        self._sent = [sent + len(part) for part, sent in zip(parts, self._sent, strict=True)]
-        return _delta(*parts)
+    def _split(self, text: str, final: bool) -> tuple[str, str]:
+        whole = text if final else _HALF_MARKER.sub("", text)
+        first, *pieces = _MARKER.split(whole)
+        found: dict[str, list[str]] = {_THINKING: [first], _ANSWER: [], "": []}
+        header, kind, last = "", _THINKING, first
+        for marker, last in zip(pieces[::2], pieces[1::2], strict=True):
+            if marker == "message":
+                kind, header = _kind(header), ""
+                found[kind].append(last)
+            else:
+                kind = ""
+                header = last if marker == "start" else f"{header} {last}"
+        self._open = kind if last and whole == text else ""
+        thinking, answer = (list(filter(None, found[one])) for one in (_THINKING, _ANSWER))
+        return "\n".join(thinking), "\n".join(answer)
 
     def _kinds(self, ids: Sequence[int]) -> list[str]:
         """For each token, what the message is in whose body it stands; "" outside of bodies."""
@@ -239,23 +234,6 @@ def _delta(thinking: str, answer: str) -> DeltaMessage | None:
     if not thinking and not answer:
         return None
     return DeltaMessage(reasoning=thinking or None, content=answer or None)
-
-
-def _split(text: str) -> tuple[str, str, str]:
-    """The thinking and the answer of a text with its markers, and which of them it ends in."""
-    first, *pieces = _MARKER.split(text)
-    found = {_THINKING: [first], _ANSWER: [], "": []}
-    header, last = "", (_THINKING, first)
-    for marker, piece in zip(pieces[::2], pieces[1::2], strict=True):
-        if marker == "message":
-            last = _kind(header), piece
-            found[last[0]].append(piece)
-            header = ""
-        else:
-            last = "", piece
-            header = piece if marker == "start" else f"{header} {piece}"
-    thinking, answer = (list(filter(None, found[kind])) for kind in (_THINKING, _ANSWER))
-    return "\n".join(thinking), "\n".join(answer), last[0] if last[1] else ""
 
 
 def _kind(header: str) -> str:

@@ -32,7 +32,6 @@ from ospruner.serving.vllm.model import (
     check_start,
     merge_adapters,
 )
-from ospruner.serving.vllm.pages import check_queries
 from ospruner.serving.vllm.parser import HarmonyThinkingParser
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, PROCESSOR, register
 from ospruner.serving.vllm.processor import StopProcessor
@@ -121,26 +120,27 @@ def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> 
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "advice"),
     [
-        ("cache_dtype", "fp8", "kv_cache_dtype is 'fp8'.*leave --kv-cache-dtype out"),
-        ("data_parallel_size", 2, "'data_parallel_size': 2.*use --tensor-parallel-size"),
-        ("decode_context_parallel_size", 2, "'decode_context_parallel_size': 2"),
-        ("prefill_context_parallel_size", 4, "'prefill_context_parallel_size': 4"),
-        ("use_ubatching", True, "micro-batching is on.*leave --enable-dbo out"),
+        ("cache_dtype", "fp8", "leave --kv-cache-dtype out"),
+        ("data_parallel_size", 2, "use --tensor-parallel-size"),
+        ("decode_context_parallel_size", 2, "use --tensor-parallel-size"),
+        ("prefill_context_parallel_size", 4, "use --tensor-parallel-size"),
+        ("use_ubatching", True, "leave --enable-dbo out"),
     ],
 )
-def test_what_queries_cannot_do_is_refused_at_start(field: str, value: Any, message: str) -> None:
-    fields = {"cache_dtype": "auto", "data_parallel_size": 1, "use_ubatching": False}
-    fields |= {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    config: Any = SimpleNamespace(
-        cache_config=SimpleNamespace(**fields), parallel_config=SimpleNamespace(**fields)
-    )
-    check_queries(config)
-    for part in (config.cache_config, config.parallel_config):
-        setattr(part, field, value)
-    with pytest.raises(ValueError, match=message):
-        check_queries(config)
+def test_what_queries_cannot_do_is_refused_at_start(
+    model: OSPrunerForCausalLM, field: str, value: Any, advice: str
+) -> None:
+    config = started(model, config=changed(model, tuning="queries"))
+    config.cache_config = SimpleNamespace(cache_dtype="auto")
+    for name in ("data", "decode_context", "prefill_context"):
+        setattr(config.parallel_config, f"{name}_parallel_size", 1)
+    config.parallel_config.use_ubatching = False
+    part = config.cache_config if field == "cache_dtype" else config.parallel_config
+    setattr(part, field, value)
+    with pytest.raises(ValueError, match=rf"{field} is {value!r}, and .* inside vLLM .*{advice}"):
+        check_start(config)
 
 
 def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:

@@ -1,0 +1,183 @@
+"""Requests on their way to a stop: ahead of themselves, put back, and told to the engine."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from modeling_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import (
+    DEEPSEEK_R1,
+    HARMONY,
+    PLAIN,
+    ReasoningFormat,
+    TokenFormat,
+)
+from modeling_ospruner.states_ospruner import kind_of
+from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopPolicyConfig
+from ospruner.serving.admission import Admitted, promise_of
+from ospruner.serving.rows import RowCore, ServedRow, in_json
+
+PIECES = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
+    *("<think>", "</think>", "<tool_call>", "<eos>", "<eos2>"),
+    *("assistant", "analysis", "final", "commentary", " to=x", "a", " ", "\n", ".\n\n", "}\n\nb"),
+    *("\n\n", ":", "so:\n\n", "\\[", "\\]", "$$", "```", "{", "}", "\\}", "box", "the answer"),
+)
+MARKERS = 9
+IDS = {piece: i for i, piece in enumerate(PIECES)}
+
+
+def ids_of(*pieces: str) -> tuple[int, ...]:
+    return tuple(IDS[piece] for piece in pieces)
+
+
+def compiled(form: ReasoningFormat) -> TokenFormat:
+    """A format compiled for the pieces above."""
+    closing, start = {
+        "deepseek-r1": (("</think>", "\n\n"), ("<think>",)),
+        "harmony": (
+            ("<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>"),
+            ("<|channel|>", "analysis", "<|message|>"),
+        ),
+        "plain": (("\n\n", "the answer"), ()),
+    }[form.name]
+    displays = {i: text for i, text in enumerate(PIECES) if re.search(r"[\\\[\]$`]", text)}
+    return TokenFormat(
+        format=form,
+        think_end_id=IDS[form.think_end] if form.think_end else -1,
+        closing_ids=ids_of(*closing),
+        box_prefix_ids=ids_of("box", "{"),
+        eos_ids=ids_of("<eos>"),
+        added_ids=frozenset(range(MARKERS)),
+        kinds=bytes(0 if i < MARKERS else kind_of(piece) for i, piece in enumerate(PIECES)),
+        brace_texts={i: text for i, text in enumerate(PIECES) if re.search(r"[{}\\]", text)},
+        think_start_ids=ids_of(*start),
+        call_ids=frozenset(ids_of("<tool_call>")),
+        displays=displays if form.name == "plain" else None,
+    )
+
+
+FORMATS = [compiled(form) for form in (DEEPSEEK_R1, HARMONY, PLAIN)]
+
+
+def served(fmt: TokenFormat, prompt: list[int], place: float | None = None, **said: Any) -> Any:
+    """A request that is stopped so."""
+    config = OSPrunerConfig()
+    settings = StopPolicyConfig(**said).with_defaults(config)
+    eos = frozenset({*fmt.eos_ids, *ids_of("<eos2>")})
+    plan = RowPlan(settings, settings.chosen_rule(), fmt, eos)
+    return ServedRow(Admitted(plan, 3, IDS["<eos>"], False, place, None, None), prompt)
+
+
+def seen(row: ServedRow) -> tuple[Any, ...]:
+    """All that an engine may see of it."""
+    inner = row.row
+    return (
+        *(row.taken, row.complete, inner.phase, repr(inner.record), inner.at_boundary),
+        *(list(inner.forced), inner.greedy, inner.masked_ids),
+    )
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda one: one.format.name)
+@given(st.integers(0, 2**32))
+@examples(max_examples=15, deadline=None)
+def test_ahead_put_back_and_as_it_was(fmt: TokenFormat, number: int) -> None:
+    """Drafts change nothing of a row, go its way, and what was lost is decided as before."""
+    draw = random.Random(number)
+    frequent = [*draw.sample(range(len(PIECES)), 6), *ids_of("a", ".\n\n"), *fmt.think_start_ids]
+    said = {
+        "threshold": draw.choice([0.5, 1.0]),
+        "answer": draw.choice(["forced", "free", "tools"]),
+        "max_thinking_tokens": draw.choice([None, 20]),
+        "max_answer_tokens": draw.choice([None, 4]),
+    }
+    prompt = draw.choices(frequent, k=2) + list(fmt.think_start_ids)
+    row, text = served(fmt, prompt, **said), []
+    for _ in range(30):
+        before = seen(row)
+        tokens = [row.row.forced[0]] if row.row.forced else draw.choices(frequent, k=3)
+        quiet = not any(map(row.may_turn, tokens))
+        ahead, plain = row.ahead(), copy.deepcopy(row)
+        for token in tokens:
+            ahead.take(token)
+            plain.take(token)
+            assert seen(ahead) == seen(plain)
+            if quiet:
+                assert ahead.row.phase is Phase.THINKING
+                assert not ahead.row.at_boundary
+        assert seen(row) == before
+        text.append(tokens[0])
+        row.take(tokens[0])
+        if row.row.at_boundary:
+            row.decide(draw.random(), None)
+    kept = copy.deepcopy(row)
+    row.come_back(prompt, text)
+    assert seen(row) == seen(kept)  # nothing is lost
+    row.taken += 5  # as if tokens had been computed that are not known any more
+    row.come_back(prompt, text)
+    if row.row.at_boundary:  # an engine asks again
+        row.decide(*row.said[row.taken])
+    assert seen(row) == seen(kept)
+
+
+def test_a_row_is_decided_shaped_and_told_once() -> None:
+    fmt, told = FORMATS[0], []
+    core = RowCore(None, told.append)
+    a, stop = ids_of("a", ".\n\n")
+    one, two = (served(fmt, [*fmt.think_start_ids], threshold=0.5) for _ in range(2))
+    for token in (a, stop):
+        one.take(token)
+        two.take(token)
+    said = core.hear([one, two], torch.tensor([[2.0], [torch.nan]]))
+    assert said[0] == (pytest.approx(torch.tensor(2.0).sigmoid().item()), None)
+    core.decide([one, two], said)
+    logits = torch.zeros(3, len(PIECES))
+    core.shape(logits, [(2, one), (0, two)])
+    assert logits[2].isfinite().nonzero().flatten().tolist() == [fmt.think_end_id]
+    assert not logits[:2].any()
+    assert told == [one]
+    assert (one.record.reason, one.record.step_ends) == ("policy", [2])
+    assert (two.record.nan_steps, two.thinks) == (1, True)
+    for token in (*fmt.forced_suffix("forced"), *ids_of("a", "}")):
+        one.take(token)
+    assert one.complete
+    core.shape(logits, [(1, one)])
+    assert logits[1].isfinite().nonzero().flatten().tolist() == [one.admitted.end_id]
+    assert told == [one]
+
+
+def test_each_row_hears_its_own_price() -> None:
+    prices = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2]).prices
+    assert prices is not None
+    rows = [
+        served(FORMATS[0], [], prices.place(price), threshold=0.5) for price in (0.0, 1e-3, 1e-2)
+    ]
+    outputs = torch.tensor([[-2.0, 0.3, 0.4, 0.5, 0.6, 0.7]]).expand(3, 6)
+    said = RowCore(prices).hear(rows, outputs)
+    assert said[0][0] < said[1][0] < said[2][0]
+    assert len({price for _, price in said}) == 1
+    assert in_json({"probabilities": [math.nan, 0.5], "prices": [math.inf, 1.0]}) == {
+        "probabilities": [None, 0.5],
+        "prices": ["inf", 1.0],
+    }
+
+
+def test_a_promise_is_kept_by_its_own_settings_alone() -> None:
+    promise: dict[str, Any] = {"max_loss": 0.02, "confidence": 0.95, "mode": "threshold"}
+    promise |= {"threshold": 0.7, "price": None}
+    config = OSPrunerConfig()
+    config.calibrations = [promise]
+    kept = StopPolicyConfig(max_loss=0.02, seed=4).with_defaults(config)
+    assert promise_of(kept, config) == promise
+    for other in ({"threshold": 0.6}, {"threshold": 0.7, "answer": "free"}, {"mode": "sample"}):
+        assert promise_of(StopPolicyConfig(**other).with_defaults(config), config) is None  # type: ignore[arg-type]
