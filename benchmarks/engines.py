@@ -21,8 +21,8 @@ from timing import environment, print_last_line, timed
 from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.schema import LabelSettings
-from ospruner.train.labels.command import ProblemOptions, load_run_problems, read_format
-from ospruner.train.labels.making import label
+from ospruner.train.labels.label import LabelConfig, load_run_problems, read_format
+from ospruner.train.labels.making import Labeller, label_problems
 
 
 def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -39,15 +39,15 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     task = open_task(settings.task)
     tokenizer = load_tokenizer(args.base)
     fmt = read_format(args.format, tokenizer, task=task)
-    asked = ProblemOptions(args.dataset, split=args.split, limit=args.limit + 1)
+    asked = LabelConfig(dataset=args.dataset, split=args.split, limit=args.limit + 1)
     first, *others = load_run_problems(asked).problems
     options = EngineOptions(args.base, batch_size=args.limit, dtype=dtype or "auto")
     engine = open_engine(name, tokenizer, options)
     made = []
     with tempfile.TemporaryDirectory() as folder:
-        label([first], engine, tokenizer, fmt, settings, Path(folder, "first"))
-        out = Path(folder, "others")
-        taken = timed(lambda: made.append(label(others, engine, tokenizer, fmt, settings, out)))
+        labeller, out = Labeller(tokenizer, fmt, settings), Path(folder, "others")
+        label_problems([first], engine, labeller, Path(folder, "first"))
+        taken = timed(lambda: made.append(label_problems(others, engine, labeller, out)))
         tokens = sum(map(len, made[0]["trace_ids"]))
     rate = tokens / taken.wall_seconds
     print(f"{arm}: {tokens} thinking tokens, {rate:.1f} a second", flush=True)

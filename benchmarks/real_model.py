@@ -47,7 +47,7 @@ from timing import environment, print_last_line
 from ospruner.durable import replace_file
 from ospruner.provenance import read_provenance
 from ospruner.train.label_sets import load_labels
-from ospruner.train.labels.looking import stats_of
+from ospruner.train.labels.summary import stats_of
 
 PROBLEMS = {
     "train": ("gsm8k", "train[:6000]", "gsm8k_train", 800),

@@ -24,7 +24,7 @@ API = (
     ),
     ("Formats", "modeling_ospruner", ("ReasoningFormat", "TokenFormat", "guess")),
     ("Engines", "ospruner.engines.opening", ("EngineOptions", "open_engine")),
-    ("Labels", "ospruner.train.labels.command", ("ProblemOptions", "run_label")),
+    ("Labels", "ospruner.train.labels.label", ("LabelConfig", "label")),
     (
         "Training",
         "ospruner.train.trainer",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS
 from ospruner.eval.text import markdown_table
 from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
+from ospruner.train.labels.card import card_configs
+from ospruner.train.labels.folder import Shard, data_hash, shards_of
 
 from .staging import Base, scrubbed
 
@@ -176,17 +178,15 @@ def labels_card(
         tags=_TAGS,
         size_categories=next((size for most, size in _SIZES if traces < most), "n>1M"),
         pretty_name=name.rpartition("/")[2],
-        configs=[
+        configs=card_configs(
             {
-                "config_name": config,
-                **({"default": True} if config == "default" else {}),
-                "data_files": [
-                    {"split": split, "path": f"{prefix}{kind}/*.parquet"}
-                    for split, (prefix, _) in splits.items()
-                ],
+                config: {
+                    split: ([prefix + path_of(shard) for shard in shards_of(one)], data_hash(one))
+                    for split, (prefix, one) in splits.items()
+                }
+                for config, path_of in _FILES.items()
             }
-            for config, kind in (("default", "data"), ("prefixes", "prefixes"))
-        ],
+        ),
     )
     rows = _settings({**settings, **scrubbed(first.get("source", {}))}, nested=False)
     return DatasetCard.from_template(
@@ -293,6 +293,12 @@ def _settings(details: Mapping[str, Any], nested: bool = True) -> dict[str, str]
         elif value is not None:
             rows[key] = json.dumps(value)
     return {key.replace("_", " "): text for key, text in rows.items()}
+
+
+_FILES: dict[str, Callable[[Shard], str]] = {
+    "default": lambda shard: shard.file,
+    "prefixes": lambda shard: shard.view,
+}
 
 
 def _columns(folder: Path, known: Mapping[str, tuple[Any, str]]) -> str:

@@ -27,15 +27,20 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.durable import read_checked, write_checked
+from ospruner.durable import write_checked
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.provenance import (
     PROVENANCE_FILE,
     file_hash,
-    hash_of,
     is_hub_id,
     read_object,
     read_provenance,
+)
+from ospruner.train.labels.folder import (
+    MANIFEST,
+    read_manifest,
+    refuse_damage,
+    refuse_other_data,
 )
 
 from .cards import (
@@ -81,7 +86,6 @@ POLICY_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-MANIFEST = "manifest.json"
 STATISTICS = "statistics.png"
 LABEL_FILES = ("data/*.parquet", "prefixes/*.parquet", MANIFEST, STATISTICS)
 SPLITS = ("train", "validation", "test")
@@ -300,19 +304,11 @@ def _stage_labels(
 
 def _manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a finished label folder whose shards are what it says."""
-    way_out = "run its labelling again: it goes on there, and makes damaged shards anew"
-    manifest = read_checked(folder / MANIFEST, way_out)
+    manifest = read_manifest(folder)
     if not manifest.get("finished"):
         raise ValueError(f"{folder} is not finished: run its labelling again, it goes on there")
-    if not list((folder / "prefixes").glob("*.parquet")):
-        raise ValueError(f"{folder} has no prefixes/: run its labelling again to have it written")
-    shards = [*manifest["chunks"], *({**v, "file": n} for n, v in manifest["prefixes"].items())]
-    for shard in shards:
-        if shard["file"] and file_hash(folder / shard["file"]) != shard["sha256"]:
-            raise ValueError(f"{folder / shard['file']} is damaged: {way_out}")
-    found = hash_of([chunk["sha256"] for chunk in manifest["chunks"] if chunk["file"]])
-    if read_provenance(folder).data_hash not in (None, found):
-        raise ValueError(f"{folder / PROVENANCE_FILE} is of other data: {way_out}")
+    refuse_other_data(folder, manifest)
+    refuse_damage(folder, manifest)
     return manifest
 
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa  # type: ignore[import-untyped]
-from datasets import Dataset, concatenate_datasets
-from huggingface_hub import snapshot_download
+from datasets import Dataset, DatasetDict
 
 from ospruner.eval.schema import LabelSettings
-from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
 
-from .labels.folder import (
-    MANIFEST,
-    chunks_of,
-    data_hash,
-    read_labels,
-    read_manifest,
-    refuse_other_data,
-)
+from .labels.loading import Labels, load_labels, load_mix
 
 __all__ = [
     "LabelSource",
@@ -33,6 +21,7 @@ __all__ = [
     "held_out_split",
     "labels_of",
     "load_labels",
+    "load_mix",
     "refuse_ungraded",
     "split_labels",
 ]
@@ -40,141 +29,6 @@ __all__ = [
 _BY_THE_MODEL = ("no answer", "too long")  # why an answer has no verdict, whatever grades it
 HELD_OUT_PROBLEMS = 500
 """Problems that the paper keeps out of training, to choose lambda on."""
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Labelled traces and how they were made.
-
-    Attributes:
-        traces: columns `schema.FEATURES`.
-        settings: of their run; of a mix the first run's, with `LabelSettings.domains`.
-        data_hash: of their shards.
-        source: what the problems were, in a word; the folder's name where it is not known.
-        parts: of a mix, each run's labels by the domain's name; else empty.
-    """
-
-    traces: Dataset
-    settings: LabelSettings
-    data_hash: str
-    source: str = ""
-    parts: Mapping[str, Labels] = field(default_factory=dict)
-
-
-def load_labels(source: str | Path) -> Labels:
-    """The labels of a folder, or of a data set on the Hub.
-
-    Args:
-        source: a folder of `ospruner label`, or a data set's id.
-
-    Raises:
-        ValueError: the folder holds no labels, damaged ones, labels of another version, or a
-            record of other data.
-        OSError: the Hub has no such data set.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        if folder.exists() or not is_hub_id(str(source)):
-            what = "a file" if folder.exists() else "nothing"
-            raise ValueError(
-                f"labels is {str(source)!r}, where {what} is: give a folder of `ospruner label`, "
-                "or a data set's id on the Hub"
-            )
-        wanted = [MANIFEST, PROVENANCE_FILE, "data/*.parquet"]
-        found = snapshot_download(str(source), repo_type="dataset", allow_patterns=wanted)
-        folder = Path(found)
-    manifest = read_manifest(folder)
-    if (folder / PROVENANCE_FILE).is_file():
-        refuse_other_data(folder, manifest)
-    settings = LabelSettings.from_dict(manifest["settings"])
-    of = Path(str(manifest.get("source", {}).get("dataset") or source)).name
-    source_name = of.partition(".")[0]
-    return Labels(read_labels(folder), settings, data_hash(chunks_of(manifest)), source_name)
-
-
-_OF_A_DOMAIN = {
-    "task",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "samples_per_problem",
-    "max_new_tokens",
-    "max_answer_tokens",
-    "imported_from",
-    "reasoning_format",
-}
-"""What of the settings may differ between the runs of a mix; of the format, what a task shapes."""
-
-
-def load_mix(sources: Sequence[str | Path]) -> Labels:
-    """The labels of several folders as one: of different tasks or problems, by one base.
-
-    Traces get the column `domain`, and problems their domain's name before their id. A domain is
-    named by its task or, where runs share one, by what the problems were.
-
-    Args:
-        sources: as `load_labels` takes them; one stands for itself.
-
-    Raises:
-        ValueError: none, one that is given twice, labels of different bases, formats or strides,
-            or two of one task and one data set; or see `load_labels`.
-    """
-    if not sources:
-        raise ValueError("no labels: give at least one folder of `ospruner label`")
-    loaded = [load_labels(source) for source in sources]
-    if len(loaded) == 1:
-        return loaded[0]
-    names = _domain_names(sources, loaded)
-    first = loaded[0]
-    for source, other in zip(sources[1:], loaded[1:], strict=True):
-        lines = first.settings.differences(other.settings)
-        lines = [line for line in lines if line.partition(":")[0] not in _OF_A_DOMAIN]
-        ours, theirs = (one.settings.reasoning_format for one in (first, other))
-        lines += [
-            f"reasoning_format's {name}: {ours.get(name)!r} here, {theirs.get(name)!r} there"
-            for name in sorted({*ours, *theirs} - {"box_prefix", "answer_end"})
-            if ours.get(name) != theirs.get(name)
-        ]
-        if lines:
-            raise ValueError(
-                f"{sources[0]} and {source} cannot be mixed ({'; '.join(lines)}): one policy reads "
-                "one base's thinking in one format, and decides at one stride; label all of them "
-                "alike"
-            )
-    parts = dict(zip(names, loaded, strict=True))
-    settings = dataclasses.replace(
-        first.settings, domains={name: dict(one.settings.task) for name, one in parts.items()}
-    )
-    traces = concatenate_datasets([_of_domain(one.traces, name) for name, one in parts.items()])
-    return Labels(traces, settings, hash_of(one.data_hash for one in loaded), "mix", parts)
-
-
-def _domain_names(sources: Sequence[str | Path], loaded: Sequence[Labels]) -> list[str]:
-    tasks = [str(one.settings.task["name"]) for one in loaded]
-    names = [
-        task if tasks.count(task) == 1 else one.source
-        for task, one in zip(tasks, loaded, strict=True)
-    ]
-    hashes = [one.data_hash for one in loaded]
-    for place, name in enumerate(names):
-        before = next((k for k in range(place) if names[k] == name), None)
-        if hashes.index(hashes[place]) < place or before is not None:
-            twice = hashes.index(hashes[place]) if before is None else before
-            raise ValueError(
-                f"labels: {sources[twice]} and {sources[place]} are both of {name!r}: give each "
-                "folder once, and one folder for each data set (more problems go into the same "
-                "folder, by the same command)"
-            )
-    return names
-
-
-def _of_domain(traces: Dataset, name: str) -> Dataset:
-    """Traces with their domain, and ids that no other domain has."""
-    table = traces.with_format("arrow")[:]
-    ids = pa.array([f"{name}/{one}" for one in table.column("problem_id").to_pylist()])
-    table = table.set_column(table.column_names.index("problem_id"), "problem_id", ids)
-    return Dataset(table.append_column("domain", pa.array([name] * len(table), pa.string())))
 
 
 def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) -> list[bool]:
@@ -199,14 +53,15 @@ def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) 
     return [problem in chosen for problem in problem_ids]
 
 
-LabelSource = str | Path | Labels | Sequence[str | Path]
+LabelSource = str | Path | Dataset | DatasetDict | Labels | Sequence[str | Path]
 
 
 def labels_of(source: LabelSource) -> Labels:
     """Labels that are named in any way: a folder or Hub id, several of them, or as they are."""
     if isinstance(source, Labels):
         return source
-    return load_mix([source] if isinstance(source, str | Path) else source)
+    single = isinstance(source, str | Path | Dataset | DatasetDict)
+    return load_mix([source] if single else source)  # type: ignore[list-item, arg-type]
 
 
 def split_labels(

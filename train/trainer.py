@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
@@ -114,6 +114,11 @@ class StopTrainer(Trainer):
     ) -> None:
         if Path(config.output_dir).is_file():
             raise ValueError(f"{config.output_dir} is a file; a training run needs a folder")
+        if isinstance(labels, DatasetDict):  # what `ospruner.label` gives
+            if "train" not in labels:
+                raise ValueError(f"labels hold the splits {list(labels)}; there must be a train")
+            eval_labels = labels.get("validation") if eval_labels is None else eval_labels
+            labels = labels["train"]
         ours = labels_of(labels)
         others = None if eval_labels is None else labels_of(eval_labels)
         sets = split_labels(

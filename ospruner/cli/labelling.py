@@ -1,9 +1,10 @@
 """Commands that make and look at labels: `label` and `labels`."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,9 +28,7 @@ from .options import (
     console,
 )
 
-labels_app = typer.Typer(
-    help="Import labelled traces, grade them again, look at them.", no_args_is_help=True
-)
+labels_app = typer.Typer(help="Import labelled traces, grade them again.", no_args_is_help=True)
 
 
 def label_command(
@@ -100,83 +99,27 @@ def label_command(
     json_file: JsonFile = None,
 ) -> None:
     """Sample traces of problems, force and grade the answer after every step."""
-    from ospruner.engines.opening import EngineOptions, parse_engine_args
-    from ospruner.eval.problems.registry import parse_task
     from ospruner.progress import PhaseBars
-    from ospruner.train.labels.command import ProblemOptions, parse_columns, run_label
-    from ospruner.train.labels.looking import print_run
-    from ospruner.train.labels.on_ray import RayOptions
+    from ospruner.train.labels.label import LabelConfig, run_label
 
     if scale not in (None, "ray"):
         raise typer.BadParameter(f"--scale is {scale!r}; it can only be ray.")
-    ray = RayOptions(actors, gpus_per_actor, chunk_traces=chunk) if scale else None
-    problems = ProblemOptions(
-        dataset, file or (), split, parse_columns(columns), limit=limit, exclude=exclude or ()
-    )
-    options = EngineOptions(
-        base, revision, batch_size, dtype, device, tuple(url or ()),
-        parse_engine_args(engine_arg or ()),
+    if scale and actors < 1:
+        raise ValueError(f"actors is {actors}; it must be 1 or more")
+    config = LabelConfig(
+        base=base, dataset=dataset, out=str(out), engine=engine or _default_engine(device),
+        limit=limit, split=split, task=task, samples=samples, max_thinking_tokens=max_tokens,
+        max_answer_tokens=answer_tokens, answer=answer_mode, seed=seed, temperature=temperature,
+        top_p=top_p, top_k=top_k, step_stride=step_stride, prompt=prompt, files=tuple(file or ()),
+        columns=columns, exclude=tuple(exclude or ()), format=reasoning_format,
+        wind_down=wind_down, revision=revision, batch_size=batch_size, dtype=dtype, device=device,
+        urls=tuple(url or ()), engine_args=tuple(engine_arg or ()), chunk=chunk,
+        retry_failed=retry_failed, allow_code=allow_code, actors=actors if scale else 0,
+        gpus_per_actor=gpus_per_actor,
     )  # fmt: skip
-    asks = parse_task(task, prompt, allow_code)
-    settings = {
-        "task": asks.settings,
-        "answer": answer_mode,
-        "samples_per_problem": samples,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_new_tokens": max_tokens,
-        "max_answer_tokens": answer_tokens
-        if answer_tokens is not None
-        else (asks.max_answer_tokens if answer_mode == "forced" else 512),
-        "step_stride": step_stride,
-        "seed": seed,
-    }
     with _stoppable(out), PhaseBars(console) as bars:
-        run_label(
-            problems,
-            engine or _default_engine(device),
-            options,
-            settings,
-            out,
-            format_name=reasoning_format,
-            wind_down=wind_down,
-            chunk_traces=chunk,
-            ray=ray,
-            retry_failed=retry_failed,
-            allow_code=allow_code,
-            progress=bars,
-        )
-    print_run(out, console, json_file)
-
-
-@labels_app.command("stats")
-def labels_stats(
-    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="File of the picture; default: statistics.png in the folder."),
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Print and draw what the labels say: accuracy along the trace, first right answer, steps."""
-    from ospruner.train.labels.looking import print_stats
-
-    print_stats(folder, picture, console, json_file)
-
-
-@labels_app.command("show")
-def labels_show(
-    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
-    row: Annotated[int, typer.Option(help="Number of the trace, from 0.")] = 0,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or Hub id; default: the base's.")
-    ] = None,
-) -> None:
-    """Print a trace with its steps coloured by the grade of the answer forced there."""
-    from ospruner.train.labels.looking import show_trace
-
-    show_trace(folder, row, tokenizer, console)
+        run_label(config, bars)
+    _print_run(out, json_file)
 
 
 @labels_app.command("import")
@@ -210,50 +153,19 @@ def labels_import(
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
-    from ospruner.engines.opening import EngineOptions, parse_engine_args
-    from ospruner.eval.problems.registry import parse_task
     from ospruner.progress import PhaseBars
-    from ospruner.train.labels.command import parse_columns, run_import
-    from ospruner.train.labels.looking import print_run
+    from ospruner.train.labels.label import import_traces
 
-    options = EngineOptions(
-        base, revision, batch_size, dtype, device, tuple(url or ()),
-        parse_engine_args(engine_arg or ()),
-    )  # fmt: skip
-    asks = parse_task(task, allow_code=allow_code)
-    settings = {
-        "task": asks.settings,
-        "max_new_tokens": max_tokens,
-        "max_answer_tokens": asks.max_answer_tokens if answer_tokens is None else answer_tokens,
-        "step_stride": step_stride,
-    }
     with _stoppable(out), PhaseBars(console) as bars:
-        run_import(
-            file,
-            engine or _default_engine(device),
-            options,
-            settings,
-            out,
-            columns=parse_columns(columns),
-            limit=limit,
-            format_name=reasoning_format,
-            chunk_traces=chunk,
-            retry_failed=retry_failed,
-            allow_code=allow_code,
-            progress=bars,
-        )
-    print_run(out, console, json_file)
-
-
-@labels_app.command("check")
-def labels_check(
-    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
-) -> None:
-    """Compare every file with what was written; status 1, and what to do, where one differs."""
-    from ospruner.train.labels.looking import print_check
-
-    if not print_check(folder, console):
-        raise typer.Exit(1)
+        import_traces(
+            base, file, out=out, engine=engine or _default_engine(device), limit=limit,
+            progress=bars, columns=columns, max_thinking_tokens=max_tokens,
+            max_answer_tokens=answer_tokens, step_stride=step_stride, task=task,
+            allow_code=allow_code, format=reasoning_format, revision=revision,
+            batch_size=batch_size, dtype=dtype, device=device, urls=tuple(url or ()),
+            engine_args=tuple(engine_arg or ()), chunk=chunk, retry_failed=retry_failed,
+        )  # fmt: skip
+    _print_run(out, json_file)
 
 
 @labels_app.command("regrade")
@@ -264,12 +176,27 @@ def labels_regrade(
 ) -> None:
     """Grade the stored answers again; nothing is generated."""
     from ospruner.progress import PhaseBars
-    from ospruner.train.labels.looking import print_regrade
-    from ospruner.train.labels.regrading import regrade
+    from ospruner.train.labels.label import regrade
+    from ospruner.train.labels.summary import told_regraded
 
     with PhaseBars(console) as bars:
         changes = regrade(folder, bars, allow_code)
-    print_regrade(changes, console, json_file)
+    said, numbers = told_regraded(changes)
+    console.print(said, markup=False, highlight=False)
+    _write(numbers, json_file)
+
+
+def _print_run(out: Path, json_file: Path | None) -> None:
+    from ospruner.train.labels.summary import stats_of, told
+
+    stats = stats_of(out)
+    console.print(told(out, stats), markup=False, highlight=False)
+    _write(stats, json_file)
+
+
+def _write(numbers: dict[str, Any], json_file: Path | None) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
 
 
 def _default_engine(device: str | None) -> str:
@@ -287,7 +214,7 @@ def _stoppable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from ospruner.train.labels.looking import print_stopped
+        from ospruner.train.labels.summary import told_stopped
 
-        print_stopped(out, console)
+        console.print(told_stopped(out), markup=False, highlight=False)
         raise typer.Exit(130) from None

@@ -20,7 +20,7 @@ from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Math, Task
 from ospruner.eval.schema import LabelSettings
 from ospruner.progress import Progress, silent
-from ospruner.train.labels.making import label
+from ospruner.train.labels.making import Labeller, label_problems
 
 from . import REASONER
 from .problems import Split, iterate_problems
@@ -88,12 +88,11 @@ class Reasoner:
         task: Task | None = None,
     ) -> Dataset:
         """Sample and label one trace a problem in `out_dir`; a stopped run continues."""
-        return label(
+        settings = self.label_settings(seed, task)
+        return label_problems(
             problems,
             self.engine,
-            self.tokenizer,
-            self.token_format,
-            self.label_settings(seed, task),
+            Labeller(self.tokenizer, self.token_format, settings),
             out_dir,
             chunk_traces=512,
             progress=progress,

@@ -21,7 +21,7 @@ from ospruner.eval.schema import LabelSettings
 from ospruner.optional import MissingPackageError
 from ospruner.progress import Progress, silent
 from ospruner.train.labels.folder import read_labels
-from ospruner.train.labels.making import label
+from ospruner.train.labels.making import Labeller, label_problems
 
 from .conftest import GREEDY, Traces, check_agreement, check_choices, choose_all, fork_all
 from .local_server import LocalServer
@@ -192,8 +192,11 @@ def test_a_label_run_outlives_its_servers(
     how = LabelSettings(base_model="toy", temperature=0, max_new_tokens=24, max_answer_tokens=8)
 
     def run(server: LocalServer, progress: Progress = silent) -> list[dict[str, Any]]:
-        made_by = open_over([server], reasoner), reasoner.tokenizer, reasoner.token_format
-        label(problems, *made_by, how, tmp_path, chunk_traces=1, progress=progress)
+        labeller, engine = (
+            Labeller(reasoner.tokenizer, reasoner.token_format, how),
+            open_over([server], reasoner),
+        )
+        label_problems(problems, engine, labeller, tmp_path, chunk_traces=1, progress=progress)
         return read_labels(tmp_path).to_list()
 
     def stop_at_the_third(phase: str, done: int, total: int, note: str = "") -> None:

@@ -16,7 +16,7 @@ from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
 from ospruner.hub_cards.publish import Release, send, stage
 from ospruner.provenance import provenance
 from ospruner.train.label_sets import load_labels
-from ospruner.train.labels.writer import Chunk, LabelFolder
+from ospruner.train.labels.store import Chunk, LabelStore
 
 from .conftest import Stranger
 from .local_hub import LocalHub
@@ -73,7 +73,7 @@ def write_labels(folder: Path, problems: list[str], **settings: Any) -> Path:
         base_model=str(REASONER), reasoning_format=DEEPSEEK_R1.to_dict(), **settings
     )
     source = {"dataset": str(folder / "problems.jsonl")}
-    with LabelFolder(folder, how, source=source) as labels:
+    with LabelStore(folder, how, source=source) as labels:
         labels.commit(Chunk([make_row(problem, 3) for problem in problems]))
         labels.finish()
     provenance(folder, seed=0, base_model=str(REASONER))
@@ -149,7 +149,7 @@ def test_card_has_the_schema_and_how_it_was_made(
     assert [config["config_name"] for config in data["configs"]] == ["default", "prefixes"]
     assert data["configs"][1]["data_files"][1] == {
         "split": "test",
-        "path": "test/prefixes/*.parquet",
+        "path": ["test/prefixes/train-00000.parquet"],
     }
     for name, (_, what) in [*COLUMNS.items(), *PREFIX_COLUMNS.items()]:
         assert f"| `{name}` | `" in card.text
@@ -178,7 +178,7 @@ def test_what_cannot_be_published_is_refused(api: HfApi, base_repo: Repo, tmp_pa
     for file in ("data/train-00000.parquet", "prefixes/train-00000.parquet", "manifest.json"):
         kept = (whole / file).read_bytes()
         (whole / file).write_bytes(kept[:99] + bytes([kept[99] ^ 1]) + kept[100:])
-        with pytest.raises(ValueError, match=rf"{file} is damaged.*run its labelling again"):
+        with pytest.raises(ValueError, match=rf"{file} is damaged.*again|copy"):
             refused(whole)
         (whole / file).write_bytes(kept)
     manifest = read_checked(whole / "manifest.json", "")

@@ -24,7 +24,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.provenance import provenance
-from ospruner.train.labels.folder import COPY, MANIFEST
+from ospruner.train.labels.folder import MANIFEST
 
 from ..conftest import Fuzzed
 
@@ -88,7 +88,7 @@ def put(name: str, content: bytes) -> Callable[[Path], object]:
 
 def put_both(content: bytes) -> Callable[[Path], object]:
     """The manifest and its copy, which would serve in its place."""
-    return lambda folder: [(folder / name).write_bytes(content) for name in (MANIFEST, COPY)]
+    return lambda folder: [(folder / name).write_bytes(content) for name in (MANIFEST,)]
 
 
 def drop(name: str) -> Callable[[Path], object]:

@@ -16,14 +16,13 @@ from ospruner.comparing import compare
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.durable import write_checked
-from ospruner.engines.opening import EngineOptions
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import read_provenance
 from ospruner.train.bases import load_labelled_base
 from ospruner.train.label_sets import held_out_split, load_labels
-from ospruner.train.labels.command import ProblemOptions, run_label
 from ospruner.train.labels.folder import read_manifest
-from ospruner.train.labels.writer import LabelFolder
+from ospruner.train.labels.label import label
+from ospruner.train.labels.store import LabelStore
 
 from .conftest import trained_on
 
@@ -70,7 +69,7 @@ def test_labels_that_could_not_be_graded_are_refused(labels: Path, tmp_path: Pat
                 row["forced_correct"][step] = row["matches_final"][step] = None
                 row["ungraded_reasons"][step] = "no answer" if step % 3 else "unreadable"
 
-    with LabelFolder(folder, settings) as writer:
+    with LabelStore(folder, settings) as writer:
         writer.rewrite(spoil)
     (folder / "provenance.json").unlink()
     refused = r"3\d\.\d% of the \d+ forced answers could not be graded \(unreadable: \d+\), .*10.0%"
@@ -156,5 +155,5 @@ def test_a_policy_is_no_base(labels: Path, tmp_path: Path) -> None:
     problems.write_text('{"id": "a", "problem": "1+1?", "answer": "2"}\n')
     out = tmp_path / "labels"
     with pytest.raises(ValueError, match=said):
-        run_label(ProblemOptions(str(problems)), "transformers", EngineOptions(policy), {}, out)
+        label(policy, str(problems), out=out)
     assert not out.exists()

@@ -23,7 +23,7 @@ from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.table import TraceTable
 from ospruner.serving.requests import StopRequest
 from ospruner.train.label_sets import load_labels
-from ospruner.train.labels.making import label
+from ospruner.train.labels.making import Labeller, label_problems
 
 from .conftest import trained_on
 
@@ -191,7 +191,8 @@ def test_answers_after_a_sentence_are_replayed_and_not_promised(
     fmt = reasoner.token_format.winding_down("So I have it:", reasoner.tokenizer)
     settings = replace(reasoner.label_settings(8), reasoning_format=fmt.format.to_dict())
     problems = draw_split("test", 60, 8)
-    label(problems, reasoner.engine, reasoner.tokenizer, fmt, settings, tmp_path / "soft")
+    labeller = Labeller(reasoner.tokenizer, fmt, settings)
+    label_problems(problems, reasoner.engine, labeller, tmp_path / "soft")
     soft, plain = load_labels(tmp_path / "soft").traces, load_labels(labels).traces
     assert soft["trace_ids"] == plain["trace_ids"]
     assert soft["forced_answer_ids"] != plain["forced_answer_ids"]

@@ -6,10 +6,12 @@ grades (the paper's section on data preprocessing).
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from ospruner.eval.schema import LabelSettings, validate_row
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
-from .folder import MANIFEST, TokenCosts, data_hash
+from .folder import data_hash, read_manifest
 from .rows import (
     OptionIds,
     TraceKey,
@@ -38,36 +40,86 @@ from .rows import (
     ungraded_row,
     wanted_traces,
 )
-from .writer import Chunk, LabelFolder
+from .store import Chunk, LabelStore, Lost
 
-__all__ = ["label", "labels_at_hand"]
+__all__ = ["Labeller", "Stream", "label_problems", "label_stored"]
 
 
-def label(
+class Labeller:
+    """How a base's traces are asked for, answered and graded.
+
+    Args:
+        tokenizer: the base's.
+        fmt: the base's reasoning format, in the task's shape (`Task.shape`).
+        settings: of the run; an empty `reasoning_format` is filled in.
+        task: asks, reads and grades; None for the settings' own, which runs no programs.
+
+    Raises:
+        ValueError: the settings have another format, or the format another task's shape.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fmt: TokenFormat,
+        settings: LabelSettings,
+        task: Task | None = None,
+    ) -> None:
+        literals, given = fmt.format.to_dict(), settings.reasoning_format
+        if given and given != literals:
+            raise ValueError(
+                f"settings.reasoning_format is {given}, but the format compiled for the tokenizer "
+                f"is {literals}; leave the former empty, or make them agree"
+            )
+        self.tokenizer = tokenizer
+        self.fmt = fmt
+        self.settings = replace(settings, reasoning_format=literals)
+        self.task = open_task(settings.task) if task is None else task
+        self._prompts: dict[str, array[int]] = {}
+        if self.task.shape(fmt.format) != fmt.format:
+            raise ValueError(
+                f"the reasoning format forces {fmt.format.box_prefix!r}, but the task "
+                f"{settings.task['name']} {self.task.box_prefix or 'a box'!r}: compile "
+                "`Task.shape` of it"
+            )
+
+    @cached_property
+    def options(self) -> OptionIds:
+        """Among which answers labels choose."""
+        return OptionIds(self.task, self.tokenizer, self.fmt, self.settings.answer)
+
+    def prompt(self, problem: Problem) -> list[int]:
+        """The token ids that ask a problem, templated once.
+
+        Raises:
+            ValueError: see `prompt_token_ids`.
+        """
+        if problem.id not in self._prompts:
+            message = self.task.message(problem, self.fmt.format)
+            ids = prompt_token_ids(problem.id, message, self.tokenizer, self.fmt)
+            self._prompts[problem.id] = array("i", ids)
+        return self._prompts[problem.id].tolist()
+
+
+def label_problems(
     problems: Sequence[Problem],
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    fmt: TokenFormat,
-    settings: LabelSettings,
+    engine: Engine | Callable[[], Engine],
+    labeller: Labeller,
     out_dir: str | Path,
     *,
-    chunk_traces: int = 512,
+    chunk_traces: int = 128,
     traces: Sequence[TraceKey] | None = None,
     retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
-    allow_code: bool = False,
     progress: Progress = silent,
 ) -> Dataset:
-    """Samples traces of the problems, labels every step, and keeps all in a folder.
+    """Samples traces of problems, labels every step, and keeps all in a folder.
 
     The engine is kept busy: a finished trace is forked and graded while others are sampled, and
-    another is begun in its place.
-
-    A run that was killed continues: what was committed is kept, and as a trace depends only on the
-    seed, the problem and its sample index, the result is that of an undisturbed run, with any
+    another is begun in its place. A run that was killed continues, and as a trace depends only on
+    the seed, the problem and its sample index, the result is that of an undisturbed run, with any
     `chunk_traces`; where the engine cannot promise that (`Engine.batch_effects`), the manifest says
-    why. More problems may be added later. Damaged shards are set aside and their traces labelled
-    again.
+    why. More problems may be added later.
 
     Traces that an error ended are done again, one by one; those that raise one again are recorded
     as failed, with the error. Errors that keep out long traces bias the labels: look at
@@ -75,121 +127,89 @@ def label(
 
     Args:
         problems: what to reason about; ids are unique.
-        engine: runs the base.
-        tokenizer: the base's.
-        fmt: the base's reasoning format, in the task's shape (`Task.shape`).
-        settings: of the run, its task included; an empty `reasoning_format` and an unknown
-            `base_fingerprint` are filled in.
+        engine: runs the base; a function is called where a trace is left to do.
+        labeller: asks, reads and grades; its settings' unknown `base_fingerprint` is filled in.
         out_dir: an empty folder, or one of an earlier run with the same settings.
         chunk_traces: traces that may be begun and not committed: a kill loses at most these. Give
             a third more than the engine works on at once.
         traces: which traces of the problems; by default `samples_per_problem` of each.
         retry_failed: try those again that failed in an earlier run.
         source: where the problems come from, JSON values; kept in the manifest.
-        allow_code: whether programs that the model wrote may be run, as the task `code` does.
         progress: called with phases "sample", "fork" and "grade", in traces.
 
     Returns:
         The labelled traces, columns `schema.FEATURES`.
 
     Raises:
-        ValueError: bad problems, a folder that holds something else or other settings, settings
-            whose reasoning format is not `fmt`, a full disk, or a broken grader.
+        ValueError: bad problems, a folder that holds something else or other settings, a full disk,
+            or a broken grader.
         EnginesDownError: no server is left; what was committed is kept.
         Exception: that of the first trace, where several raise one in a row, and again alone.
     """
     if chunk_traces < 1:
         raise ValueError(f"chunk_traces is {chunk_traces}; it must be 1 or more")
-    settings = _with_format(settings, fmt)
-    task = open_task(settings.task, allow_code)
-    if task.shape(fmt.format) != fmt.format:
-        raise ValueError(
-            f"the reasoning format forces {fmt.format.box_prefix!r}, but the task "
-            f"{settings.task['name']} {task.box_prefix or 'a box'!r}: compile `Task.shape` of it"
-        )
-    task.check()
-    options = OptionIds(task, tokenizer, fmt, settings.answer)
-    options.check(problems)
+    labeller.task.check()
+    labeller.options.check(problems)
+
+    def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
+        running = engine() if callable(engine) else engine
+        if running.batch_effects and running.batch_effects not in store.batch_effects:
+            store.batch_effects.append(running.batch_effects)
+        counter = _Counter(progress, total - len(todo), total)
+        Stream(labeller, running, counter).do(todo, chunk_traces, store.commit)
+
+    return label_stored(labeller.settings, problems, out_dir, work, traces, retry_failed, source)
+
+
+def label_stored(
+    settings: LabelSettings,
+    problems: Sequence[Problem],
+    out_dir: str | Path,
+    work: Callable[[LabelStore, Sequence[TraceKey], int], None],
+    traces: Sequence[TraceKey] | None = None,
+    retry_failed: bool = False,
+    source: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """Opens a label folder, has the traces done that it lacks, and finishes it.
+
+    Args:
+        settings: of the run.
+        problems: as for `label_problems`, and so are the others.
+        out_dir: likewise.
+        work: commits traces: is given the folder, those that are left, and how many all are; not
+            called where none is left.
+        traces: likewise.
+        retry_failed: likewise.
+        source: likewise.
+    """
+    wanted = wanted_traces(problems, settings.samples_per_problem) if traces is None else traces
+    order = {(key.problem.id, key.sample_index): n for n, key in enumerate(wanted)}
     source = dict(source or {})
     if settings.base_fingerprint is None:
         where, revision = settings.base_model, settings.base_revision
-        found = base_fingerprint(where, revision)
-        settings = replace(settings, base_fingerprint=found)
-        if found is None:
+        settings = replace(settings, base_fingerprint=base_fingerprint(where, revision))
+        if settings.base_fingerprint is None:
             why = f"no safetensors files of {where!r} at revision {revision!r} on this machine"
             source["base_fingerprint"] = f"unknown: {why}"
-    if traces is None:
-        traces = wanted_traces(problems, settings.samples_per_problem)
-    order = {(key.problem.id, key.sample_index): n for n, key in enumerate(traces)}
     with room_needed(Path(out_dir)):
         try:
-            with LabelFolder(out_dir, settings, source) as folder:
-                _check_problems(folder, problems)
-                folder.note_effects([engine.batch_effects] if engine.batch_effects else [])
-                if retry_failed:
-                    folder.forget_failed()
-                todo = [k for k in traces if (k.problem.id, k.sample_index) not in folder.done]
-                counter = _Counter(progress, len(traces) - len(todo), len(traces))
-                with ThreadPoolExecutor(1) as grader:
-                    work = _Work(
-                        engine, tokenizer, fmt, settings, task, options, grader, order, counter
-                    )
-                    work.do(todo, chunk_traces, folder.commit)
-                folder.sort(order)
-                return _finished(folder, settings)
+            with LabelStore(out_dir, settings, source) as store:
+                _check_problems(store, problems)
+                if retry_failed and store.lost.failed:
+                    store.forget_failed()
+                todo = [k for k in wanted if (k.problem.id, k.sample_index) not in store.done]
+                if todo:
+                    work(store, todo, len(wanted))
+                dataset = store.finish(order)
         except KeyboardInterrupt:
-            # It may have come in the middle of a commit: opening completes that, or takes it back.
-            with LabelFolder(out_dir, settings, source):
+            # It may have come in the middle of a commit: opening tidies up.
+            with LabelStore(out_dir, settings, source):
                 raise
-
-
-def labels_at_hand(
-    problems: Sequence[Problem],
-    settings: LabelSettings,
-    out_dir: str | Path,
-    *,
-    traces: Sequence[TraceKey] | None = None,
-    retry_failed: bool = False,
-) -> Dataset | None:
-    """The labels of a folder that lacks none of the traces, so that no engine need be opened.
-
-    Args:
-        problems: as for `label`.
-        settings: likewise.
-        out_dir: likewise.
-        traces: likewise.
-        retry_failed: traces that failed count as left to do.
-
-    Returns:
-        The labelled traces; None where something is left to do.
-
-    Raises:
-        ValueError: the folder holds something else or other settings.
-    """
-    if not (Path(out_dir) / MANIFEST).is_file():
-        return None
-    if settings.base_fingerprint is None:
-        found = base_fingerprint(settings.base_model, settings.base_revision)
-        settings = replace(settings, base_fingerprint=found)
-    if traces is None:
-        traces = wanted_traces(problems, settings.samples_per_problem)
-    keys = [(key.problem.id, key.sample_index) for key in traces]
-    with LabelFolder(out_dir, settings) as folder:
-        _check_problems(folder, problems)
-        again = retry_failed and any(chunk.failed for chunk in folder.chunks)
-        if again or not folder.done.issuperset(keys):
-            return None
-        folder.sort({key: n for n, key in enumerate(keys)})
-        return _finished(folder, settings)
-
-
-def _finished(folder: LabelFolder, settings: LabelSettings) -> Dataset:
-    dataset = folder.finish()
-    found = data_hash(folder.chunks)
-    recorded = (folder.path / PROVENANCE_FILE).is_file()
-    if not recorded or read_provenance(folder.path).data_hash != found:
+    found = data_hash(read_manifest(out_dir))
+    recorded = (Path(out_dir) / PROVENANCE_FILE).is_file()
+    if not recorded or read_provenance(out_dir).data_hash != found:
         provenance(
-            folder.path,
+            out_dir,
             seed=settings.seed,
             base_model=settings.base_model,
             base_revision=settings.base_revision,
@@ -200,30 +220,18 @@ def _finished(folder: LabelFolder, settings: LabelSettings) -> Dataset:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What it takes to label traces.
+class Stream:
+    """Labels traces with an engine, whose errors it tells apart.
 
     Attributes:
+        labeller: asks, reads and grades.
         engine: runs the base.
-        tokenizer: the base's.
-        fmt: the base's reasoning format.
-        settings: of the run.
-        task: asks, reads and grades.
-        options: among which answers are chosen.
-        grader: a thread that grades beside the engine.
-        order: the place of each trace among the wanted ones.
-        counter: is told of progress.
+        count: is told of a phase and a trace.
     """
 
+    labeller: Labeller
     engine: Engine
-    tokenizer: PreTrainedTokenizerBase
-    fmt: TokenFormat
-    settings: LabelSettings
-    task: Task
-    options: OptionIds
-    grader: Executor
-    order: Mapping[tuple[str, int], int]
-    counter: _Counter
+    count: Callable[[str, str], None] = lambda phase, name: None
 
     def do(self, keys: Sequence[TraceKey], window: int, commit: Callable[[Chunk], None]) -> None:
         """Labels traces and, where an error ends several, those one by one, to see whose it is.
@@ -233,8 +241,18 @@ class _Work:
             window: how many may be begun and not committed.
             commit: takes what is finished.
         """
-        desk = _Desk(self, keys, window, commit)
-        settings, fmt = self.settings, self.fmt
+        with ThreadPoolExecutor(1) as grader:
+            self._do(keys, window, commit, grader)
+
+    def _do(
+        self,
+        keys: Sequence[TraceKey],
+        window: int,
+        commit: Callable[[Chunk], None],
+        grader: Executor,
+    ) -> None:
+        desk = _Desk(self, keys, window, commit, grader)
+        settings, fmt = self.labeller.settings, self.labeller.fmt
         while desk.todo:
             try:
                 self.engine.sample_and_fork(
@@ -253,24 +271,22 @@ class _Work:
             except Exception as error:
                 if not desk.in_flight:
                     raise
-                desk.abandon(error)
+                for name in list(desk.in_flight):
+                    desk.suspect(name, error)
             desk.settle()
+            suspects, desk.suspects = desk.suspects, []
             if len(keys) == 1:
-                commit(Chunk([], failed=[_lost(key, error) for key, error in desk.suspects]))
-                return
-            self._do_alone(desk)
-
-    def _do_alone(self, desk: _Desk) -> None:
-        """Tries again, alone, what an error ended; what it ends again has failed."""
-        suspects, desk.suspects = desk.suspects, []
-        if not suspects:
-            return
-        tried = Chunk([])
-        for key, _ in suspects:
-            self.do([key], 1, tried.add)
-        if len(tried.failed) == len(suspects) > 1 and not desk.done_since_error:
-            raise suspects[0][1]  # the engine is broken, not they
-        desk.hand_in(tried)
+                commit(Chunk(failed=[_lost(key, error) for key, error in suspects]))
+            elif suspects:
+                tried: list[Chunk] = []
+                for key, _ in suspects:
+                    self._do([key], 1, tried.append, grader)
+                all_failed = sum(len(chunk.failed) for chunk in tried) == len(suspects) > 1
+                if all_failed and not desk.done_since_error:
+                    raise suspects[0][1]  # the engine is broken, not they
+                for chunk in tried:
+                    desk.ready = desk.ready.plus(chunk)
+                desk.hand_on()
 
 
 class _Desk:
@@ -279,144 +295,131 @@ class _Desk:
     Traces are committed once a quarter of the window is finished and no other can be begun before.
 
     Args:
-        work: what it takes to label traces.
+        stream: what it takes to label traces.
         keys: which traces.
         window: how many may be begun and not committed.
         commit: takes what is finished.
+        grader: a thread that grades beside the engine.
     """
 
     def __init__(
         self,
-        work: _Work,
+        stream: Stream,
         keys: Sequence[TraceKey],
         window: int,
         commit: Callable[[Chunk], None],
+        grader: Executor,
     ) -> None:
-        self._work = work
-        self.todo = deque(keys)
+        self._count, self._engine = stream.count, stream.engine
+        self._labeller = stream.labeller
         self._window = window
         self._commit = commit
-        self.in_flight: dict[str, TraceKey] = {}
+        self._grader = grader
+        self._order = {key.name: n for n, key in enumerate(keys)}
+        self._spent = _costs(self._engine)
         self._step_ends: dict[str, list[int]] = {}
         self._ungraded: list[dict[str, Any]] = []
         self._grading: tuple[Future[None], list[dict[str, Any]]] | None = None
-        self._ready = Chunk([])
-        self._spent = _costs(work.engine)
+        self.todo = deque(keys)
+        self.in_flight: dict[str, TraceKey] = {}
         self.suspects: list[tuple[TraceKey, Exception]] = []
         self.done_since_error = 0
+        self.ready = Chunk()
 
     def begin(self) -> TraceRequest | None:
         """See `TraceDesk.begin`."""
         if not self.in_flight:
             self.settle()
         self._collect()
-        if self._held() >= self._window and 4 * self._finished() >= self._window:
-            self._hand_on()
+        if self._held() >= self._window and 4 * len(self.ready) >= self._window:
+            self.hand_on()
         while self.todo and self._held() < self._window:
             key = self.todo.popleft()
             self.in_flight[key.name] = key
-            self._work.counter.begun()
+            self._count("begin", key.name)
             try:
-                message = self._work.task.message(key.problem, self._work.fmt.format)
-                ids = prompt_token_ids(
-                    key.problem.id, message, self._work.tokenizer, self._work.fmt
-                )
+                prompt = self._labeller.prompt(key.problem)
             except ValueError as error:  # such as a chat template that takes no such text
-                self._suspect(key.name, error)
+                self.suspect(key.name, error)
                 continue
-            return TraceRequest(ids, key.name, self._work.options.of(key.problem))
+            return TraceRequest(prompt, key.name, self._labeller.options.of(key.problem))
         return None
 
     def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
         """See `TraceDesk.sampled`."""
-        stride = self._work.settings.step_stride
-        ends = labelled_step_ends(self._work.fmt, trace.trace_ids, stride)
+        stride = self._labeller.settings.step_stride
+        ends = labelled_step_ends(self._labeller.fmt, trace.trace_ids, stride)
         self._step_ends[request.key] = ends
-        self._work.counter("sample", request.key)
+        self._count("sample", request.key)
         return ends
 
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
         """See `TraceDesk.done`."""
-        key = self.in_flight.pop(request.key)
-        ends = self._step_ends.pop(request.key)
+        key, ends = self.in_flight.pop(request.key), self._step_ends.pop(request.key)
         self.done_since_error += 1
-        self._work.counter("fork", request.key)
+        self._count("fork", request.key)
         if not trace.trace_ids:
             why = "the trace has no thinking tokens"
-            self._ready.dropped.append((key.problem.id, key.sample_index, why))
+            self.ready.dropped.append((key.problem.id, key.sample_index, why))
             return
-        forced = self._work.settings.answer == "forced"
-        row = ungraded_row(
-            key,
-            request.prompt_ids,
-            trace,
-            ends,
-            answers,
-            self._work.tokenizer,
-            self._work.task,
-            forced,
-            fmt=self._work.fmt,
+        self._ungraded.append(
+            ungraded_row(
+                key,
+                request.prompt_ids,
+                trace,
+                ends,
+                answers,
+                self._labeller.tokenizer,
+                self._labeller.task,
+                self._labeller.settings.answer == "forced",
+                self._labeller.fmt,
+            )
         )
-        self._ungraded.append(row)
         self._collect()
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
         """See `TraceDesk.failed`."""
-        self._suspect(request.key, error)
+        self.suspect(request.key, error)
 
-    def abandon(self, error: Exception) -> None:
-        """Takes note of an error that ended all traces in flight."""
-        for name in list(self.in_flight):
-            self._suspect(name, error)
-
-    def settle(self) -> None:
-        """Grades and commits all that was handed in."""
-        while self._grading or self._ungraded:
-            self._collect(wait=True)
-        if self._finished():
-            self._hand_on()
-
-    def hand_in(self, chunk: Chunk) -> None:
-        """Commits a chunk that was made otherwise."""
-        self._ready.add(chunk)
-        self._hand_on()
-
-    def _suspect(self, name: str, error: Exception) -> None:
+    def suspect(self, name: str, error: Exception) -> None:
+        """Takes note of an error that ended a trace, which need not be its own."""
         if not self.suspects:
             self.done_since_error = 0
         self._step_ends.pop(name, None)
         self.suspects.append((self.in_flight.pop(name), error))
 
+    def settle(self) -> None:
+        """Grades and commits all that was handed in."""
+        while self._grading or self._ungraded:
+            self._collect(wait=True)
+        if len(self.ready):
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Commits what is finished."""
+        spent = _costs(self._engine)
+        chunk, self.ready = replace(self.ready, costs=spent - self._spent), Chunk()
+        self._spent = spent
+        chunk.rows.sort(key=lambda row: self._order[_name(row)])
+        self._commit(chunk)
+
     def _held(self) -> int:
         """Traces that are begun and not committed."""
         grading = len(self._grading[1]) if self._grading else 0
         waiting = len(self.in_flight) + len(self.suspects) + len(self._ungraded)
-        return waiting + grading + self._finished()
-
-    def _finished(self) -> int:
-        return len(self._ready.rows) + len(self._ready.dropped) + len(self._ready.failed)
+        return waiting + grading + len(self.ready)
 
     def _collect(self, wait: bool = False) -> None:
         """Takes rows that are graded, and hands over those that wait to be."""
         if self._grading and (wait or self._grading[0].done()):
-            graded, rows = self._grading
-            self._grading = None
+            (graded, rows), self._grading = self._grading, None
             graded.result()
-            self._ready.rows.extend(rows)
+            self.ready.rows.extend(rows)
             for row in rows:
-                self._work.counter("grade", f"{row['problem_id']}/{row['sample_index']}")
+                self._count("grade", _name(row))
         if self._ungraded and self._grading is None:
             rows, self._ungraded = self._ungraded, []
-            self._grading = self._work.grader.submit(_grade, rows, self._work.task), rows
-
-    def _hand_on(self) -> None:
-        """Commits what is finished."""
-        spent = _costs(self._work.engine)
-        costs = {name: n - vars(self._spent)[name] for name, n in vars(spent).items()}
-        chunk, self._ready, self._spent = self._ready, Chunk([]), spent
-        order = self._work.order
-        chunk.rows.sort(key=lambda row: order[row["problem_id"], row["sample_index"]])
-        self._commit(replace(chunk, costs=TokenCosts(**costs)))
+            self._grading = self._grader.submit(_grade, rows, self._labeller.task), rows
 
 
 def _grade(rows: list[dict[str, Any]], task: Task) -> None:
@@ -425,12 +428,16 @@ def _grade(rows: list[dict[str, Any]], task: Task) -> None:
         validate_row(row)
 
 
-def _lost(key: TraceKey, error: Exception) -> tuple[str, int, str]:
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['problem_id']}/{row['sample_index']}"
+
+
+def _lost(key: TraceKey, error: Exception) -> Lost:
     return key.problem.id, key.sample_index, f"{type(error).__name__}: {error}"
 
 
 class _Counter:
-    """Tells the progress of a run, in traces.
+    """Tells the progress of a run, in traces; one that is tried again counts once.
 
     Args:
         progress: is told.
@@ -439,52 +446,42 @@ class _Counter:
     """
 
     def __init__(self, progress: Progress, done: int, total: int) -> None:
-        self._progress = progress
-        self._done = done
-        self._total = total
+        self._progress, self._done, self._total = progress, done, total
         self._seen: dict[str, set[str]] = {}
 
-    def begun(self) -> None:
-        """Shows the first phase before its first trace."""
-        if not self._seen:
-            self._seen["sample"] = set()
-            self._progress("sample", self._done, self._total)
-
     def __call__(self, phase: str, name: str) -> None:
-        """Counts a trace, which may come again where it is tried again."""
+        if phase == "begin":  # shows the first phase before its first trace
+            if not self._seen:
+                self._seen["sample"] = set()
+                self._progress("sample", self._done, self._total)
+            return
         seen = self._seen.setdefault(phase, set())
         seen.add(name)
         self._progress(phase, self._done + len(seen), self._total)
 
 
-def _costs(engine: Engine) -> TokenCosts:
+def _costs(engine: Engine) -> Counter[str]:
     forks, sampling = engine.counts, engine.sample_counts
-    return TokenCosts(
-        forks.computed, forks.unique, forks.padding, sampling.computed, sampling.unique
+    return Counter(
+        computed_tokens=forks.computed,
+        unique_tokens=forks.unique,
+        padding_tokens=forks.padding,
+        sampling_computed_tokens=sampling.computed,
+        sampling_unique_tokens=sampling.unique,
     )
 
 
-def _with_format(settings: LabelSettings, fmt: TokenFormat) -> LabelSettings:
-    literals = fmt.format.to_dict()
-    if settings.reasoning_format and settings.reasoning_format != literals:
-        raise ValueError(
-            f"settings.reasoning_format is {settings.reasoning_format}, but the format compiled "
-            f"for the tokenizer is {literals}; leave the former empty, or make them agree"
-        )
-    return replace(settings, reasoning_format=literals)
-
-
-def _check_problems(folder: LabelFolder, problems: Sequence[Problem]) -> None:
+def _check_problems(store: LabelStore, problems: Sequence[Problem]) -> None:
     given = {problem.id: (problem.problem, problem.answer) for problem in problems}
-    for problem_id, stored in folder.problems.items():
+    for problem_id, stored in store.problems.items():
         if problem_id not in given:
             raise ValueError(
-                f"{folder.path} holds traces of problem {problem_id!r}, which is not among the "
+                f"{store.path} holds traces of problem {problem_id!r}, which is not among the "
                 f"{len(given)} given: give all of its problems to continue it, or use another "
                 "folder"
             )
         if given[problem_id] != stored:
             raise ValueError(
-                f"{folder.path} holds traces of problem {problem_id!r} with (problem, answer) "
+                f"{store.path} holds traces of problem {problem_id!r} with (problem, answer) "
                 f"{stored}, given is {given[problem_id]}: use another folder"
             )

@@ -1,29 +1,34 @@
-"""Label runs on a Ray cluster: each actor holds one engine and does units of the run."""
+"""Label runs on a Ray cluster: each actor holds one engine; this process writes the folder."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.durable import lock_folder
+from ospruner.engines.interface import Engine
 from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.optional import needed
 from ospruner.progress import Progress, silent
 
-from .rows import TraceKey, wanted_traces
-from .units import PARTS, Worker, do_unit, merge_units, open_units, unit_size
+from .making import Labeller, Stream, label_stored
+from .rows import TraceKey
+from .store import Chunk, LabelStore
 
-__all__ = ["EngineWorker", "RayOptions", "UnfinishedUnitsError", "label_with_ray"]
+__all__ = ["EngineWorker", "UnfinishedUnitsError", "label_with_ray"]
 
 _PIP_LINE = "pip install 'ospruner[ray]'"
+_CHUNKS = 8  # of a unit, at most: the others cannot take over what a slow actor has begun
+_DEATHS = 2  # how often a unit, and then a trace alone, may end its actor
+
+Worker = tuple[Engine, Labeller]
 
 
 class UnfinishedUnitsError(OSError):
@@ -31,35 +36,8 @@ class UnfinishedUnitsError(OSError):
 
 
 @dataclass(frozen=True)
-class RayOptions:
-    """How a run spreads over a cluster.
-
-    Attributes:
-        actors: engines, each in a process of its own.
-        gpus_per_actor: GPUs of each; for a vLLM replica its `tensor_parallel_size`.
-        cpus_per_actor: logical CPUs of each. The cluster must have more than all actors take.
-        chunk_traces: traces that an actor may have begun and not committed: what its end may cost.
-    """
-
-    actors: int = 1
-    gpus_per_actor: float = 1
-    cpus_per_actor: float = 1
-    chunk_traces: int = 128
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("actors", self.actors, 1),
-            ("gpus_per_actor", self.gpus_per_actor, 0),
-            ("cpus_per_actor", self.cpus_per_actor, 0),
-            ("chunk_traces", self.chunk_traces, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be {least} or more")
-
-
-@dataclass(frozen=True)
 class EngineWorker:
-    """Makes an actor's worker from names; it is sent to the actors.
+    """Opens an actor's engine by names; it is sent to the actors.
 
     Attributes:
         engine_name: one of `ospruner.engines.opening.ENGINES`.
@@ -75,9 +53,9 @@ class EngineWorker:
         """Opens the engine."""
         tokenizer = load_tokenizer(self.options.base, self.options.revision)
         literals = ReasoningFormat.from_dict(self.settings.reasoning_format)
-        engine = open_engine(self.engine_name, tokenizer, self.options)
         fmt = TokenFormat.compile(literals, tokenizer)
-        return Worker(engine, tokenizer, fmt, self.settings)
+        engine = open_engine(self.engine_name, tokenizer, self.options)
+        return engine, Labeller(tokenizer, fmt, self.settings)
 
 
 def label_with_ray(
@@ -85,23 +63,27 @@ def label_with_ray(
     make_worker: Callable[[], Worker],
     settings: LabelSettings,
     out_dir: str | Path,
-    options: RayOptions,
+    actors: int,
     *,
+    gpus_per_actor: float = 1,
+    chunk_traces: int = 128,
     retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Dataset:
-    """What `label` does, on the actors of a Ray cluster; the folder must be seen by all nodes.
+    """What `label_problems` does, on the actors of a Ray cluster.
 
-    An actor that dies is started anew by Ray and its unit done again, from what it had committed.
-    A stopped run continues.
+    Another takes the place of an actor that dies, and does again what that had begun; where it ends
+    in that, too, one by one, so that a deadly trace is found and recorded as failed.
 
     Args:
         problems: what to reason about; ids are unique.
         make_worker: called once in each actor.
         settings: of the run, its reasoning format filled in.
         out_dir: an empty folder, or one of an earlier run with the same settings.
-        options: how the run spreads over the cluster.
+        actors: engines, each in a process of its own.
+        gpus_per_actor: GPUs of each; for a vLLM replica its `tensor_parallel_size`.
+        chunk_traces: traces that an actor may have begun and not handed in: what its end may cost.
         retry_failed: try those again that failed in an earlier run.
         source: where the problems come from; kept in the manifest.
         progress: called with phase "label", in traces.
@@ -114,81 +96,145 @@ def label_with_ray(
         ValueError: bad problems, or a folder that holds something else or is being written.
         UnfinishedUnitsError: some units could not be done; the others are in the folder.
     """
-    ray = needed("ray.data", "--scale ray", _PIP_LINE)
-    out = Path(out_dir).resolve()
-    wanted = wanted_traces(problems, settings.samples_per_problem)
-    size = unit_size(len(wanted), options.actors, options.chunk_traces)
-    todo = open_units(out, settings, wanted, size, retry_failed)
-    with lock_folder(out / PARTS):
-        left = sum(map(len, todo.values()))
-        finished = len(wanted) - left
-        progress("label", finished, len(wanted))
-        failed: dict[int, str] = {}
-        for row in _mapped(ray, todo, make_worker, out, options):
-            finished += len(todo[row["unit"]])
-            progress("label", finished, len(wanted))
-            if row["error"]:
-                failed[row["unit"]] = row["error"]
-        dataset = merge_units(out, settings, not failed, source)
-    if dataset is None:
-        unit, error = min(failed.items())
-        raise UnfinishedUnitsError(
-            f"{len(failed)} of {len(todo)} units are not done; the first, unit {unit}, because of "
-            f"{error}. The others are kept in {out}: see to the cause and run again"
-        )
-    return dataset
+    for name, value in (("actors", actors), ("chunk_traces", chunk_traces)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be 1 or more")
+    if gpus_per_actor < 0:
+        raise ValueError(f"gpus_per_actor is {gpus_per_actor}; it must be 0 or more")
+    needed("ray", f"labelling with actors={actors}", _PIP_LINE)
 
-
-def _mapped(
-    ray: Any,
-    todo: Mapping[int, Sequence[TraceKey]],
-    make_worker: Callable[[], Worker],
-    out: Path,
-    options: RayOptions,
-) -> Any:
-    """One row a unit, {"unit", "error"}, as they are done."""
-    if not todo:
-        return []
-    items = [{"unit": unit, "traces": _packed(keys)} for unit, keys in todo.items()]
-    rows = ray.from_items(items, override_num_blocks=len(items))
-    return rows.map_batches(
-        UnitActor,
-        fn_constructor_args=(make_worker, str(out), options.chunk_traces),
-        batch_size=1,
-        compute=ray.ActorPoolStrategy(size=min(options.actors, len(items))),
-        num_gpus=options.gpus_per_actor,
-        num_cpus=options.cpus_per_actor,
-    ).iter_rows()
-
-
-class UnitActor:
-    """Does units, one after the other; errors are answers, so that Ray does not try for ever.
-
-    Args:
-        make_worker: loads the engine.
-        out_dir: the label folder of the whole run.
-        chunk_traces: as in `RayOptions`.
-    """
-
-    def __init__(self, make_worker: Callable[[], Worker], out_dir: str, chunk_traces: int) -> None:
-        self._worker = make_worker()
-        self._out = Path(out_dir)
-        self._chunk_traces = chunk_traces
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Does the one unit of a batch."""
-        unit, error = int(batch["unit"][0]), ""
+    def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
+        size = max(1, min(-(-len(todo) // actors), _CHUNKS * chunk_traces))
+        units = deque(_Unit(todo[n : n + size]) for n in range(0, len(todo), size))
+        cluster = _Cluster(make_worker, min(actors, len(units)), gpus_per_actor, chunk_traces)
         try:
-            keys = _unpacked(str(batch["traces"][0]))
-            do_unit(self._out, unit, keys, self._worker, self._chunk_traces)
-        except Exception as failure:  # noqa: BLE001 - told to whoever started the run
-            error = f"{type(failure).__name__}: {failure}"
-        return {"unit": [unit], "error": [error]}
+            cluster.run(units, store, lambda done: progress("label", total - done, total))
+        finally:
+            cluster.end()
+
+    return label_stored(settings, problems, out_dir, work, None, retry_failed, source)
 
 
-def _packed(keys: Sequence[TraceKey]) -> str:
-    return json.dumps([[asdict(key.problem), key.sample_index] for key in keys])
+@dataclass(frozen=True)
+class _Unit:
+    """Traces that one actor labels in a stream, and how many actors have ended in it."""
+
+    keys: Sequence[TraceKey]
+    deaths: int = 0
 
 
-def _unpacked(text: str) -> list[TraceKey]:
-    return [TraceKey(Problem(**problem), index) for problem, index in json.loads(text)]
+class _Actor:
+    """Labels units. Errors are answers, so that Ray does not try for ever."""
+
+    def __init__(self, make_worker: Callable[[], Worker], chunks: Any) -> None:
+        self._engine, self._labeller = make_worker()
+        self._chunks = chunks
+
+    def effects(self) -> str | None:
+        """`Engine.batch_effects`, once the engine is there."""
+        return self._engine.batch_effects
+
+    def label(self, keys: Sequence[TraceKey], window: int) -> str:
+        """Labels a unit; the error that ended it, or ""."""
+        try:
+            Stream(self._labeller, self._engine).do(keys, window, self._chunks.put)
+        except Exception as error:  # noqa: BLE001 - told to whoever started the run
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+class _Cluster:
+    """The actors, and the queue of what they have finished."""
+
+    def __init__(
+        self, make_worker: Callable[[], Worker], actors: int, gpus: float, window: int
+    ) -> None:
+        import ray
+        from ray.util.queue import Queue
+
+        self._ray, self._window = ray, window
+        self._chunks: Any = Queue()
+        kind: Any = ray.remote(num_gpus=gpus, num_cpus=1)(_Actor)
+        self._open = lambda: kind.remote(make_worker, self._chunks)
+        self._actors = {self._open() for _ in range(actors)}
+
+    def run(self, units: deque[_Unit], store: LabelStore, left: Callable[[int], None]) -> None:
+        """Has units labelled, and commits what comes of it.
+
+        Args:
+            units: what is to be done; emptied.
+            store: takes what is finished.
+            left: is told how many traces are still to be done.
+
+        Raises:
+            UnfinishedUnitsError: some could not be done.
+        """
+        ray, errors = self._ray, list[str]()
+        alone: Counter[str] = Counter()  # how often a trace ended an actor that did it alone
+        todo = {(k.problem.id, k.sample_index) for unit in units for k in unit.keys}
+        # An actor that has opened its engine says so; one that cannot ends the run.
+        running: dict[Any, tuple[Any, _Unit | None]] = {
+            actor.effects.remote(): (actor, None) for actor in self._actors
+        }
+        while running:
+            ready, _ = ray.wait(list(running), timeout=0.2)
+            left(len(todo - store.done))
+            self._receive(store)
+            for ref in ready:
+                actor, unit = running.pop(ref)
+                try:
+                    said = ray.get(ref)
+                except ray.exceptions.RayActorError:
+                    if unit is None:
+                        raise
+                    self._receive(store)
+                    units.extendleft(self._again(unit, store, alone))
+                    self._actors.remove(actor)
+                    if units:
+                        self._actors.add(new := self._open())
+                        running[new.effects.remote()] = new, None
+                    continue
+                if unit is not None and said:
+                    errors.append(said)
+                elif unit is None and said and said not in store.batch_effects:
+                    store.batch_effects.append(said)
+                if units:
+                    following = units.popleft()
+                    task = actor.label.remote(following.keys, self._window)
+                    running[task] = actor, following
+        self._receive(store)
+        left(len(todo - store.done))
+        if errors:
+            raise UnfinishedUnitsError(
+                f"{len(errors)} units are not done; the first because of {errors[0]}. The others "
+                f"are kept in {store.path}: see to the cause and run again"
+            )
+
+    def end(self) -> None:
+        """Ends the actors."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._chunks.shutdown()
+
+    def _receive(self, store: LabelStore) -> None:
+        while not self._chunks.empty():
+            store.commit(self._chunks.get())
+
+    def _again(self, unit: _Unit, store: LabelStore, alone: Counter[str]) -> list[_Unit]:
+        """What is to be done of a unit in which an actor ended.
+
+        Traces are begun in order: it ended in none but the first `window` unfinished ones.
+        """
+        keys = [key for key in unit.keys if (key.problem.id, key.sample_index) not in store.done]
+        if len(unit.keys) == 1 and keys:
+            alone[keys[0].name] += 1
+            if alone[keys[0].name] >= _DEATHS:
+                why = f"its worker ended {_DEATHS} times while doing it alone"
+                key = keys[0]
+                store.commit(Chunk(failed=[(key.problem.id, key.sample_index, why)]))
+                return []
+            return [unit]
+        if unit.deaths + 1 < _DEATHS:
+            return [_Unit(keys, unit.deaths + 1)] if keys else []
+        rest = [_Unit(keys[self._window :])] if keys[self._window :] else []
+        return [*rest, *(_Unit([key]) for key in keys[: self._window])]

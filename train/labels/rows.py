@@ -142,7 +142,7 @@ def ungraded_row(
     tokenizer: PreTrainedTokenizerBase,
     task: Task,
     forced: bool,
-    fmt: TokenFormat | None = None,
+    fmt: TokenFormat,
 ) -> dict[str, Any]:
     """A row of a trace, which `grade_rows` completes.
 
@@ -156,7 +156,7 @@ def ungraded_row(
         task: reads the answers.
         forced: whether the answers began with the task's prefix.
         fmt: says whether the trace is the reply, so that its own answer stands in it, and where its
-            own answer begins after a marker of several tokens; None for one of one token.
+            own answer begins after a marker of several tokens.
     """
     problem, texts = key.problem, _Texts(tokenizer)
     read = task.read_forced if forced else task.read_free
@@ -169,10 +169,10 @@ def ungraded_row(
 
     contents = [said(answer) for answer in answers]
     own = texts.of(trace.answer_ids)
-    if trace.end_ids and fmt is not None and fmt.end_marker is not None:
+    if trace.end_ids and fmt.end_marker is not None:
         own = texts.of([*trace.end_ids, *trace.answer_ids])
         own = own[own.find(fmt.end_marker.literal) + len(fmt.end_marker.literal) :]
-    elif fmt is not None and fmt.in_reply and trace.ended == "natural":
+    elif fmt.in_reply and trace.ended == "natural":
         own = texts.of(trace.trace_ids)
     return {
         "problem_id": problem.id,

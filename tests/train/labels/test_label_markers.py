@@ -13,7 +13,7 @@ from modeling_ospruner.generation_ospruner import generate_with_rule
 from modeling_ospruner.rules_ospruner import Budget
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.schema import LabelSettings
-from ospruner.train.labels.making import label
+from ospruner.train.labels.making import Labeller, label_problems
 
 SETTINGS = LabelSettings(
     base_model="toy", temperature=0.0, max_new_tokens=300, max_answer_tokens=12
@@ -40,7 +40,8 @@ def test_labels_and_generate_end_at_the_same_token(
     reasoner: Reasoner, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     problems = draw_split("test", 6, 0)
-    rows = list(label(problems, reasoner.engine, reasoner.tokenizer, fmt, SETTINGS, tmp_path / "l"))
+    labeller = Labeller(reasoner.tokenizer, fmt, SETTINGS)
+    rows = list(label_problems(problems, reasoner.engine, labeller, tmp_path / "l"))
     natural = 0
     for row in rows:
         prompt = row["prompt_ids"]

@@ -21,17 +21,20 @@ from ospruner.engines.interface import SamplingSettings
 from ospruner.engines.opening import ENGINES, EngineOptions
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.schema import FEATURES, validate_row
-from ospruner.train.labels.command import (
-    ProblemOptions,
+from ospruner.train.labels.folder import read_labels, read_manifest
+from ospruner.train.labels.importing import ImportedTraces, read_traces
+from ospruner.train.labels.label import (
+    LabelConfig,
+    label,
     load_run_problems,
     parse_columns,
     read_format,
-    run_label,
 )
-from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.importing import ImportedTraces, read_traces
 
-LIMITS = {"max_new_tokens": 40, "max_answer_tokens": 5}
+LIMITS: dict[str, Any] = {
+    "max_thinking_tokens": 40, "max_answer_tokens": 5, "columns": "problem=q,answer=gold",
+    "batch_size": 2, "dtype": "float32", "device": "cpu",
+}  # fmt: skip
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -72,14 +75,9 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
 def test_free_answers_have_their_own_cap(
     tiny_base_dir: Path, problems: str, tmp_path: Path
 ) -> None:
-    columns = parse_columns("problem=q, answer=gold")
-    dataset = run_label(
-        ProblemOptions(problems, columns=columns, limit=2),
-        "transformers",
-        EngineOptions(str(tiny_base_dir), batch_size=2, dtype="float32", device="cpu"),
-        {**LIMITS, "answer": "free", "max_answer_tokens": 9},
-        tmp_path / "labels",
-    )
+    given = {**LIMITS, "answer": "free", "max_answer_tokens": 9}
+    label(str(tiny_base_dir), problems, out=tmp_path / "labels", limit=2, **given)
+    dataset = read_labels(tmp_path / "labels")
     assert len(dataset) == 2
     for row in dataset:
         validate_row(row)
@@ -102,13 +100,8 @@ def test_nothing_left_to_do_opens_no_engine(
     base = shutil.copytree(tiny_base_dir, tmp_path / "base")
 
     def run(limit: int) -> Any:
-        return run_label(
-            ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold"), limit=limit),
-            "transformers",
-            EngineOptions(str(base), batch_size=2, dtype="float32", device="cpu"),
-            LIMITS,
-            tmp_path / "labels",
-        )
+        label(str(base), problems, out=tmp_path / "labels", limit=limit, **LIMITS)
+        return read_labels(tmp_path / "labels")
 
     first = run(2)
     manifest = (tmp_path / "labels" / "manifest.json").read_bytes()
@@ -126,12 +119,16 @@ def test_nothing_left_to_do_opens_no_engine(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "tgi"}, "engine is 'tgi'; it must be one of transformers, vllm, sglang, op"),
+        ({"engine": "tgi"}, "engine is 'tgi'; it must be auto or one of transformers, vllm, sgl"),
         ({"dataset": "absent.jsonl"}, "no rows at absent.jsonl"),
         ({"base": "absent-base"}, "base is 'absent-base', of which no tokenizer can be loaded"),
         ({"answer": "both"}, "answer is 'both'; it must be 'forced' or 'free'"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"format_name": "gemini"}, "format is 'gemini'; it must be one of deepseek-r1"),
+        ({"max_thinking_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"samples": 0}, "samples_per_problem is 0; it must be at least 1"),
+        ({"temprature": 1}, "settings are .'temprature'.; they must be among .* temperature"),
+        ({"task": "code"}, "off by default: say --allow-code"),
+        ({"task": "code", "allow_code": True, "actors": 2}, "programs on every node"),
+        ({"format": "gemini"}, "format is 'gemini'; it must be one of deepseek-r1"),
         ({"out": "a-file"}, "is a file; labels go into a folder"),
         ({"limit": 0}, "limit is 0"),
     ],
@@ -149,20 +146,9 @@ def test_bad_input_is_refused_before_the_engine_starts(
 
     monkeypatch.setitem(ENGINES, "transformers", started)
     (tmp_path / "a-file").touch()
-    fields: Any = {name: changes[name] for name in ("answer", "max_new_tokens") if name in changes}
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run_label(
-            ProblemOptions(
-                changes.get("dataset", problems),
-                columns=parse_columns("problem=q,answer=gold"),
-                limit=changes.get("limit"),
-            ),
-            changes.get("engine", "transformers"),
-            EngineOptions(changes.get("base", str(tiny_base_dir))),
-            {**LIMITS, **fields},
-            tmp_path / changes.get("out", "labels"),
-            format_name=changes.get("format_name"),
-        )
+    given = {"base": str(tiny_base_dir), "dataset": problems, **LIMITS, **changes}
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+        label(**given | {"out": tmp_path / changes.get("out", "labels")})
     assert not (tmp_path / "labels").exists()
 
 
@@ -170,14 +156,14 @@ def test_columns_and_problems_of_a_run(problems: str, tmp_path: Path) -> None:
     assert parse_columns("") == {}
     with pytest.raises(ValueError, match=r"columns holds \['problem'\]; write field=column"):
         parse_columns("problem")
-    options = ProblemOptions(
-        problems, columns=parse_columns("problem=q,answer=gold"), exclude=[problems], limit=1
+    config = LabelConfig(
+        dataset=problems, columns="problem=q,answer=gold", exclude=(problems,), limit=1
     )
     with pytest.raises(ValueError, match="no column 'problem'"):
-        load_run_problems(options)
+        load_run_problems(config)
     same = write(tmp_path / "same.jsonl", [{"problem": "a?", "answer": "1"}])
     with pytest.raises(ValueError, match="all 1 problems are also in"):
-        load_run_problems(ProblemOptions(same, exclude=[same]))
+        load_run_problems(LabelConfig(dataset=same, exclude=(same,)))
 
 
 def test_formats(tiny_base_dir: Path, tmp_path: Path) -> None:
@@ -291,15 +277,11 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
 def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path: Path) -> None:
     """The embedded reasoner, whose weights are stored in half precision."""
 
+    given = {**LIMITS, "max_thinking_tokens": 120, "max_answer_tokens": 8, "samples": 2}
+
     def run(name: str, chunk: int, rows: int, dtype: str = "auto") -> list[dict[str, Any]]:
-        run_label(
-            ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold")),
-            "transformers",
-            EngineOptions(str(REASONER), batch_size=rows, dtype=dtype, device="cpu"),
-            {"max_new_tokens": 120, "max_answer_tokens": 8, "samples_per_problem": 2},
-            tmp_path / name,
-            chunk_traces=chunk,
-        )
+        how = given | {"batch_size": rows, "dtype": dtype, "chunk": chunk}
+        label(str(REASONER), problems, out=tmp_path / name, **how)
         exact = set(FEATURES) - {
             "forced_logprob",
             "forced_entropy",
@@ -314,16 +296,9 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
     whole = run("whole", 8, 32)
     assert len(whole) == 8
     assert run("chunks", 3, 2) == whole
+    how = given | {"dtype": "auto", "chunk": 2}
     with pytest.raises(KeyboardInterrupt):
-        run_label(
-            ProblemOptions(problems, columns=parse_columns("problem=q,answer=gold")),
-            "transformers",
-            EngineOptions(str(REASONER), device="cpu"),
-            {"max_new_tokens": 120, "max_answer_tokens": 8, "samples_per_problem": 2},
-            tmp_path / "stopped",
-            chunk_traces=2,
-            progress=stop,
-        )
+        label(str(REASONER), problems, out=tmp_path / "stopped", progress=stop, **how)
     assert 0 < len(read_labels(tmp_path / "stopped")) < 8
     assert run("stopped", 5, 3) == whole
     manifest = read_manifest(tmp_path / "stopped")

@@ -15,10 +15,15 @@ from transformers import PreTrainedTokenizerFast
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.engines.asking import Ask, AskingEngine, Reply, Server
 from ospruner.engines.interface import SamplingSettings
+from ospruner.eval.grading import boxed
+from ospruner.eval.grading.boxed import Verdict
+from ospruner.eval.grading.pool import GradingPool
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.making import label
+from ospruner.train.labels.label import regrade
+from ospruner.train.labels.making import Labeller, label_problems
+from ospruner.train.labels.summary import stats_of, told
 
 SETTINGS = LabelSettings(base_model="tiny", max_new_tokens=500, max_answer_tokens=8)
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
@@ -89,9 +94,8 @@ def run(
 
     def label_all(engine: Scripted, folder: str, chunk: int, **more: Any) -> list[dict[str, Any]]:
         out = tmp_path / folder
-        made = label(
-            PROBLEMS, engine, tiny_tokenizer, fmt, SETTINGS, out, chunk_traces=chunk, **more
-        )
+        labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
+        made = label_problems(PROBLEMS, engine, labeller, out, chunk_traces=chunk, **more)
         assert made.to_list() == read_labels(out).to_list()
         return made.to_list()
 
@@ -165,6 +169,10 @@ def test_a_trace_that_is_refused_does_not_stop_the_others(
     assert rows == [row for row in whole if row["problem_id"] not in lost]
     failed = read_manifest(tmp_path / "labels")["failed"]
     assert sorted(failed) == [[name, 0, f"ValueError: no room for {name[1:]}"] for name in lost]
+    summary = told(tmp_path / "labels", stats_of(tmp_path / "labels"))
+    assert "Failed: trace 0 of problem p3: ValueError: no room for 3" in summary
+    assert "3 of 12 traces failed" in summary
+    assert run(engine, "labels", 8) == rows  # nothing is tried again unless that is asked for
     traces = [problem for kind, problem, _ in engine.log if kind == "trace"]
     # Those three were tried with others and alone; none of the others was sampled twice.
     assert sorted(traces) == sorted([*range(12), 3, 5, 7])
@@ -192,3 +200,23 @@ def test_an_engine_that_breaks_ends_the_run_and_what_was_done_is_kept(
     assert run(Scripted(tiny_tokenizer, 4), "labels", 8) == run(
         Scripted(tiny_tokenizer, 4), "whole", 12
     )
+
+
+def test_a_broken_grader_is_found_before_anything_is_sampled(
+    run: Callable[..., list[dict[str, Any]]],
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run(Scripted(tiny_tokenizer, 4), "made", 8)
+    boxed.check_grader.cache_clear()
+    unreadable = Verdict(None, "unreadable")
+    monkeypatch.setattr(GradingPool, "compare", lambda *_: unreadable)
+    broken = r"the grader is broken: of '0.5' .* it says None \(unreadable\), which is True: .* pip"
+    engine = Scripted(tiny_tokenizer, 4)
+    with pytest.raises(ValueError, match=broken):
+        run(engine, "out", 8)
+    assert engine.log == []
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=broken):
+        regrade(tmp_path / "made")

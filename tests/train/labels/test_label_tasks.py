@@ -26,9 +26,9 @@ from ospruner.eval.report.summary import results_of
 from ospruner.eval.schema import LabelSettings, TraceTable
 from ospruner.provenance import PROVENANCE_FILE
 from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.regrading import regrade
+from ospruner.train.labels.label import regrade
 from ospruner.train.labels.rows import grade_rows
-from ospruner.train.labels.writer import LabelFolder
+from ospruner.train.labels.store import LabelStore
 
 from ..conftest import trained_on
 
@@ -80,7 +80,7 @@ def test_from_a_choice_to_a_replayed_policy(tiny_base_dir: Path, tmp_path: Path)
             row["forced_answers"][:half] = ["A"] * half
             row["ended"] = "natural"
 
-    with LabelFolder(tmp_path / "quiz", settings) as folder:
+    with LabelStore(tmp_path / "quiz", settings) as folder:
         folder.rewrite(knows_letters)
         folder.finish()
     (tmp_path / "quiz" / PROVENANCE_FILE).unlink()
@@ -140,7 +140,7 @@ def test_a_choice_is_read_in_one_forward(tiny_base_dir: Path, tmp_path: Path) ->
 
     for name in ("graded", "shares"):
         known = LabelSettings.from_dict(read_manifest(tmp_path / name)["settings"])
-        with LabelFolder(tmp_path / name, known) as folder:
+        with LabelStore(tmp_path / name, known) as folder:
             folder.rewrite(ended)
             folder.finish()
         (tmp_path / name / PROVENANCE_FILE).unlink()

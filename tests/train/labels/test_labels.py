@@ -26,7 +26,7 @@ from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
 from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.making import label
+from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.labels.rows import labelled_step_ends
 
 SETTINGS = LabelSettings(
@@ -78,7 +78,9 @@ def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
     fmt: TokenFormat,
     tmp_path: Path,
 ) -> None:
-    dataset = label(make_problems(6), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path / "labels")
+    dataset = label_problems(
+        make_problems(6), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path / "labels"
+    )
     assert sum(map(len, dataset["step_ends"])) > len(dataset)  # some trace has several steps
     suffix = fmt.forced_suffix("forced")
     for row in dataset:
@@ -123,15 +125,8 @@ def test_load_dataset_reads_the_folder_and_ignores_the_rest(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     folder = tmp_path / "labels"
-    made = label(
-        make_problems(7),
-        engine,
-        tiny_tokenizer,
-        fmt,
-        SETTINGS,
-        folder,
-        chunk_traces=2,
-    )
+    labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
+    made = label_problems(make_problems(7), engine, labeller, folder, chunk_traces=2)
     assert 4 <= len(list((folder / "data").iterdir())) <= 7
     loaded = load_dataset(str(folder), split="train")
     assert loaded.features == FEATURES
@@ -149,10 +144,16 @@ def test_finished_run_is_read_back_and_more_problems_are_added(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     settings = dataclasses.replace(SETTINGS, samples_per_problem=2)
-    first = label(make_problems(2), engine, tiny_tokenizer, fmt, settings, tmp_path)
-    again = label(make_problems(2), engine, tiny_tokenizer, fmt, settings, tmp_path)
+    first = label_problems(
+        make_problems(2), engine, Labeller(tiny_tokenizer, fmt, settings), tmp_path
+    )
+    again = label_problems(
+        make_problems(2), engine, Labeller(tiny_tokenizer, fmt, settings), tmp_path
+    )
     assert again.to_list() == first.to_list()
-    more = label(make_problems(3), engine, tiny_tokenizer, fmt, settings, tmp_path)
+    more = label_problems(
+        make_problems(3), engine, Labeller(tiny_tokenizer, fmt, settings), tmp_path
+    )
     assert engine.sampled == ["p0/0", "p0/1", "p1/0", "p1/1", "p2/0", "p2/1"]
     assert more.to_list()[:4] == first.to_list()
 
@@ -165,14 +166,14 @@ from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
-from ospruner.train.labels.making import label
+from ospruner.train.labels.making import Labeller, label_problems
 base, out, settings = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(base)
 engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(base), tokenizer, batch_size=8)
 problems = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(5000)]
 fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-label(problems, engine, tokenizer, fmt, LabelSettings.load(settings), out,
-      chunk_traces=2)
+labeller = Labeller(tokenizer, fmt, LabelSettings.load(settings))
+label_problems(problems, engine, labeller, out, chunk_traces=2)
 """
 
 
@@ -202,7 +203,9 @@ def test_killed_run_goes_on_without_repeating_or_losing(
     assert len(committed) >= 3
     problems = make_problems(len(committed) + 4)
 
-    label(problems, engine, tiny_tokenizer, fmt, SETTINGS, folder, chunk_traces=2)
+    label_problems(
+        problems, engine, Labeller(tiny_tokenizer, fmt, SETTINGS), folder, chunk_traces=2
+    )
 
     assert set(engine.sampled) == {f"p{n}/0" for n in range(len(problems))} - {
         f"{problem}/{sample}" for problem, sample in committed
@@ -210,24 +213,26 @@ def test_killed_run_goes_on_without_repeating_or_losing(
     assert sorted(keys_of(folder)) == sorted((problem.id, 0) for problem in problems)
     rows = read_labels(folder).to_list()
     assert all(row in rows for row in kept)
-    undisturbed = label(problems, engine, tiny_tokenizer, fmt, SETTINGS, tmp_path / "undisturbed")
+    undisturbed = label_problems(
+        problems, engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path / "undisturbed"
+    )
     assert undisturbed["trace_ids"] == read_labels(folder)["trace_ids"]
 
 
 def test_what_a_kill_left_is_removed_and_a_stranger_named(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
-    label(make_problems(2), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    label_problems(make_problems(2), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path)
     (tmp_path / "data" / ".train-00001.parquet.partial").write_bytes(b"PAR1 torn")
-    label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    label_problems(make_problems(3), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path)
     assert keys_of(tmp_path) == [("p0", 0), ("p1", 0), ("p2", 0)]
     assert {path.name for path in (tmp_path / "data").iterdir()} == {
         "train-00000.parquet",
         "train-00001.parquet",
     }
     shutil.copy(tmp_path / "data" / "train-00000.parquet", tmp_path / "data" / "other.parquet")
-    with pytest.raises(ValueError, match=r"other\.parquet is not in manifest\.json"):
-        label(make_problems(3), engine, tiny_tokenizer, fmt, SETTINGS, tmp_path)
+    with pytest.raises(ValueError, match=r"other\.parquet is not of this run"):
+        label_problems(make_problems(3), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path)
     assert engine.sampled == ["p0/0", "p1/0", "p2/0"]
 
 
@@ -235,7 +240,7 @@ def test_other_settings_problems_files_and_runs_are_refused(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     def run(folder: Path, problems: list[Problem], settings: LabelSettings = SETTINGS) -> None:
-        label(problems, engine, tiny_tokenizer, fmt, settings, folder)
+        label_problems(problems, engine, Labeller(tiny_tokenizer, fmt, settings), folder)
 
     problems, folder = make_problems(2), tmp_path / "labels"
     run(folder, problems)
@@ -276,7 +281,7 @@ def test_tokenizer_without_chat_template_is_refused(
     bare = AutoTokenizer.from_pretrained(tiny_base_dir)
     bare.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        label(make_problems(1), engine, bare, fmt, SETTINGS, tmp_path / "labels")
+        label_problems(make_problems(1), engine, Labeller(bare, fmt, SETTINGS), tmp_path / "labels")
 
 
 def test_every_keeps_the_last_step(

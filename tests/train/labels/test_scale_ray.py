@@ -18,14 +18,13 @@ import pytest
 from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
 from ospruner.engines import TransformersEngine
 from ospruner.engines.interface import TraceDesk, TraceRequest
-from ospruner.engines.opening import EngineOptions
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.optional import MissingPackageError
-from ospruner.train.labels.command import ProblemOptions, run_label
 from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.on_ray import RayOptions, UnfinishedUnitsError, label_with_ray
-from ospruner.train.labels.units import Worker
+from ospruner.train.labels.label import label
+from ospruner.train.labels.making import Labeller, label_problems
+from ospruner.train.labels.on_ray import UnfinishedUnitsError, Worker, label_with_ray
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
@@ -33,14 +32,21 @@ needs_ray = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster is enough, where groups are kept
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(24)]
-OPTIONS = RayOptions(actors=2, gpus_per_actor=0, chunk_traces=4)
+OPTIONS: dict[str, Any] = {"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4}
+
+
+def died(file: Path) -> list[int]:
+    """The processes that ended in the deadly trace."""
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
 class Faulty(TransformersEngine):
-    """The real engine; one prompt raises, and another one kills its process the first time."""
+    """The real engine; one prompt raises, and another one kills its process so many times."""
 
     poison: str | None = None
     deadly: Path | None = None
+    deaths: int = 1
+    error: type[Exception] = RuntimeError
 
     def sample_and_fork(self, desk: TraceDesk, *rules: Any) -> None:
         begin = desk.begin
@@ -48,10 +54,11 @@ class Faulty(TransformersEngine):
         def begun() -> TraceRequest | None:
             request = begin()
             if request is not None and request.key == self.poison:
-                raise RuntimeError("this prompt breaks the engine")
+                raise self.error("this prompt breaks the engine")
             deadly = self.deadly if request is not None and request.key == "p9/0" else None
-            if deadly is not None and not deadly.exists():
-                deadly.write_text(str(os.getpid()))
+            if deadly is not None and len(died(deadly)) < self.deaths:
+                with deadly.open("a") as file:
+                    file.write(f"{os.getpid()}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
             return request
 
@@ -67,14 +74,18 @@ class MakeWorker:
     settings: LabelSettings
     poison: str | None = None
     deadly: Path | None = None
+    deaths: int = 1
+    error: type[Exception] = RuntimeError
 
     def __call__(self) -> Worker:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
         engine = Faulty(AutoModelForCausalLM.from_pretrained(self.folder), tokenizer)
-        engine.poison, engine.deadly = self.poison, self.deadly
-        return Worker(engine, tokenizer, TokenFormat.compile(DEEPSEEK_R1, tokenizer), self.settings)
+        engine.poison, engine.error = self.poison, self.error
+        engine.deadly, engine.deaths = self.deadly, self.deaths
+        fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+        return engine, Labeller(tokenizer, fmt, self.settings)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +132,9 @@ def test_a_killed_actor_and_a_poisoned_trace_cost_that_trace_only(
         seen.append(done)
 
     out = tmp_path / "labels"
-    labels = label_with_ray(PROBLEMS, make, settings, out, OPTIONS, progress=progress)
-    assert int(deadly.read_text()) != os.getpid()
+    labels = label_with_ray(PROBLEMS, make, settings, out, **OPTIONS, progress=progress)
+    assert len(died(deadly)) == 1
+    assert os.getpid() not in died(deadly)
     assert sorted(labels["problem_id"]) == sorted({p.id for p in PROBLEMS} - {"p3"})
     manifest = read_manifest(out)
     assert manifest["finished"]
@@ -130,17 +142,14 @@ def test_a_killed_actor_and_a_poisoned_trace_cost_that_trace_only(
     assert seen[0] == 0
     assert seen[-1] == len(PROBLEMS)
     # The same traces as one process without faults gives; nothing is done again.
-    worker = MakeWorker(str(tiny_base_dir), settings)()
-    from ospruner.train.labels.making import label
-
-    alone = label(
-        PROBLEMS, worker.engine, worker.tokenizer, worker.fmt, settings, tmp_path / "alone"
+    alone = label_problems(
+        PROBLEMS, *MakeWorker(str(tiny_base_dir), settings)(), tmp_path / "alone"
     )
     ours, theirs = (
         dict(zip(d["problem_id"], d["trace_ids"], strict=True)) for d in (labels, alone)
     )
     assert ours == {name: ids for name, ids in theirs.items() if name != "p3"}
-    again = label_with_ray(PROBLEMS, make, settings, out, OPTIONS)
+    again = label_with_ray(PROBLEMS, make, settings, out, **OPTIONS)
     assert again["trace_ids"] == labels["trace_ids"]
 
 
@@ -151,14 +160,30 @@ def test_units_that_fail_are_named_and_the_others_kept(
     out = tmp_path / "labels"
     broken = MakeWorker(str(tmp_path / "nothing-here"), settings)
     with pytest.raises(Exception, match="nothing-here"):
-        label_with_ray(PROBLEMS[:4], broken, settings, out, OPTIONS)
-    (tmp_path / "labels" / "parts" / "unit-0000").write_text("in the way")
+        label_with_ray(PROBLEMS[:4], broken, settings, out, **OPTIONS)
+    full = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", error=OSError)
+    with pytest.raises(UnfinishedUnitsError, match="1 units are not done; .* OSError: this prompt"):
+        label_with_ray(PROBLEMS[:4], full, settings, out, **OPTIONS)
+    assert {"p0", "p1"} <= set(read_labels(out)["problem_id"])  # of the other actor
     make = MakeWorker(str(tiny_base_dir), settings)
-    with pytest.raises(UnfinishedUnitsError, match="1 of 2 units.*unit 0, because of"):
-        label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
-    (tmp_path / "labels" / "parts" / "unit-0000").unlink()
-    label_with_ray(PROBLEMS[:4], make, settings, out, OPTIONS)
-    assert len(read_labels(out)) == 4
+    assert label_with_ray(PROBLEMS[:4], make, settings, out, **OPTIONS)["problem_id"] == [
+        problem.id for problem in PROBLEMS[:4]
+    ]
+
+
+@needs_ray
+def test_a_trace_that_kills_its_actors_is_recorded_after_four_deaths(
+    cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    """Twice with the others, twice alone; what else was begun with it is done alone, and kept."""
+    deadly = tmp_path / "killed"
+    make = MakeWorker(str(tiny_base_dir), settings, deadly=deadly, deaths=99)
+    labels = label_with_ray(PROBLEMS[:12], make, settings, tmp_path / "labels", **OPTIONS)
+    assert set(labels["problem_id"]) == {p.id for p in PROBLEMS[:12]} - {"p9"}
+    assert read_manifest(tmp_path / "labels")["failed"] == [
+        ["p9", 0, "its worker ended 2 times while doing it alone"]
+    ]
+    assert len(died(deadly)) == 4
 
 
 @needs_ray
@@ -167,14 +192,11 @@ def test_a_run_by_names_opens_its_engine_in_the_actors(
 ) -> None:
     problems, out = tmp_path / "problems.jsonl", tmp_path / "labels"
     problems.write_text("".join(json.dumps(vars(p)) + "\n" for p in PROBLEMS[:6]))
-    labels = run_label(
-        ProblemOptions(str(problems)),
-        "transformers",
-        EngineOptions(str(tiny_base_dir), dtype="float32", device="cpu"),
-        {"max_new_tokens": 16, "max_answer_tokens": 4},
-        out,
-        ray=RayOptions(actors=2, gpus_per_actor=0, chunk_traces=2),
-    )
+    label(
+        str(tiny_base_dir), str(problems), out=out, actors=2, gpus_per_actor=0, chunk=2,
+        max_thinking_tokens=16, max_answer_tokens=4, dtype="float32", device="cpu",
+    )  # fmt: skip
+    labels = read_labels(out)
     assert sorted(labels["problem_id"]) == [p.id for p in PROBLEMS[:6]]
     source = read_manifest(out)["source"]
     assert (source["engine"], source["scale"]) == ("transformers", "ray")
@@ -186,7 +208,7 @@ def test_a_missing_package_names_the_pip_line(
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "ray.data", raising=False)
     with pytest.raises(MissingPackageError, match=r"ray, which is not.*ospruner\[ray\]"):
-        label_with_ray(PROBLEMS, MakeWorker("", settings), settings, tmp_path, OPTIONS)
+        label_with_ray(PROBLEMS, MakeWorker("", settings), settings, tmp_path, **OPTIONS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,6 +220,8 @@ def test_a_missing_package_names_the_pip_line(
         ({"chunk_traces": 0}, "chunk_traces is 0"),
     ],
 )
-def test_bad_options_are_refused(changed: dict[str, int], message: str) -> None:
+def test_bad_options_are_refused(
+    changed: dict[str, int], message: str, settings: LabelSettings, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
-        RayOptions(**changed)
+        label_with_ray(PROBLEMS, MakeWorker("", settings), settings, tmp_path, **OPTIONS | changed)

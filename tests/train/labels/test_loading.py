@@ -1,0 +1,239 @@
+"""Labels as they are read: by `datasets`, by split, from the Hub's form, mixed; graded again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict, load_dataset
+
+from ospruner.durable import read_checked, write_checked
+from ospruner.eval.grading import boxed
+from ospruner.eval.grading.boxed import Verdict
+from ospruner.eval.schema import COLUMNS, FEATURES, PREFIX_FEATURES, LabelSettings, split_of
+from ospruner.train.labels.folder import read_labels, read_manifest
+from ospruner.train.labels.label import regrade
+from ospruner.train.labels.loading import load_labels, load_mix, load_splits
+from ospruner.train.labels.store import Chunk, LabelStore
+from ospruner.train.labels.summary import stats_of, told, told_regraded
+
+from ..conftest import MakeLabels
+
+SETTINGS = LabelSettings(base_model="tiny")
+Load = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def folder(make_labels: MakeLabels, tmp_path: Path) -> Path:
+    path = tmp_path / "labels"
+    with LabelStore(path, SETTINGS, {"dataset": "data-v1.5.jsonl"}) as store:
+        store.commit(Chunk(make_labels(5).to_list(), [("lost", 0, "the trace has no thinking")]))
+        store.commit(Chunk(make_labels(3, seed=1, prefix="q").to_list()))
+        store.finish()
+    return path
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """`datasets.load_dataset`, with one cache, as one user has."""
+
+    def rows(folder: Path, *config: str, streaming: bool = False) -> list[dict[str, Any]]:
+        cache = str(tmp_path / "cache")
+        return list(
+            load_dataset(str(folder), *config, split="train", cache_dir=cache, streaming=streaming)
+        )
+
+    return rows
+
+
+def test_prefixes_point_to_their_traces(folder: Path, load: Load, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    traces = load_dataset(str(folder), split="train", cache_dir=cache)
+    prefixes = load_dataset(str(folder), "prefixes", split="train", cache_dir=cache)
+    assert traces.features == FEATURES
+    assert prefixes.features == PREFIX_FEATURES
+    assert len(prefixes) == sum(map(len, traces["step_ends"]))
+    for prefix in prefixes:
+        trace = traces[prefix["trace"]]
+        step = prefix["step"] - 1
+        assert prefix["problem_id"] == trace["problem_id"]
+        assert prefix["end"] == trace["step_ends"][step]
+        assert prefix["correct"] == trace["forced_correct"][step]
+        assert prefix["steps"] == len(trace["step_ends"])
+        assert prefix["fraction"] == pytest.approx(prefix["end"] / len(trace["trace_ids"]))
+    assert not any("ids" in name for name in prefixes.column_names)
+    card = (folder / "README.md").read_text()
+    assert all(f"| `{name}` |" in card for name in COLUMNS)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_loaded_is_what_is_on_the_disk_now(
+    streaming: bool,
+    folder: Path,
+    load: Load,
+    make_labels: MakeLabels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Grown, graded again, and of two folders with one name the one that is asked for."""
+
+    def both(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        traces = load(path, streaming=streaming)
+        return traces, load(path, "prefixes", streaming=streaming)
+
+    def check(path: Path) -> None:
+        traces, prefixes = both(path)
+        assert traces == read_labels(path).to_list()
+        seen = [(row["trace"], row["end"], row["correct"]) for row in prefixes]
+        assert seen == [
+            (n, end, grade)
+            for n, row in enumerate(traces)
+            for end, grade in zip(row["step_ends"], row["forced_correct"], strict=True)
+        ]
+
+    check(folder)
+    with LabelStore(folder, SETTINGS) as store:
+        store.commit(Chunk(make_labels(2, seed=2, prefix="r").to_list()))
+        assert load(folder, streaming=streaming) == read_labels(folder).to_list()  # not finished
+        store.finish({("r0", 0): -9, ("r1", 0): -8})
+    check(folder)
+    other = folder.parent / "elsewhere" / folder.name
+    with LabelStore(other, SETTINGS) as store:
+        store.commit(Chunk(make_labels(4, seed=3, prefix="s").to_list()))
+        store.finish()
+    check(other)
+    check(folder)
+    monkeypatch.setattr(boxed, "_at_once", lambda *pair: Verdict(None, "unreadable"))
+    regrade(folder)
+    assert all(None in row["forced_correct"] for row in read_labels(folder))
+    check(folder)
+
+
+def test_a_shard_that_nothing_lists_is_read_by_nobody(
+    folder: Path, load: Load, make_labels: MakeLabels
+) -> None:
+    """A kill between a shard and its manifest leaves one."""
+    shutil.copy(folder / "data/train-00000.parquet", folder / "data/train-00007.parquet")
+    assert len(load(folder)) == len(read_labels(folder)) == 8
+    with LabelStore(folder, SETTINGS) as store:
+        assert store.traces == 8
+    assert (folder / "damaged/train-00007.parquet").is_file()
+
+
+def test_splits_are_by_problem_and_know_how_they_were_made(folder: Path) -> None:
+    splits = load_splits(folder)
+    assert isinstance(splits, DatasetDict)
+    whole = load_labels(folder)
+    for name, traces in splits.items():
+        assert {split_of(problem) for problem in traces["problem_id"]} == {name}
+        part = load_labels(traces.select(range(1)))
+        assert (part.settings, part.source) == (whole.settings, "data-v1.5")
+        assert part.data_hash not in {whole.data_hash, *(
+            load_labels(other).data_hash for key, other in splits.items() if key != name
+        )}  # fmt: skip
+    assert len(load_labels(splits).traces) == len(whole.traces) == 8
+    with pytest.raises(ValueError, match="do not say how they were made"):
+        load_labels(Dataset.from_list(read_labels(folder).to_list()))
+    with pytest.raises(ValueError, match="labels is 'a b', where nothing is"):
+        load_labels("a b")
+
+
+def test_labels_of_a_test_split_are_that_split(make_labels: MakeLabels, tmp_path: Path) -> None:
+    with LabelStore(tmp_path, SETTINGS, {"dataset": "math500", "split": "test[:3]"}) as store:
+        store.commit(Chunk(make_labels(3).to_list()))
+        store.finish()
+    assert {name: len(rows) for name, rows in load_splits(tmp_path).items()} == {"test": 3}
+
+
+def test_every_split_of_a_published_data_set_is_read_back(
+    folder: Path, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    """Each has a manifest of its own."""
+    other = tmp_path / "other"
+    with LabelStore(other, SETTINGS) as store:
+        store.commit(Chunk(make_labels(4, seed=5, prefix="v").to_list()))
+        store.finish()
+    manifest = read_checked(other / "manifest.json", "")
+    manifest["shards"][0]["file"] = "data/validation-00000.parquet"
+    shutil.copy(other / "data/train-00000.parquet", folder / "data/validation-00000.parquet")
+    write_checked(folder / "manifest-validation.json", manifest)
+    splits = load_splits(folder)
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 8, "validation": 4}
+    assert load_labels(splits["validation"]).data_hash == load_labels(other).data_hash
+    assert len(load_labels(folder).traces) == 12
+
+
+def test_a_mix_tells_its_sources_apart(
+    folder: Path, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    def write(name: str, source: str, **changed: Any) -> Path:
+        settings = LabelSettings(**{**vars(SETTINGS), **changed})
+        with LabelStore(tmp_path / name, settings, {"dataset": source}) as store:
+            store.commit(Chunk(make_labels(3, seed=6).to_list()))
+            store.finish()
+        return tmp_path / name
+
+    mix = load_mix([folder, write("one", "data-v1.jsonl.gz")])
+    assert list(mix.parts) == ["data-v1.5", "data-v1"]
+    assert mix.traces["domain"] == ["data-v1.5"] * 8 + ["data-v1"] * 3
+    assert mix.traces["problem_id"][-1] == "data-v1/p2"
+    with pytest.raises(ValueError, match=r"the 1\. and the 2\. are both of 'data-v1.5'"):
+        load_mix([folder, folder])
+    exact = write("exact", "names", task={"name": "exact"}, max_answer_tokens=8)
+    assert list(load_mix([folder, exact]).parts) == ["math", "exact"]
+    stride = write("stride", "names", step_stride=2)
+    with pytest.raises(ValueError, match=r"cannot be mixed \(step_stride: 1 here, 2 there\)"):
+        load_mix([folder, stride])
+
+
+def test_stats_say_what_the_rows_say(folder: Path) -> None:
+    stats, rows = stats_of(folder), read_labels(folder).to_list()
+    assert (stats["traces"], stats["problems"], stats["dropped_traces"]) == (8, 8, 1)
+    assert stats["steps"] == sum(len(row["step_ends"]) for row in rows)
+    assert stats["full_accuracy"] == stats["ever_right"] == stats["natural_accuracy"] == 1.0
+    assert stats["tokens_per_trace"] == sum(len(row["trace_ids"]) for row in rows) / 8
+    assert "8 traces of 8 problems" in told(folder, json.loads(json.dumps(stats)))
+
+
+def test_regrade_changes_grades_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, files = read_labels(folder).to_list(), sorted((folder / "data").iterdir())
+    costs = read_manifest(folder)["computed_tokens"]
+    unchanged = regrade(folder)
+    assert not unchanged.changed
+    assert unchanged.steps == sum(len(row["step_ends"]) for row in before)
+    assert read_labels(folder).to_list() == before
+    assert sorted((folder / "data").iterdir()) == files
+    # A grader of another opinion: "3" cannot be read.
+    at_once = boxed._at_once
+
+    def opinion(reference: str, answer: str) -> Verdict | None:
+        return Verdict(None, "unreadable") if answer == "3" else at_once(reference, answer)
+
+    monkeypatch.setattr(boxed, "_at_once", opinion)
+    phases: list[tuple[str, int, int]] = []
+    changed = regrade(
+        folder, lambda phase, done, total, note="": phases.append((phase, done, total))
+    )
+    after = read_labels(folder).to_list()
+    wrong = sum(row["forced_correct"].count(0.0) for row in before)
+    assert dict(changed.changed) == {("0.0", "None"): wrong}
+    assert dict(changed.ungraded) == {"unreadable": wrong}
+    said, numbers = told_regraded(changed)
+    assert f"{wrong} grades changed; 0.0 -> None: {wrong}" in said
+    assert numbers["changed"] == {"0.0 -> None": wrong}
+    assert phases[-1] == ("grade", 8, 8)
+    for old, new in zip(before, after, strict=True):
+        assert new["ungraded_reasons"].count("unreadable") == old["forced_correct"].count(0.0)
+        kept = ("trace_ids", "step_ends", "forced_answers", "natural_correct", "forced_logprob")
+        assert all(new[name] == old[name] for name in kept)
+    manifest = read_manifest(folder)
+    assert manifest["ungraded_steps"] == wrong
+    assert (manifest["computed_tokens"], manifest["dropped"][0][0]) == (costs, "lost")
+
+
+def test_regrade_refuses_what_holds_no_labels(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no manifest\.json: it is no label folder"):
+        regrade(tmp_path)

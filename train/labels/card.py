@@ -1,0 +1,101 @@
+"""The card of a label folder, and the view that it offers beside the traces.
+
+`datasets` knows a local folder by its last name and its card's configurations, not by its data:
+the hash of the data in each of them makes it read what is on the disk now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset, List
+from huggingface_hub import DatasetCardData
+
+from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, PREFIX_FEATURES
+
+__all__ = ["card_configs", "folder_card", "prefix_rows"]
+
+_TEXT = """
+# Labelled traces
+
+One row is one reasoning trace with the answer forced, and graded, at the end of each of its steps.
+`load_dataset(FOLDER)` gives the traces; `load_dataset(FOLDER, "prefixes")` one row a labelled step,
+derived from them: pointers and grades, no tokens. Settings, counts and token costs stand in
+`manifest.json`.
+"""
+
+
+def card_configs(splits: Mapping[str, Mapping[str, tuple[Sequence[str], str]]]) -> list[Any]:
+    """The `configs` of a card's YAML.
+
+    Args:
+        splits: by configuration ("default", "prefixes") and split: the files, and a hash of them.
+    """
+    return [
+        {
+            "config_name": name,
+            "description": " ".join(f"{split}: {hashed}" for split, (_, hashed) in found.items()),
+            **({"default": True} if name == "default" else {}),
+            "data_files": [
+                {"split": split, "path": list(files)} for split, (files, _) in found.items()
+            ],
+        }
+        for name, found in splits.items()
+    ]
+
+
+def folder_card(files: Mapping[str, tuple[Sequence[str], str]]) -> str:
+    """The README of a label folder: what `load_dataset` reads, and what each column holds.
+
+    Args:
+        files: by configuration its files and a hash of them; one without files is left out.
+    """
+    configs = card_configs({name: {"train": found} for name, found in files.items() if found[0]})
+    head = DatasetCardData(configs=configs).to_yaml() if configs else ""
+    lines = [f"---\n{head}\n---", _TEXT.rstrip()]
+    for title, columns in (("Columns", COLUMNS), ("Columns of `prefixes`", PREFIX_COLUMNS)):
+        lines += ["", f"## {title}", "", "| column | type | |", "| --- | --- | --- |"]
+        lines += [
+            f"| `{name}` | `{_type(kind)}` | {what} |" for name, (kind, what) in columns.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _type(kind: Any) -> str:
+    return f"list<{_type(kind.feature)}>" if isinstance(kind, List) else str(kind.dtype)
+
+
+_COPIED = {  # column of a trace's list -> column of a prefix
+    "step_ends": "end",
+    "forced_answers": "forced_answer",
+    "forced_correct": "correct",
+    "matches_final": "matches_final",
+    "forced_answer_tokens": "answer_tokens",
+    "forced_logprob": "logprob",
+    "forced_entropy": "entropy",
+    "ungraded_reasons": "ungraded_reason",
+}
+
+
+def prefix_rows(traces: Dataset, first: int = 0) -> Dataset:
+    """One row for each labelled step: pointers and grades, never tokens, which would be quadratic.
+
+    Args:
+        traces: labelled traces.
+        first: number of the first of them in the whole data set.
+    """
+    own = ("problem_id", "sample_index", "family", "ended")
+    rows = [
+        {
+            "trace": number,
+            **{name: trace[name] for name in own},
+            "step": step + 1,
+            "steps": len(trace["step_ends"]),
+            "fraction": end / trace["step_ends"][-1],
+            **{new: trace[old][step] for old, new in _COPIED.items()},
+        }
+        for number, trace in enumerate(traces.select_columns([*own, *_COPIED]), start=first)
+        for step, end in enumerate(trace["step_ends"])
+    ]
+    return Dataset.from_list(rows, features=PREFIX_FEATURES)

@@ -1,0 +1,463 @@
+"""Label runs by names: `ospruner.label`, traces that others made, and grading again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto import CONFIG_MAPPING
+
+from modeling_ospruner.configuration_ospruner import max_positions
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from ospruner.engines.interface import Engine
+from ospruner.engines.opening import (
+    ENGINES,
+    EngineOptions,
+    default_engine,
+    known_revision,
+    load_tokenizer,
+    open_engine,
+    parse_engine_args,
+)
+from ospruner.eval.problems.problem import Columns, Problem
+from ospruner.eval.problems.registry import open_task, parse_task
+from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
+from ospruner.eval.problems.task import Task
+from ospruner.eval.schema import LabelSettings
+from ospruner.progress import Progress, silent
+from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
+
+from .folder import check_folder, data_hash, read_labels, read_manifest
+from .importing import ImportedTrace, ImportedTraces, read_traces
+from .loading import load_splits
+from .making import Labeller, label_problems
+from .on_ray import EngineWorker, label_with_ray
+from .rows import grade_rows
+from .store import LabelStore
+
+__all__ = [
+    "LabelConfig",
+    "Regraded",
+    "import_traces",
+    "label",
+    "load_run_problems",
+    "parse_columns",
+    "read_format",
+    "regrade",
+    "run_label",
+]
+
+
+def _help(text: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelConfig:
+    """What a label run is asked for; the `help` of each field is its meaning."""
+
+    base: str = _help("The reasoning model: a folder or a Hub id.", "")
+    dataset: str = _help(
+        "gsm8k, math500, aime, deepscaler, arc-easy, arc-challenge, mmlu, humaneval, "
+        "reasoning-gym:FAMILY, a .jsonl[.gz] or .parquet file, or a Hub id.",
+        "",
+    )
+    out: str = _help("Folder of the labels; a stopped run continues.", "")
+    engine: str = _help("transformers, vllm, sglang or openai; auto: the fastest here.", "auto")
+    limit: int | None = _help("Only the first N problems (or traces).")
+    split: str | None = _help("Split of the data set; deepscaler has train and holdout.")
+    task: str = _help("math, choice, exact, code, generated, or a .py file with a Task.", "math")
+    samples: int = _help("Traces sampled for each problem.", 1)
+    max_thinking_tokens: int = _help("Cap on a trace.", 15_000)
+    max_answer_tokens: int | None = _help("Cap on an answer; the task's (math: 32), 512 if free.")
+    answer: str = _help("forced: closing and box prefix; free: closing only.", "forced")
+    seed: int = _help("Seed of the sampling.", 0)
+    temperature: float = _help("Temperature of the traces; 0 is greedy.", 0.6)
+    top_p: float = _help("Nucleus (top-p) of the traces.", 0.95)
+    top_k: int = _help("Top-k of the traces; 0 for none.", 0)
+    step_stride: int = _help("Label every k-th step, and always the last.", 1)
+    prompt: str = _help("default, concise, chain-of-draft or check.", "default")
+    files: tuple[str, ...] = _help("Read a benchmark's rows from these files, not the Hub.", ())
+    columns: str = _help("Names of the columns: problem=question,answer=final.", "")
+    exclude: tuple[str, ...] = _help("Drop what is also in these benchmarks or files.", ())
+    format: str | None = _help("A format's name, or a JSON file with its literals.")
+    wind_down: str | None = _help("A sentence forced before the closing.")
+    revision: str | None = _help("Of the base on the Hub.")
+    batch_size: int | None = _help("Rows, or requests, that the engine works on at once.")
+    dtype: str = _help("Such as bfloat16; auto: the base's own.", "auto")
+    device: str | None = _help("Such as cpu, cuda.")
+    urls: tuple[str, ...] = _help("Endpoints of the engines openai and sglang.", ())
+    engine_args: tuple[str, ...] = _help("Such as tensor_parallel_size=2.", ())
+    chunk: int = _help("Traces begun and not saved, at most: what a kill may lose.", 128)
+    retry_failed: bool = _help("Try traces again that failed in an earlier run.", False)
+    allow_code: bool = _help("Run programs that the model wrote, locked in.", False)
+    actors: int = _help("Spread over so many engines on a Ray cluster.", 0)
+    gpus_per_actor: float = _help("GPUs of each of these engines.", 1.0)
+
+    def open_task(self) -> Task:
+        """The task by name.
+
+        Raises:
+            ValueError: no such task; or programs would run on every node of a cluster.
+        """
+        task = parse_task(self.task, self.prompt, self.allow_code)
+        if self.actors and "allow_code" in vars(task):
+            raise ValueError(
+                f"actors is {self.actors}, but the task {task.name} would run the model's programs "
+                "on every node: label on one machine"
+            )
+        return task
+
+    def engine_options(self) -> EngineOptions:
+        """Which base the engine runs, and how."""
+        return EngineOptions(
+            self.base,
+            self.revision,
+            self.batch_size,
+            self.dtype,
+            self.device,
+            tuple(self.urls),
+            parse_engine_args(self.engine_args),
+        )
+
+    def settings(self, task: Task, fmt: TokenFormat, imported: str = "") -> LabelSettings:
+        """What the labels pin of it."""
+        cap = task.max_answer_tokens if self.answer == "forced" else 512
+        return LabelSettings(
+            base_model=self.base,
+            base_revision=known_revision(self.base, self.revision),
+            reasoning_format=fmt.format.to_dict(),
+            answer=self.answer,  # type: ignore[arg-type]  # checked there
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            samples_per_problem=self.samples,
+            max_new_tokens=self.max_thinking_tokens,
+            max_answer_tokens=cap if self.max_answer_tokens is None else self.max_answer_tokens,
+            step_stride=self.step_stride,
+            imported_from=imported,
+            task=task.settings,
+        )
+
+
+def label(
+    base: str,
+    dataset: str,
+    *,
+    out: str | Path,
+    split: str | None = None,
+    engine: str = "auto",
+    limit: int | None = None,
+    progress: Progress = silent,
+    **settings: Any,
+) -> DatasetDict:
+    """Samples a base's traces, forces the answer at the end of each step, and grades it.
+
+        labels = ospruner.label("Qwen/Qwen3-8B", "deepscaler", out="labels", limit=2000)
+        labels["train"], labels["validation"], labels["test"]
+
+    The same call again continues a stopped run, or gives the finished labels.
+
+    Args:
+        base: the reasoning model, a folder or a Hub id.
+        dataset: the problems: a benchmark's name, a file, or a data set on the Hub.
+        out: the folder of the labels.
+        split: of the data set.
+        engine: "transformers", "vllm", "sglang" or "openai"; "auto": vLLM where it and a GPU are.
+        limit: only the first so many problems.
+        progress: is told of phases, in traces.
+        settings: other fields of `LabelConfig`.
+
+    Returns:
+        Labelled traces by split (`load_splits` says which), columns `schema.FEATURES`. Each split
+        knows how it was made.
+
+    Raises:
+        TypeError: a setting that is none.
+        FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
+    """
+    given = {"base": base, "dataset": dataset, "out": str(out), "split": split, "engine": engine}
+    return run_label(_config(given | {"limit": limit}, settings), progress)
+
+
+def _config(given: Mapping[str, Any], settings: Mapping[str, Any]) -> LabelConfig:
+    known = [one.name for one in fields(LabelConfig) if one.name not in given]
+    if unknown := sorted(set(settings) - set(known)):
+        raise TypeError(f"settings are {unknown}; they must be among {', '.join(known)}")
+    return LabelConfig(**given, **settings)
+
+
+def run_label(config: LabelConfig, progress: Progress = silent) -> DatasetDict:
+    """What `label` does, with all settings in one object."""
+    _engine_of(config)
+    task = config.open_task()
+    task.check()
+    loaded = load_run_problems(config, task)
+    _run(config, task, loaded.problems, loaded.source, progress)
+    return load_splits(config.out)
+
+
+def import_traces(
+    base: str,
+    file: str,
+    *,
+    out: str | Path,
+    engine: str = "auto",
+    limit: int | None = None,
+    progress: Progress = silent,
+    **settings: Any,
+) -> DatasetDict:
+    """Labels traces that others made: their answers are forced by a base of yours.
+
+    Args:
+        base: as for `label`, and so are `out`, `engine` and `progress`.
+        file: the traces; see `importing.read_traces`.
+        out: likewise.
+        engine: likewise.
+        limit: only the first so many traces.
+        progress: likewise.
+        settings: other fields of `LabelConfig`, but for those that say how traces are sampled.
+
+    Raises:
+        TypeError, FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
+    """
+    sampling = {"samples", "temperature", "top_p", "top_k", "seed", "split", "files", "exclude"}
+    if unknown := sorted(sampling & set(settings)):
+        raise TypeError(f"settings are {unknown}; imported traces are sampled already")
+    given = {"base": base, "dataset": file, "out": str(out), "engine": engine, "limit": limit}
+    config = _config(given, settings)
+    _engine_of(config)
+    task = config.open_task()
+    task.check()
+    traces = read_traces(file, columns=parse_columns(config.columns), limit=limit)
+    samples = 1 + max(trace.key.sample_index for trace in traces)
+    problems = list({trace.key.problem.id: trace.key.problem for trace in traces}.values())
+    source = {"traces": Path(file).name}
+    _run(replace(config, samples=samples), task, problems, source, progress, traces)
+    return load_splits(out)
+
+
+def _engine_of(config: LabelConfig) -> str:
+    """The engine's name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    name = default_engine(config.device)[0] if config.engine == "auto" else config.engine
+    if name not in ENGINES:
+        raise ValueError(f"engine is {name!r}; it must be auto or one of {', '.join(ENGINES)}")
+    return name
+
+
+def _run(
+    config: LabelConfig,
+    task: Task,
+    problems: Sequence[Problem],
+    source: Mapping[str, Any],
+    progress: Progress,
+    imported: Sequence[ImportedTrace] = (),
+) -> None:
+    """Labels problems. Whatever can be refused is refused before the engine starts."""
+    name, options = _engine_of(config), config.engine_options()
+    tokenizer = load_tokenizer(config.base, config.revision)
+    fmt = read_format(config.format, tokenizer, config.wind_down, task)
+    settings = config.settings(task, fmt, Path(config.dataset).name if imported else "")
+    check_folder(config.out, settings)
+    labeller = Labeller(tokenizer, fmt, settings, task)
+    labeller.options.check(problems)
+    _refuse_beyond_positions(problems, options, labeller)
+    source = {**source, "engine": name}
+    if config.actors:
+        label_with_ray(
+            problems,
+            EngineWorker(name, options, settings),
+            settings,
+            config.out,
+            config.actors,
+            gpus_per_actor=config.gpus_per_actor,
+            chunk_traces=config.chunk,
+            retry_failed=config.retry_failed,
+            source={**source, "scale": "ray"},
+            progress=progress,
+        )
+        return
+
+    def opened() -> Engine:
+        engine = open_engine(name, tokenizer, options)
+        return ImportedTraces(imported, engine, tokenizer) if imported else engine
+
+    label_problems(
+        problems,
+        opened,
+        labeller,
+        config.out,
+        chunk_traces=config.chunk,
+        traces=[trace.key for trace in imported] or None,
+        retry_failed=config.retry_failed,
+        source=source,
+        progress=progress,
+    )
+
+
+def load_run_problems(config: LabelConfig, task: Task | None = None) -> Loaded:
+    """The problems of a run, without those of `exclude`; how many were dropped is in `source`.
+
+    Args:
+        config: names them.
+        task: reads their rows (`Task.read_row`); None takes these as they are.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load_source`; or nothing is left.
+    """
+    if config.limit is not None and config.limit < 1:
+        raise ValueError(f"limit is {config.limit}; it must be at least 1")
+    read = None if task is None else task.read_row
+    loaded = load_source(
+        config.dataset,
+        files=config.files,
+        split=config.split,
+        columns=parse_columns(config.columns),
+        limit=None if config.exclude else config.limit,
+        read=read,
+    )
+    if not config.exclude:
+        return loaded
+    others = [one for name in config.exclude for one in load_source(name, read=read).problems]
+    problems, dropped = drop_overlaps(loaded.problems, others)
+    if not problems:
+        raise ValueError(f"all {len(dropped)} problems are also in {', '.join(config.exclude)}")
+    excluded = {"by": list(config.exclude), "overlaps": len(dropped), "ids": dropped}
+    return Loaded(problems[: config.limit], loaded.source | {"excluded": excluded})
+
+
+def read_format(
+    name: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    wind_down: str | None = None,
+    task: Task | None = None,
+) -> TokenFormat:
+    """The reasoning format of a base.
+
+    Args:
+        name: a preset's name, a JSON file with a format's literals, or None for the one that
+            fits the tokenizer's markers.
+        tokenizer: the base's.
+        wind_down: a sentence forced before the closing; None: the format's own.
+        task: shapes the forced answer; None for the format's own, an open box.
+
+    Raises:
+        ValueError: no such preset, or a format that does not fit the tokenizer.
+    """
+    chosen = guess(tokenizer) if name is None else ReasoningFormat.named(name)
+    if wind_down is not None:
+        chosen = replace(chosen, wind_down=wind_down)
+    if task is not None:
+        chosen = task.shape(chosen)
+    return TokenFormat.compile(chosen, tokenizer)
+
+
+def parse_columns(text: str) -> Columns:
+    """Reads `problem=question,answer=final` as the command line gives it.
+
+    Raises:
+        ValueError: a part without "=".
+    """
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    if bad := [name for name, sign, column in parts if not sign or not column.strip()]:
+        raise ValueError(f"columns holds {bad}; write field=column, such as problem=question")
+    return {name.strip(): (column.strip(),) for name, _, column in parts}
+
+
+def _refuse_beyond_positions(
+    problems: Sequence[Problem], options: EngineOptions, labeller: Labeller
+) -> None:
+    """Refuses a run whose longest text would not fit into the base's positions."""
+    config, _ = PreTrainedConfig.get_config_dict(options.base, revision=options.revision)
+    if config.get("model_type") not in CONFIG_MAPPING:  # code of its own: asked for by its engine
+        return
+    limit = max_positions(AutoConfig.from_pretrained(options.base, revision=options.revision))
+    if limit is None:
+        return
+    settings = labeller.settings
+    prompt, longest = max((len(labeller.prompt(problem)), problem.id) for problem in problems)
+    answer = len(labeller.fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
+    room = limit - prompt - answer
+    if settings.max_new_tokens <= room:
+        return
+    if room < 1:
+        raise ValueError(
+            f"the prompt of problem {longest!r} has {prompt} tokens and its answer takes up to "
+            f"{answer} more, but the base {options.base!r} has {limit} positions "
+            "(max_position_embeddings): drop the problem"
+        )
+    raise ValueError(
+        f"max_thinking_tokens is {settings.max_new_tokens}, but beside the longest prompt (problem "
+        f"{longest!r}, {prompt} tokens) and an answer ({answer}) the base {options.base!r} has "
+        f"room for {room} thinking tokens in its {limit} positions (max_position_embeddings): give "
+        f"{room} or fewer"
+    )
+
+
+@dataclass
+class Regraded:
+    """What grading again changed.
+
+    Attributes:
+        steps: forced answers graded.
+        changed: of these, how many went from one grade to another: ("0.0", "1.0") -> count.
+        ungraded: forced answers without a verdict now, by reason.
+    """
+
+    steps: int = 0
+    changed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ungraded: Counter[str] = field(default_factory=Counter)
+
+
+def regrade(path: str | Path, progress: Progress = silent, allow_code: bool = False) -> Regraded:
+    """Grades every stored answer of a label folder again, without generating anything.
+
+    The new grades take the old ones' places at once: a run that was killed before has changed
+    nothing, and is simply started again.
+
+    Args:
+        path: the label folder.
+        progress: called with phase "grade", in traces.
+        allow_code: whether programs that the model wrote may be run, as the task `code` does.
+
+    Raises:
+        ValueError: it is no label folder, holds no traces, or is being written; or the grader
+            is broken.
+    """
+    path = Path(path)
+    settings = LabelSettings.from_dict(read_manifest(path)["settings"])
+    task = open_task(settings.task, allow_code)
+    task.check()
+    total = len(read_labels(path))  # refuses a damaged shard: opening to write would set it aside
+    result, done = Regraded(), 0
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        nonlocal done
+        before = [list(row["forced_correct"]) for row in rows]
+        grade_rows(rows, task)
+        for row, old in zip(rows, before, strict=True):
+            result.steps += len(old)
+            for was, now in zip(old, row["forced_correct"], strict=True):
+                if was != now:
+                    result.changed[str(was), str(now)] += 1
+            result.ungraded.update(why for why in row["ungraded_reasons"] if why)
+        done += len(rows)
+        progress("grade", done, total)
+
+    with LabelStore(path, settings) as store:
+        store.rewrite(change)
+        store.finish()
+        if (path / PROVENANCE_FILE).is_file():
+            found = data_hash(read_manifest(path))
+            write_provenance(path, replace(read_provenance(path), data_hash=found))
+    return result

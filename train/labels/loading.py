@@ -1,0 +1,234 @@
+"""Labels from where they lie: a folder, the Hub, memory; with how they were made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa  # type: ignore[import-untyped]
+from datasets import Dataset, DatasetDict, concatenate_datasets
+from huggingface_hub import snapshot_download
+
+from ospruner.eval.schema import LabelSettings, split_of
+from ospruner.provenance import PROVENANCE_FILE, hash_of, is_hub_id
+
+from .folder import data_hash, read_labels, read_manifests, refuse_other_data
+
+__all__ = ["LabelSource", "Labels", "load_labels", "load_mix", "load_splits"]
+
+LabelSource: TypeAlias = str | Path | Dataset | DatasetDict
+"""A folder of `ospruner label`, a data set's id on the Hub, or what `load_splits` gave of one."""
+
+_ENDINGS = re.compile(r"\.(?:jsonl(?:\.gz)?|parquet)$")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labelled traces and how they were made.
+
+    Attributes:
+        traces: columns `schema.FEATURES`.
+        settings: of their run; of a mix the first run's, with `LabelSettings.domains`.
+        data_hash: of their shards; of a split also of its name.
+        source: what the problems were, in a word; the folder's name where it is not known.
+        parts: of a mix, each run's labels by the name of its problems; else empty.
+    """
+
+    traces: Dataset
+    settings: LabelSettings
+    data_hash: str
+    source: str = ""
+    parts: Mapping[str, Labels] = field(default_factory=dict)
+
+
+def load_splits(source: str | Path) -> DatasetDict:
+    """The labels of a folder or of the Hub by splits; each says how it was made (`load_labels`).
+
+    Published splits have their names. Labels of problems that belong to a split other than "train"
+    are that split; all others are split by problem into train, validation and test (.8, .1, .1) by
+    a hash of its id (`schema.split_of`), so that problems stay where they are when others are
+    added. A split without a trace is left out.
+
+    Raises:
+        ValueError, OSError: see `load_labels`.
+    """
+    manifests = read_manifests(_folder_of(source))
+    splits: dict[str, Dataset] = {}
+    for name, (part_folder, manifest) in manifests.items():
+        labels = _whole(part_folder, source, manifest)
+        of = str(manifest.get("source", {}).get("split") or "train").partition("[")[0]
+        if len(manifests) > 1 or of != "train":
+            splits[name if len(manifests) > 1 else of] = labels.traces
+            continue
+        sides = [split_of(problem) for problem in labels.traces["problem_id"]]
+        for side in ("train", "validation", "test"):
+            rows = [n for n, found in enumerate(sides) if found == side]
+            if rows:
+                hashed = hashlib.sha256(f"{labels.data_hash}/{side}".encode()).hexdigest()
+                side_labels = replace(labels, traces=labels.traces.select(rows), data_hash=hashed)
+                splits[side] = _told(side_labels).traces
+    return DatasetDict(splits)
+
+
+def load_labels(source: LabelSource) -> Labels:
+    """Labels with how they were made.
+
+    Args:
+        source: see `LabelSource`; of several splits all.
+
+    Raises:
+        ValueError: the folder holds no labels, damaged ones, labels of another version, or a
+            record of other data; or rows in memory that do not say how they were made.
+        OSError: the Hub has no such data set.
+    """
+    if isinstance(source, Dataset):
+        return _remembered(source)
+    if isinstance(source, DatasetDict):
+        parts = [_remembered(part) for part in source.values()]
+    else:
+        found = read_manifests(_folder_of(source))
+        parts = [_whole(folder, source, manifest) for folder, manifest in found.values()]
+    if len(parts) == 1:
+        return parts[0]
+    whole = Labels(
+        concatenate_datasets([part.traces for part in parts]),
+        parts[0].settings,
+        hash_of(part.data_hash for part in parts),
+        parts[0].source,
+    )
+    return _told(whole)
+
+
+def _folder_of(source: str | Path) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not is_hub_id(str(source)):
+        what = "a file" if folder.exists() else "nothing"
+        raise ValueError(
+            f"labels is {str(source)!r}, where {what} is: give a folder of `ospruner label`, "
+            "or a data set's id on the Hub"
+        )
+    wanted = ["*manifest*.json", "*" + PROVENANCE_FILE, "*data/*.parquet"]
+    return Path(snapshot_download(str(source), repo_type="dataset", allow_patterns=wanted))
+
+
+def _whole(folder: Path, source: str | Path, manifest: Mapping[str, Any]) -> Labels:
+    if not any(folder.glob("manifest-*.json")):  # else one record is beside several splits
+        refuse_other_data(folder, manifest)
+    of = Path(str(manifest.get("source", {}).get("dataset") or source)).name
+    settings = LabelSettings.from_dict(manifest["settings"])
+    traces = read_labels(folder, manifest)
+    return _told(Labels(traces, settings, data_hash(manifest), _ENDINGS.sub("", of)))
+
+
+def _told(labels: Labels) -> Labels:
+    """The labels, whose traces say how they were made wherever they go (`Dataset.info`)."""
+    made = {
+        "settings": labels.settings.to_dict(),
+        "data_hash": labels.data_hash,
+        "source": labels.source,
+    }
+    labels.traces.info.description = json.dumps({"ospruner_labels": made})
+    return labels
+
+
+def _remembered(traces: Dataset) -> Labels:
+    try:
+        made = json.loads(traces.info.description)["ospruner_labels"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            "these rows do not say how they were made: take them from `ospruner.label`, or give "
+            "the folder of the labels, or their id on the Hub"
+        ) from error
+    settings = LabelSettings.from_dict(made["settings"])
+    return Labels(traces, settings, made["data_hash"], made["source"])
+
+
+_OF_A_PART = {
+    "task",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "samples_per_problem",
+    "max_new_tokens",
+    "max_answer_tokens",
+    "imported_from",
+    "reasoning_format",
+}
+"""What of the settings may differ between the runs of a mix; of the format, what a task shapes."""
+
+
+def load_mix(sources: Sequence[LabelSource]) -> Labels:
+    """Labels of several tasks or sources of problems as one, by one base.
+
+    Traces get the column `domain`, the name of their problems' source or, where that is told apart
+    by it, of their task; problems get that name before their id.
+
+    Args:
+        sources: as `load_labels` takes them; one stands for itself.
+
+    Raises:
+        ValueError: none, one that is given twice, labels of different bases, formats or strides,
+            or two of one name; or see `load_labels`.
+    """
+    if not sources:
+        raise ValueError("no labels: give at least one folder of `ospruner label`")
+    loaded = [load_labels(source) for source in sources]
+    if len(loaded) == 1:
+        return loaded[0]
+    names = _names_of(loaded)
+    first = loaded[0]
+    for name, other in zip(names[1:], loaded[1:], strict=True):
+        lines = first.settings.differences(other.settings)
+        lines = [line for line in lines if line.partition(":")[0] not in _OF_A_PART]
+        ours, theirs = (one.settings.reasoning_format for one in (first, other))
+        lines += [
+            f"reasoning_format's {key}: {ours.get(key)!r} here, {theirs.get(key)!r} there"
+            for key in sorted({*ours, *theirs} - {"box_prefix", "answer_end"})
+            if ours.get(key) != theirs.get(key)
+        ]
+        if lines:
+            raise ValueError(
+                f"the labels of {names[0]} and {name} cannot be mixed ({'; '.join(lines)}): one "
+                "policy reads one base's thinking in one format, and decides at one stride; label "
+                "all of them alike"
+            )
+    parts = dict(zip(names, loaded, strict=True))
+    settings = replace(
+        first.settings, domains={name: dict(one.settings.task) for name, one in parts.items()}
+    )
+    traces = concatenate_datasets([_named(one.traces, name) for name, one in parts.items()])
+    return Labels(traces, settings, hash_of(one.data_hash for one in loaded), "mix", parts)
+
+
+def _names_of(loaded: Sequence[Labels]) -> list[str]:
+    tasks = [str(one.settings.task["name"]) for one in loaded]
+    names = [
+        task if tasks.count(task) == 1 else one.source
+        for task, one in zip(tasks, loaded, strict=True)
+    ]
+    hashes = [one.data_hash for one in loaded]
+    for values in (hashes, names):
+        for place, value in enumerate(values):
+            if (before := values.index(value)) < place:
+                raise ValueError(
+                    f"labels: the {before + 1}. and the {place + 1}. are both of {names[place]!r}: "
+                    "give each folder once, and one folder for each data set (more problems go "
+                    "into the same folder, by the same command)"
+                )
+    return names
+
+
+def _named(traces: Dataset, name: str) -> Dataset:
+    """Traces with the name of their part, and ids that no other part has."""
+    table = traces.with_format("arrow")[:]
+    ids = pa.array([f"{name}/{one}" for one in table.column("problem_id").to_pylist()])
+    table = table.set_column(table.column_names.index("problem_id"), "problem_id", ids)
+    return Dataset(table.append_column("domain", pa.array([name] * len(table), pa.string())))

@@ -1,0 +1,365 @@
+"""Writing a label folder (`folder.py` says what stands in it), safe against kills at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from datasets import Dataset
+
+from ospruner.durable import DamagedError, lock_folder, replace_file, write_checked
+from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.provenance import hash_of
+
+from .card import folder_card, prefix_rows
+from .folder import (
+    DAMAGED,
+    FORMAT_VERSION,
+    MANIFEST,
+    README,
+    Shard,
+    check_folder,
+    read_manifest,
+    read_shard,
+    shards_of,
+)
+
+__all__ = ["COSTS", "Chunk", "LabelStore", "Lost", "NoTracesError"]
+
+_KEY = ("problem_id", "sample_index")
+
+COSTS = (
+    "computed_tokens",
+    "unique_tokens",
+    "padding_tokens",
+    "sampling_computed_tokens",
+    "sampling_unique_tokens",
+)
+"""What a run cost: tokens that entered the model's forward for forks, nodes of the trie over their
+requests (which had to be computed), slots of padding; the first two of sampling."""
+
+Lost = tuple[str, int, str]
+"""A trace that is no row: problem id, sample index, why."""
+
+
+class NoTracesError(ValueError):
+    """A finished run has no labelled trace: all were dropped, or failed."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is committed at once.
+
+    Attributes:
+        rows: labelled traces.
+        dropped: traces that cannot be rows.
+        failed: traces that an error kept from being rows.
+        costs: tokens, by the names of COSTS.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[Lost] = field(default_factory=list)
+    failed: list[Lost] = field(default_factory=list)
+    costs: Counter[str] = field(default_factory=Counter)
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.dropped) + len(self.failed)
+
+    def plus(self, other: Chunk) -> Chunk:
+        """Both as one."""
+        return Chunk(
+            self.rows + other.rows,
+            self.dropped + other.dropped,
+            self.failed + other.failed,
+            self.costs + other.costs,
+        )
+
+
+class LabelStore:
+    """The folder, opened for writing by one run; a context manager.
+
+    A shard that is no longer what was written is set aside, with a warning, and its traces are no
+    longer among `done`: whoever continues the run labels them again.
+
+    Args:
+        path: the folder; made where it does not exist.
+        settings: of the run; a folder made with others is refused.
+        source: where the problems come from; kept in the manifest.
+
+    Attributes:
+        done: (problem id, sample index) of the traces that are rows, were dropped, or failed.
+        problems: (text, reference) of the problems of the rows, by id.
+        shards: what the manifest lists.
+        lost: traces that are no rows, and the costs of all; its own `rows` are empty.
+        batch_effects: why the same seed may give other labels.
+
+    Raises:
+        ValueError: the folder holds something else, labels with other settings, or is being
+            written by another run.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        settings: LabelSettings,
+        source: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.settings = settings
+        self.source = dict(source or {})
+        self.batch_effects: list[str] = []
+        self.shards: list[Shard] = []
+        self.lost = Chunk()
+        self.problems: dict[str, tuple[str, str]] = {}
+        self.done: set[tuple[str, int]] = set()
+        check_folder(self.path, settings)
+        (self.path / "data").mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self.path)
+        try:
+            self._open()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> LabelStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    @property
+    def traces(self) -> int:
+        """Labelled traces that the folder holds."""
+        return sum(shard.rows for shard in self.shards)
+
+    def commit(self, chunk: Chunk) -> None:
+        """Makes a chunk durable: when this returns, no kill loses it. Known traces are left out."""
+        rows = [row for row in chunk.rows if tuple(row[name] for name in _KEY) not in self.done]
+        dropped, failed = (
+            [one for one in lost if one[:2] not in self.done]
+            for lost in (chunk.dropped, chunk.failed)
+        )
+        added = [Dataset.from_list(rows, features=FEATURES).data.table] if rows else []
+        lost = Chunk([], dropped, failed, chunk.costs)
+        self._exchange([None] * len(self.shards), added, lost)
+        self._account(rows)
+        self.done |= {one[:2] for one in (*dropped, *failed)}
+
+    def forget_failed(self) -> None:
+        """Takes failed traces out of `done`, to be tried again."""
+        self.done -= {one[:2] for one in self.lost.failed}
+        self.lost = replace(self.lost, failed=[])
+        self._write_manifest()
+
+    def rewrite(self, change: Callable[[list[dict[str, Any]]], None]) -> None:
+        """Changes the rows of all shards at once; they stay those of the same traces.
+
+        Args:
+            change: changes a shard's rows in place.
+        """
+        tables = []
+        for shard in self.shards:
+            before = read_shard(self.path, shard)
+            rows = Dataset(before).to_list()
+            change(rows)
+            after = Dataset.from_list(rows, features=FEATURES).data.table
+            tables.append(None if after.equals(before) else after)
+        self._exchange(tables)
+
+    def finish(self, order: Mapping[tuple[str, int], int] | None = None) -> Dataset:
+        """Sorts the rows, derives the view of prefixes, and reads the whole back.
+
+        Args:
+            order: the place of each trace, by problem id and sample index; others come first, as
+                they stand. A shard keeps its number of rows.
+
+        Raises:
+            NoTracesError: there is no labelled trace.
+        """
+        if not self.shards:
+            reasons = sorted({why for _, _, why in (*self.lost.dropped, *self.lost.failed)})
+            raise NoTracesError(f"no trace could be labelled: {reasons}")
+        whole = pa.concat_tables([read_shard(self.path, shard) for shard in self.shards])
+        if order:
+            keys = zip(*(whole.column(name).to_pylist() for name in _KEY), strict=True)
+            places = [order.get(key, -1) for key in keys]
+            wanted = sorted(range(len(places)), key=places.__getitem__)
+            parts = [(range(first, last), wanted[first:last]) for first, last in self._bounds()]
+            self._exchange([None if list(a) == b else whole.take(b) for a, b in parts])
+            whole = whole.take(wanted)
+        (self.path / "prefixes").mkdir(exist_ok=True)
+        for shard, (first, last) in zip(self.shards, self._bounds(), strict=True):
+            if not (self.path / shard.view).exists():
+                rows = prefix_rows(Dataset(whole.slice(first, last - first)), first)
+                _write_parquet(self.path / shard.view, rows.data.table)
+        self._write_card()
+        self._write_manifest(_counts_of(whole))
+        return Dataset(whole)
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        """The numbers of each shard's first row, and of the one behind its last."""
+        ends = list(itertools.accumulate(shard.rows for shard in self.shards))
+        return itertools.pairwise([0, *ends])
+
+    def _open(self) -> None:
+        check_folder(self.path, self.settings)
+        for partial in self.path.rglob(".*.partial"):
+            partial.unlink()
+        if (self.path / MANIFEST).exists():
+            manifest = read_manifest(self.path)
+            theirs = LabelSettings.from_dict(manifest["settings"])
+            if self.settings.base_fingerprint is None:
+                self.settings = replace(self.settings, base_fingerprint=theirs.base_fingerprint)
+            self.source = {**manifest["source"], **self.source}
+            self.batch_effects = list(manifest["batch_effects"])
+            dropped, failed = (
+                [(problem, index, why) for problem, index, why in manifest[name]]
+                for name in ("dropped", "failed")
+            )
+            costs = Counter({name: manifest[name] for name in COSTS})
+            self.lost = Chunk([], dropped, failed, costs)
+            self.done |= {one[:2] for one in (*dropped, *failed)}
+            (self.path / ".manifest.json.copy").unlink(missing_ok=True)  # of version 2
+            listed = shards_of(manifest)
+            self.shards = [shard for shard in listed if self._is_whole(shard)]
+            self._tidy(moved=self.shards != listed)
+            if self.shards == listed and self._card_is_written():
+                return
+        self._write_manifest()
+        self._write_card()
+
+    def _is_whole(self, shard: Shard) -> bool:
+        """Whether a shard is what was written; takes note of its traces."""
+        try:
+            table = read_shard(self.path, shard)
+        except DamagedError:
+            warnings.warn(
+                f"{self.path / shard.file} is damaged: what is left of it is set aside in "
+                f"{self.path / DAMAGED}, and its {shard.rows} traces are labelled again",
+                stacklevel=5,
+            )
+            return False
+        self._account(table.select([*_KEY, "problem", "answer"]).to_pylist())
+        return True
+
+    def _account(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            self.done.add((row["problem_id"], row["sample_index"]))
+            self.problems[row["problem_id"]] = (row["problem"], row["answer"])
+
+    def _tidy(self, moved: bool) -> None:
+        """Sets aside shards that do not count, and removes views that no shard has.
+
+        Args:
+            moved: the traces have other numbers than before, so that no view holds.
+        """
+        counted = {self.path / shard.file for shard in self.shards}
+        for file in set(self.path.glob("data/*.parquet")) - counted:
+            (self.path / DAMAGED).mkdir(exist_ok=True)
+            file.replace(self.path / DAMAGED / file.name)
+        views = set() if moved else {self.path / shard.view for shard in self.shards}
+        for file in set(self.path.glob("prefixes/*.parquet")) - views:
+            file.unlink()
+
+    def _exchange(
+        self,
+        tables: Sequence[pa.Table | None],
+        added: Sequence[pa.Table] = (),
+        lost: Chunk | None = None,
+    ) -> None:
+        """Gives shards other contents, and adds some: all at once, with the manifest.
+
+        After a failure all is as it was: shards that are written and not listed do not count.
+
+        Args:
+            tables: new contents of each shard; None leaves it as it is.
+            added: contents of new shards.
+            lost: traces that are no rows, and costs, to be added.
+        """
+        before = self.shards, self.lost
+        files = self._free_files()
+        new = [
+            shard if table is None else _written(self.path, next(files), table)
+            for shard, table in zip(self.shards, tables, strict=True)
+        ]
+        try:
+            self.shards = [*new, *(_written(self.path, next(files), table) for table in added)]
+            self.lost = self.lost.plus(Chunk() if lost is None else lost)
+            self._write_manifest()
+        except BaseException:
+            self.shards, self.lost = before
+            raise
+        self._write_card()
+        for shard in set(before[0]).difference(new):
+            (self.path / shard.file).unlink()
+            (self.path / shard.view).unlink(missing_ok=True)
+
+    def _free_files(self) -> Iterator[str]:
+        taken = [path.stem for path in self.path.glob("da*/train-*.parquet")]  # data, damaged
+        first = 1 + max((int(name.rpartition("-")[2]) for name in taken), default=-1)
+        return (f"data/train-{number:05d}.parquet" for number in itertools.count(first))
+
+    def _card(self) -> bytes:
+        viewed = [shard for shard in self.shards if (self.path / shard.view).exists()]
+        files = {
+            "default": ([shard.file for shard in self.shards], self.shards),
+            "prefixes": ([shard.view for shard in viewed], viewed),
+        }
+        hashed = {n: (f, hash_of(shard.sha256 for shard in of)) for n, (f, of) in files.items()}
+        return folder_card(hashed).encode()
+
+    def _card_is_written(self) -> bool:
+        file = self.path / README
+        return file.is_file() and file.read_bytes() == self._card()
+
+    def _write_card(self) -> None:
+        if not self._card_is_written():
+            replace_file(self.path / README, self._card())
+
+    def _write_manifest(self, counts: Mapping[str, int] | None = None) -> None:
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "settings": self.settings.to_dict(),
+            "source": self.source,
+            "deterministic": not self.batch_effects,
+            "batch_effects": self.batch_effects,
+            "finished": counts is not None,
+            "traces": self.traces,
+            "dropped": self.lost.dropped,
+            "failed": self.lost.failed,
+            **{name: self.lost.costs[name] for name in COSTS},
+            **(counts or {}),
+            "shards": [asdict(shard) for shard in self.shards],
+        }
+        write_checked(self.path / MANIFEST, manifest)
+
+
+def _written(path: Path, file: str, table: pa.Table) -> Shard:
+    return Shard(file, _write_parquet(path / file, table), len(table))
+
+
+def _write_parquet(file: Path, table: pa.Table) -> str:
+    """Writes a table durably, its pages with checksums; the SHA-256 of the file."""
+    buffer = BytesIO()
+    pq.write_table(table, buffer, write_page_checksum=True)
+    replace_file(file, buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
+
+
+def _counts_of(table: pa.Table) -> dict[str, int]:
+    grades = table.column("forced_correct").combine_chunks().flatten()
+    return {
+        "problems": len(table.column("problem_id").unique()),
+        "steps": len(grades),
+        "ungraded_steps": grades.null_count,
+        "capped_traces": table.column("ended").to_pylist().count("cap"),
+    }
