@@ -35,9 +35,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM, TokenFormat
-from modeling_ospruner.states_ospruner import BREAK, ENDS_NEWLINE, VISIBLE
+from modeling_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import BREAK, ENDS_NEWLINE, VISIBLE
 from ospruner.demo import REASONER
+from ospruner.train.untrained import untrained
 
 GAPS = range(20, 61)  # tokens between paragraph ends; 40 on average
 ANSWER_TOKENS = 8
@@ -228,9 +229,7 @@ class Bench:
         shared = {id(one): one for one in (*self.base.parameters(), *self.base.buffers())}
         self.alone: Any = copy.deepcopy(self.base, shared)
         self.models = {
-            tuning: OSPrunerForCausalLM.untrained(
-                self.base, self.tokenizer, args.policy_layers, tuning
-            )
+            tuning: untrained(self.base, self.tokenizer, args.policy_layers, tuning)
             for tuning in args.tunings
         }
         self.fmt = fmt = self.models[args.tunings[0]].token_format

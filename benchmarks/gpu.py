@@ -44,11 +44,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.states_ospruner import BREAK, VISIBLE
+from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
+from ospruner.scoring import stop_logits
 from ospruner.train.config import StopConfig
 from ospruner.train.label_sets import Labels
 from ospruner.train.trainer import StopTrainer
+from ospruner.train.untrained import untrained
 
 Found = dict[str, Any]
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
@@ -229,7 +231,7 @@ def check_vllm_base(job: Job) -> Found:
     base = random_base(shape, tokenizer, 2048, job.seed, job.device, job.sizes.dtype)
     base.save_pretrained(job.folder / "base")
     tokenizer.save_pretrained(job.folder / "base")
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         base, tokenizer, base_model_name_or_path=str(job.folder / "base"), tuning=job.tuning
     )
     with torch.no_grad():  # a head of zeros would hide the states
@@ -381,7 +383,7 @@ def check_vllm_parity(job: Job) -> Found:
         for one in json.loads(file.read_text()):
             ids = torch.tensor([[*one["prompt"], *one["tokens"]]], device=job.device)
             with torch.inference_mode():
-                exact = torch.sigmoid(model.stop_logits(ids)[0].float()).cpu()
+                exact = torch.sigmoid(stop_logits(model, ids)[0].float()).cpu()
             at = [len(one["prompt"]) + end - 1 for end in one["step_ends"]]
             told = zip(at, one["probabilities"], strict=True)
             gaps += [abs(float(exact[place]) - value) for place, value in told]
@@ -401,7 +403,7 @@ def check_mxfp4(job: Job) -> Found:
     draws = torch.Generator().manual_seed(job.seed)
     ids = torch.randint(5, 600, (1, 64), generator=draws).to(job.device)
     with torch.inference_mode():
-        transformers = torch.sigmoid(model.stop_logits(ids)[0].float())
+        transformers = torch.sigmoid(stop_logits(model, ids)[0].float())
         written = model.generate(ids, stop_policy=True, max_new_tokens=32, do_sample=False)
     found: Found = {
         "experts": str(type(model.base.model.layers[0].mlp.experts).__name__),
@@ -441,7 +443,7 @@ def packed_policy(job: Job, folder: Path) -> None:
     (folder / "base").mkdir(parents=True)
     base.save_pretrained(folder / "base")
     reasoner.tokenizer.save_pretrained(folder / "base")
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         base, reasoner.tokenizer, base_model_name_or_path=str(folder / "base"), tuning=job.tuning
     )
     with torch.no_grad():

@@ -35,12 +35,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerConfig
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.train.label_sets import load_labels
+from ospruner.train.untrained import untrained
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
@@ -218,7 +219,7 @@ def reasoner_case(
         prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
         for p in problems
     ]
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         num_policy_layers=layers,
@@ -253,7 +254,7 @@ def random_case(
     base = random_base(shape, reasoner.tokenizer, 4096, seed, "cpu", "float32")
     base.save_pretrained(folder / "base")
     reasoner.tokenizer.save_pretrained(folder / "base")
-    OSPrunerForCausalLM.untrained(
+    untrained(
         base,
         reasoner.tokenizer,
         num_policy_layers=layers,

@@ -34,10 +34,10 @@ from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from modeling_ospruner.formats_ospruner import TokenFormat, guess
-from modeling_ospruner.states_ospruner import VISIBLE
+from modeling_ospruner.formats_ospruner import VISIBLE, TokenFormat
 from ospruner.demo.shipped import draw_split
 from ospruner.eval.problems.problem import user_message
+from ospruner.formats import guess
 
 MEASURES = ("ttft", "tpot", "e2el")  # to the first token, per further token, end to end
 PERCENTILES = (50, 99)

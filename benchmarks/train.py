@@ -35,9 +35,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import price_logits
+from modeling_ospruner.policy_ospruner import price_logits
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.table import IntArray
+from ospruner.scoring import trunk
 from ospruner.train.config import StopConfig
 from ospruner.train.objective import batch_loss
 from ospruner.train.policies import new_policy
@@ -121,7 +122,7 @@ class Arms:
         for b, row in enumerate(rows):
             ids = self.traces.input_ids(np.array([row])).to(target.model.base.device)
             for t in range(int(batch.mask[b].sum())):
-                hidden = target.model.trunk(ids[:, : int(batch.positions[b, t]) + 1])
+                hidden = trunk(target.model, ids[:, : int(batch.positions[b, t]) + 1])
                 values.append(target.model.policy(hidden)[0, -1])
         stacked = torch.stack(values)
         return target.step(
@@ -132,7 +133,7 @@ class Arms:
     def padded(self, rows: IntArray) -> float:
         """One pass a trace, in rows as long as the longest."""
         target, batch = self.targets[0], self.traces.batch(rows)
-        hidden = target.model.trunk(self.traces.input_ids(rows).to(target.model.base.device))
+        hidden = trunk(target.model, self.traces.input_ids(rows).to(target.model.base.device))
         positions = batch.positions.to(hidden.device)
         outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
         return target.step(outputs, batch)

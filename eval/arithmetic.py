@@ -21,8 +21,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from modeling_ospruner.configuration_ospruner import decoder_layers
-from modeling_ospruner.loading_ospruner import empty_base
+from modeling_ospruner.policy_ospruner import decoder_layers
+from ospruner.bases import empty_base
 
 __all__ = ["LayerWork", "ModelWork", "active_weights", "heads_width", "share_met"]
 

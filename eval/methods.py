@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.rules_ospruner import uniform
+from modeling_ospruner.stopping_ospruner import uniform
 from ospruner.provenance import is_hub_id
 
 from .schema import MATH_TASK

@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from modeling_ospruner.configuration_ospruner import input_device
-from modeling_ospruner.rules_ospruner import top_entropy
+from ospruner.bases import input_device
+from ospruner.logits import top_entropy
 from ospruner.progress import Progress, silent
 
 from .table import FloatArray, TraceTable

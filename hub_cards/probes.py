@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.scoring import stop_probabilities
 
 PROBES_FILE = "probes.json"
 FORMAT_VERSION = 1
@@ -133,7 +134,8 @@ def _prompt_ids(
 
 def _say(model: OSPrunerForCausalLM, one: dict[str, Any]) -> list[float]:
     """Stop probabilities at the step ends of one probe, to six digits."""
-    values = model.stop_probabilities(
+    values = stop_probabilities(
+        model,
         [*one["prompt_ids"], *one["trace_ids"]],
         prompt_length=len(one["prompt_ids"]),
     )

@@ -14,7 +14,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.loading_ospruner import WEIGHTS
+from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.provenance import PROVENANCE_FILE, file_hash, is_hub_id, read_provenance
 
 from .cards import CARD_FILE, read_policy_config

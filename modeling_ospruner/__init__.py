@@ -7,20 +7,11 @@ Importing this package lets `AutoModel` and `AutoModelForCausalLM` load policies
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_ospruner import VERSION, OSPrunerConfig
-from .formats_ospruner import DEEPSEEK_R1, HARMONY, QWEN3, ReasoningFormat, TokenFormat, guess
-from .generation_ospruner import generate_pruned, generate_with_rule
+from .formats_ospruner import ReasoningFormat, TokenFormat
+from .generation_ospruner import generate_pruned
 from .modeling_ospruner import OSPrunerForCausalLM
 from .policy_ospruner import StoppingPolicy
-from .rules_ospruner import (
-    Agreement,
-    AnswerEntropy,
-    Budget,
-    LearnedPolicy,
-    StopRule,
-    TrialConfidence,
-    uniform,
-)
-from .stopping_ospruner import StopPolicyConfig, StopRecord
+from .stopping_ospruner import RuleLike, StopPolicyConfig, StopRecord, uniform
 
 __version__ = VERSION
 
@@ -29,24 +20,14 @@ AutoModel.register(OSPrunerConfig, OSPrunerForCausalLM)
 AutoModelForCausalLM.register(OSPrunerConfig, OSPrunerForCausalLM)
 
 __all__ = [
-    "DEEPSEEK_R1",
-    "HARMONY",
-    "QWEN3",
-    "Agreement",
-    "AnswerEntropy",
-    "Budget",
-    "LearnedPolicy",
     "OSPrunerConfig",
     "OSPrunerForCausalLM",
     "ReasoningFormat",
+    "RuleLike",
     "StopPolicyConfig",
     "StopRecord",
-    "StopRule",
     "StoppingPolicy",
     "TokenFormat",
-    "TrialConfidence",
     "generate_pruned",
-    "generate_with_rule",
-    "guess",
     "uniform",
 ]

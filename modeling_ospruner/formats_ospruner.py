@@ -1,281 +1,31 @@
 """How a model family writes its thinking, and where its steps end, as token ids.
 
 `ReasoningFormat` holds a family's literals; `TokenFormat` is a format compiled for one tokenizer.
-Step ends are a property of token ids, decided by `BoundaryState` alone: in labels, in training,
-in generate and in every engine. Text is never tokenised again. A literal that is one added token is
-that id; any other one is a `Marker`, found in whatever tokens the model writes it. `model_turn`
-finds where in a prompt the model's own turn begins: earlier turns and quoted markers do not count.
+Step ends are a property of token ids, decided by `BoundaryState` alone: in labels, in training, in
+generate and in every engine. Text is never tokenised again. A literal that is one added token is
+that id; any other one is a `Marker`, found in whatever tokens the model writes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
-
-from .states_ospruner import (
-    OF_DISPLAYED,
-    VISIBLE,
-    VISIBLE_AFTER,
-    BoundaryState,
-    BoxState,
-    Channels,
-    EndTextState,
-    Literals,
-    Marker,
-    kind_of,
-)
-
-__all__ = [
-    "DEEPSEEK_R1",
-    "HARMONY",
-    "PLAIN",
-    "PRESETS",
-    "QWEN3",
-    "AnswerMode",
-    "ReasoningFormat",
-    "ThinkingSpan",
-    "TokenFormat",
-    "guess",
-]
-
 
 try:
     from jinja2.exceptions import TemplateError
 except ImportError:  # then no chat template can be rendered at all
     TemplateError = RuntimeError  # type: ignore[assignment, misc]
 
-
-class ThinkingSpan(NamedTuple):
-    r"""Where the thinking of the model's last turn lies: `ids[start:end]`.
-
-    Attributes:
-        start: the first id after the generation prompt (after `<think>\n`, where the chat
-            template writes it), so that a prefilled thinking begins here. The length of the ids
-            where the thinking has not begun, or where nothing tells where it began.
-        end: after the last thinking id: the place of the end marker, if it stands there.
-        closed: whether the thinking has ended, by its end marker, by the answer's opening, or by
-            the end of the text. What follows is no thinking then.
-    """
-
-    start: int
-    end: int
-    closed: bool
-
-
-@dataclass(frozen=True)
-class ModelTurn:
-    r"""How a chat template opens the model's turn, and what opens its thinking.
-
-    Attributes:
-        header_ids: what opens the turn (`<｜Assistant｜>`, `<|im_start|>assistant`), up to the
-            thinking's own markers; empty where the tokenizer's chat template shows none.
-        opening_ids: what the template writes after it, up to an end marker: `<think>\n`, or the
-            line break after `assistant`.
-        think_start_ids: what opens the thinking.
-        closed_ids: what, with no sign of a beginning, says that the thinking has ended.
-        answer_ids: with several messages in a turn, what opens the message that ends it; else
-            empty.
-        eos_ids: ids that end a text.
-        start: what opens the thinking, and
-        closed: what says that it has ended, if they are several tokens; else None.
-    """
-
-    header_ids: tuple[int, ...]
-    opening_ids: tuple[int, ...]
-    think_start_ids: tuple[int, ...]
-    closed_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
-    eos_ids: tuple[int, ...]
-    start: Marker | None = None
-    closed: Marker | None = None
-
-    def thinking_begins(self, ids: Sequence[int], is_blank: Callable[[int], bool]) -> int:
-        """The index in a prompt, or in a prompt with what follows it, where its thinking begins.
-
-        The model's last turn begins at the chat template's own opening of it. Without that (a
-        raw prompt), the last `think_start` of the last text counts, else its last end marker.
-
-        Args:
-            ids: without padding.
-            is_blank: whether an id is neither a marker nor visible text.
-
-        Returns:
-            See `ThinkingSpan.start`; at the end marker where that is all that is found.
-        """
-        ids = list(ids)
-        floor = self._last_text(ids, is_blank)
-        header, opening = self.header_ids, self.opening_ids
-        at = self._last_turn(ids, floor)
-        if at is not None:
-            return at + len(header) + self._opened(ids[at + len(header) :])
-        if header and header[0] in ids[floor:]:
-            return len(ids)  # someone else's message is the last one
-        found = _last(ids, self.think_start_ids, self.start, floor)
-        if found is not None:
-            at, after = found
-            if self.answer_ids:
-                return at
-            own = opening[(_first(opening, self.think_start_ids, self.start) or (0, 0))[0] :]
-            return max(at + _common(ids[at:], own), after)
-        found = _last(ids, self.closed_ids, self.closed, floor)
-        return len(ids) if found is None else found[0]
-
-    def _opened(self, body: list[int]) -> int:
-        """How much of what follows a turn's header opens its thinking."""
-        common = _common(body, self.opening_ids)
-        if self.start is not None and common < len(self.opening_ids):
-            # The marker's last token may hold what follows it, too.
-            opens = _first(self.opening_ids, (), self.start)
-            found = opens and _first(body[: opens[1]], (), self.start)
-            return max(common, found[1] if found else 0)
-        return common
-
-    def _last_text(self, ids: list[int], is_blank: Callable[[int], bool]) -> int:
-        """The index after the last end of a text that something follows."""
-        blank = True
-        for i in range(len(ids) - 1, -1, -1):
-            if ids[i] not in self.eos_ids:
-                blank = blank and is_blank(ids[i])
-            elif not blank:
-                return i + 1
-        return 0
-
-    def _last_turn(self, ids: list[int], floor: int) -> int | None:
-        """Where the model's last turn begins, if the last message is the model's."""
-        header = self.header_ids
-        begin = None
-        end = len(ids)
-        while header:
-            at = _rfind(ids[:end], header[:1], floor)
-            if at is not None and 0 < len(ids) - at < len(header) and end == len(ids):
-                end = at  # cut off within a header
-                continue
-            if at is None or tuple(ids[at : at + len(header)]) != header:
-                break
-            body = ids[at + len(header) :]
-            answers = _common(body, self.answer_ids) >= len(self.answer_ids) - 1
-            if begin is not None and answers:
-                break  # an earlier turn's
-            begin, end = at, at
-            if not self.answer_ids:
-                break  # one message a turn
-        return begin
-
-
-def model_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    think_start_ids: tuple[int, ...],
-    think_end_ids: tuple[int, ...],
-    answer_ids: tuple[int, ...],
-    is_blank: Callable[[int], bool],
-    start: Marker | None = None,
-    end: Marker | None = None,
-) -> ModelTurn:
-    """Reads from the chat template how the model's turn is opened.
-
-    Args:
-        tokenizer: its chat template is rendered for one user message.
-        think_start_ids: what opens the thinking.
-        think_end_ids: the end marker; empty where there is none.
-        answer_ids: with several messages in a turn, what opens the message that ends it.
-        is_blank: whether an id is neither a marker nor visible text.
-        start: what opens the thinking, if it is several tokens.
-        end: the end marker, if it is several tokens.
-    """
-    prompt = tokenizer.encode(_generation_prompt(tokenizer), add_special_tokens=False)
-    if closes := _first(prompt, think_end_ids, end):
-        prompt = prompt[: closes[0]]
-    opens = _first(prompt, think_start_ids, start)
-    header = prompt if opens is None else prompt[: opens[0]]
-    while header and is_blank(header[-1]):
-        header = header[:-1]
-    eos = tokenizer.eos_token_id
-    return ModelTurn(
-        header_ids=tuple(header),
-        opening_ids=tuple(prompt[len(header) :]),
-        think_start_ids=think_start_ids,
-        closed_ids=answer_ids or think_end_ids,
-        answer_ids=answer_ids,
-        eos_ids=() if eos is None or eos in think_end_ids else (eos,),
-        start=start,
-        closed=None if answer_ids else end,
-    )
-
-
-def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the chat template appends to open the model's turn; "" where it has no such thing."""
-    if tokenizer.chat_template is None:
-        return ""
-    message = [{"role": "user", "content": "x"}]
-    try:
-        without, with_prompt = (
-            str(tokenizer.apply_chat_template(message, add_generation_prompt=add, tokenize=False))
-            for add in (False, True)
-        )
-    except (ImportError, TemplateError):
-        return ""
-    return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
-
-
-def _common(ids: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids the two share from their beginning."""
-    count = 0
-    for one, two in zip(ids, other, strict=False):
-        if one != two:
-            break
-        count += 1
-    return count
-
-
-Place = tuple[int, int]  # of a marker: its first token, and the one after its last
-
-
-def _first(ids: Sequence[int], wanted: Sequence[int], marker: Marker | None) -> Place | None:
-    """Where a marker first stands, by its ids or its literal; None where it has none or is not."""
-    return next(iter(_places(ids, wanted, marker)), None)
-
-
-def _last(
-    ids: Sequence[int], wanted: Sequence[int], marker: Marker | None, floor: int
-) -> Place | None:
-    """The same for its last place from `floor` on."""
-    if marker is None:
-        at = _rfind(ids, wanted, floor)
-        return None if at is None else (at, at + len(wanted))
-    return next(((a + floor, b + floor) for a, b in reversed(marker.places(ids[floor:]))), None)
-
-
-def _places(ids: Sequence[int], wanted: Sequence[int], marker: Marker | None) -> Iterable[Place]:
-    if marker is not None:
-        return marker.places(ids)
-    size = len(wanted)
-    starts = range(len(ids) - size + 1 if size else 0)
-    return ((i, i + size) for i in starts if tuple(ids[i : i + size]) == tuple(wanted))
-
-
-def _rfind(ids: Sequence[int], wanted: Sequence[int], floor: int) -> int | None:
-    """Where `wanted` last stands in `ids` from `floor` on; None where it is empty or absent."""
-    last = len(ids) - len(wanted)
-    places = (
-        i for i in range(last, floor - 1, -1) if tuple(ids[i : i + len(wanted)]) == tuple(wanted)
-    )
-    return next(places, None) if wanted else None
-
-
 AnswerMode = Literal["forced", "free"]
+Place = tuple[int, int]  # of a literal: its first token, and the one after its last
+_CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")  # of tools, in Qwen3 and DeepSeek
 _OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase")  # stored where they say something
-
-# What opens calls of tools in a thinking that has not ended: Qwen3, DeepSeek.
-_CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")
-
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -300,8 +50,7 @@ class ReasoningFormat:
         answer_end: the text that ends a forced answer, such as a closing fence of code; empty for
             the brace that closes the box.
         answer_phrase: of a model that thinks in its reply, the words with which it begins its final
-            answer, such as "The final answer is": they end the thinking. They stand in the
-            closing, too. Empty where the end of the turn alone ends it.
+            answer, such as "The final answer is": they end the thinking, and stand in the closing.
     """
 
     name: str
@@ -316,42 +65,30 @@ class ReasoningFormat:
     answer_phrase: str = ""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = vars(self)[field.name]
+        for name, value in vars(self).items():
             if not isinstance(value, str):
-                raise TypeError(f"reasoning format: {field.name} is {value!r}; it must be a text")
-        if not self.name or not self.closing:
-            raise ValueError("reasoning format: name and closing must not be empty")
-        if self.think_start and not self.think_end:
-            raise ValueError(
-                f"reasoning format {self.name!r}: think_start is {self.think_start!r}, but "
-                "think_end is empty: what a marker opens, another must close"
-            )
-        if self.steps not in ("", "prose"):
-            raise ValueError(
-                f"reasoning format {self.name!r}: steps is {self.steps!r}; it must be '' or 'prose'"
-            )
-        if self.answer_end and not self.box_prefix:
-            raise ValueError(
-                f"reasoning format {self.name!r}: answer_end is {self.answer_end!r}, but box_prefix"
-                " is empty: what an end closes, a prefix must open"
-            )
-        if self.answer_phrase and self.think_end:
-            raise ValueError(
-                f"reasoning format {self.name!r}: answer_phrase is {self.answer_phrase!r}, but "
-                f"think_end {self.think_end!r} ends the thinking: leave one of them empty"
-            )
-        if self.answer_phrase not in self.closing:
-            raise ValueError(
-                f"reasoning format {self.name!r}: answer_phrase is {self.answer_phrase!r}, which "
-                f"must stand in closing {self.closing!r}: a stop lets the answer begin as the model"
-                " itself would"
-            )
-        if not self.closing.startswith(self.think_end):
-            raise ValueError(
-                f"reasoning format {self.name!r}: closing {self.closing!r} must begin with "
-                f"think_end {self.think_end!r}"
-            )
+                raise TypeError(f"reasoning format: {name} is {value!r}; it must be a text")
+        wrong = [
+            (not (self.name and self.closing), "name and closing must not be empty"),
+            (self.steps not in ("", "prose"), f"steps is {self.steps!r}; it must be '' or 'prose'"),
+            (self.think_start and not self.think_end, "think_start needs a think_end"),
+            (self.answer_end and not self.box_prefix, "answer_end needs a box_prefix"),
+            (
+                self.answer_phrase and self.think_end,
+                "answer_phrase and think_end exclude each other",
+            ),
+            (
+                not self.closing.startswith(self.think_end),
+                f"closing {self.closing!r} must begin with think_end {self.think_end!r}",
+            ),
+            (
+                self.answer_phrase not in self.closing,
+                f"answer_phrase {self.answer_phrase!r} must stand in closing {self.closing!r}",
+            ),
+        ]
+        for is_wrong, what in wrong:
+            if is_wrong:
+                raise ValueError(f"reasoning format {self.name!r}: {what}")
 
     def to_dict(self) -> dict[str, str]:
         """The literals by field name, as stored in configurations and manifests."""
@@ -359,12 +96,8 @@ class ReasoningFormat:
 
     @classmethod
     def from_dict(cls, literals: Mapping[str, Any]) -> ReasoningFormat:
-        """The format of `to_dict`.
-
-        Raises:
-            ValueError: a field is unknown or missing.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]
+        """The format of `to_dict`; ValueError where a field is unknown or missing."""
+        names = [one.name for one in dataclasses.fields(cls)]
         unknown = sorted(set(literals) - set(names))
         missing = [n for n in names if n not in literals and n not in ("think_start", *_OPTIONAL)]
         if unknown or missing:
@@ -374,210 +107,421 @@ class ReasoningFormat:
             )
         return cls(**literals)
 
-    @classmethod
-    def named(cls, name: str) -> ReasoningFormat:
-        """A preset by its name, or the format of a .json file with the literals of `to_dict`.
 
-        Raises:
-            ValueError: there is no such preset, the file is no JSON object, or a literal is unknown
-                or missing.
-            OSError: there is no such file.
-        """
-        if name in PRESETS:
-            return PRESETS[name]
-        if not name.endswith(".json"):
-            raise ValueError(
-                f"format is {name!r}; it must be one of {', '.join(PRESETS)}, or a .json file "
-                "with the literals of a ReasoningFormat"
-            )
-        try:
-            literals = json.loads(Path(name).read_text(encoding="utf-8"))
-            if not isinstance(literals, dict):
-                raise ValueError(f"it holds a {type(literals).__name__}, and no object")
-        except ValueError as error:
-            raise ValueError(
-                f"format is {name!r}, a file that cannot be read ({error}): it must be UTF-8 JSON, "
-                "the literals of a ReasoningFormat"
-            ) from error
-        return cls.from_dict(literals)
+# What a token's text means for step ends, as bits.
+BREAK = 1  # it contains a blank line
+NEWLINE = 2  # it is "\n" alone
+ENDS_NEWLINE = 4  # it ends with "\n"
+VISIBLE = 8  # visible text (before its last blank line, where it has one)
+VISIBLE_AFTER = 16  # visible text after its last blank line
+COLON = 32  # its visible text (before its last blank line) ends with a colon
+
+# What a displayed formula or a block of code opens or closes with; tokens may cut it.
+_DISPLAYED = re.compile(r"\\\[|\\\]|\$\$|```")
+_OF_DISPLAYED = re.compile(r"[\\\[\]$`]")
+_MOST_BRIDGED = 8  # blank lines, so that a formula that never closes does not hide all steps
 
 
-DEEPSEEK_R1 = ReasoningFormat(
-    "deepseek-r1", _BOXED, "</think>", "</think>\n\n", "\\boxed{", "<think>"
-)
-QWEN3 = ReasoningFormat("qwen3", _BOXED, "</think>", "</think>\n\n", "\\boxed{", "<think>")
-HARMONY = ReasoningFormat(
-    "harmony",
-    _BOXED,
-    "<|end|>",
-    "<|end|><|start|>assistant<|channel|>final<|message|>",
-    "\\boxed{",
-    "<|channel|>analysis<|message|>",
-)
-PLAIN = ReasoningFormat(
-    "plain",
-    "Please reason step by step, check your result, and put your final answer within \\boxed{}.",
-    "",
-    "\n\nThe final answer is ",
-    "\\boxed{",
-    steps="prose",
-)
-PRESETS = {preset.name: preset for preset in (DEEPSEEK_R1, QWEN3, HARMONY, PLAIN)}
+def kind_of(text: str) -> int:
+    """The bits of one token's text, for `BoundaryState`."""
+    before, blank_line, after = text.rpartition("\n\n")
+    if not blank_line:
+        before, after = after, ""
+    return (
+        (BREAK if blank_line else 0)
+        | (NEWLINE if text == "\n" else 0)
+        | (ENDS_NEWLINE if text.endswith("\n") else 0)
+        | (VISIBLE if before.strip() else 0)
+        | (VISIBLE_AFTER if after.strip() else 0)
+        | (COLON if before.rstrip().endswith(":") else 0)
+    )
 
 
-def guess(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat:
-    """The format that fits the markers in the tokenizer's vocabulary.
+class Channels(NamedTuple):
+    """How a turn of several messages says which of them think (Harmony's channels).
 
-    Raises:
-        ValueError: the vocabulary has no known thinking end marker.
+    Each message is a role, a header from `thinking[0]` to `thinking[-1]`, a body, the end marker.
     """
 
-    def has(token: str) -> bool:
-        token_id = tokenizer.convert_tokens_to_ids(token)
-        return isinstance(token_id, int) and tokenizer.convert_ids_to_tokens(token_id) == token
+    thinking: tuple[int, ...]  # <|channel|>analysis<|message|>
+    answer: tuple[int, ...]  # <|channel|>final<|message|>
+    role_tokens: int  # between an end marker and the next header: <|start|>assistant
 
-    if has("<|channel|>") and has(HARMONY.think_end):
-        return HARMONY
-    if has(QWEN3.think_end):
-        switchable = "enable_thinking" in str(tokenizer.chat_template or "")
-        return QWEN3 if has("<|im_start|>") and switchable else DEEPSEEK_R1
-    raise ValueError(
-        "the tokenizer has no thinking end marker: neither '</think>' nor '<|channel|>' with "
-        "'<|end|>' is a token of it. If the model reasons in its reply, say so: `--format plain` "
-        "(ReasoningFormat.named('plain')); else pass a ReasoningFormat, whose think_end may be any "
-        "text"
-    )
+
+class Marker:
+    """A literal of several tokens, found in token ids however they cut it.
+
+    It is complete with the first token after which the joined texts of all tokens contain it. A
+    literal whose characters themselves are cut by the tokenizer is refused.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, what: str, literal: str) -> None:
+        self.literal = literal
+        # After another token: some tokenizers drop the blank that begins a text.
+        anchor = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
+        texts = _texts(tokenizer, [anchor, *([*anchor, i] for i in range(len(tokenizer)))])
+        self.texts = [text.removeprefix(texts[0]) for text in texts[1:]]  # of each id
+        for text in (literal, f"a\n{literal}\nb"):
+            ids = list(tokenizer.encode(text, add_special_tokens=False))
+            if tokenizer.unk_token_id in ids or not self.places(ids):
+                raise ValueError(
+                    f"the tokenizer has no {what} {literal!r}, nor tokens whose texts join to it: "
+                    f"it writes {text!r} as {tokenizer.convert_ids_to_tokens(ids)}. Use a "
+                    "reasoning model's tokenizer, or a ReasoningFormat that fits it"
+                )
+
+    def places(self, ids: Sequence[int]) -> list[Place]:
+        """Where it stands in `ids`, in order."""
+        state, found = MarkerState(self), []
+        for i, token in enumerate(ids):
+            if state.push(token):
+                found.append((i + 1 - state.tokens, i + 1))
+                state = MarkerState(self)
+        return found
+
+    @cached_property
+    def completing(self) -> tuple[frozenset[int], ...]:
+        """The ids that complete it after its first j characters; for j = 0 those that hold it."""
+        texts = list(enumerate(self.texts))
+        held = frozenset(i for i, text in texts if self.literal in text)
+        sizes = range(1, len(self.literal))
+        return (
+            held,
+            *(frozenset(i for i, t in texts if t.startswith(self.literal[j:])) for j in sizes),
+        )
+
+
+class MarkerState:
+    """Looks for the first place of a `Marker` in a stream of ids.
+
+    Attributes:
+        tokens: once it is complete, how many tokens hold any of it.
+        overhang: then, the text after it in its last token.
+    """
+
+    def __init__(self, marker: Marker) -> None:
+        self._marker = marker
+        self._recent: list[str] = []  # texts, as far back as the marker may have begun
+        self.tokens, self.overhang = 0, ""
+
+    def push(self, token: int) -> bool:
+        """Takes the next token; whether the marker is complete."""
+        literal, texts = self._marker.literal, self._marker.texts
+        self._recent.append(texts[token] if token < len(texts) else "\ufffd")
+        text = "".join(self._recent)
+        at = text.find(literal)
+        if at >= 0:
+            self.overhang = text[at + len(literal) :]
+            self.tokens = sum(
+                len("".join(self._recent[: i + 1])) > at for i in range(len(self._recent))
+            )
+            return True
+        while len(text) - len(self._recent[0]) >= len(literal) - 1:
+            text = text[len(self._recent.pop(0)) :]
+        return False
+
+    def completing(self) -> tuple[int, ...]:
+        """The ids that would complete the marker next."""
+        text, literal = "".join(self._recent), self._marker.literal
+        begun = [j for j in range(1, len(literal)) if text.endswith(literal[:j])]
+        return tuple(sorted(frozenset().union(*(self._marker.completing[j] for j in (0, *begun)))))
+
+
+class BoundaryState:
+    r"""Finds step ends, and the end of the thinking, in a stream of tokens after a prompt.
+
+    A token is a boundary if its text contains "\n\n", or is "\n" after a token that ends with
+    "\n", with visible text since the last boundary (its own text up to the break included). Added
+    tokens such as `<think>`, and a start marker of several tokens, are no visible text.
+
+    The thinking ends with the end marker, or where a call of a tool opens. An end marker of several
+    tokens ends it before the first of these, but never before the end of a step. With channels, the
+    end marker of a thinking message does it, or the header of the answer; other messages (a
+    commentary, a call) have no steps and end nothing, and text under no header is thinking.
+
+    In prose, a blank line ends no step after a colon, or within a displayed formula or a block of
+    code (`\\[`, `$$`, three backticks), of up to 8 blank lines.
+
+    Attributes:
+        ended: whether the thinking has ended; from there on nothing is a boundary.
+        calls: whether it has ended with the opening of a call.
+        closing_written: how many ids of the closing stand there once the thinking has ended.
+        overhang: once a marker of several tokens has ended it, the symbols after it in its last
+            token; else None.
+        thinking_tokens: the tokens taken before what ended it.
+        end_tokens: once it has ended, those of the end marker or of the header of the answer; 0
+            with a call.
+
+    Args:
+        token_format: of the base.
+        alone: look for the end marker and steps alone: no call and no header ends anything.
+    """
+
+    def __init__(self, token_format: TokenFormat, alone: bool = False) -> None:
+        self._format = token_format
+        self._channels = None if alone else token_format.channels
+        self._call_ids = frozenset[int]() if alone else token_format.call_ids
+        self.ended = self.calls = False
+        self.closing_written = self.thinking_tokens = self.end_tokens = 0
+        self.overhang: str | None = None
+        end, start = token_format.end_marker, token_format.start_marker
+        self._ending = None if end is None else MarkerState(end)
+        self._starting = None if start is None else MarkerState(start)
+        self._last_step = 0
+        self._visible = self._after_newline = False
+        # In prose: within a formula or code, for how many blank lines, after a colon, cut markers.
+        self._open, self._bridged, self._colon, self._rest = False, 0, False, ""
+        self._inside, self._headed, self._header = True, False, list[int]()
+        self._role_tokens = 0 if self._channels is None else self._channels.role_tokens
+
+    def push(self, token: int) -> bool:
+        """Takes the next token; whether it ends a step."""
+        fmt = self._format
+        if self.ended:
+            return False
+        self.thinking_tokens += 1
+        if self._channels is not None and not self._in_thinking_message(token, self._channels):
+            return False
+        if token == fmt.think_end_id or token in self._call_ids:
+            self.calls = token != fmt.think_end_id
+            self._end(1 - self.calls, 1)
+            return False
+        if self._ending is not None and self._ending.push(token):
+            self.overhang = self._ending.overhang
+            self._end(0, min(self._ending.tokens, self.thinking_tokens - self._last_step))
+            return False
+        kind = fmt.kinds[token] if token < len(fmt.kinds) else 0
+        broken = bool(kind & BREAK) or bool(kind & NEWLINE and self._after_newline)
+        self._after_newline = bool(kind & ENDS_NEWLINE)
+        visible = self._visible or bool(kind & VISIBLE)
+        boundary = broken and visible
+        if fmt.displays is not None:
+            boundary = self._ends_prose(kind, fmt.displays.get(token), boundary)
+        self._visible = bool(kind & VISIBLE_AFTER) or (visible and not boundary)
+        if self._starting is not None and self._starting.push(token):
+            self._visible = bool(self._starting.overhang.strip())
+            return False
+        if boundary:
+            self._last_step = self.thinking_tokens
+        return boundary
+
+    def _ends_prose(self, kind: int, text: str | None, boundary: bool) -> bool:
+        """The same in prose, where a formula, code, or what follows a colon goes on."""
+        before, blank_line, after = (text or "").rpartition("\n\n")
+        if not blank_line:
+            before, after = after, ""
+        if text is None:
+            self._rest = ""
+        self._follow(before)
+        if kind & VISIBLE:
+            self._colon = bool(kind & COLON)
+        if boundary and self._open and self._bridged < _MOST_BRIDGED:
+            self._bridged += 1
+            boundary = False
+        elif self._colon:
+            boundary = False
+        self._follow(after)
+        if kind & VISIBLE_AFTER:
+            self._colon = False
+        return boundary
+
+    def _follow(self, text: str) -> None:
+        """Looks for what opens or closes a formula or code, also across tokens."""
+        text, end = self._rest + text, 0
+        for found in _DISPLAYED.finditer(text):
+            self._open = found[0] == r"\[" or (found[0] != r"\]" and not self._open)
+            self._bridged, end = 0, found.end()
+        self._rest = text[end:][-2:]
+
+    def _end(self, closing_written: int, tokens: int) -> None:
+        self.ended = True
+        self.closing_written = closing_written
+        self.thinking_tokens -= tokens
+        self.end_tokens = 0 if self.calls else tokens
+
+    def _in_thinking_message(self, token: int, channels: Channels) -> bool:
+        """Follows the headers; whether the token belongs to the body of a thinking message."""
+        if token == channels.thinking[0]:
+            # A role longer than usual addresses someone: a tool is called, nothing is thought.
+            addressed = not self._headed and self._role_tokens != channels.role_tokens
+            self._header = [] if addressed else [token]
+            self._headed, self._inside = True, False
+        elif self._header:
+            self._header.append(token)
+            if token == channels.thinking[-1]:
+                header, self._header = tuple(self._header), []
+                if header == channels.thinking:
+                    self._inside, self._visible, self._after_newline = True, False, False
+                elif header[: len(channels.answer) - 1] == channels.answer[:-1]:
+                    self._end(1 + channels.role_tokens + len(channels.answer), len(header))
+        elif self._headed and self._inside:
+            return True
+        elif token == self._format.think_end_id and not self._inside:
+            self._headed, self._role_tokens = False, 0
+        else:
+            self._role_tokens += 1
+            return self._inside
+        return False
+
+
+class BoxState:
+    r"""Finds the end of a forced answer: the brace that closes the box opened by the prefix.
+
+    Escaped braces (`\{`) do not count, as in LaTeX.
+    """
+
+    final_text: ClassVar[str] = "}"  # stands in every token that closes a box
+
+    def __init__(self, texts: Mapping[int, str]) -> None:
+        self._texts = texts  # of the tokens that hold a brace or a backslash
+        self._depth = 1
+        self._escaped = False
+
+    def push(self, token: int) -> bool:
+        """Takes the next answer token; whether the box is closed."""
+        text = self._texts.get(token)
+        if text is None:
+            self._escaped = False
+            return self._depth <= 0
+        for character in text:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character in "{}":
+                self._depth += 1 if character == "{" else -1
+                if self._depth <= 0:
+                    return True
+        return False
+
+
+class EndTextState:
+    """Finds the end of a forced answer that a text ends, which tokens may cut."""
+
+    def __init__(self, end: str, prefix: str, texts: Mapping[int, str]) -> None:
+        self.final_text = end[-1]  # stands in every token that completes the end
+        self._end = end
+        self._texts = texts  # of the tokens that hold any of the end's characters
+        self._rest = prefix[1 - len(end) :] if len(end) > 1 else ""
+
+    def push(self, token: int) -> bool:
+        """Takes the next answer token; whether the end stands there."""
+        text = self._texts.get(token)
+        if text is None:
+            self._rest = ""
+            return False
+        text = self._rest + text
+        self._rest = text[1 - len(self._end) :] if len(self._end) > 1 else ""
+        return self._end in text
+
+
+class ThinkingSpan(NamedTuple):
+    """Where the thinking of the model's last turn lies in a prompt.
+
+    From `start`, the first id after the generation prompt, to `end`, the place of the end marker;
+    `closed` says whether it has ended, so that what follows is no thinking.
+    """
+
+    start: int
+    end: int
+    closed: bool
 
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """A `ReasoningFormat` as the ids of one tokenizer; make it with `TokenFormat.compile`.
-
-    Attributes:
-        format: the literals.
-        think_end_id: the id of the end marker; -1, which no token has, where there is none, or
-            where it is several tokens.
-        closing_ids: the closing; its first id is `think_end_id`, if there is one.
-        box_prefix_ids: the prefix of a forced answer.
-        eos_ids: ids that end a text, as far as the tokenizer knows.
-        added_ids: ids of markers and special tokens, which are never visible text.
-        kinds: one byte a token id: the bits that `BoundaryState` reads.
-        brace_texts: the texts of the tokens that contain a brace or a backslash.
-        answer_texts: those of the tokens with a character of `answer_end`; empty without one.
-        think_start_ids: what opens the thinking.
-        wind_down_ids: put before the closing.
-        call_ids: ids that open a call of a tool, which ends a thinking that has no end marker.
-        displays: in prose, the texts of tokens that open or close formulas and code; else None.
-        turn: how the chat template opens the model's turn; None where that is not known.
-        end_marker: an end marker of several tokens, or `answer_phrase`; None for none.
-        start_marker: what opens the thinking, if it is several tokens, none of them added; else
-            None.
-        closing_rests: the ids left of the closing where an end marker of several tokens stands, by
-            the symbols of the closing that stand after it already.
-    """
+    """A `ReasoningFormat` as the ids of one tokenizer; make it with `TokenFormat.compile`."""
 
     format: ReasoningFormat
-    think_end_id: int
-    closing_ids: tuple[int, ...]
+    think_end_id: int  # -1, which no token has, where there is none, or where it is several tokens
+    closing_ids: tuple[int, ...]  # the first is `think_end_id`, if there is one
     box_prefix_ids: tuple[int, ...]
+    think_start_ids: tuple[int, ...]
+    wind_down_ids: tuple[int, ...]
+    header_ids: tuple[int, ...]  # what opens the model's turn, up to the thinking's own markers
+    opening_ids: tuple[int, ...]  # what the chat template writes after it, up to an end marker
     eos_ids: tuple[int, ...]
-    added_ids: frozenset[int] = dataclasses.field(repr=False)
-    kinds: bytes = dataclasses.field(repr=False)
-    brace_texts: Mapping[int, str] = dataclasses.field(repr=False)
-    think_start_ids: tuple[int, ...] = ()
-    wind_down_ids: tuple[int, ...] = ()
-    call_ids: frozenset[int] = frozenset()
-    displays: Mapping[int, str] | None = dataclasses.field(default=None, repr=False)
-    turn: ModelTurn | None = dataclasses.field(default=None, repr=False)
-    answer_texts: Mapping[int, str] = dataclasses.field(default_factory=dict, repr=False)
-    end_marker: Marker | None = None
-    start_marker: Marker | None = None
-    closing_rests: Mapping[str, tuple[int, ...]] = dataclasses.field(
-        default_factory=dict, repr=False
-    )
+    added_ids: frozenset[int] = field(repr=False)  # markers, which are never visible text
+    call_ids: frozenset[int] = field(repr=False)  # that open a call of a tool: it ends a thinking
+    kinds: bytes = field(repr=False)  # one byte a token id: the bits that `BoundaryState` reads
+    brace_texts: Mapping[int, str] = field(repr=False)  # of tokens that may end a forced answer
+    displays: Mapping[int, str] | None = field(repr=False)  # in prose: of formulas and code
+    end_marker: Marker | None  # of several tokens, or `answer_phrase`
+    start_marker: Marker | None  # of several tokens, none of them added
+    # The ids left of the closing after an end marker of several tokens, by what stands there of it.
+    closing_rests: Mapping[str, tuple[int, ...]] = field(repr=False)
 
     @classmethod
-    def compile(
-        cls, reasoning_format: ReasoningFormat, tokenizer: PreTrainedTokenizerBase
-    ) -> TokenFormat:
+    def compile(cls, literals: ReasoningFormat, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
         """Compiles a format for a tokenizer.
 
         Raises:
             ValueError: the tokenizer's tokens do not join to a marker, or a turn has several
                 messages and it has no token that ends one, or `wind_down` holds a marker.
         """
-        literals = Literals(tokenizer)
-        end_ids = literals.added_id(reasoning_format.think_end)
-        end = None
-        if not end_ids:
-            end = literals.marker("thinking end marker", reasoning_format.think_end)
-        end = end or literals.marker("answer_phrase", reasoning_format.answer_phrase)
-        opens = re.match(r"<[^<>]+>", reasoning_format.think_start)
-        rest = reasoning_format.closing.removeprefix(reasoning_format.think_end)
+
+        def ids(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+        added = frozenset(tokenizer.added_tokens_decoder)
+        end_ids = [i for i in ids(literals.think_end) if i in added - {tokenizer.unk_token_id}]
+        if len(ids(literals.think_end)) != 1:
+            end_ids = []
+        end = start = None
+        if literals.think_end and not end_ids:
+            end = Marker(tokenizer, "thinking end marker", literals.think_end)
+        elif literals.answer_phrase:
+            end = Marker(tokenizer, "answer_phrase", literals.answer_phrase)
+        rest = literals.closing.partition(end.literal)[2] if end is not None else ""
+        opens = re.match(r"<[^<>]+>", literals.think_start)
         if end is not None and opens is not None and opens[0] in rest:
             raise ValueError(
-                f"the tokenizer has no thinking end marker {end.literal!r} "
-                f"(format {reasoning_format.name!r}): it encodes as {literals.ids(end.literal)}, "
-                "but in a turn of several messages it must be one token. Use a reasoning model's "
-                "tokenizer, or a ReasoningFormat that fits it"
+                f"the tokenizer has no thinking end marker {end.literal!r} (format "
+                f"{literals.name!r}): it encodes as {ids(end.literal)}, but in a turn of several "
+                "messages it must be one token. Use a reasoning model's tokenizer, or a "
+                "ReasoningFormat that fits it"
             )
-        start_ids = tokenizer.encode(reasoning_format.think_start, add_special_tokens=False)
-        start = None
-        if literals.added.isdisjoint(start_ids):
-            start = literals.marker("thinking start marker", reasoning_format.think_start)
-        closing = tokenizer.encode(reasoning_format.closing, add_special_tokens=False)
-        forced = tokenizer.encode(
-            reasoning_format.closing + reasoning_format.box_prefix, add_special_tokens=False
-        )
+        if literals.think_start and added.isdisjoint(ids(literals.think_start)):
+            start = Marker(tokenizer, "thinking start marker", literals.think_start)
+        closing, forced = ids(literals.closing), ids(literals.closing + literals.box_prefix)
         if forced[: len(closing)] != closing:  # a token would reach over the seam
-            forced = [
-                *closing,
-                *tokenizer.encode(reasoning_format.box_prefix, add_special_tokens=False),
-            ]
-        texts = _token_texts(tokenizer)
-        added = literals.added
+            forced = [*closing, *ids(literals.box_prefix)]
+        texts = _texts(tokenizer, [[i] for i in range(len(tokenizer))])
+        ends = set(literals.answer_end) or set("{}\\")
+        eos = tokenizer.eos_token_id
         compiled = cls(
-            format=reasoning_format,
+            format=literals,
             think_end_id=end_ids[0] if end_ids else -1,
             closing_ids=tuple(closing),
             box_prefix_ids=tuple(forced[len(closing) :]),
-            eos_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+            think_start_ids=tuple(ids(literals.think_start)),
+            wind_down_ids=(),
+            header_ids=(),
+            opening_ids=(),
+            eos_ids=() if eos is None else (eos,),
             added_ids=added,
+            call_ids=frozenset(i for i in added if texts[i] in _CALL_OPENINGS),
             kinds=bytes(0 if i in added else kind_of(text) for i, text in enumerate(texts)),
-            brace_texts={i: text for i, text in enumerate(texts) if re.search(r"[{}\\]", text)},
-            think_start_ids=tuple(start_ids),
+            brace_texts={i: text for i, text in enumerate(texts) if not ends.isdisjoint(text)},
+            displays={i: text for i, text in enumerate(texts) if _OF_DISPLAYED.search(text)}
+            if literals.steps == "prose"
+            else None,
             end_marker=end,
             start_marker=start,
-            closing_rests={} if end is None else literals.rests(reasoning_format.closing, end),
-            displays={i: text for i, text in enumerate(texts) if OF_DISPLAYED.search(text)}
-            if reasoning_format.steps == "prose"
-            else None,
-            call_ids=frozenset(i for i in added if texts[i] in _CALL_OPENINGS),
-            answer_texts={
-                i: text
-                for i, text in enumerate(texts)
-                if not set(reasoning_format.answer_end).isdisjoint(text)
-            },
+            closing_rests={rest[:size]: tuple(ids(rest[size:])) for size in range(len(rest) + 1)},
         )
-        compiled = compiled.winding_down(reasoning_format.wind_down, tokenizer)
-        channels = compiled.channels
-        turn = model_turn(
-            tokenizer,
-            compiled.think_start_ids,
-            compiled.think_end_ids,
-            () if channels is None else channels.answer,
-            compiled.is_blank,
-            start,
-            end,
-        )
-        return dataclasses.replace(compiled, turn=turn)
+        prompt = ids(_generation_prompt(tokenizer))
+        if closed := _places(prompt, compiled.think_end_ids, end):
+            prompt = prompt[: closed[0][0]]
+        opened = _places(prompt, compiled.think_start_ids, start)
+        size = opened[0][0] if opened else len(prompt)
+        while size and compiled.is_blank(prompt[size - 1]):
+            size -= 1
+        turn = {"header_ids": tuple(prompt[:size]), "opening_ids": tuple(prompt[size:])}
+        compiled = dataclasses.replace(compiled, **turn)  # type: ignore[arg-type]
+        return compiled.winding_down(literals.wind_down, tokenizer)
 
     def winding_down(self, sentence: str, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
-        """This format with a sentence before the closing; "" for none.
-
-        Raises:
-            ValueError: the sentence holds a marker or a special token.
-        """
+        """This format with a sentence before the closing ("" for none), which holds no marker."""
         ids = tuple(tokenizer.encode(sentence, add_special_tokens=False))
         if markers := sorted(self.added_ids.intersection(ids)):
             raise ValueError(
@@ -592,18 +536,9 @@ class TokenFormat:
         """The end marker's id; none where it is several tokens, or where there is none."""
         return () if self.think_end_id < 0 else (self.think_end_id,)
 
-    @property
-    def in_reply(self) -> bool:
-        """Whether a model thinks in its reply, so that its own answer stands there, too."""
-        return not self.format.think_end
-
     @cached_property
     def channels(self) -> Channels | None:
-        """The headers of thinking and answer, where a turn has several messages; else None.
-
-        A format has them if the closing opens the answer with the marker that begins
-        `think_start`, and `think_start` ends with a marker, too, as in Harmony.
-        """
+        """The headers of thinking and answer, where a turn has several messages; else None."""
         start, closing = self.think_start_ids, self.closing_ids
         if len(start) < 2 or start[0] not in closing or start[-1] not in self.added_ids:
             return None
@@ -612,79 +547,46 @@ class TokenFormat:
 
     @cached_property
     def reentry_ids(self) -> tuple[int, ...]:
-        """Ids that would open the thinking again in an answer, in ascending order.
+        """Ids that would open the thinking again in an answer, once the closing stands there.
 
-        They are the markers of `think_start` (or its id, where it is one token); and, where the
-        closing opens the answer with the same marker as the thinking (Harmony's `<|channel|>`),
-        the closing's markers too. The end marker is none of them: it opens nothing. They are
-        meant to be masked once the whole closing stands there, not before: after a natural end in
-        Harmony the model itself writes `<|start|>assistant<|channel|>final<|message|>`. Of a
-        `think_start` without any marker there are none: see `start_marker`.
+        With channels the closing's markers, too; the end marker is none of them. Of a `think_start`
+        without any added token there are none: see `start_marker`.
         """
-        start = self.think_start_ids
-        found = self.added_ids.intersection(start)
+        found = self.added_ids.intersection(self.think_start_ids)
         if found.intersection(self.closing_ids):
             found = found | self.added_ids.intersection(self.closing_ids)
         return tuple(sorted(found.difference(self.think_end_ids)))
 
     @property
     def answer_end_ids(self) -> tuple[int, ...]:
-        """Ids, beside those that end a text, that end an answer once the closing stands there.
-
-        Harmony ends each message with the marker that ends a thinking message.
-        """
+        """Ids, beside those that end a text, that end an answer: Harmony's end of a message."""
         return () if self.channels is None else self.think_end_ids
 
     def boundary_state(self, taken: Iterable[int] = ()) -> BoundaryState:
         """A state at the start of a thinking part, or after its tokens `taken`."""
-        state = BoundaryState(
-            self.kinds,
-            self.think_end_id,
-            self.channels,
-            self.call_ids,
-            self.displays,
-            self.end_marker,
-            self.start_marker,
-        )
-        for token_id in taken:
-            state.push(token_id)
+        state = BoundaryState(self)
+        for token in taken:
+            state.push(token)
         return state
 
     def end_state(self) -> BoundaryState:
         """A state that looks for the end marker and steps alone: a call of a tool ends nothing."""
-        return BoundaryState(
-            self.kinds,
-            self.think_end_id,
-            displays=self.displays,
-            end=self.end_marker,
-            start=self.start_marker,
-        )
+        return BoundaryState(self, alone=True)
 
     def box_state(self) -> BoxState | EndTextState:
         """A state right after the box prefix, which finds the end of a forced answer."""
         if end := self.format.answer_end:
-            return EndTextState(end, self.format.box_prefix, self.answer_texts)
+            return EndTextState(end, self.format.box_prefix, self.brace_texts)
         return BoxState(self.brace_texts)
 
-    def answer_content(self, text: str) -> str:
-        """The text of a completed forced answer without what ended it."""
-        return text[: text.rfind(self.format.answer_end or "}")]
-
-    def boundaries(self, trace_ids: Iterable[int]) -> list[bool]:
-        """For each thinking token, whether it ends a step."""
-        state = self.boundary_state()
-        return [state.push(token_id) for token_id in trace_ids]
-
     def step_ends(self, trace_ids: Sequence[int]) -> list[int]:
-        """L_i for each step: the tokens of the trace through its end.
-
-        The natural end (or the cap) is the last step T; where the last token is itself a
-        boundary, the two are one step. An empty trace has no step.
+        """L_i for each step of a trace: the tokens through its end; the trace's end is the last.
 
         Args:
             trace_ids: the thinking tokens: no prompt, no end marker, nothing forced.
         """
-        ends = [i + 1 for i, boundary in enumerate(self.boundaries(trace_ids)) if boundary]
+        state = self.boundary_state()
+        ends = [i + 1 for i, token in enumerate(trace_ids) if state.push(token)]
         if len(trace_ids) and (not ends or ends[-1] != len(trace_ids)):
             ends.append(len(trace_ids))
         return ends
@@ -715,61 +617,117 @@ class TokenFormat:
             return [*self.closing_left(ended), *prefix]
         return [*self.wind_down_ids, *self.closing_ids, *prefix]
 
-    def follow(self, prompt_ids: Sequence[int], ids: Iterable[int]) -> BoundaryState:
-        """The state at the end of the thinking that goes on after a prompt, or of the ids.
-
-        Its `thinking_tokens` count from the prompt's end, and are below 0 where the end began
-        within the prompt.
-        """
-        state = self.boundary_state(prompt_ids[self.thinking_span(prompt_ids).start :])
-        before = state.thinking_tokens
-        if state.ended:
-            state.end_tokens = 0  # they stand in the prompt
-        for token_id in ids:
-            if state.ended:
-                break
-            state.push(token_id)
-        state.thinking_tokens -= before
-        return state
-
     def thinking_span(self, ids: Sequence[int], start: int | None = None) -> ThinkingSpan:
         """Where the thinking of the model's last turn lies in a prompt; see `ThinkingSpan`.
 
-        The ids may also hold what the model wrote after the prompt, to its very end. Earlier
-        turns, system prompts and what users quote don't count: the last turn begins where the
-        chat template opens it. `boundary_state(ids[span.start:])` then goes on where a prefilled
-        thinking stops. The ids alone don't tell who wrote a `<think>` that the chat template does
-        not write: it is counted as thinking, as if the model had.
+        The ids may also hold what the model wrote after the prompt. Earlier turns, system prompts
+        and what users quote don't count: the last turn begins where the chat template opens it.
 
         Args:
             ids: without padding.
             start: where the thinking begins (the length of the prompt), where that is known.
         """
-        if start is None:
-            start = self.turn.thinking_begins(ids, self.is_blank) if self.turn else len(ids)
+        ids = list(ids)
+        start = self._begins(ids) if start is None else start
         state = self.boundary_state()
-        for token_id in ids[start:]:
-            if token_id in self.eos_ids and token_id != self.think_end_id:
+        for token in ids[start:]:
+            if token in self.eos_ids and token != self.think_end_id:
                 return ThinkingSpan(start, start + state.thinking_tokens, True)
-            state.push(token_id)
+            state.push(token)
             if state.ended:
                 break
         return ThinkingSpan(start, start + state.thinking_tokens, state.ended)
 
-    def in_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether what follows the prompt is thinking (a prompt may close it by itself)."""
-        return not self.thinking_span(prompt_ids).closed
-
-    def is_blank(self, token_id: int) -> bool:
+    def is_blank(self, token: int) -> bool:
         """Whether an id is neither a marker nor visible text."""
-        known = token_id not in self.added_ids and token_id < len(self.kinds)
-        return known and not self.kinds[token_id] & (VISIBLE | VISIBLE_AFTER)
+        known = token not in self.added_ids and token < len(self.kinds)
+        return known and not self.kinds[token] & (VISIBLE | VISIBLE_AFTER)
+
+    def _begins(self, ids: list[int]) -> int:
+        """Where the thinking of the last turn begins; at its end marker if that is all there is.
+
+        Without the chat template's own opening of a turn (a raw prompt), the last `think_start` of
+        the last text counts, else its last end marker.
+        """
+        ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
+        ends = [i for i in ends if i + 1 < len(ids) and not all(map(self.is_blank, ids[i + 1 :]))]
+        floor = ends[-1] + 1 if ends and self.think_end_id not in self.eos_ids else 0
+        header, opening, starts = self.header_ids, self.opening_ids, self.think_start_ids
+        at = self._last_turn(ids, floor)
+        if at is not None:
+            at += len(header)
+            common = _common(ids[at:], opening)
+            if self.start_marker is not None and common < len(opening):
+                # The marker's last token may hold what follows it, too.
+                for _, end in self.start_marker.places(opening)[:1]:
+                    common = max(
+                        [common, *(e for _, e in self.start_marker.places(ids[at:][:end]))]
+                    )
+            return at + common
+        if header and header[0] in ids[floor:]:
+            return len(ids)  # someone else's message is the last one
+        if opened := _places(ids[floor:], starts, self.start_marker):
+            at, after = (floor + place for place in opened[-1])
+            if self.channels is not None:
+                return at
+            own = _places(opening, starts, self.start_marker)
+            return max(at + _common(ids[at:], opening[own[0][0] if own else 0 :]), after)
+        wanted = self.think_end_ids if self.channels is None else self.channels.answer
+        closed = _places(ids[floor:], wanted, None if self.channels else self.end_marker)
+        return floor + closed[-1][0] if closed else len(ids)
+
+    def _last_turn(self, ids: list[int], floor: int) -> int | None:
+        """Where the model's last turn begins, if the last message is the model's."""
+        header, answer = self.header_ids, () if self.channels is None else self.channels.answer
+        begin, end = None, len(ids)
+        while header:
+            at = next((i for i in range(end - 1, floor - 1, -1) if ids[i] == header[0]), None)
+            if at is not None and 0 < len(ids) - at < len(header) and end == len(ids):
+                end = at  # cut off within a header
+                continue
+            if at is None or tuple(ids[at : at + len(header)]) != header:
+                break
+            answers = _common(ids[at + len(header) :], answer) >= len(answer) - 1
+            if begin is not None and answers:
+                break  # an earlier turn's
+            begin = end = at
+            if not answer:
+                break  # one message a turn
+        return begin
 
 
-def _token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each id by itself (bytes of a broken character become U+FFFD)."""
+def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the chat template appends to open the model's turn; "" where it has no such thing."""
+    if tokenizer.chat_template is None:
+        return ""
+    message = [{"role": "user", "content": "x"}]
+    try:
+        without, whole = (
+            str(tokenizer.apply_chat_template(message, add_generation_prompt=add, tokenize=False))
+            for add in (False, True)
+        )
+    except (ImportError, TemplateError):
+        return ""
+    return whole.removeprefix(without) if whole.startswith(without) else ""
+
+
+def _common(ids: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids the two share from their beginning."""
+    pairs = enumerate(zip(ids, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(other)))
+
+
+def _places(ids: Sequence[int], wanted: Sequence[int], marker: Marker | None) -> list[Place]:
+    """Where a literal stands, by its ids or as a marker; nowhere if it is empty."""
+    if marker is not None:
+        return marker.places(ids)
+    size, wanted = len(wanted), tuple(wanted)
+    starts = range(len(ids) - size + 1 if size else 0)
+    return [(i, i + size) for i in starts if tuple(ids[i : i + size]) == wanted]
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
+    """The texts of rows of ids (bytes of a broken character become U+FFFD)."""
     return tokenizer.batch_decode(
-        [[i] for i in range(len(tokenizer))],
-        skip_special_tokens=False,
-        clean_up_tokenization_spaces=False,
+        rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

@@ -215,7 +215,8 @@ def _compiled(folder: Path) -> tuple[PreTrainedTokenizerBase, TokenFormat]:
         pytest.skip(f"{folder} does not exist")
     from transformers import AutoTokenizer
 
-    from modeling_ospruner.formats_ospruner import TokenFormat, guess
+    from modeling_ospruner.formats_ospruner import TokenFormat
+    from ospruner.formats import guess
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return tokenizer, TokenFormat.compile(guess(tokenizer), tokenizer)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_ospruner.configuration_ospruner import is_quantised
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from modeling_ospruner.loading_ospruner import fingerprint_of
+from modeling_ospruner.modeling_ospruner import fingerprint_of
+from modeling_ospruner.policy_ospruner import is_quantised
 from ospruner.engines.opening import known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import Problem

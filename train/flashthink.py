@@ -24,11 +24,13 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.configuration_ospruner import VERSION, plain_text_config
-from modeling_ospruner.loading_ospruner import load_base, load_policy
+from modeling_ospruner.configuration_ospruner import VERSION
+from modeling_ospruner.modeling_ospruner import load_base, load_policy
 from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.bases import plain_text_config
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
+from ospruner.train.untrained import fresh_layers
 
 from .config import StopConfig
 from .traces import LabelledTraces
@@ -84,17 +86,15 @@ class Verifier:
             base_model_name_or_path=settings.verifier,
             num_policy_layers=settings.layers,
             tuning=settings.tuning,
-            lora_rank=settings.lora_rank,
             step_stride=label_settings.step_stride,
             reasoning_format=label_settings.reasoning_format,
             ospruner_version=VERSION,
         )
         config._attn_implementation = base.config._attn_implementation
-        policy = StoppingPolicy.from_base(
+        policy = fresh_layers(
             base.eval(),
             settings.layers,
             settings.tuning,
-            lora_rank=settings.lora_rank,
         )
         traces_of = (label_settings.base_model, label_settings.base_revision)
         return cls(base, policy, config, traces_of)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
-from modeling_ospruner.loading_ospruner import WEIGHTS
+from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.eval.intervals import Rule, summarise
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay, replay_full
@@ -23,6 +23,7 @@ from ospruner.eval.schema import MATH_TASK, LabelSettings
 from ospruner.eval.selection import choose
 from ospruner.eval.table import TraceTable
 from ospruner.provenance import PROVENANCE_FILE, file_hash, provenance
+from ospruner.train.untrained import untrained
 
 from .config import StopConfig
 from .flashthink import Verifier
@@ -91,12 +92,12 @@ def new_policy(
         torch.manual_seed(config.seed)
         if config.method == "flashthink":
             return _prepared(Verifier.untrained(base, config, settings), config)
-        model = OSPrunerForCausalLM.untrained(
+        model = untrained(
             base,
             tokenizer,
             num_policy_layers=config.layers,
-            tuning=config.tuning,
-            lora_rank=config.lora_rank,
+            tuning="layers" if config.tuning == "lora" else config.tuning,
+            adapter_rank=config.lora_rank if config.tuning == "lora" else 0,
             price_range=ends,
             reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
             base_model_name_or_path=settings.base_model,
@@ -104,8 +105,6 @@ def new_policy(
         )
     model.config.step_stride = settings.step_stride
     model.config.task = None if settings.task == MATH_TASK else dict(settings.task)
-    domains = {name: {"task": dict(task)} for name, task in settings.domains.items()}
-    model.config.domains = domains or None
     return _prepared(model.eval(), config)
 
 

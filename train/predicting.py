@@ -12,7 +12,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
+from modeling_ospruner.configuration_ospruner import PriceRange
+from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches

@@ -25,10 +25,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from modeling_ospruner.configuration_ospruner import check_length
-from modeling_ospruner.loading_ospruner import fingerprint_of
-from modeling_ospruner.policy_ospruner import LayerKeys, Reader, TrunkDone
+from modeling_ospruner.modeling_ospruner import fingerprint_of
+from modeling_ospruner.policy_ospruner import LayerKeys
 from ospruner.durable import room_needed
 from ospruner.eval.table import IntArray
+from ospruner.scoring import TrunkDone, TrunkReader
 
 from .packing import pack, takes_packing
 from .tail import no_scores
@@ -189,7 +190,7 @@ def run_trunk(model: HasTrunk, texts: Sequence[IntArray], positions: Tensor) -> 
         ids, places = packed.input_ids, packed.position_ids
         guard = no_scores(None, device)
     check_length(base.config, int(places.max()) + 1, "the text")
-    with guard, Reader(base, len(model.policy.layers), queries, stop_there=True) as reader:
+    with guard, TrunkReader(base, len(model.policy.layers), queries) as reader:
         with suppress(TrunkDone):
             base.get_decoder()(
                 input_ids=ids.to(device), position_ids=places.to(device), use_cache=False

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from modeling_ospruner.configuration_ospruner import max_positions
+from ospruner.bases import max_positions
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.progress import Progress, silent
 

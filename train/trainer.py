@@ -38,8 +38,7 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from modeling_ospruner.configuration_ospruner import is_quantised, price_logits
-from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.policy_ospruner import StoppingPolicy, is_quantised, price_logits
 from ospruner.durable import lock_folder, read_checked, write_checked
 from ospruner.eval.table import IntArray, TraceTable, classifier_targets
 from ospruner.progress import Progress, silent

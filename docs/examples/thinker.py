@@ -36,8 +36,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.problems.problem import read_rows
+from ospruner.formats import DEEPSEEK_R1
 
 OPENING, CLOSING = "<think>\n", "\n</think>\n\n"
 

@@ -22,10 +22,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
+from ospruner.bases import max_positions
 from ospruner.engines.interface import end_ids
+from ospruner.formats import follow
 
 __all__ = ["LOGGED", "OSPrunerLM", "answer_of", "run"]
 
@@ -74,7 +75,7 @@ class OSPrunerLM(HFLM):
         if settings and not stop_policy:
             raise ValueError(f"stop_policy is False, so that {sorted(settings)} would do nothing")
         self.settings = StopPolicyConfig.of(settings) if stop_policy else None
-        pinned = {} if revision is None else {"revision": revision}
+        pinned: dict[str, Any] = {} if revision is None else {"revision": revision}
         model: Any = OSPrunerForCausalLM.from_pretrained(policy, dtype=dtype or "auto", **pinned)
         if self.settings is not None:  # what the policy does not promise is refused at once
             self.settings.with_defaults(model.config)
@@ -161,7 +162,7 @@ class OSPrunerLM(HFLM):
             prompt = context[row][mask[row].bool()].tolist()
             length = next((n for n, token in enumerate(ids) if token in self._ends), len(ids))
             thinking, answer = answer_of(fmt, prompt, ids[:length])
-            closed = length < len(ids) or fmt.follow(prompt, ids).ended
+            closed = length < len(ids) or follow(fmt, prompt, ids).ended
             log: dict[str, Any] = {"thinking_tokens": len(thinking), "tokens": length}
             log["reason"] = "natural" if closed else "length"
             if settings is not None:  # a sentence forced before the closing is not counted
@@ -211,9 +212,9 @@ def answer_of(
         ids: the reply's, without what ends the text.
     """
     kept = list(ids)
-    if fmt.in_reply:
+    if not fmt.format.think_end:
         return [], kept
-    state = fmt.follow(prompt, kept)
+    state = follow(fmt, prompt, kept)
     if not state.ended:
         return kept, []
     thinking = max(0, state.thinking_tokens)

@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.formats import DEEPSEEK_R1
 
 from ..problems.problem import Problem
 from ..problems.registry import parse_task

@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.bases import max_positions
 from ospruner.engines.opening import (
     EngineOptions,
     known_revision,
@@ -23,6 +23,7 @@ from ospruner.engines.opening import (
     open_engine,
 )
 from ospruner.engines.transformers.engine import TransformersEngine
+from ospruner.formats import guess
 from ospruner.rules import Family, StopRule, parse_rule
 
 from ..arithmetic import ModelWork

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.generation_ospruner import generate_pruned, generate_with_rule
-from modeling_ospruner.rules_ospruner import mix64
-from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord
+from modeling_ospruner.generation_ospruner import generate_pruned
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord, mix64
 from ospruner.engines.interface import (
     Engine,
     ForkedAnswer,
@@ -32,7 +31,10 @@ from ospruner.engines.transformers.engine import (
     TransformersEngine,
     mean_logprob,
 )
+from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
+from ospruner.rules.live import generate_with_rule
+from ospruner.scoring import stop_probabilities
 
 from ..arithmetic import ModelWork
 from ..compute import Compute
@@ -211,11 +213,13 @@ class HookRunner:
             config = StopPolicyConfig(
                 mode=use.mode, threshold=use.threshold, price=use.asked_price, **common
             )
-            policy = self._policy(use.path).policy
+            chosen = self._policy(use.path)
+            stride = chosen.config.step_stride
             return lambda ids, more: generate_pruned(
-                model, policy, self.setup.fmt, config, ids, self.setup.tokenizer, **more
-            )
-        config = StopPolicyConfig(rule=method.how or _NEVER, **common)  # type: ignore[arg-type]
+                model, chosen.policy, self.setup.fmt, config, stride, ids, self.setup.tokenizer,
+                **more,
+            )  # fmt: skip
+        config = StopPolicyConfig(rule=method.how or _NEVER, **common)
         return lambda ids, more: generate_with_rule(
             model, self.setup.tokenizer, config, ids, self.setup.fmt, **more
         )
@@ -248,11 +252,11 @@ class HookRunner:
             reasons.append(reason)
             closed = reason != "cap" and ids[length] not in ends
             # What the model has written to end it, which nothing is put before.
-            own = setup.fmt.follow(prompts[i], ids) if closed and reason == "natural" else None
+            own = follow(setup.fmt, prompts[i], ids) if closed and reason == "natural" else None
             after = length if own is None else length + own.end_tokens
             if closed and reason == "natural":
                 ended[i] = after
-            elif method.how is None and reason == "natural" and setup.fmt.in_reply:
+            elif method.how is None and reason == "natural" and not setup.fmt.format.think_end:
                 # Its answer is a part of the reply that it thought in.
                 natural[i] = setup.natural_grade(batch, i, ids[:length])
             if settings.answer == "free" and own is not None:
@@ -442,7 +446,7 @@ class EngineRunner:
             forked = trace.answer_ids[: self.setup.settings.max_answer_tokens]
         row = self.setup.row(batch, index, stop, reason, forked)
         # Without an end marker its answer is a part of the reply that it thought in.
-        replied = self.setup.fmt.in_reply and reason == "natural" and not trace.end_ids
+        replied = not self.setup.fmt.format.think_end and reason == "natural" and not trace.end_ids
         own = trace.trace_ids if replied else trace.answer_ids
         natural = self.setup.natural_grade(batch, index, own)
         passed = [end for end in ends if end <= stop and end < full]
@@ -483,7 +487,8 @@ class EngineRunner:
             if len(of_row) < 2:  # the natural end is the only step
                 stops.append(of_row[-1])
                 continue
-            pi = model.stop_probabilities(
+            pi = stop_probabilities(
+                model,
                 [*prompt, *trace.trace_ids],
                 prompt_length=len(prompt),
                 price=use.asked_price,

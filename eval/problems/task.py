@@ -81,7 +81,7 @@ def prompt_token_ids(
     turns = [{"role": "user", "content": message}]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     ids = list(tokenizer.encode(str(text), add_special_tokens=False))
-    if not fmt.in_thinking(ids):
+    if fmt.thinking_span(ids).closed:
         raise ValueError(
             f"the prompt of problem {problem_id!r} already closes the thinking "
             f"({fmt.format.closing!r}): choose the chat template's thinking mode"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.optional import needed
 from ospruner.serving.requests import KEYS
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.problems.problem import user_message
+from ospruner.formats import DEEPSEEK_R1
 
 from .fallible_reasoner import Habits, write_trace
 from .problems import ToyProblem, draw_problem

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.problems.problem import user_message
+from ospruner.formats import DEEPSEEK_R1
 
 from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, draw_split
 

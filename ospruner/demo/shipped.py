@@ -14,11 +14,12 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Math, Task
 from ospruner.eval.schema import LabelSettings
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.progress import Progress, silent
 from ospruner.train.labels.making import Labeller, label_problems
 

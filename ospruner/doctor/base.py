@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from modeling_ospruner.configuration_ospruner import position_switch
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from modeling_ospruner.loading_ospruner import empty_base
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.bases import check_decoder, empty_base
 from ospruner.engines.transformers.rows import unsteady
+from ospruner.formats import guess
 
 from .description import boundary_ids, describe, faults
 from .findings import Finding, Report, unreachable
@@ -88,6 +89,7 @@ def skeleton(
         found.append(Finding("quantised", str(method), "note", advice))
     try:
         base = empty_base(config)
+        check_decoder(base)
         StoppingPolicy.empty(base, min(2, base.config.get_text_config().num_hidden_layers))
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         advice = "choose another base: no policy can be made for this one"

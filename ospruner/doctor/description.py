@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.states_ospruner import BREAK
+from modeling_ospruner.formats_ospruner import BREAK
 
 if TYPE_CHECKING:
     from modeling_ospruner.formats_ospruner import TokenFormat
@@ -57,12 +57,12 @@ def faults(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
             "the tokenizer has no chat template: set tokenizer.chat_template, or write prompts raw "
             "and end them with think_start"
         )
-    elif not fmt.in_thinking(prompt):
+    elif fmt.thinking_span(prompt).closed:
         found.append(
             f"the chat template's prompt already closes the thinking ({fmt.format.think_end!r}): "
             "choose its thinking mode, such as enable_thinking=True"
         )
-    elif fmt.turn is None or not fmt.turn.header_ids:
+    elif not fmt.header_ids:
         found.append(
             "the chat template appends nothing that opens the model's turn: in a chat of several "
             "turns, its thinking is looked for behind the last end of a text"
@@ -98,20 +98,19 @@ def describe(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> str:
 
     alone = boundary_ids(fmt)
     some = ", ".join(shown([i]) for i in alone[:_SHOWN])
-    turn = fmt.turn
     prompt = example_prompt(fmt, tokenizer)
     trace = example_trace(fmt, tokenizer, prompt)
     marker, start = fmt.end_marker, fmt.start_marker
     literal = "" if marker is None else marker.literal
     end = fmt.think_end_ids or tokenizer.encode(literal, add_special_tokens=False)
     cut = "" if marker is None else ", or as other tokens"
-    cut += ", or the turn" if marker is not None and fmt.in_reply else ""
+    cut += ", or the turn" if marker is not None and not fmt.format.think_end else ""
     ended = fmt.boundary_state(end)
     reopening = "nothing" if start is None else f"what would complete {start.literal!r}"
     rows = [
         ("thinking opens with", shown(fmt.think_start_ids)),
         ("thinking ends with", shown(end) + cut if end else "the turn"),
-        ("model's turn", shown(() if turn is None else (*turn.header_ids, *turn.opening_ids))),
+        ("model's turn", shown((*fmt.header_ids, *fmt.opening_ids))),
         ("forced at a stop", shown(fmt.forced_suffix("forced"))),
         ("... answer='free'", shown(fmt.forced_suffix("free"))),
         ("... at its own end", shown(fmt.forced_suffix("forced", ended) if end else ())),

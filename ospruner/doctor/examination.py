@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from modeling_ospruner.configuration_ospruner import VERSION
 from modeling_ospruner.formats_ospruner import ReasoningFormat
+from ospruner.formats import named
 
 from .base import examine_base
 from .findings import Finding, Report, print_report, unreachable
@@ -81,7 +82,7 @@ def run_doctor(
     Raises:
         ValueError: there is no format of that name.
     """
-    chosen = None if format_name is None else ReasoningFormat.named(format_name)
+    chosen = None if format_name is None else named(format_name)
     report = examine(subject, revision, chosen)
     print_report(report, console)
     if json_file is not None:

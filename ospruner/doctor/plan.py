@@ -19,9 +19,9 @@ from rich.table import Table
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from modeling_ospruner.configuration_ospruner import check_choice, decoder_layers
-from modeling_ospruner.loading_ospruner import empty_base
-from modeling_ospruner.policy_ospruner import StoppingPolicy
+from modeling_ospruner.configuration_ospruner import check_choice
+from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
+from ospruner.bases import empty_base
 from ospruner.eval.arithmetic import active_weights, heads_width, share_met
 from ospruner.train.sinks import takes_sinks_as_keys
 

@@ -15,14 +15,13 @@ import modeling_ospruner
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
 from modeling_ospruner.formats_ospruner import ReasoningFormat
-from modeling_ospruner.loading_ospruner import (
+from modeling_ospruner.modeling_ospruner import (
+    FLAT_FILES,
     WEIGHTS,
     check_base,
-    check_header,
     empty_policy,
     read_tensors,
 )
-from modeling_ospruner.modeling_ospruner import FLAT_FILES
 
 from .base import ABSENT, Sections, skeleton, thinking
 from .findings import Finding, Report
@@ -48,7 +47,6 @@ def examine_policy(where: str, revision: str | None, report: Report) -> Sections
         Finding("method", f"{config.method}, tuning {config.tuning}"),
         Finding("lambda", _lambda(config)),
         Finding("decides by", _mode(config)),
-        *_trials(config),
         _pin(config),
     ]
     found += _code(where, revision)
@@ -81,15 +79,6 @@ def _mode(config: OSPrunerConfig) -> str:
     if config.default_mode == "sample":
         return "a draw with the stop probability"
     return f"the threshold {config.default_threshold:g}"
-
-
-def _trials(config: OSPrunerConfig) -> list[Finding]:
-    """What a policy's trial answers mean for its use; nothing for one without."""
-    if not config.trial_every:
-        return []
-    told = f"at every {config.trial_every}. step, at most {config.trial_max_tokens} tokens each"
-    advice = "generate with transformers, on a cache that is copied by rows: no server takes it"
-    return [Finding("trial answers", told, "note", advice)]
 
 
 def _pin(config: OSPrunerConfig) -> Finding:
@@ -147,12 +136,14 @@ def _tensors(
         else:
             said = "values not looked at (the file is on the Hub)"
             header = HfApi().parse_safetensors_file_metadata(where, WEIGHTS, revision=revision)
-            found = {name: (tuple(one.shape), one.dtype) for name, one in header.tensors.items()}
-            check_header(where, config, policy, found)
+            found = {name: tuple(one.shape) for name, one in header.tensors.items()}
+            wanted = policy.stored_shapes(config.adapter_rank)
+            if wrong := found.items() ^ {f"policy.{k}": v for k, v in wanted.items()}.items():
+                raise ValueError(f"{WEIGHTS} does not hold this policy's tensors: {sorted(wrong)}")
     except (*ABSENT, ImportError, SafetensorError, ValueError) as error:
         advice = f"mend what is said, or copy {WEIGHTS} again: a policy is read from that file only"
         return Finding("tensors", " ".join(str(error).split()), "wrong", advice)
-    count = len(policy.own_names())
+    count = len(policy.stored_shapes(config.adapter_rank))
     return Finding("tensors", f"{count}, n={config.num_policy_layers}: none missing, {said}")
 
 

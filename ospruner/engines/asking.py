@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.rules_ospruner import mix64, top_entropy
+from modeling_ospruner.stopping_ospruner import mix64
+from ospruner.logits import top_entropy
 
 from .dispatching import Dispatcher, EnginesDownError, ServerDownError, first_error
 from .interface import (

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.rules_ospruner import ENTROPY_TOKENS as ENTROPY_TOKENS
+from ospruner.rules.signals import ENTROPY_TOKENS as ENTROPY_TOKENS
 
 __all__ = ["base_end_ids", "end_ids"]
 

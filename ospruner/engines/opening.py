@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from modeling_ospruner.loading_ospruner import refuse_no_tokenizer
+from ospruner.bases import refuse_no_tokenizer
 
 from .interface import Engine
 

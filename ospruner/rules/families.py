@@ -184,6 +184,12 @@ class StopRule:
         """The rule for a row that starts thinking."""
         return RowRule(self)
 
+    def asker(self, base: Any, plan: Any, tokenizer: Any) -> Any:
+        """The rule at work on one call of generate."""
+        from .live import LiveRule  # which imports torch
+
+        return LiveRule(self, base, plan, tokenizer)
+
 
 class RowRule:
     """A rule at work on one row, which is asked at each step end in turn."""

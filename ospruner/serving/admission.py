@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
-from modeling_ospruner.rules_ospruner import mix64, uniform
-from modeling_ospruner.stopping_ospruner import RowPlan, StopPolicyConfig
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from modeling_ospruner.stopping_ospruner import RowPlan, StopPolicyConfig, mix64, uniform
+from ospruner.formats import guess
 
 from .requests import StopRequest
 
@@ -110,9 +110,15 @@ class Admission:
         elif text:
             settings = replace(settings, first_sample_index=settings.first_sample_index + text)
         prices, price = self.config.prices, settings.price
-        rule = settings.chosen_rule(self.config.step_stride)
+        stride = self.config.step_stride
         return Admitted(
-            RowPlan(settings, rule, self.token_format, frozenset({self._eos_id, *stop_ids})),
+            RowPlan(
+                settings,
+                self.token_format,
+                frozenset({self._eos_id, *stop_ids}),
+                stride,
+                prices is not None,
+            ),
             settings.first_sample_index,
             self._eos_id if end_id is None else end_id,
             control,

@@ -9,14 +9,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, position_switch
-from modeling_ospruner.loading_ospruner import (
+from modeling_ospruner.modeling_ospruner import (
     base_fingerprint,
     check_base,
     check_fingerprint,
-    empty_base,
     empty_policy,
     read_tensors,
 )
+from ospruner.bases import empty_base
 
 __all__ = [
     "Works",
@@ -62,11 +62,6 @@ def check_kind(config: OSPrunerConfig, engine: str, bases: Collection[str]) -> N
     Raises:
         ValueError: naming what was asked for and what to do.
     """
-    if config.trial_every:
-        raise ValueError(
-            f"the policy tries an answer at every {config.trial_every}. step (trial_every), which "
-            "servers cannot: train one without trial answers"
-        )
     where, kind = config.base_model_name_or_path, config.get_text_config().model_type
     if config.method == "flashthink":
         raise ValueError(
@@ -138,7 +133,7 @@ def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None
     """
     where, revision = config.base_model_name_or_path, config.base_revision
     if quantisation(config) is None:
-        check_fingerprint(config, where, base_fingerprint(where, revision, download_dir))
+        check_fingerprint(config, where, base_fingerprint(where, revision, cache_dir=download_dir))
 
 
 def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:

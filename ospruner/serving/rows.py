@@ -12,15 +12,15 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from modeling_ospruner.configuration_ospruner import PriceRange, price_logits, price_places
-from modeling_ospruner.rules_ospruner import TrialAnswer
-from modeling_ospruner.states_ospruner import BREAK, NEWLINE
+from modeling_ospruner.configuration_ospruner import PriceRange
+from modeling_ospruner.formats_ospruner import BREAK, NEWLINE
+from modeling_ospruner.policy_ospruner import price_logits, price_places
 from modeling_ospruner.stopping_ospruner import Phase, StopRecord, StopRow, shape_scores
+from modeling_ospruner.stopping_ospruner import Said as Answer
 
 from .admission import Admitted
 
@@ -95,8 +95,8 @@ class ServedRow:
             probability: of a stop.
             price: of indifference; None with a policy of one lambda.
         """
-        indifference = None if price is None else partial(float, price)
-        self.row.decide(partial(float, probability), _no_trial, _no_text, indifference)
+        row = self.row
+        row.decide(Answer(probability, price) if row.asks else self.admitted.plan.unasked)
 
     def come_back(self, prompt_ids: Sequence[int], text_ids: Sequence[int]) -> None:
         """Goes on after an engine has put it back, perhaps with fewer tokens than were taken in.
@@ -126,7 +126,7 @@ class ServedRow:
             prices=[*record.prices],
         )
         fmt = plan.token_format
-        kept = (plan, fmt, *vars(fmt).values(), plan.rule)  # what never changes
+        kept = (plan, fmt, *vars(fmt).values())  # what never changes
         memo: dict[int, Any] = {id(one): one for one in kept}
         twin = copy.copy(self)
         twin.row = copy.deepcopy(self.row, memo | {id(record): told})
@@ -217,11 +217,3 @@ def in_json(record: Mapping[str, Any]) -> dict[str, Any]:
         told[name] = [None if math.isnan(x) else x for x in told[name]]
     told["prices"] = ["inf" if x == math.inf else x for x in told["prices"]]
     return told
-
-
-def _no_trial(max_tokens: int) -> TrialAnswer:
-    raise AssertionError("the learned policy asks for no trial answers")
-
-
-def _no_text() -> str:
-    raise AssertionError("the learned policy asks for no texts")

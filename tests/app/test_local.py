@@ -16,6 +16,7 @@ from ospruner.app.local import LocalSource
 from ospruner.app.page import open_source, shown
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 TEXT = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
 NEVER = {"mode": "threshold", "threshold": 1.0}
@@ -24,7 +25,7 @@ NEVER = {"mode": "threshold", "threshold": 1.0}
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
     """A policy of every price that stops at about every second paragraph."""
-    return OSPrunerForCausalLM.untrained(
+    return untrained(
         reasoner.model,
         reasoner.tokenizer,
         init_bias=0.0,
@@ -142,7 +143,7 @@ def test_what_cannot_be_asked_says_what_to_do(source: LocalSource) -> None:
 
 
 def test_a_policy_folder_opens_with_its_base(reasoner: Reasoner, tmp_path: Path) -> None:
-    OSPrunerForCausalLM.untrained(
+    untrained(
         reasoner.model, reasoner.tokenizer, price_range=(1e-5, 1e-3),
         base_model_name_or_path=str(REASONER), tuning="layers",
     ).save_pretrained(tmp_path / "policy")  # fmt: skip

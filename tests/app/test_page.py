@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.columns import Columns, Question
 from ospruner.app.local import LocalSource
 from ospruner.app.page import running_app
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 from ..eval.report.browser import Browser
 
@@ -46,7 +46,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         init_bias=-0.5,

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.app.columns import Question
 from ospruner.app.served import ServedSource
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 from ..server_process import free_port, running_server
 
@@ -154,7 +154,7 @@ def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
 )
 def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: Path) -> None:
     folder = tmp_path / "policy"
-    OSPrunerForCausalLM.untrained(
+    untrained(
         reasoner.model,
         reasoner.tokenizer,
         init_bias=0.0,

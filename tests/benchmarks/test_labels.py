@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from modeling_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner import TokenFormat
+from ospruner.formats import DEEPSEEK_R1
 
 
 def test_it_prints_its_keys_on_the_last_line(

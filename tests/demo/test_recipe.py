@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo import recipe as recipe_module
 from ospruner.demo.examples import batches_by_length, draw_examples
 from ospruner.demo.fallible_reasoner import FIRST_CYCLE, SECOND_CYCLE
@@ -17,6 +17,7 @@ from ospruner.demo.recipe import (
     learning_rate_factor,
     train_reasoner,
 )
+from ospruner.formats import DEEPSEEK_R1
 
 SHORT = Recipe(tokens=6_000, second_tokens=3_000, batch_tokens=1_024)
 

@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from modeling_ospruner.formats_ospruner import (
-    DEEPSEEK_R1,
-    PRESETS,
-    ReasoningFormat,
-    TokenFormat,
-)
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.doctor.description import describe, faults
+from ospruner.formats import DEEPSEEK_R1, PRESETS, named
 
 Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 
@@ -92,12 +88,12 @@ def test_what_does_not_fit_is_told(
 
 def test_formats_by_name(tmp_path: Path) -> None:
     for name, preset in PRESETS.items():
-        assert ReasoningFormat.named(name) == preset
+        assert named(name) == preset
     custom = dataclasses.replace(DEEPSEEK_R1, name="mine", box_prefix="So \\boxed{")
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(custom.to_dict()), encoding="utf-8")
-    assert ReasoningFormat.named(str(path)) == custom
+    assert named(str(path)) == custom
     with pytest.raises(ValueError, match=r"format is 'loud'; it must be one of .*or a \.json file"):
-        ReasoningFormat.named("loud")
+        named("loud")
     with pytest.raises(FileNotFoundError):
-        ReasoningFormat.named(str(tmp_path / "none.json"))
+        named(str(tmp_path / "none.json"))

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import HARMONY
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.doctor.base import cache_bytes
 from ospruner.doctor.examination import examine, unmet
 from ospruner.doctor.findings import Finding, Report, print_report
+from ospruner.formats import HARMONY
+from ospruner.train.untrained import fresh_layers, untrained
 
 from ..broken_tensors import BROKEN, break_tensors
 
@@ -37,7 +37,7 @@ def sound_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = AutoModelForCausalLM.from_pretrained(REASONER)
     tokenizer = AutoTokenizer.from_pretrained(REASONER)
     folder = tmp_path_factory.mktemp("policy")
-    OSPrunerForCausalLM.untrained(base, tokenizer, tuning="layers").save_pretrained(folder)
+    untrained(base, tokenizer, tuning="layers").save_pretrained(folder)
     return folder
 
 
@@ -99,11 +99,11 @@ def test_the_embedded_reasoner() -> None:
     assert "Example trace" in report.description
     # What is said of sizes is what a real tail has.
     model = AutoModelForCausalLM.from_pretrained(REASONER)
-    tail = StoppingPolicy.from_base(model, 2, tuning="layers")
+    tail = fresh_layers(model, 2, tuning="layers")
     count = sum(parameter.numel() for parameter in tail.parameters())
     assert f"{decimal(2 * count)} in bfloat16" in value_of(report, "tail, n=2")
     assert f"{decimal(4 * count)} in float32" in value_of(report, "tail, n=2")
-    few = sum(p.numel() for p in StoppingPolicy.from_base(model, 2, "queries").parameters())
+    few = sum(p.numel() for p in fresh_layers(model, 2, "queries").parameters())
     assert few < count
     assert f"{decimal(2 * few)} in bfloat16, no cache" in value_of(report, "queries, n=2")
     cache = tail.new_cache()
@@ -131,7 +131,7 @@ def test_cache_of_other_architectures(name: str) -> None:
         skeleton = AutoModelForCausalLM.from_config(config)
     said = cache_bytes(StoppingPolicy.empty(skeleton, 2), torch.float32)
     real = AutoModelForCausalLM.from_config(config).eval()
-    tail = StoppingPolicy.from_base(real, 2, tuning="layers")
+    tail = fresh_layers(real, 2, tuning="layers")
     cache = tail.new_cache()
     assert cache is not None
     with torch.no_grad():
@@ -173,15 +173,15 @@ def test_broken_tensors(policy: Path, how: str) -> None:
 def test_a_sound_policy_of_adapters(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(REASONER)
     tokenizer = AutoTokenizer.from_pretrained(REASONER)
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, tuning="lora", lora_rank=4)
+    model = untrained(base, tokenizer, tuning="layers", adapter_rank=4)
     model.save_pretrained(tmp_path)
     report = examine(str(tmp_path))
     assert report.healthy, wrong(report)
     count = len(load_file(tmp_path / "model.safetensors"))
     assert value_of(report, "tensors") == f"{count}, n=2: none missing, finite"
-    edit_json(tmp_path / "config.json", lambda c: c.update(lora_rank=5))
+    edit_json(tmp_path / "config.json", lambda c: c.update(adapter_rank=5))
     (found,) = wrong(examine(str(tmp_path)))
-    assert "lora_A.default.weight F32 (4, 128) instead of floats (5, 128)" in found.value
+    assert "lora_A.default.weight torch.float32 (4, 128) instead of (5, 128)" in found.value
 
 
 def truncate_tensors(folder: Path) -> None:

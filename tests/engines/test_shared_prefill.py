@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner import TokenFormat
 from ospruner.engines import (
     ForkRequest,
     SamplingSettings,
@@ -22,6 +22,7 @@ from ospruner.engines import (
 from ospruner.engines.transformers import packed_forks, rows
 from ospruner.engines.transformers.cache import fast_attention
 from ospruner.engines.transformers.packed_forks import _classes, _cuts, prefill_shared
+from ospruner.formats import DEEPSEEK_R1
 
 
 def texts_of_three_problems() -> list[list[int]]:

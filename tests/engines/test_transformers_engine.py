@@ -26,8 +26,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from modeling_ospruner import DEEPSEEK_R1, TokenFormat
-from modeling_ospruner.rules_ospruner import mix64
+from modeling_ospruner import TokenFormat
+from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.engines import (
     ForkedAnswer,
     ForkRequest,
@@ -39,6 +39,7 @@ from ospruner.engines import (
 from ospruner.engines.transformers import budget, rows
 from ospruner.engines.transformers.cache import SlotCache, SlotLayer, forked, own_cache
 from ospruner.engines.transformers.rows import choose, row_state, uniforms
+from ospruner.formats import DEEPSEEK_R1
 
 SETTINGS = SamplingSettings(
     temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from modeling_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner import TokenFormat
 from ospruner.engines import (
     Engine,
     ForkedAnswer,
@@ -19,6 +19,7 @@ from ospruner.engines import (
 )
 from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers import budget
+from ospruner.formats import DEEPSEEK_R1
 
 from .test_transformers_engine import ARCHITECTURES, SETTINGS, make_base, prompts
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from modeling_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
 from ospruner.engines.vllm import VLLMEngine
+from ospruner.formats import DEEPSEEK_R1
 
 from .conftest import (
     GREEDY,

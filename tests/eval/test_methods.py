@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
-from modeling_ospruner.rules_ospruner import uniform
+from modeling_ospruner.stopping_ospruner import uniform
 from ospruner.eval.methods import PAPER_THRESHOLDS, parse_policies, refuse_other_base
 from ospruner.eval.schema import MATH_TASK
+from ospruner.formats import DEEPSEEK_R1
 
 
 def save(folder: Path, method: str = "os-pruner", penalty: float = 1e-4, **more: Any) -> Path:

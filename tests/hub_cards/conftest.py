@@ -13,11 +13,11 @@ import pytest
 import torch
 from huggingface_hub import HfApi, constants
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.results import Results
 from ospruner.provenance import provenance
+from ospruner.train.untrained import untrained
 
 from ..made_results import make_result
 from .local_hub import TOKEN, LocalHub
@@ -58,9 +58,7 @@ def api(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HfApi
 def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy as training leaves it, on a local base: weights, record, card, picture, and more."""
     folder = tmp_path_factory.mktemp("run") / "policy"
-    model = OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, init_bias=-1.0, tuning="layers"
-    )
+    model = untrained(reasoner.model, reasoner.tokenizer, init_bias=-1.0, tuning="layers")
     model.config.price = 5e-5
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

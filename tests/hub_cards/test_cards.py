@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from modeling_ospruner import DEEPSEEK_R1, OSPrunerConfig
+from modeling_ospruner import OSPrunerConfig
 from ospruner.eval.results import Results
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.cards import EXAMPLE, License, policy_card
 from ospruner.provenance import provenance
 

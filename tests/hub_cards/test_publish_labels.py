@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from huggingface_hub import DatasetCard, HfApi
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.demo import REASONER
 from ospruner.durable import read_checked, write_checked
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS, LabelSettings
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.publish import Release, send, stage
 from ospruner.provenance import provenance
 from ospruner.train.label_sets import load_labels

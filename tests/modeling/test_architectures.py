@@ -17,9 +17,9 @@ from transformers import (
 )
 from transformers.models.auto import CONFIG_MAPPING
 
-from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import decoder_layers
-from modeling_ospruner.policy_ospruner import Reader, StoppingPolicy
+from modeling_ospruner.policy_ospruner import Reader, decoder_layers
+from ospruner.scoring import stop_probabilities
+from ospruner.train.untrained import fresh_layers, untrained
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -235,7 +235,7 @@ def test_tail_equals_the_base(base: PreTrainedModel) -> None:
     for handle in handles:
         handle.remove()
     for n, (hidden, *pieces) in entering.items():
-        policy = StoppingPolicy.from_base(base, n, tuning="layers")
+        policy = fresh_layers(base, n, tuning="layers")
         torch.nn.init.normal_(policy.head.weight)
         expected = policy.head(last.float())[..., 0]
         whole = policy(hidden, positions, mask)
@@ -275,7 +275,7 @@ def keeps_keys(base: PreTrainedModel) -> bool:
     if base.config.model_type not in NO_KEYS:
         return True
     with pytest.raises(ValueError, match=f"some keep {NO_KEYS[base.config.model_type]}"):
-        StoppingPolicy.from_base(base, 2, "queries")
+        fresh_layers(base, 2, "queries")
     return False
 
 
@@ -292,7 +292,7 @@ def test_queries_equal_the_base(base: PreTrainedModel) -> None:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     real = mask.bool()
     for n in (1, 2, base.config.num_hidden_layers):
-        policy = StoppingPolicy.from_base(base, n, "queries")
+        policy = fresh_layers(base, n, "queries")
         names = [name for name, _ in policy.layers.named_parameters()]
         assert not [name for name in names if {"k_proj", "v_proj"} & set(name.split("."))]
         torch.nn.init.normal_(policy.head.weight)
@@ -337,7 +337,7 @@ def test_saved_loaded_and_generating(
     if tuning == "queries" and not keeps_keys(base):
         return
     base.save_pretrained(tmp_path / "base")
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         base, tiny_tokenizer, tuning=tuning, base_model_name_or_path=str(tmp_path / "base")
     )
     with torch.random.fork_rng(), torch.no_grad():
@@ -365,7 +365,7 @@ def test_saved_loaded_and_generating(
     assert sum(map(len, online)) >= 6
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, NEW_TOKENS, dtype=torch.long)], 1)
     starts = inputs["attention_mask"].sum(1).tolist()
-    offline = loaded.stop_probabilities(watched, attention_mask=mask, prompt_length=starts)
+    offline = stop_probabilities(loaded, watched, attention_mask=mask, prompt_length=starts)
     for found, expected in zip(online, offline, strict=True):
         torch.testing.assert_close(torch.tensor(found), expected[: len(found)], rtol=0, atol=1e-4)
     always = {"mode": "threshold", "threshold": 0.0}
@@ -414,7 +414,7 @@ def test_bases_that_cannot_work_are_refused_by_name(
 ) -> None:
     base = make_base(name, tiny_tokenizer, **fields)
     with pytest.raises(ValueError, match=message):
-        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
+        untrained(base, tiny_tokenizer, tuning="layers")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3"])
@@ -433,11 +433,11 @@ def test_wrapped_language_models_are_refused(
         rf"{type(base).__name__} cannot be a base: it wraps a language model.*Load that model alone"
     )
     with pytest.raises(ValueError, match=message):
-        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
+        untrained(base, tiny_tokenizer, tuning="layers")
 
 
 def test_encoder_decoders_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
     base = make_base("t5", tiny_tokenizer, AutoModelForSeq2SeqLM, **sizes)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration cannot be a base: it is an e"):
-        OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
+        untrained(base, tiny_tokenizer, tuning="layers")

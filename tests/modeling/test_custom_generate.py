@@ -23,8 +23,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from modeling_ospruner import AnswerEntropy, OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE, generate
+from ospruner.rules import AnswerEntropy, StopRule
+from ospruner.train.untrained import untrained
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14]])
 MASK = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
@@ -39,7 +41,7 @@ def saved(
 ) -> tuple[OSPrunerForCausalLM, str]:
     """A policy that stops here and there, and the folder in which it is saved."""
     base = load_base(tiny_base_dir)
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
+    model = untrained(base, tiny_tokenizer, tuning="layers")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)
@@ -100,7 +102,7 @@ def test_same_tokens_and_records_as_the_class(
         return
     records = [vars(record) for record in records_of(base)]
     assert records == [vars(record) for record in model.last_stop]
-    if not isinstance(stop_policy, AnswerEntropy):
+    if not isinstance(stop_policy, StopRule):
         assert any(record["step_ends"] for record in records), "nothing was decided"
     output = on_base(base, folder, **given, return_dict_in_generate=True)
     assert torch.equal(output.sequences, wanted)
@@ -126,7 +128,7 @@ def loaded_policies() -> Any:
     (module,) = {
         id(module): module
         for name, module in sys.modules.items()
-        if name.startswith("transformers_modules.") and name.endswith(".loading_ospruner")
+        if name.startswith("transformers_modules.") and name.endswith(".modeling_ospruner")
     }.values()
     return module._POLICIES
 

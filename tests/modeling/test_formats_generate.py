@@ -11,7 +11,9 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import HARMONY, ReasoningFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat
+from ospruner.formats import HARMONY
+from ospruner.train.untrained import untrained
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}
@@ -47,7 +49,7 @@ def model(
     )
     tiny_base.resize_token_embeddings(len(tokenizer))
     tiny_base.generation_config.eos_token_id = tokenizer.eos_token_id
-    return OSPrunerForCausalLM.untrained(tiny_base, tokenizer, tuning="layers")
+    return untrained(tiny_base, tokenizer, tuning="layers")
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def reasoning_model(
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     tiny_base.resize_token_embeddings(len(tokenizer))
-    return OSPrunerForCausalLM.untrained(tiny_base, tokenizer, tuning="layers")
+    return untrained(tiny_base, tokenizer, tuning="layers")
 
 
 def tokens(model: OSPrunerForCausalLM, text: str) -> list[int]:
@@ -222,9 +224,7 @@ def test_a_policys_own_sentence(reasoning_model: OSPrunerForCausalLM) -> None:
     tokenizer = reasoning_model.tokenizer
     assert tokenizer is not None
     fmt = replace(reasoning_model.token_format.format, wind_down="Enough, so:")
-    made = OSPrunerForCausalLM.untrained(
-        reasoning_model.base, tokenizer, reasoning_format=fmt, tuning="layers"
-    )
+    made = untrained(reasoning_model.base, tokenizer, reasoning_format=fmt, tuning="layers")
     text, _ = write(made, "First.\n\n", **ALWAYS)
     assert text.startswith(f"First.\n\nEnough, so:{fmt.closing}")
     text, _ = write(made, "First.\n\n", wind_down="", **ALWAYS)

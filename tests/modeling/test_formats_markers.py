@@ -19,11 +19,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM, rules_ospruner
-from modeling_ospruner.formats_ospruner import HARMONY, ReasoningFormat, TokenFormat
-from modeling_ospruner.rules_ospruner import StepEnd, StopRule, TrialAnswer, Verdict
-from modeling_ospruner.states_ospruner import Marker
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import Marker, MarkerState, ReasoningFormat, TokenFormat
+from ospruner import logits
+from ospruner.formats import HARMONY, follow
+from ospruner.rules import Family, live
+from ospruner.rules.signals import TrialAnswer
+from ospruner.train.untrained import untrained
 
+from .made_formats import made_marker
 from .test_formats_generate import ALWAYS, NEVER, Script, write
 
 TEXTUAL = ReasoningFormat(
@@ -52,8 +56,7 @@ def naive(pieces: list[str], literal: str) -> tuple[int, int, str] | None:
 )
 @settings(max_examples=1500, deadline=None)
 def test_the_matcher_against_a_naive_search(ids: list[int], literal: str) -> None:
-    marker = Marker(literal, literal, PIECES)
-    state = marker.state()
+    state = MarkerState(made_marker(literal, PIECES))
     found = None
     for i, token in enumerate(ids):
         completing = state.completing()
@@ -75,7 +78,7 @@ def test_real_tokens_against_decoded_text(
     parts = [text, "</reason>", "</", "reason", ">\n\n", ".</", "é"]
     pieces = data.draw(st.lists(st.sampled_from(parts), max_size=6))
     ids = [i for piece in pieces for i in ids_of(tokenizer, piece)]
-    state, found = marker.state(), None
+    state, found = MarkerState(marker), None
     for end, token in enumerate(ids, 1):
         if state.push(token):
             found = end
@@ -113,7 +116,7 @@ def check_real(tokenizer: PreTrainedTokenizerBase) -> None:
         ("One < </reason </reason>", "One < </reason"),
     ]:
         ids = ids_of(tokenizer, text)
-        state = fmt.follow([], ids)
+        state = follow(fmt, [], ids)
         assert state.ended, text
         assert tokenizer.decode(ids[: state.thinking_tokens]) == thinking
         after = str(tokenizer.decode(ids[state.thinking_tokens :]))
@@ -137,7 +140,7 @@ def check_real(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = ids_of(tokenizer, "好🙂。\n\n最终答案：5")
     spelled = [i for one in "好最终答案：" for i in ids_of(tokenizer, one)]
     for row, kept in ((ids, "好🙂。\n\n"), (spelled, "好")):
-        state = fmt.follow([], row)
+        state = follow(fmt, [], row)
         assert state.ended
         assert tokenizer.decode(row[: state.thinking_tokens]) == kept
 
@@ -165,7 +168,7 @@ def test_with_an_instruct_model_s_tokenizer(variable: str) -> None:
     fmt = TokenFormat.compile(end, tokenizer)
     assert fmt.end_marker is not None  # the vocabulary lacks it
     ids = ids_of(tokenizer, "<think>\nOne.\n\nTwo.\n</think>\n\n5")
-    kept = str(tokenizer.decode(ids[: fmt.follow([], ids).thinking_tokens]))
+    kept = str(tokenizer.decode(ids[: follow(fmt, [], ids).thinking_tokens]))
     assert kept.startswith("<think>\nOne.\n\nTwo")
     assert "</" not in kept
 
@@ -179,9 +182,7 @@ def tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 @pytest.fixture
 def model(tiny_base: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> OSPrunerForCausalLM:
-    return OSPrunerForCausalLM.untrained(
-        tiny_base, tokenizer, reasoning_format=TEXTUAL, tuning="layers"
-    )
+    return untrained(tiny_base, tokenizer, reasoning_format=TEXTUAL, tuning="layers")
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerBase, more: str = "") -> list[int]:
@@ -248,7 +249,7 @@ def test_trial_answers_do_not_either(
     tokenizer = model.tokenizer
     assert tokenizer is not None
     wanted = ids_of(tokenizer, "<reason>")
-    computed = rules_ospruner.last_logits
+    computed = logits.last_logits
     calls: list[int] = []
 
     def keen(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -257,24 +258,19 @@ def test_trial_answers_do_not_either(
         calls.append(1)
         return logits
 
-    monkeypatch.setattr(rules_ospruner, "last_logits", keen)
+    monkeypatch.setattr(live, "last_logits", keen)
     answers: list[TrialAnswer] = []
 
-    class Asks(StopRule):
-        reason = "policy"
-        asks = frozenset({"trial_answer"})
-
-        def for_row(self) -> Asks:
-            return self
-
-        def at_step_end(self, end: StepEnd) -> Verdict:
+    def asks(ends: Any, same: Any) -> Any:
+        for end in ends:
             answers.append(end.trial_answer(len(wanted)))
-            return Verdict(False, 0.0)
+            yield 0.0
 
+    rule = Family("asks", asks, low=1.0, asks=frozenset({"trial_answer"}))(1.0)
     prompt = prompt_of(tokenizer)
     model.generate(
         torch.tensor([prompt]),
-        stop_policy={"rule": Asks(), "mask_reentry": mask},
+        stop_policy={"rule": rule, "mask_reentry": mask},
         logits_processor=[Script(ids_of(tokenizer, "First.\n\n"), len(prompt))],
         max_new_tokens=4,
         do_sample=False,

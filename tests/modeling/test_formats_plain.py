@@ -17,9 +17,12 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import PLAIN, ReasoningFormat, TokenFormat
-from modeling_ospruner.states_ospruner import BoundaryState, kind_of
+from modeling_ospruner.formats_ospruner import BoundaryState, ReasoningFormat, TokenFormat, kind_of
+from ospruner.formats import PLAIN, named
+from ospruner.scoring import stop_logits
+from ospruner.train.untrained import untrained
 
+from .made_formats import made_format
 from .test_formats_generate import ALWAYS, NEVER, write
 
 STEPS = [
@@ -57,8 +60,8 @@ def test_steps_of_prose_with_smollm_s_tokenizer() -> None:
 
 def pushed(pieces: list[str], prose: bool = True) -> list[int]:
     """Which pieces, a token each, end a step."""
-    fmt = dict(enumerate(pieces)) if prose else None
-    state = BoundaryState(bytes(map(kind_of, pieces)), displays=fmt)
+    texts = dict(enumerate(pieces)) if prose else None
+    state = BoundaryState(made_format(bytes(map(kind_of, pieces)), displays=texts))
     return [i for i in range(len(pieces)) if state.push(i)]
 
 
@@ -82,7 +85,7 @@ def test_what_goes_on_over_a_blank_line(pieces: list[str], ends: list[int]) -> N
 
 
 def test_the_literals() -> None:
-    assert ReasoningFormat.named("plain") == PLAIN
+    assert named("plain") == PLAIN
     assert ReasoningFormat.from_dict(PLAIN.to_dict()) == PLAIN
     with pytest.raises(ValueError, match="think_start is '<think>', but think_end is empty"):
         ReasoningFormat("x", "", "", "So ", "\\boxed{", "<think>")
@@ -105,9 +108,7 @@ def phrasing(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> OSPrunerForCausalLM:
     form = replace(PLAIN, answer_phrase="The final answer is")
-    return OSPrunerForCausalLM.untrained(
-        tiny_base, tiny_tokenizer, reasoning_format=form, tuning="layers"
-    )
+    return untrained(tiny_base, tiny_tokenizer, reasoning_format=form, tuning="layers")
 
 
 def test_the_model_s_own_phrase_is_the_natural_end(phrasing: OSPrunerForCausalLM) -> None:
@@ -132,9 +133,7 @@ def test_the_model_s_own_phrase_is_the_natural_end(phrasing: OSPrunerForCausalLM
 def model(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> OSPrunerForCausalLM:
-    return OSPrunerForCausalLM.untrained(
-        tiny_base, tiny_tokenizer, reasoning_format=PLAIN, tuning="layers"
-    )
+    return untrained(tiny_base, tiny_tokenizer, reasoning_format=PLAIN, tuning="layers")
 
 
 def test_a_stop_forces_the_continuation(model: OSPrunerForCausalLM) -> None:
@@ -166,4 +165,4 @@ def test_the_thinking_begins_with_the_turn(model: OSPrunerForCausalLM) -> None:
     assert fmt.thinking_span([*ids, *begun]) == (len(ids), len(ids) + len(begun), False)
     assert fmt.thinking_span([*ids, *begun, *fmt.eos_ids]).closed
     assert fmt.reentry_ids == ()
-    assert torch.isfinite(model.stop_logits(torch.tensor([[*ids, *begun]]))).all()
+    assert torch.isfinite(stop_logits(model, torch.tensor([[*ids, *begun]]))).all()

@@ -7,8 +7,10 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_ospruner.formats_ospruner import HARMONY, TokenFormat
-from modeling_ospruner.states_ospruner import BoundaryState, BoxState, kind_of
+from modeling_ospruner.formats_ospruner import BoundaryState, BoxState, kind_of
+from ospruner.formats import HARMONY
+
+from .made_formats import boundaries, made_format
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 TEXTS = ("assistant", "analysis", "final", "commentary", " to=x", "a", " ", "\n", ".\n\n", "}\n\nb")
@@ -22,16 +24,13 @@ def ids_of(*pieces: str) -> list[int]:
 
 
 CLOSING = ids_of("<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>")
-FORMAT = TokenFormat(
-    HARMONY,
-    IDS["<|end|>"],
-    tuple(CLOSING),
-    (),
-    (),
-    frozenset(range(len(MARKERS))),
+FORMAT = made_format(
     bytes(0 if piece in MARKERS else kind_of(piece) for piece in PIECES),
-    {},
-    tuple(ids_of("<|channel|>", "analysis", "<|message|>")),
+    HARMONY,
+    think_end_id=IDS["<|end|>"],
+    closing_ids=tuple(CLOSING),
+    added_ids=frozenset(range(len(MARKERS))),
+    think_start_ids=tuple(ids_of("<|channel|>", "analysis", "<|message|>")),
 )
 
 
@@ -83,7 +82,7 @@ def test_only_analysis_has_steps_and_ends_the_thinking(messages: list[Message]) 
         ids = message.ids()
         head = len(ids) - len(message.body)
         if ended_after is None and message.thinks:
-            body = BoundaryState(FORMAT.kinds)  # without channels: the plain rule
+            body = BoundaryState(made_format(FORMAT.kinds))  # without channels: the plain rule
             wanted += [False] * head + [body.push(i) for i in ids[head:]]
         else:
             wanted += [False] * len(ids)
@@ -119,7 +118,7 @@ def test_a_prefilled_thinking_goes_on(messages: list[Message], cut: int) -> None
     stream = [i for message in messages for i in (*message.ids(), *CLOSING[:3])]
     cut = min(cut, len(stream))
     state = FORMAT.boundary_state(stream[:cut])
-    assert [state.push(i) for i in stream[cut:]] == FORMAT.boundaries(stream)[cut:]
+    assert [state.push(i) for i in stream[cut:]] == boundaries(FORMAT, stream)[cut:]
 
 
 @given(st.lists(st.text(alphabet="{}\\ab", min_size=1, max_size=4), max_size=12))

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import (
-    DEEPSEEK_R1,
-    HARMONY,
-    QWEN3,
-    ReasoningFormat,
-    TokenFormat,
-    guess,
-)
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.formats import DEEPSEEK_R1, HARMONY, QWEN3, guess
+
+from .made_formats import boundaries
 
 Chat = list[dict[str, Any]]
 Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
@@ -119,7 +115,7 @@ def test_guess_tells_the_families_apart(
 def test_thinking_begins_at_the_prompts_end(family: Family, before: Chat) -> None:
     prompt = family.prompt([*before, *ASK])
     assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
-    assert family.fmt.in_thinking(prompt)
+    assert not family.fmt.thinking_span(prompt).closed
 
 
 QUOTES = [
@@ -157,7 +153,7 @@ def test_partial_thinking_in_the_prompt(family: Family) -> None:
     assert span == (len(prompt), len(prompt) + len(written), False)
     rest = family.ids("\nSo 5.\n\nYes.")
     state = fmt.boundary_state(written)
-    together = fmt.boundaries([*written, *rest])
+    together = boundaries(fmt, [*written, *rest])
     assert [state.push(i) for i in rest] == together[len(written) :]
     assert together[len(written)]  # the second half of a blank line whose first half was prefilled
 
@@ -193,7 +189,7 @@ def test_prompts_without_the_chat_template(r1: Family) -> None:
         assert fmt.thinking_span([*ids, *trace]) == (len(ids), len(ids) + len(trace), False)
     closed = r1.ids("What is 2 + 3? <think>\nFive.</think>\n\nIt is")
     assert fmt.thinking_span(closed)[2]
-    assert not fmt.in_thinking(r1.ids("What is 2 + 3?</think>\n\nIt"))
+    assert fmt.thinking_span(r1.ids("What is 2 + 3?</think>\n\nIt")).closed
     bare = r1.ids("What is 2 + 3?")
     assert fmt.thinking_span(bare) == (len(bare), len(bare), False)
     # <think> and a blank line in one token: the template's line break is not there to be skipped.
@@ -205,7 +201,7 @@ def test_prompts_without_the_chat_template(r1: Family) -> None:
 def test_qwen3_without_thinking(qwen3: Family) -> None:
     fmt = qwen3.fmt
     closed = qwen3.prompt(ASK, enable_thinking=False)
-    assert not fmt.in_thinking(closed)
+    assert fmt.thinking_span(closed).closed
     assert fmt.thinking_span(closed)[2]
     assert qwen3.tokenizer.decode(closed[fmt.thinking_span(closed).start :]) == (
         "<think>\n\n</think>\n\n"
@@ -271,7 +267,7 @@ def test_harmony_answer_without_analysis(harmony: Family) -> None:
     """At low effort GPT-OSS may open the final channel at once: the answer has no steps."""
     fmt = harmony.fmt
     written = harmony.ids(f"{FINAL}It is\n\n5.\n\nYes.")
-    assert fmt.boundaries(written) == [False] * len(written)
+    assert boundaries(fmt, written) == [False] * len(written)
     state = fmt.boundary_state(written)
     assert (state.ended, state.thinking_tokens) == (True, 0)
     assert fmt.forced_suffix("free", state) == []
@@ -296,12 +292,12 @@ def test_harmony_other_messages_think_nothing(harmony: Family, message: str) -> 
     fmt = harmony.fmt
     prompt, end = harmony.prompt(ASK), harmony.ids("<|end|><|start|>assistant")
     other = harmony.ids(message)
-    ends_in_other = sum(fmt.boundaries(other))
+    ends_in_other = sum(boundaries(fmt, other))
     if "to=python<" not in message:  # only a header tells that a role was no text
         assert ends_in_other == 0
     thought = harmony.ids(f"{ANALYSIS}First.\n\nThen.\n\n")
     trace = [*other, *end, *thought]
-    found = [i + 1 for i, b in enumerate(fmt.boundaries(trace)) if b]
+    found = [i + 1 for i, b in enumerate(boundaries(fmt, trace)) if b]
     assert [harmony.tokenizer.decode(trace[i - 1 : i]) for i in found] == [".\n\n", ".\n\n"]
     assert found[0] > len(other) + len(end)
     assert fmt.thinking_span([*prompt, *trace]) == (len(prompt), len(prompt) + len(trace), False)

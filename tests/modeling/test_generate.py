@@ -11,6 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_ospruner import OSPrunerForCausalLM, uniform
 from ospruner.demo.shipped import Reasoner
+from ospruner.scoring import stop_probabilities
+from ospruner.train.untrained import untrained
 
 NEW_TOKENS = 90
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
@@ -31,9 +33,7 @@ def make_model(
     dtype: torch.dtype = torch.float32,
 ) -> OSPrunerForCausalLM:
     torch.nn.Module.to(base, dtype=dtype)
-    model = OSPrunerForCausalLM.untrained(
-        base, tokenizer, num_policy_layers=layers, tuning="layers"
-    )
+    model = untrained(base, tokenizer, num_policy_layers=layers, tuning="layers")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)
@@ -150,7 +150,7 @@ def test_online_probabilities_equal_one_offline_pass(
         assert model.token_format.step_ends(trace)[:steps] == record.step_ends
         online += record.probabilities
         text = [*prompt, *trace]
-        scores = model.stop_probabilities(text, prompt_length=len(prompt))
+        scores = stop_probabilities(model, text, prompt_length=len(prompt))
         offline += scores[:steps].tolist()
     assert len(online) > 40
     spread = max(online) - min(online)
@@ -347,9 +347,7 @@ PINNED = 0.13870941014555427
 
 
 def test_on_step_is_told_of_each_decision(reasoner: Reasoner) -> None:
-    model = OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, init_bias=-1.0, tuning="layers"
-    )
+    model = untrained(reasoner.model, reasoner.tokenizer, init_bias=-1.0, tuning="layers")
     inputs = reasoner.tokenizer("Solve 3x+54=102 for x.", return_tensors="pt")
     told: list[tuple[int, int, float]] = []
     model.generate(

@@ -14,16 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria, TextStreamer
 
-from modeling_ospruner import (
-    AnswerEntropy,
-    Budget,
-    OSPrunerForCausalLM,
-    generate_with_rule,
-    uniform,
-)
+from modeling_ospruner import OSPrunerForCausalLM, uniform
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
+from ospruner.rules import AnswerEntropy
+from ospruner.rules.live import generate_with_rule
+from ospruner.train.untrained import untrained
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -38,9 +35,7 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
 
 
 def with_policy(base: Any, reasoner: Reasoner) -> OSPrunerForCausalLM:
-    model = OSPrunerForCausalLM.untrained(
-        base, reasoner.tokenizer, num_policy_layers=1, tuning="layers"
-    )
+    model = untrained(base, reasoner.tokenizer, num_policy_layers=1, tuning="layers")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)
@@ -285,9 +280,12 @@ def test_three_threads_try_answers_as_they_would_alone(model: OSPrunerForCausalL
     batches = [inputs_for(model, size) for size in (1, 2, 3)]
 
     def solve(inputs: dict[str, torch.Tensor]) -> tuple[list[int], Any]:
-        ids = model.generate(**inputs, max_new_tokens=50, stop_policy=AnswerEntropy(0.05), **GREEDY)
-        # After a call of its own, a thread reads its own records.
-        return ids.tolist(), [(r.step_ends, r.signals, r.probe_tokens) for r in model.last_stop]
+        output = model.generate(
+            **inputs, max_new_tokens=50, stop_policy=AnswerEntropy(0.05), **GREEDY,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        told = [(r.step_ends, r.signals, r.probe_tokens) for r in output.stop]
+        return output.sequences.tolist(), told
 
     alone = [solve(inputs) for inputs in batches]
     together: dict[int, Any] = {}
@@ -300,18 +298,3 @@ def test_three_threads_try_answers_as_they_would_alone(model: OSPrunerForCausalL
     for thread in threads:
         thread.join()
     assert [together[i] for i in range(3)] == alone
-
-
-def test_a_waiting_thread_reads_the_last_records(reasoner: Reasoner) -> None:
-    """As with a streamer: one thread generates, another one asks afterwards."""
-    model = with_policy(reasoner.model, reasoner)
-    inputs = inputs_for(model, 1)
-    assert model.last_stop == []
-    thread = threading.Thread(target=lambda: run(model, inputs, stop_policy=Budget(5), new=20))
-    thread.start()
-    thread.join()
-    assert [record.reason for record in model.last_stop] == ["budget"]
-    copied = copy.deepcopy(model)
-    assert copied.last_stop == []
-    run(copied, inputs, stop_policy=Budget(5), new=20)
-    assert len(copied.last_stop) == 1

@@ -22,8 +22,9 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerForCausalLM, ReasoningFormat
 from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig
-from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.demo.shipped import Reasoner
+from ospruner.scoring import stop_probabilities
+from ospruner.train.untrained import fresh_layers, untrained
 
 from ..broken_tensors import BROKEN, break_tensors
 
@@ -38,7 +39,7 @@ def save_policy(
     **fields: Any,
 ) -> Path:
     """A policy with weights of its own."""
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, **{"tuning": "layers", **fields})
+    model = untrained(base, tokenizer, **{"tuning": "layers", **fields})
     model.config.price = seed * 1e-5
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -60,7 +61,7 @@ def policy(base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_
 
 
 def scores(model: OSPrunerForCausalLM) -> torch.Tensor:
-    return model.stop_probabilities(TEXT, prompt_length=4)
+    return stop_probabilities(model, TEXT, prompt_length=4)
 
 
 def change_config(folder: Path, **fields: Any) -> None:
@@ -304,8 +305,8 @@ def test_an_offloaded_base_gives_the_same(
     first, again = saved
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
-    fresh = StoppingPolicy.from_base(offloaded.base, 2, tuning="layers")
-    copies = StoppingPolicy.from_base(base, 2, tuning="layers")
+    fresh = fresh_layers(offloaded.base, 2, tuning="layers")
+    copies = fresh_layers(base, 2, tuning="layers")
     for name, tensor in fresh.state_dict().items():
         assert torch.equal(tensor, copies.state_dict()[name]), name
 
@@ -327,7 +328,7 @@ def test_quantised_bases(tmp_path: Path, bits: int) -> None:
     assert torch.equal(output[:, :4], prompt)
     assert len(model.last_stop) == 1
     # A fresh policy on a quantised base reads its copies from the checkpoint.
-    fresh = OSPrunerForCausalLM.untrained(model.base, reasoner.tokenizer, tuning="layers")
+    fresh = untrained(model.base, reasoner.tokenizer, tuning="layers")
     wanted = reasoner.model.model.layers[-1].self_attn.q_proj.weight
     found = fresh.policy.state_dict()["tail.layers.1.self_attn.q_proj.weight"]
     torch.testing.assert_close(found, wanted.to(found.dtype))
@@ -344,7 +345,7 @@ def test_a_checkpoint_that_only_exists_quantised(
     only = Qwen2ForCausalLM.from_pretrained(tmp_path / "packed")
     message = r"Qwen2ForCausalLM is quantised \(bitsandbytes\) .*only mxfp4, fp8 can"
     with pytest.raises(ValueError, match=message):
-        OSPrunerForCausalLM.untrained(only, tiny_tokenizer, tuning="layers")
+        untrained(only, tiny_tokenizer, tuning="layers")
 
 
 def test_json_that_nests_too_deeply_is_no_policy(tmp_path: Path) -> None:

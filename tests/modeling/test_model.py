@@ -20,7 +20,9 @@ from transformers import (
 from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, ReasoningFormat
-from modeling_ospruner.modeling_ospruner import FLAT_FILES, OSPrunerOutput
+from modeling_ospruner.modeling_ospruner import FLAT_FILES
+from ospruner.scoring import stop_logits, stop_probabilities, trunk
+from ospruner.train.untrained import untrained
 
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]
@@ -35,9 +37,7 @@ def saved(
 ) -> tuple[OSPrunerForCausalLM, Path]:
     """A policy that differs from its base, and the folder in which it is saved."""
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = OSPrunerForCausalLM.untrained(
-        base, tiny_tokenizer, num_policy_layers=request.param, tuning="layers"
-    )
+    model = untrained(base, tiny_tokenizer, num_policy_layers=request.param, tuning="layers")
     model.config.price = 5e-4
     with torch.no_grad():
         for parameter in filter(lambda p: p.requires_grad, model.policy.parameters()):
@@ -96,15 +96,14 @@ def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path], auto: Any) -> None:
     assert loaded.config.price == 5e-4
     assert loaded.token_format == model.token_format
     torch.testing.assert_close(
-        loaded.stop_probabilities(TEXT, prompt_length=4),
-        model.stop_probabilities(TEXT, prompt_length=4),
+        stop_probabilities(loaded, TEXT, prompt_length=4),
+        stop_probabilities(model, TEXT, prompt_length=4),
     )
     ids = torch.tensor([PROMPT])
     for stop_policy in (False, True):
         one = model.generate(ids, max_new_tokens=30, stop_policy=stop_policy)
         assert torch.equal(one, loaded.generate(ids, max_new_tokens=30, stop_policy=stop_policy))
     assert not any(parameter.requires_grad for parameter in loaded.base.parameters())
-    assert loaded.policy.head.weight.requires_grad
     assert not loaded.policy.training
 
 
@@ -116,8 +115,8 @@ def test_loads_on_a_shared_base_in_another_dtype(saved: tuple[OSPrunerForCausalL
     assert half.base.dtype == torch.bfloat16
     assert half.policy.head.weight.dtype == torch.float32
     torch.testing.assert_close(
-        half.stop_probabilities(TEXT, prompt_length=4),
-        model.stop_probabilities(TEXT, prompt_length=4),
+        stop_probabilities(half, TEXT, prompt_length=4),
+        stop_probabilities(model, TEXT, prompt_length=4),
         rtol=0,
         atol=5e-2,
     )
@@ -132,8 +131,8 @@ def test_attn_implementation_reaches_base_and_tail(
     if eager.policy.tail is not None:
         assert eager.policy.tail.config._attn_implementation == "eager"
     torch.testing.assert_close(
-        eager.stop_probabilities(TEXT, prompt_length=4),
-        model.stop_probabilities(TEXT, prompt_length=4),
+        stop_probabilities(eager, TEXT, prompt_length=4),
+        stop_probabilities(model, TEXT, prompt_length=4),
         rtol=0,
         atol=1e-5,
     )
@@ -143,21 +142,18 @@ WITHOUT_PACKAGE = """
 import importlib.util, json, sys
 folder, packages, result = sys.argv[1:]
 sys.path.append(packages)
-for name in ("modeling_ospruner", "ospruner", "ospruner.cli"):
+for name in ("modeling_ospruner", "ospruner"):
     assert importlib.util.find_spec(name) is None, name
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 out = {}
-text = [5, 6, 7, 8, *range(9, 60)]
 for auto in (AutoModel, AutoModelForCausalLM):
     model = auto.from_pretrained(folder, trust_remote_code=True)
     assert "transformers_modules" in type(model).__module__, type(model).__module__
-    ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=30, stop_policy=True)
-    out[auto.__name__] = {
-        "class": type(model).__name__,
-        "ids": ids.tolist(),
-        "probabilities": model.stop_probabilities(text, prompt_length=4).tolist(),
-    }
+    never = {"threshold": 1}
+    ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=30, stop_policy=never)
+    record = model.last_stop[0]
+    out[auto.__name__] = [type(model).__name__, ids.tolist(), record.probabilities]
 model.save_pretrained(folder + "-again")
 assert "modeling_ospruner" not in sys.modules
 open(result, "w").write(json.dumps(out))
@@ -181,13 +177,11 @@ def test_loads_in_a_process_without_the_package(saved: tuple[OSPrunerForCausalLM
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(result_file.read_text())
-    ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=30, stop_policy=True).tolist()
-    probabilities = model.stop_probabilities(TEXT, prompt_length=4).tolist()
+    ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=30, stop_policy={"threshold": 1})
     assert set(found) == {"AutoModel", "AutoModelForCausalLM"}
     for result in found.values():
-        assert result["class"] == "OSPrunerForCausalLM"
-        assert result["ids"] == ids
-        assert result["probabilities"] == pytest.approx(probabilities, abs=1e-6)
+        assert result[:2] == ["OSPrunerForCausalLM", ids.tolist()]
+        assert result[2] == pytest.approx(model.last_stop[0].probabilities, abs=1e-6)
     again = folder.with_name(folder.name + "-again")
     assert {path.name for path in again.iterdir()} >= EXPECTED_FILES
     assert type(AutoModel.from_pretrained(again)) is OSPrunerForCausalLM
@@ -222,11 +216,11 @@ def test_wrong_tensors_are_refused_by_name(saved: tuple[OSPrunerForCausalLM, Pat
     file = folder / "model.safetensors"
     good = load_file(file)
     changes: list[tuple[dict[str, torch.Tensor], str]] = [
-        ({k: v for k, v in good.items() if k != "policy.head.bias"}, r"missing: \['policy.head.b"),
-        ({**good, "policy.extra": torch.zeros(1)}, r"unknown: \['policy.extra'\]"),
+        ({k: v for k, v in good.items() if k != "policy.head.bias"}, r"missing: \['head.b"),
+        ({**good, "policy.extra": torch.zeros(1)}, r"unknown: \['extra'\]"),
         (
             {**good, "policy.head.bias": torch.zeros(2)},
-            r"policy.head.bias F32 \(2,\) instead of floats \(1,\)",
+            r"head.bias torch.float32 \(2,\) instead of \(1,\)",
         ),
     ]
     for tensors, message in changes:
@@ -254,28 +248,28 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
         ({"num_policy_layers": -1}, "num_policy_layers is -1; it must be 0 or more"),
         (
             {"tuning": "all"},
-            "tuning is 'all'; it must be 'layers' or 'queries' or 'attention' or",
+            "tuning is 'all'; it must be 'layers' or 'queries'",
         ),
-        ({"method": "magic"}, "method is 'magic'; it must be 'os-pruner' or 'probe' or"),
         ({"default_mode": "never"}, "default_mode is 'never'; it must be 'sample' or 'threshold'"),
         ({"price": float("nan")}, r"price is nan; it must lie in \[0, inf\)"),
         ({"price": True}, r"price is True; it must be a number"),
         ({"default_threshold": "0.5"}, "default_threshold is '0.5'; it must be a number"),
         ({"num_policy_layers": True}, "num_policy_layers is True; it must be an integer"),
-        ({"lora_rank": 2.0}, "lora_rank is 2.0; it must be an integer"),
-        ({"lora_rank": 0}, "lora_rank is 0; it must be 1 or more"),
+        ({"adapter_rank": 2.0}, "adapter_rank is 2.0; it must be an integer"),
+        ({"adapter_rank": -1}, "adapter_rank is -1; it must be 0 or more"),
+        ({"trial_every": 2}, "the policy reads trial answers"),
         (
             {"base_model_name_or_path": None},
-            "base_model_name_or_path is None; it must be the base's Hub id or folder",
+            "base_model_name_or_path is None; it must be <class 'str'>",
         ),
-        ({"base_revision": 7}, "base_revision is 7; it must be a str, or None"),
-        ({"colour": "red"}, r"OSPrunerConfig has no colour.*saved by ospruner \(unknown version\)"),
+        ({"base_revision": 7}, r"base_revision is 7; it must be str \| None"),
+        ({"colour": "red"}, r"has no colour.*saved by ospruner \(unknown version\)"),
         (
             {"colour": "red", "ospruner_version": "99.1.0"},
             r"no colour.*saved by ospruner 99.1.0, this is \S+: upgrade with pip install -U 'osp",
         ),
-        ({"text_config": {"hidden_size": 32}}, "text_config has no model_type"),
-        ({"model_type": "qwen2"}, "model_type is 'qwen2'; it must be 'ospruner'"),
+        ({"text_config": {"hidden_size": 32}}, "text_config is no base's configuration"),
+        ({"model_type": "qwen2"}, "OSPrunerConfig of model_type 'qwen2'"),
     ],
 )
 def test_bad_configurations_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -296,9 +290,7 @@ def test_a_custom_format_is_kept(
 ) -> None:
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
     custom = ReasoningFormat("mine", "Box it.", "</mine>", "</mine>\n", "So \\boxed{", "<mine>")
-    model = OSPrunerForCausalLM.untrained(
-        base, tiny_tokenizer, reasoning_format=custom, tuning="layers"
-    )
+    model = untrained(base, tiny_tokenizer, reasoning_format=custom, tuning="layers")
     model.save_pretrained(tmp_path / "p")
     loaded = OSPrunerForCausalLM.from_pretrained(tmp_path / "p")
     assert loaded.token_format.format == custom
@@ -310,67 +302,21 @@ def test_trunk_and_stop_logits(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
     """The trunk stops where the tail enters, and padding on either side changes nothing."""
     model, _ = saved
     ids = torch.randint(9, 300, (1, 12), generator=torch.Generator().manual_seed(0))
-    plain = model.stop_logits(ids)
-    assert model.trunk(ids).shape == (1, 12, 32)
-    assert not model.trunk(ids).requires_grad
+    plain = stop_logits(model, ids)
+    assert trunk(model, ids).shape == (1, 12, 32)
+    assert not trunk(model, ids).requires_grad
     assert plain.requires_grad
     junk = torch.full((1, 5), 9)
     for order in ([junk, ids], [ids, junk]):
         mask = torch.cat([torch.full_like(part, part is ids) for part in order], dim=1)
-        padded = model.stop_logits(torch.cat(order, dim=1), mask.long())
+        padded = stop_logits(model, torch.cat(order, dim=1), mask.long())
         torch.testing.assert_close(padded[mask.bool()][None], plain, rtol=0, atol=1e-5)
     if model.policy.tail is not None:
         calls: list[int] = []
         for i, layer in enumerate(model.base.get_decoder().layers):
             layer.register_forward_hook(lambda module, args, out, i=i: calls.append(i))
-        model.trunk(ids)
+        trunk(model, ids)
         assert calls == [0, 1]
-
-
-def test_forward_scores_in_one_pass(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
-    """What the base gives, typed; stop probabilities on request, from the same pass."""
-    model, _ = saved
-    ids = torch.tensor([TEXT, TEXT[::-1]])
-    mask = torch.ones_like(ids)
-    mask[1, :7] = 0
-    base = model.base(input_ids=ids, attention_mask=mask, labels=ids, output_hidden_states=True)
-    calls: list[int] = []
-    for i, layer in enumerate(model.base.get_decoder().layers):
-        layer.register_forward_hook(lambda module, args, out, i=i: calls.append(i))
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        labels=ids,
-        output_hidden_states=True,
-        output_stop_probabilities=True,
-    )
-    assert calls == [0, 1, 2, 3]
-    assert type(output) is OSPrunerOutput
-    assert output.logits is not None
-    assert output.loss is not None
-    assert output.hidden_states is not None
-    assert output.past_key_values is not None
-    assert output.stop_probabilities is not None
-    assert torch.equal(output.logits, base.logits)
-    assert torch.equal(output.loss, base.loss)
-    assert len(output.hidden_states) == 5
-    assert torch.equal(output.hidden_states[-1], base.hidden_states[-1])
-    assert output.past_key_values.get_seq_length() == len(TEXT)
-    assert output.stop_probabilities.shape == ids.shape
-    expected = torch.sigmoid(model.stop_logits(ids, mask))
-    real = mask.bool()
-    torch.testing.assert_close(output.stop_probabilities[real], expected[real], rtol=0, atol=1e-5)
-    output.stop_probabilities[real].sum().backward()
-    assert model.policy.head.weight.grad is not None
-    assert all(parameter.grad is None for parameter in model.base.parameters())
-    assert model(input_ids=ids).stop_probabilities is None
-    assert torch.equal(model(input_ids=ids, return_dict=False)[0], model.base(ids).logits)
-    with pytest.raises(ValueError, match="past_key_values holds tokens that the policy has not"):
-        model(
-            input_ids=ids[:, :1],
-            past_key_values=output.past_key_values,
-            output_stop_probabilities=True,
-        )
 
 
 def test_given_texts_are_scored_at_their_step_ends(
@@ -387,12 +333,12 @@ def test_given_texts_are_scored_at_their_step_ends(
     alone = []
     for trace in traces:
         ends = model.token_format.step_ends(trace)
-        logits = model.stop_logits(torch.tensor([[*prompt, *trace]]))[0]
+        logits = stop_logits(model, torch.tensor([[*prompt, *trace]]))[0]
         wanted = torch.sigmoid(logits[[len(prompt) + end - 1 for end in ends]])
-        given = model.stop_probabilities([*prompt, *trace], prompt_length=len(prompt))
+        given = stop_probabilities(model, [*prompt, *trace], prompt_length=len(prompt))
         torch.testing.assert_close(given, wanted)
         answered = torch.tensor([*prompt, *trace, model.token_format.think_end_id, 9, 9])
-        torch.testing.assert_close(model.stop_probabilities(answered), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(stop_probabilities(model, answered), wanted, rtol=0, atol=1e-5)
         alone.append(wanted)
     assert [len(one) for one in alone] == [3, 1]
     texts = [[*prompt, *trace] for trace in traces]
@@ -404,7 +350,7 @@ def test_given_texts_are_scored_at_their_step_ends(
             [0] * len(pad) + [1] * len(text) if left else [1] * len(text) + [0] * len(pad)
             for pad, text in zip(pads, texts, strict=True)
         ]
-        found = model.stop_probabilities(torch.tensor(rows), attention_mask=torch.tensor(real))
+        found = stop_probabilities(model, torch.tensor(rows), attention_mask=torch.tensor(real))
         torch.testing.assert_close(found[0], alone[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(found[1, :1], alone[1], rtol=0, atol=1e-5)
         assert found[1, 1:].isnan().all()
@@ -429,6 +375,6 @@ def test_texts_that_cannot_be_scored_are_refused(
     message: str,
 ) -> None:
     base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
+    model = untrained(base, tiny_tokenizer, tuning="layers")
     with pytest.raises(ValueError, match=message):
-        model.stop_probabilities(torch.tensor(ids), prompt_length=length)
+        stop_probabilities(model, torch.tensor(ids), prompt_length=length)

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, Qwen2ForCausalLM, pipeline
 
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.train.untrained import untrained
 
 CHATS = [
     [{"role": "user", "content": text}]
@@ -21,9 +22,7 @@ ARGUMENTS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
 @pytest.fixture
 def model(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: Any) -> OSPrunerForCausalLM:
     """A policy that stops at the first paragraph's end."""
-    model = OSPrunerForCausalLM.untrained(
-        tiny_base, tiny_tokenizer, init_bias=50.0, tuning="layers"
-    )
+    model = untrained(tiny_base, tiny_tokenizer, init_bias=50.0, tuning="layers")
     breaks = [i for i, kind in enumerate(model.token_format.kinds) if kind & 1 and kind & 8]
     model.base.generation_config.sequence_bias = [[[i], 6.0] for i in breaks]
     return model

@@ -17,10 +17,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from modeling_ospruner import Budget, OSPrunerForCausalLM
-from modeling_ospruner.generation_ospruner import generate_with_rule
-from modeling_ospruner.policy_ospruner import StoppingPolicy
-from modeling_ospruner.states_ospruner import BREAK
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import BREAK
+from ospruner.rules import Budget
+from ospruner.rules.live import generate_with_rule
+from ospruner.scoring import stop_logits, stop_probabilities
+from ospruner.train.untrained import fresh_layers, untrained
 
 SWITCH = 64
 SIZES: dict[str, Any] = {
@@ -65,9 +67,7 @@ def make_base(kind: str, tokenizer: PreTrainedTokenizerFast, positions: int) -> 
 def make_model(
     kind: str, tokenizer: PreTrainedTokenizerFast, positions: int
 ) -> OSPrunerForCausalLM:
-    model = OSPrunerForCausalLM.untrained(
-        make_base(kind, tokenizer, positions), tokenizer, tuning="layers"
-    )
+    model = untrained(make_base(kind, tokenizer, positions), tokenizer, tuning="layers")
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
         weight = model.policy.head.weight
@@ -123,7 +123,7 @@ def test_what_is_read_step_by_step_is_what_one_pass_gives(
     text, met = online(model, prompt, new_tokens)
     assert len(met) >= new_tokens // 8
     assert max(met) - min(met) > 0.1
-    one_pass = model.stop_probabilities(text, prompt_length=prompt.shape[1])
+    one_pass = stop_probabilities(model, text, prompt_length=prompt.shape[1])
     torch.testing.assert_close(one_pass[: len(met)], torch.tensor(met), rtol=0, atol=1e-4)
 
 
@@ -137,7 +137,7 @@ def test_texts_that_pass_a_dynamic_switch_are_refused(
         model.generate(prompt, stop_policy=True, max_new_tokens=60)
     long = torch.arange(20, 90)[None]
     with pytest.raises(ValueError, match=message):
-        model.stop_logits(long)
+        stop_logits(model, long)
     with pytest.raises(ValueError, match=message):
         model(input_ids=long, output_stop_probabilities=True)
     # Without the policy nothing is read.
@@ -158,7 +158,7 @@ def test_longrope_within_the_positions_is_refused_at_construction(
         name = type(base).__name__
         message = f"{name} cannot be a base: with rope_type 'longrope' .* passes 64 tokens"
         with pytest.raises(ValueError, match=message):
-            StoppingPolicy.from_base(base.eval(), 2, tuning="layers")
+            fresh_layers(base.eval(), 2, tuning="layers")
 
 
 def test_an_unknown_switch_is_found_by_trying(
@@ -166,7 +166,7 @@ def test_an_unknown_switch_is_found_by_trying(
 ) -> None:
     """A base that changes at the length that it names, by a way of its own."""
     base = make_base("yarn", tiny_tokenizer, 4 * SWITCH)
-    StoppingPolicy.from_base(base, 2, tuning="layers")
+    fresh_layers(base, 2, tuning="layers")
     rotary: Any = type(base.model.rotary_emb)
     forward = rotary.forward
 
@@ -177,4 +177,4 @@ def test_an_unknown_switch_is_found_by_trying(
 
     monkeypatch.setattr(rotary, "forward", switching)
     with pytest.raises(ValueError, match=r"in pieces, give other .*from position 58 on"):
-        StoppingPolicy.from_base(base, 2, tuning="layers")
+        fresh_layers(base, 2, tuning="layers")

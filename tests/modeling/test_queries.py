@@ -19,8 +19,10 @@ from transformers.cache_utils import Cache, QuantizedLayer
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-from modeling_ospruner.loading_ospruner import WEIGHTS
-from modeling_ospruner.policy_ospruner import LayerKeys, Reader, StoppingPolicy
+from modeling_ospruner.modeling_ospruner import WEIGHTS
+from modeling_ospruner.policy_ospruner import LayerKeys
+from ospruner.scoring import stop_probabilities
+from ospruner.train.untrained import fresh_layers, untrained
 
 from .test_architectures import make_base, padded_prompts
 
@@ -54,7 +56,7 @@ def policy_on(
 ) -> OSPrunerForCausalLM:
     """A policy whose weights are not the base's; the base ends a step every few tokens."""
     base = make_base(name, tokenizer, **fields)
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, n, "queries")
+    model = untrained(base, tokenizer, n, "queries")
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight, std=0.2)
@@ -82,7 +84,7 @@ def offline(model: OSPrunerForCausalLM, ids: torch.Tensor) -> list[list[float]]:
     said = []
     for row, real in zip(ids, mask, strict=True):
         text = row[WIDTH - int(real.sum()) :]
-        found = model.stop_probabilities(text, prompt_length=int(real.sum()))
+        found = stop_probabilities(model, text, prompt_length=int(real.sum()))
         said.append(found[~found.isnan()].tolist())
     return said
 
@@ -138,24 +140,6 @@ def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_poli
     assert ids.past_key_values.get_seq_length() == WIDTH + LENGTH - 1
 
 
-def test_nothing_is_kept_between_steps(
-    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = policy_on("qwen2", tiny_tokenizer)
-    seen: list[tuple[bool, int]] = []
-    before = Reader._before_layer
-
-    def looked(self: Reader, *args: Any) -> Any:
-        seen.append((self.listening, len(self.keys)))
-        return before(self, *args)
-
-    monkeypatch.setattr(Reader, "_before_layer", looked)
-    written(model, NEVER)
-    assert {keys for listening, keys in seen if not listening} == {0}
-    assert 0 < sum(listening for listening, _ in seen) < len(seen)
-    assert model.policy.new_cache() is None
-
-
 @pytest.mark.parametrize("extra", [{"prefill_chunk_size": 5}, {"num_return_sequences": 2}])
 def test_options_of_generate(
     extra: dict[str, Any], tiny_tokenizer: PreTrainedTokenizerFast
@@ -166,7 +150,7 @@ def test_options_of_generate(
     mask = padded_prompts(WIDTH)["attention_mask"]
     for number, record in enumerate(model.last_stop):
         length = int(mask[number * 2 // len(watched)].sum())
-        wanted = model.stop_probabilities(watched[number, WIDTH - length :], prompt_length=length)
+        wanted = stop_probabilities(model, watched[number, WIDTH - length :], prompt_length=length)
         found = record.probabilities
         assert found == pytest.approx(wanted[: len(found)].tolist(), abs=1e-5)
     stopped = written(model, ALWAYS, 2, **extra)
@@ -200,7 +184,7 @@ def test_threads_share_a_base(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_no_layers_are_a_head_alone(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = StoppingPolicy.from_base(tiny_base, 0, "queries")
+    policy = fresh_layers(tiny_base, 0, "queries")
     assert not policy.queries
     assert policy(torch.randn(1, 3, 32)).shape == (1, 3)
 
@@ -211,7 +195,7 @@ def test_a_file_with_keys_of_its_own_is_refused(
     tiny_base_dir: Path,
     tmp_path: Path,
 ) -> None:
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         tiny_base, tiny_tokenizer, base_model_name_or_path=str(tiny_base_dir), tuning="layers"
     )
     model.save_pretrained(tmp_path)
@@ -226,7 +210,7 @@ def test_a_file_with_keys_of_its_own_is_refused(
 
 
 def test_keys_that_are_not_those_of_its_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:
-    policy = StoppingPolicy.from_base(tiny_base, 2, "queries")
+    policy = fresh_layers(tiny_base, 2, "queries")
     one = LayerKeys(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
     with pytest.raises(ValueError, match=r"the policy's 2 layers .* and those of 1 layers were g"):
         policy(torch.zeros(1, 3, 32), keys=[one])

@@ -14,15 +14,15 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from modeling_ospruner.formats_ospruner import (
-    DEEPSEEK_R1,
-    HARMONY,
-    PRESETS,
-    QWEN3,
+    BoundaryState,
+    BoxState,
     ReasoningFormat,
     TokenFormat,
-    guess,
+    kind_of,
 )
-from modeling_ospruner.states_ospruner import BoundaryState, BoxState, kind_of
+from ospruner.formats import DEEPSEEK_R1, HARMONY, PRESETS, QWEN3, guess
+
+from .made_formats import boundaries, made_format
 
 Compiled = tuple[PreTrainedTokenizerBase, TokenFormat]
 PIECES = ["a", " ", "\n", "\n\n", ".\n", ".\n\n", "\n\n\n", "}\n\n//", "\n\n//", " \n", "<think>"]
@@ -54,7 +54,7 @@ def reference_boundaries(pieces: list[str]) -> list[bool]:
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=30))
 @settings(max_examples=500, deadline=None)
 def test_boundaries_follow_the_rule(ids: list[int]) -> None:
-    state = BoundaryState(kinds_of(PIECES))
+    state = BoundaryState(made_format(kinds_of(PIECES)))
     found = [state.push(i) for i in ids]
     assert found == reference_boundaries([PIECES[i] for i in ids])
 
@@ -73,9 +73,7 @@ def test_boundaries_follow_the_rule(ids: list[int]) -> None:
     ],
 )
 def test_step_ends(pieces: list[str], ends: list[int]) -> None:
-    compiled = TokenFormat(
-        DEEPSEEK_R1, 99, (99,), (), (), frozenset({MARKER}), kinds_of(PIECES), {}
-    )
+    compiled = made_format(kinds_of(PIECES), think_end_id=99, added_ids=frozenset({MARKER}))
     assert compiled.step_ends([PIECES.index(piece) for piece in pieces]) == ends
 
 
@@ -156,10 +154,10 @@ def test_tiny_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [{"role": "user", "content": "What does </think> mean?\n\nTell me."}]
     text = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     prompt = tiny_tokenizer.encode(text, add_special_tokens=False)
-    assert fmt.in_thinking(prompt)
-    assert not fmt.in_thinking([*prompt, *fmt.closing_ids])
+    assert not fmt.thinking_span(prompt).closed
+    assert fmt.thinking_span([*prompt, *fmt.closing_ids]).closed
     answer = tiny_tokenizer.encode("So 3", add_special_tokens=False)
-    assert not fmt.in_thinking([*prompt, *fmt.closing_ids, *answer])
+    assert fmt.thinking_span([*prompt, *fmt.closing_ids, *answer]).closed
 
 
 REAL = [
@@ -196,14 +194,14 @@ def test_real_tokenizers(
     ]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    assert fmt.in_thinking(prompt)
-    assert not fmt.in_thinking([*prompt, *fmt.closing_ids])
+    assert not fmt.thinking_span(prompt).closed
+    assert fmt.thinking_span([*prompt, *fmt.closing_ids]).closed
     path = shared_dir / "data" / "tokenizers" / folder / "newline_tokens.json"
     listed = json.loads(path.read_text())["ends_with_double_newline"]
     assert len(listed) > 500
     after_text = tokenizer.encode("x", add_special_tokens=False)
     for token_id in listed:
-        assert fmt.boundaries([*after_text, token_id])[-1], tokenizer.decode([token_id])
+        assert boundaries(fmt, [*after_text, token_id])[-1], tokenizer.decode([token_id])
 
 
 def test_real_traces(shared_dir: Path, real_r1: Compiled) -> None:
@@ -219,7 +217,7 @@ def test_real_traces(shared_dir: Path, real_r1: Compiled) -> None:
         text = row["reasoning"].strip()
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        found = [offsets[i][1] for i, b in enumerate(fmt.boundaries(ids)) if b]
+        found = [offsets[i][1] for i, b in enumerate(boundaries(fmt, ids)) if b]
         wanted = [m.end() for m in re.finditer(r"(?<=\S)[^\S\n]*\n(?:\n)+", text)]
         assert found == wanted, row["id"]
         total += len(found)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from modeling_ospruner import Budget, OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from ospruner.demo.shipped import Reasoner
 from ospruner.engines.opening import ENGINES, EngineOptions, open_engine
+from ospruner.rules import Budget
+from ospruner.train.untrained import untrained
 
 from .test_generate_options import ALWAYS, NEVER, SAMPLED, Prefer, inputs_for, run, with_policy
 
@@ -78,7 +80,7 @@ def test_every_setting_of_generate_changes_something(
         for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
     ]
     assert model.tokenizer is not None
-    priced = OSPrunerForCausalLM.untrained(
+    priced = untrained(
         model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1), tuning="layers"
     )
     priced.config.domains = {

@@ -20,11 +20,11 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 import ospruner.cli
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.provenance import provenance
 from ospruner.train.labels.folder import MANIFEST
+from ospruner.train.untrained import untrained
 
 from ..conftest import Fuzzed
 
@@ -122,9 +122,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, reasoner: Reasoner) -> dict
     folder = tmp_path_factory.mktemp("bad")
     labels, policy = folder / "labels", folder / "policy"
     reasoner.label(draw_split("train", 10, 7), labels, 7)
-    OSPrunerForCausalLM.untrained(
-        reasoner.model, reasoner.tokenizer, tuning="layers"
-    ).save_pretrained(policy)
+    untrained(reasoner.model, reasoner.tokenizer, tuning="layers").save_pretrained(policy)
     provenance(policy, seed=0)
     for name, text in ROWS.items():
         (folder / f"{name}.jsonl").write_text(text + "\n" if text else "")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 EVERY_PRICE = "org/ospruner-r1-7b"
 POLICIES = ("org/ospruner-r1-7b-lam5e-5", "org/ospruner-r1-7b-lam2e-5")
@@ -24,7 +24,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     reasoner = Reasoner()
     folders = {}
     for name, bias in zip(POLICIES, (-1.0, -0.5), strict=True):
-        model = OSPrunerForCausalLM.untrained(
+        model = untrained(
             reasoner.model,
             reasoner.tokenizer,
             init_bias=bias,
@@ -34,7 +34,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         folder = tmp_path_factory.mktemp("policies") / name.split("/")[1]
         model.save_pretrained(folder)
         folders[name] = str(folder)
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         base_model_name_or_path=str(REASONER),

@@ -15,15 +15,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.formats_ospruner import (
-    DEEPSEEK_R1,
-    HARMONY,
-    PLAIN,
-    ReasoningFormat,
-    TokenFormat,
-)
-from modeling_ospruner.states_ospruner import kind_of
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, kind_of
 from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopPolicyConfig
+from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
 from ospruner.serving.admission import Admitted, promise_of
 from ospruner.serving.rows import RowCore, ServedRow, in_json
 

@@ -12,8 +12,8 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import FEATURES, LabelSettings
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.config import StopConfig
 from ospruner.train.label_sets import Labels
 from ospruner.train.policies import SavedPolicy

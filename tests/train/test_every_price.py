@@ -28,6 +28,7 @@ from ospruner.eval.table import TraceTable
 from ospruner.train.bases import load_labelled_base
 from ospruner.train.label_sets import load_labels
 from ospruner.train.predicting import predict, predict_outputs
+from ospruner.train.untrained import untrained
 
 from .conftest import RANGE, MakeLabels, trained_on
 
@@ -37,9 +38,7 @@ def test_the_price_of_indifference_is_what_thresholds_compare(
     tiny_tokenizer: PreTrainedTokenizerFast,
     make_labels: MakeLabels,
 ) -> None:
-    model = OSPrunerForCausalLM.untrained(
-        tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers"
-    )
+    model = untrained(tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers")
     nn.init.normal_(model.policy.head.weight, generator=torch.Generator().manual_seed(0))
     labels = make_labels(12)
     said = predict_outputs(model, labels)

@@ -29,10 +29,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import plain_text_config
-from modeling_ospruner.loading_ospruner import empty_base
+from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.policy_ospruner import StoppingPolicy
+from ospruner.bases import empty_base, plain_text_config
 from ospruner.doctor.plan import GIB, Workload, plan_for
 from ospruner.eval.schema import FEATURES
 from ospruner.train.batches import micro_batches
@@ -41,6 +40,7 @@ from ospruner.train.flashthink import Verifier
 from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces
 from ospruner.train.trainer import optimizer_of
+from ospruner.train.untrained import untrained
 
 from .conftest import MakeLabels
 
@@ -194,7 +194,7 @@ def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
     config = AutoConfig.for_model(kind, **fields)
     base = AutoModelForCausalLM.from_config(config).to(device).eval()
     assert base.config._attn_implementation == ("eager" if kind == "gpt_oss" else "sdpa")
-    model = OSPrunerForCausalLM.untrained(base, tiny_tokenizer, tuning="layers")
+    model = untrained(base, tiny_tokenizer, tuning="layers")
     torch.nn.init.normal_(model.policy.head.weight)
     traces = LabelledTraces.from_dataset(make_labels(6))
     batch = traces.batch(np.arange(6))

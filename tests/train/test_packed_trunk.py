@@ -18,9 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.scoring import trunk
 from ospruner.train.packing import pack, takes_packing
 from ospruner.train.traces import LabelledTraces
+from ospruner.train.untrained import untrained
 
 from .conftest import MakeLabels
 
@@ -84,9 +85,7 @@ def test_states_are_those_of_each_trace_alone(
     config.vocab_size = len(tiny_tokenizer)
     config.pad_token_id = None
     base = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    model = OSPrunerForCausalLM.untrained(
-        base, tiny_tokenizer, num_policy_layers=1, tuning="layers"
-    )
+    model = untrained(base, tiny_tokenizer, num_policy_layers=1, tuning="layers")
     hybrid = config.model_type == "qwen3_next"
     # Recurrent layers would carry over; other attention than sdpa goes unpacked.
     assert takes_packing(base) is (implementation == "sdpa" and not hybrid)
@@ -96,7 +95,7 @@ def test_states_are_those_of_each_trace_alone(
     lines = len(pack([np.zeros(traces.token_lengths[row]) for row in rows]).input_ids)
     assert hybrid or lines < len(rows)  # something was packed
     for b, row in enumerate(rows):
-        alone = model.trunk(traces.input_ids(rows[b : b + 1]))[0]
+        alone = trunk(model, traces.input_ids(rows[b : b + 1]))[0]
         close = 1e-5 * float(alone.abs().max())  # of the largest state, in float32
         found = together[b, : traces.token_lengths[row]]
         torch.testing.assert_close(found, alone, atol=close, rtol=0)

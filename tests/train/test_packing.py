@@ -20,10 +20,12 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.scoring import stop_probabilities, trunk
 from ospruner.train.batches import EpochBatches, length_batches
 from ospruner.train.predicting import predict
 from ospruner.train.tail import step_outputs, takes_fast_tail
 from ospruner.train.traces import LabelledTraces
+from ospruner.train.untrained import untrained
 
 MakeLabels = Callable[..., Dataset]
 TINY: dict[str, Any] = {
@@ -39,9 +41,7 @@ TINY: dict[str, Any] = {
 def policy_model(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int = 2
 ) -> OSPrunerForCausalLM:
-    model = OSPrunerForCausalLM.untrained(
-        base, tokenizer, num_policy_layers=n, tuning="layers"
-    ).eval()
+    model = untrained(base, tokenizer, num_policy_layers=n, tuning="layers").eval()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         torch.nn.init.normal_(model.policy.head.weight)
@@ -103,8 +103,8 @@ def test_predictions_equal_those_of_one_trace_at_a_time(
     assert other.cache_states(model, 0) == size  # they are kept
     np.testing.assert_allclose(cached, plain, atol=1e-6)
     for n, row in enumerate(dataset):
-        alone = model.stop_probabilities(
-            [*row["prompt_ids"], *row["trace_ids"]], prompt_length=len(row["prompt_ids"])
+        alone = stop_probabilities(
+            model, [*row["prompt_ids"], *row["trace_ids"]], prompt_length=len(row["prompt_ids"])
         ).numpy()
         np.testing.assert_allclose(cached[n, : len(alone)], alone, atol=1e-5)
         assert (cached[n, len(alone) :] == 0).all()
@@ -121,7 +121,7 @@ def test_states_of_one_base_are_not_given_to_another(
     real = torch.arange(int(traces.token_lengths.max())) < torch.from_numpy(
         traces.token_lengths[:, None]
     )  # what stands beyond a trace's end is not looked at
-    wanted = one.trunk(traces.input_ids(rows))[real]
+    wanted = trunk(one, traces.input_ids(rows))[real]
     torch.testing.assert_close(traces.states(one, rows).hidden[real], wanted)
     assert not torch.allclose(traces.states(two, rows).hidden[real], wanted)
 

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, OSPrunerConfig
-from modeling_ospruner.rules_ospruner import Budget
 from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 from ospruner.calibrating import calibrate
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.table import TraceTable
+from ospruner.rules import Budget
 from ospruner.serving.requests import StopRequest
 from ospruner.train.label_sets import load_labels
 from ospruner.train.labels.making import Labeller, label_problems

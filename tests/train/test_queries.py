@@ -23,11 +23,13 @@ from transformers.models.llama.modeling_llama import rotate_half
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import replay
 from ospruner.eval.table import TraceTable
+from ospruner.scoring import stop_logits
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.predicting import predict
 from ospruner.train.states import States
 from ospruner.train.tail import TrainedPolicy, step_outputs
 from ospruner.train.traces import LabelledTraces
+from ospruner.train.untrained import untrained
 
 from .conftest import SETTINGS, SHORT, MakeLabels
 from .test_trained import FAMILIES, SIZES
@@ -49,7 +51,7 @@ def traces(make_labels: MakeLabels) -> LabelledTraces:
 
 def queries_only(base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int = 2) -> Any:
     """A policy whose weights are not the base's."""
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, n, tuning="queries")
+    model = untrained(base, tokenizer, n, tuning="queries")
     torch.manual_seed(1)
     torch.nn.init.normal_(model.policy.head.weight)
     with torch.no_grad():
@@ -166,7 +168,7 @@ def test_kept_states_and_other_ways_give_the_same(
     rows = np.arange(12)
     computed = gradients(model, traces.states(model, rows), traces)
     offline = [
-        model.stop_logits(traces.input_ids(rows[i : i + 1]))[0, traces.positions[i]] for i in rows
+        stop_logits(model, traces.input_ids(rows[i : i + 1]))[0, traces.positions[i]] for i in rows
     ]
     steps = computed[0].shape[1]
     mask = traces.batch(rows).mask
@@ -202,7 +204,7 @@ def test_states_of_layers_are_not_given_to_queries(
     tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, traces: LabelledTraces
 ) -> None:
     """Both read the same base with the same n."""
-    layers = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning="layers")
+    layers = untrained(tiny_base, tiny_tokenizer, tuning="layers")
     queries = queries_only(tiny_base, tiny_tokenizer)
     assert traces.cache_states(layers, 2**30) > 0
     assert traces.holds_states_of(layers)
@@ -231,7 +233,7 @@ def test_fewer_numbers_are_kept_for_the_backward_pass(
 ) -> None:
     kept = {}
     for tuning in ("layers", "queries"):
-        model = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning=tuning)
+        model = untrained(tiny_base, tiny_tokenizer, tuning=tuning)
         states = traces.states(model, np.arange(12))
         found: dict[int, int] = {}
         given = {p.untyped_storage().data_ptr() for p in model.parameters()}

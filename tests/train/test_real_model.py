@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import PLAIN
 from ospruner.cli import app
 from ospruner.eval.grading.boxed import extract_boxed
+from ospruner.formats import PLAIN
 from ospruner.train.label_sets import load_labels
 
 from ..server_process import free_port, running_server

@@ -18,8 +18,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.schema import LabelSettings
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer

@@ -16,6 +16,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train import states as states_of
 from ospruner.train.states import run_trunk
 from ospruner.train.traces import LabelledTraces
+from ospruner.train.untrained import untrained
 
 from .conftest import MakeLabels
 
@@ -29,7 +30,7 @@ def model(
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> OSPrunerForCausalLM:
-    return OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, tuning=request.param)
+    return untrained(tiny_base, tiny_tokenizer, tuning=request.param)
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_other_weights_other_tails_and_other_steps_have_files_of_their_own(
 ) -> None:
     labels = make_labels(12)
     first = kept(labels)
-    deeper = OSPrunerForCausalLM.untrained(tiny_base, tiny_tokenizer, 3, tuning="layers")
+    deeper = untrained(tiny_base, tiny_tokenizer, 3, tuning="layers")
     assert not first.holds_states_of(deeper)
     first.cache_states(deeper, 0)
     assert sum(asked) == 24

@@ -15,7 +15,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from modeling_ospruner.formats_ospruner import TokenFormat, guess
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.formats import guess
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
@@ -101,7 +102,7 @@ def test_a_plain_model_learns_to_think(
     assert prompt.endswith("<|assistant|><think>\n")
     assert "<think>" not in str(tokenizer.apply_chat_template(turns, tokenize=False))
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-    assert fmt.in_thinking(ids[0].tolist())
+    assert not fmt.thinking_span(ids[0].tolist()).closed
     written = model.generate(ids, max_new_tokens=80, do_sample=False)[0, ids.shape[1] :]
     text = tokenizer.decode(written)
     assert "Wait, let me check" in text

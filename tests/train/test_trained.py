@@ -15,10 +15,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.train.objective import batch_loss
 from ospruner.train.tail import TrainedPolicy, no_denormals
 from ospruner.train.traces import LabelledTraces
+from ospruner.train.untrained import untrained
 
 from .conftest import MakeLabels
 
@@ -31,7 +31,7 @@ def gradients(
     checkpointing: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     """Logits, gradients by name, and the activations kept for the backward pass, in bytes."""
-    model = OSPrunerForCausalLM.untrained(base, tokenizer, tuning="layers")
+    model = untrained(base, tokenizer, tuning="layers")
     model.policy.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     trained = TrainedPolicy(model.policy, half, checkpointing)
     batch = traces.batch(np.arange(12))

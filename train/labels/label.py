@@ -12,8 +12,8 @@ from datasets import DatasetDict
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
-from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, guess
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.bases import max_positions
 from ospruner.engines.interface import Engine
 from ospruner.engines.opening import (
     ENGINES,
@@ -29,6 +29,7 @@ from ospruner.eval.problems.registry import open_task, parse_task
 from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
 from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import LabelSettings
+from ospruner.formats import guess, named
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
@@ -354,7 +355,7 @@ def read_format(
     Raises:
         ValueError: no such preset, or a format that does not fit the tokenizer.
     """
-    chosen = guess(tokenizer) if name is None else ReasoningFormat.named(name)
+    chosen = guess(tokenizer) if name is None else named(name)
     if wind_down is not None:
         chosen = replace(chosen, wind_down=wind_down)
     if task is not None:

@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.loading_ospruner import base_fingerprint
+from modeling_ospruner.modeling_ospruner import base_fingerprint
 from ospruner.durable import room_needed
 from ospruner.engines.dispatching import EnginesDownError
 from ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest

@@ -172,7 +172,7 @@ def ungraded_row(
     if trace.end_ids and fmt.end_marker is not None:
         own = texts.of([*trace.end_ids, *trace.answer_ids])
         own = own[own.find(fmt.end_marker.literal) + len(fmt.end_marker.literal) :]
-    elif fmt.in_reply and trace.ended == "natural":
+    elif not fmt.format.think_end and trace.ended == "natural":
         own = texts.of(trace.trace_ids)
     return {
         "problem_id": problem.id,

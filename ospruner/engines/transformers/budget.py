@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from modeling_ospruner.configuration_ospruner import input_device
+from ospruner.bases import input_device
 
 from .cache import own_cache, spare_columns
 

@@ -12,8 +12,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from modeling_ospruner.configuration_ospruner import input_device, max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.bases import input_device, max_positions
 
 from ..interface import (
     AnswerStop,

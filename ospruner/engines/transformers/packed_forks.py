@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from modeling_ospruner.configuration_ospruner import input_device
-from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
+from ospruner.bases import input_device
+from ospruner.logits import greedy, last_logits, top_entropy
 
 from ..interface import AnswerStop, ForkedAnswer, ForkRequest, TokenCount
 from .cache import SlotCache

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.rules_ospruner import last_logits
+from ospruner.bases import input_device
+from ospruner.logits import last_logits
 
 from ..interface import Sampled, SamplingSettings, TokenCount
 from .cache import SlotCache, fast_attention

@@ -19,10 +19,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from modeling_ospruner.configuration_ospruner import input_device
-from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.rules_ospruner import greedy, mix64
-from modeling_ospruner.states_ospruner import BoundaryState
+from modeling_ospruner.formats_ospruner import BoundaryState, TokenFormat
+from modeling_ospruner.stopping_ospruner import mix64
+from ospruner.bases import input_device
+from ospruner.logits import greedy
 
 from ..interface import (
     AnswerStop,

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from modeling_ospruner.configuration_ospruner import input_device
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.rules_ospruner import greedy, last_logits, top_entropy
+from ospruner.bases import input_device
+from ospruner.logits import greedy, last_logits, top_entropy
 
 from ..interface import (
     AnswerStop,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
-from modeling_ospruner.loading_ospruner import check_norm
+from modeling_ospruner.modeling_ospruner import check_norm
 
 from ..policies import Works, check_files, check_kind, check_settings, quantisation
 

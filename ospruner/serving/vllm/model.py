@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
-from modeling_ospruner.loading_ospruner import check_norm
-from modeling_ospruner.policy_ospruner import LORA_SCALE
+from modeling_ospruner.modeling_ospruner import check_norm
+from modeling_ospruner.policy_ospruner import ADAPTER_SCALE
 
 from ..policies import check_base_weights, check_files, check_kind, check_settings, quantisation
 from .gemma3 import TappedGemma3ForCausalLM
@@ -197,7 +197,7 @@ class OSPrunerVLLM(nn.Module):
         base: Any = initialize_model(own, prefix=prefix, model_class=kind.tapped)
         self.base: Any = base
         self.tail: _Tail | None = None
-        self._adapters = config.tuning == "lora"
+        self._adapters = config.adapter_rank > 0
         self._pages: Pages | None = None  # with a policy of queries only
         n = config.num_policy_layers
         if n:
@@ -373,7 +373,7 @@ def merge_adapters(weights: _Weights, total_layers: int, num_layers: int) -> _We
                 "its weight quantised. Serve a policy with --tuning layers or attention, or "
                 "generate with transformers"
             )
-        change = LORA_SCALE * (up.float() @ down.float())  # (out, in)
+        change = ADAPTER_SCALE * (up.float() @ down.float())  # (out, in)
         copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
     yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())
 

@@ -22,6 +22,7 @@ from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParse
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
+from ospruner.formats import follow
 
 __all__ = ["HarmonyThinkingParser", "MarkerThinkingParser", "ThinkingParser"]
 
@@ -103,7 +104,7 @@ class MarkerThinkingParser(_SplittingParser):
             form = ReasoningFormat.from_dict(dict(literals))
             _FORMATS[literals] = TokenFormat.compile(form, tokenizer)
         fmt = _FORMATS[literals]
-        if fmt.end_marker is None or fmt.in_reply:
+        if fmt.end_marker is None or not fmt.format.think_end:
             raise ValueError(
                 f"--reasoning-parser ospruner_markers: of the format {fmt.format.name!r}, no marker"
                 f" of several tokens ends the thinking (think_end {fmt.format.think_end!r}): leave "
@@ -119,7 +120,7 @@ class MarkerThinkingParser(_SplittingParser):
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
         """The tokens of the answer."""
-        state = self._fmt.follow([], input_ids)
+        state = follow(self._fmt, [], input_ids)
         return input_ids[state.thinking_tokens + state.end_tokens :] if state.ended else []
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:

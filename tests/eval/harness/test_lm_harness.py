@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 from .conftest import COUNT
 
@@ -174,7 +175,7 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
     """With words for the final answer, which end the thinking that is counted."""
     words = {"name": "reply", "think_end": "", "think_start": "", "closing": "\n\nThat fits "}
     form = replace(reasoner.token_format.format, **words, answer_phrase="That fits")
-    OSPrunerForCausalLM.untrained(
+    untrained(
         reasoner.model,
         reasoner.tokenizer,
         base_model_name_or_path=str(reasoner.folder),

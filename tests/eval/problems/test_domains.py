@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.grading.sandbox import check_sandbox
 from ospruner.eval.problems.domains import Choice, Exact
 from ospruner.eval.problems.generated import Generated
@@ -16,6 +15,7 @@ from ospruner.eval.problems.programs import ANSWER_LINE, Code
 from ospruner.eval.problems.registry import TASKS, open_task, parse_task
 from ospruner.eval.problems.sources import load_source
 from ospruner.eval.problems.task import Grade, Math, Task
+from ospruner.formats import DEEPSEEK_R1
 
 B = Problem("q", "Which?", "B")
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import (
     PROMPT_PRESETS,
@@ -13,6 +12,7 @@ from ospruner.eval.problems.task import (
     load_task_class,
     prompt_token_ids,
 )
+from ospruner.formats import DEEPSEEK_R1
 
 PROBLEMS = [Problem("a", "What is 6*7?", "42")]
 

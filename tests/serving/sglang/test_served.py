@@ -15,6 +15,7 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.sglang.custom_params import RECORD
+from ospruner.train.untrained import untrained
 
 from ...server_process import SGLANG_PYTHON, running_sglang
 from ..vllm.plugin_replay import make_prompts, perturb, replay
@@ -39,7 +40,7 @@ Extra = Mapping[str, Any]
 def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
     """A policy of every price."""
     folder = tmp_path_factory.mktemp("policy")
-    made = OSPrunerForCausalLM.untrained(
+    made = untrained(
         reasoner.model,
         reasoner.tokenizer,
         2,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,12 @@ import pytest
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.stopping_ospruner import RowPlan, StopRow
+from modeling_ospruner.stopping_ospruner import RowPlan, Said, StopRow
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.sglang.custom_params import DEFAULTS_VARIABLE
 from ospruner.serving.sglang.stopper import Stopper
+from ospruner.train.untrained import untrained
 
 from .test_custom_params import params
 
@@ -110,7 +110,7 @@ def policy(
     reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[OSPrunerForCausalLM, Path]:
     folder = tmp_path_factory.mktemp("policy")
-    made = OSPrunerForCausalLM.untrained(
+    made = untrained(
         reasoner.model,
         reasoner.tokenizer,
         1,
@@ -151,13 +151,13 @@ def by_rows(policy: OSPrunerForCausalLM, request: Request, most: int) -> tuple[l
     assert settings is not None
     settings, fmt = settings.with_defaults(policy.config), policy.token_format
     eos = frozenset(fmt.eos_ids)
-    plan = RowPlan(settings, settings.chosen_rule(1), fmt, eos)
+    plan = RowPlan(settings, fmt, eos)
     row = StopRow(plan, request.origin_input_ids, settings.first_sample_index)
     text: list[int] = []
     while len(text) < most:
         if row.at_boundary:
             logit = torch.tensor(said([*request.origin_input_ids, *text]))
-            row.decide(partial(float, torch.sigmoid(logit)), nothing, nothing)
+            row.decide(Said(float(torch.sigmoid(logit))))
         if row.forced:
             token = row.forced[0]
         else:
@@ -166,10 +166,6 @@ def by_rows(policy: OSPrunerForCausalLM, request: Request, most: int) -> tuple[l
         if row.push(token) or token in eos:
             break
     return text, row.record
-
-
-def nothing(*_: Any) -> Any:
-    raise AssertionError("the learned policy asks for nothing else")
 
 
 MOST = 40

@@ -34,8 +34,9 @@ from vllm import SamplingParams
 from vllm.compilation.counter import compilation_counter
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.states_ospruner import BREAK, VISIBLE
+from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 from .plugin_checks import environment, record, run, start, start_policy
 from .plugin_replay import perturb, replay
@@ -126,7 +127,7 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerF
                     parameter.mul_(3)  # lest all tokens be about as likely
         base.save_pretrained(tmp_path / "base")
         reasoner.tokenizer.save_pretrained(tmp_path / "base")
-        model = OSPrunerForCausalLM.untrained(
+        model = untrained(
             base,
             reasoner.tokenizer,
             num_layers,

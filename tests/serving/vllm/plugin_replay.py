@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.policy_ospruner import is_adapter
-from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopRecord, StopRow
+from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopRecord, StopRow
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.scoring import stop_logits
 from ospruner.serving.requests import StopRequest
+from ospruner.train.untrained import untrained
 
 TOLERANCE = 1e-4  # on stop probabilities, in float32
 
 
 def make_policy(reasoner: Reasoner, folder: Path, num_layers: int = 2) -> OSPrunerForCausalLM:
     """An untrained policy whose layers differ from the base's, and whose probabilities vary."""
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         num_layers,
@@ -41,7 +41,7 @@ def perturb(model: OSPrunerForCausalLM) -> None:
     with torch.no_grad():
         own = model.policy.own_names()
         for name, parameter in model.policy.named_parameters():
-            if is_adapter(name):
+            if ".lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
             elif name.startswith("tail.layers.") and name in own:  # an adapter's rest is the base's
                 parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
@@ -97,22 +97,22 @@ def replay(
     settings = settings.with_defaults(config)
     eos = frozenset(fmt.eos_ids)
     row = StopRow(
-        RowPlan(settings, settings.chosen_rule(config.step_stride), fmt, eos),
+        RowPlan(settings, fmt, eos, config.step_stride),
         prompt_ids,
         settings.first_sample_index,
     )
     ids = torch.tensor([[*prompt_ids, *output_ids]])
-    ours = torch.sigmoid(model.stop_logits(ids))[0].tolist()
+    ours = torch.sigmoid(stop_logits(model, ids))[0].tolist()
     for i, token in enumerate(output_ids):
         if row.at_boundary:
             own = ours[len(prompt_ids) + i - 1]
             step = len(row.record.step_ends)
             told = own if probabilities is None else probabilities[step]
             assert abs(told - own) < TOLERANCE, (step, told, own)
-            row.decide(partial(float, told), _none, _none)
+            row.decide(Said(told))
         if row.phase is Phase.FORCING:
             assert token == row.forced[0], f"token {i} is {token}, not the forced {row.forced[0]}"
-        elif row.phase is Phase.DONE and row.boxed:
+        elif row.phase is Phase.DONE and row._box is not None:
             assert token in eos, f"token {i} follows a complete answer"
         else:
             assert token not in row.masked_ids, f"token {i} opens the thinking again"
@@ -123,9 +123,5 @@ def replay(
         and len(probabilities) > len(row.record.step_ends)
     ):
         told = probabilities[len(row.record.step_ends)]
-        row.decide(partial(float, told), _none, _none)  # decided, then ended by a limit
+        row.decide(Said(told))  # decided, then ended by a limit
     return Replayed(row.record, row.phase)
-
-
-def _none(*_: Any) -> Any:
-    raise AssertionError("the learned policy asks for nothing else")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 from .plugin_checks import environment as environment
 from .plugin_checks import greedy, record, run, start_policy
@@ -24,7 +24,7 @@ ASKED = (PRICE, 1e-4, 1e-2)  # the first is the server's
 def test_it_is_served_at_the_prices_of_server_and_requests(
     reasoner: Reasoner, tmp_path: Path, dtype: str, tuning: str
 ) -> None:
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         tuning=tuning,

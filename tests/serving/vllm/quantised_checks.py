@@ -20,10 +20,10 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import mxfp4 as mxfp4_layers
 
-from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.model import OSPrunerVLLM
 from ospruner.serving.vllm.plugin import PROCESSOR
+from ospruner.train.untrained import untrained
 
 from .bases_checks import SIZES, _gpt_oss
 from .plugin_checks import environment
@@ -114,7 +114,7 @@ def saved(reasoner: Reasoner, tmp_path: Path, request: pytest.FixtureRequest) ->
     folder = tmp_path / "base"
     base.save_pretrained(folder)
     reasoner.tokenizer.save_pretrained(folder)
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         base, reasoner.tokenizer, base_model_name_or_path=str(folder), tuning="layers"
     )
     perturb(model)

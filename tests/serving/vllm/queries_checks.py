@@ -9,6 +9,7 @@ import pytest
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
+from ospruner.train.untrained import untrained
 
 from . import plugin_checks
 from .plugin_checks import environment, mixed, plain, served
@@ -28,7 +29,7 @@ test_probabilities = plugin_checks.test_probabilities_are_those_of_transformers
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
     folder = tmp_path_factory.mktemp("policy")
-    made = OSPrunerForCausalLM.untrained(
+    made = untrained(
         reasoner.model,
         reasoner.tokenizer,
         2,

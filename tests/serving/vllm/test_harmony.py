@@ -13,8 +13,9 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
 
-from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import HARMONY, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.formats import HARMONY
+from ospruner.train.untrained import untrained
 
 from ...server_process import free_port, running_server
 from .test_server import ARGUMENTS, CPU, needs_vllm
@@ -64,7 +65,7 @@ def client(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     base = reciter(tokenizer)
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    OSPrunerForCausalLM.untrained(
+    untrained(
         base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
     ).save_pretrained(folder / "policy")
     url = f"http://127.0.0.1:{free_port()}"

@@ -14,7 +14,7 @@ import torch
 from openai import BadRequestError, OpenAI
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.train.untrained import untrained
 
 from ...server_process import free_port, running_server
 from .test_harmony import recites
@@ -68,7 +68,7 @@ def client(
     folder = tmp_path_factory.mktemp("qwen3")
     base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    OSPrunerForCausalLM.untrained(
+    untrained(
         base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
     ).save_pretrained(folder / "policy")
     url = f"http://127.0.0.1:{free_port()}"

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.generation_ospruner import generate_with_rule
-from modeling_ospruner.rules_ospruner import Budget
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.schema import LabelSettings
+from ospruner.formats import follow
+from ospruner.rules import Budget
+from ospruner.rules.live import generate_with_rule
 from ospruner.train.labels.making import Labeller, label_problems
 
 SETTINGS = LabelSettings(
@@ -71,7 +72,7 @@ def test_labels_and_generate_end_at_the_same_token(
             record.step_ends[: len(row["step_ends"])] == row["step_ends"][: len(record.step_ends)]
         )
         # The marker and what follows it are the answer's, in generate and in the labels.
-        state = fmt.follow(prompt, written)
+        state = follow(fmt, prompt, written)
         after = len(trace) + state.end_tokens
         assert str(reasoner.tokenizer.decode(written[len(trace) : after])).endswith("That gives")
         assert str(reasoner.tokenizer.decode(written[after:])).startswith(" \\boxed{")

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
-from modeling_ospruner.formats_ospruner import QWEN3, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import app
 from ospruner.demo import REASONER
 from ospruner.engines.interface import SamplingSettings
 from ospruner.engines.opening import ENGINES, EngineOptions
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.schema import FEATURES, validate_row
+from ospruner.formats import QWEN3
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.importing import ImportedTraces, read_traces
 from ospruner.train.labels.label import (

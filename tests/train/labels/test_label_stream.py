@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.asking import Ask, AskingEngine, Reply, Server
 from ospruner.engines.interface import SamplingSettings
 from ospruner.eval.grading import boxed
@@ -20,6 +20,7 @@ from ospruner.eval.grading.boxed import Verdict
 from ospruner.eval.grading.pool import GradingPool
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.making import Labeller, label_problems

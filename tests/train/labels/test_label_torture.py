@@ -25,13 +25,14 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import app
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading import boxed
 from ospruner.eval.grading.boxed import Verdict, check_grader
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.labels.folder import read_labels, read_manifest, shards_of
 from ospruner.train.labels.label import regrade
 from ospruner.train.labels.making import Labeller, label_problems

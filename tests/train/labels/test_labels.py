@@ -18,13 +18,14 @@ import torch
 from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, QWEN3, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.durable import lock_folder
 from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
+from ospruner.formats import DEEPSEEK_R1, QWEN3
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.making import Labeller, label_problems
 from ospruner.train.labels.rows import labelled_step_ends

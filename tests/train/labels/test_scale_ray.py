@@ -15,11 +15,12 @@ from unittest import mock
 
 import pytest
 
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines import TransformersEngine
 from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.optional import MissingPackageError
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import label

@@ -1,0 +1,311 @@
+"""What may be a base, and how its last layers are reached, also where it is quantised or offloaded.
+
+A base qualifies if its decoder keeps L layers in a `ModuleList` and needs token ids for its
+embeddings only: `check_decoder` looks at it, `check_tail` tries copies of its last layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+from modeling_ospruner.configuration_ospruner import position_switch, rotary_settings
+from modeling_ospruner.policy_ospruner import (
+    LayerKeys,
+    Reader,
+    StoppingPolicy,
+    decoder_layers,
+    execution_device,
+    is_quantised,
+)
+
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+_INSTEAD = (
+    "A base is a decoder-only language model of transformers whose layers can be run on their own, "
+    "such as Qwen2, Llama, Qwen3, GPT-OSS, Phi-3, Gemma 3, OLMo, GLM-4, Mistral"
+)
+
+
+def check_decoder(base: PreTrainedModel) -> None:
+    """Refuses a base whose last layers cannot be run on their own, by what is seen of it.
+
+    Raises:
+        ValueError: naming the base's class, what it lacks, and what to use.
+    """
+    name, config = type(base).__name__, base.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} cannot be a base: it is an encoder-decoder. {_INSTEAD}")
+    decoder = base.get_decoder()
+    layers = dict(decoder.named_children()).get("layers")
+    if not isinstance(decoder, PreTrainedModel) or not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"{name} cannot be a base: its decoder ({type(decoder).__name__}) keeps its layers in "
+            f"no ModuleList named `layers`. {_INSTEAD}"
+        )
+    total = decoder.config.num_hidden_layers
+    if len(layers) != total:
+        raise ValueError(
+            f"{name} cannot be a base: it has {len(layers)} layers where its configuration says "
+            f"num_hidden_layers={total}. {_INSTEAD}"
+        )
+    own = decoder.get_input_embeddings()
+    tables = [
+        child_name
+        for child_name, child in decoder.named_modules()
+        if isinstance(child, nn.Embedding) and child is not own
+    ]
+    if tables:
+        raise ValueError(
+            f"{name} cannot be a base: beside the token embeddings its decoder looks up "
+            f"{', '.join(tables)}, which the hidden states of its last layers do not carry. "
+            f"{_INSTEAD}"
+        )
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{name} cannot be a base: it wraps a language model, beside parts for other "
+            f"inputs than text. Load that model alone, from a checkpoint of its own. {_INSTEAD}"
+        )
+    kind, length = position_switch(config) or ("", 0)
+    if kind == "longrope" and length < config.max_position_embeddings:
+        raise ValueError(
+            f"{name} cannot be a base: with rope_type {kind!r} the frequencies of all positions "
+            f"change when a text passes {length} tokens (original_max_position_embeddings), and it "
+            "writes on from other hidden states than one pass over the whole text gives, from "
+            f"which a policy learns. {_INSTEAD}"
+        )
+
+
+_POSITIONS = "max_position_embeddings"
+# Kinds of scaled rotary positions whose longest text the configuration names already.
+_NAMED_LENGTH = ("default", "llama3", "longrope", "su")
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest text, in tokens, that a base was made for; None where nothing limits it.
+
+    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
+
+    Args:
+        config: a base's.
+    """
+    fields = config.get_text_config().to_dict()
+    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS, _POSITIONS)}
+    trained = next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
+    if trained is None:
+        return None
+    scaled = fields.get("rope_parameters") or {}
+    kinds = [scaled, *(kind for kind in scaled.values() if isinstance(kind, dict))]
+    lengths = [
+        kind["factor"] * (kind.get(f"original_{_POSITIONS}") or trained)
+        for kind in kinds
+        if kind.get("factor") and kind.get("rope_type") not in _NAMED_LENGTH
+    ]
+    return max([trained, *map(int, lengths)])
+
+
+def plain_text_config(base_config: PreTrainedConfig) -> dict[str, Any]:
+    """The text part of a base's configuration, without how this copy of it was loaded."""
+    literals: dict[str, Any] = base_config.get_text_config().to_dict()
+    for name in ("auto_map", "quantization_config"):
+        literals.pop(name, None)
+    return literals
+
+
+def input_device(base: PreTrainedModel) -> torch.device:
+    """Where the base takes its token ids and masks, and gives its logits."""
+    return execution_device(base, base.get_input_embeddings())
+
+
+def empty_base(config: PreTrainedConfig) -> PreTrainedModel:
+    """A base without weights (on the meta device), and unquantised."""
+    config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return base
+
+
+def refuse_no_tokenizer(path: str, hub: Mapping[str, Any]) -> None:
+    """Refuses a repository without a vocabulary, of which transformers makes an empty tokenizer.
+
+    Args:
+        path: a repository or folder.
+        hub: where and how to find it; see `from_base`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = (
+        cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+        for name in _VOCABULARIES
+    )
+    if not any(found):
+        raise ValueError(
+            f"{path!r} has no tokenizer.json (nor {', '.join(_VOCABULARIES[1:])}): copy it again, "
+            "or save its tokenizer there with tokenizer.save_pretrained"
+        )
+
+
+def decoder_dtype(base: PreTrainedModel) -> torch.dtype:
+    """The dtype in which the base's last layer computes."""
+    if is_quantised(base):
+        return base.dtype
+    for parameter in decoder_layers(base)[-1].parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.get_default_dtype()
+
+
+def last_layers_of_checkpoint(
+    base: PreTrainedModel, num_layers: int, revision: str | None
+) -> dict[str, torch.Tensor]:
+    """The tensors of the decoder's last layers and final norm, unquantised, from where base came.
+
+    The checkpoint is opened once more with everything else left on disk.
+
+    Args:
+        base: a base that holds packed parameters, or none.
+        num_layers: n.
+        revision: the commit of the checkpoint; None for a folder.
+
+    Raises:
+        ValueError: the checkpoint itself is quantised in a way that cannot be undone.
+    """
+    where = str(base.name_or_path)
+    config = AutoConfig.from_pretrained(where, revision=revision)
+    arguments: dict[str, Any] = {}
+    stored = vars(config).get("quantization_config")
+    if stored is not None:
+        arguments["quantization_config"] = _undoing(stored, type(base).__name__)
+    with tempfile.TemporaryDirectory() as folder:
+        opened = type(base).from_pretrained(
+            where,
+            revision=revision or "main",
+            dtype=decoder_dtype(base),
+            device_map=_only_last_layers(base, num_layers),
+            offload_folder=folder,
+            use_safetensors=True,
+            **arguments,
+        )
+        tensors: dict[str, torch.Tensor] = {
+            name: tensor
+            for name, tensor in opened.get_decoder().state_dict().items()
+            if not tensor.is_meta
+        }
+    return tensors
+
+
+def _only_last_layers(base: PreTrainedModel, num_layers: int) -> dict[str, str]:
+    """A device map with the last layers and the final norm in memory, and all else on disk."""
+    decoder, layers = base.get_decoder(), decoder_layers(base)
+    last, beside = set(layers[-num_layers:]), set(decoder.children()) - {layers}
+    device_map: dict[str, str] = {}
+    for name, module in base.named_modules():
+        covered = any(name.startswith(f"{key}.") for key in device_map)
+        if covered or module is layers or decoder in module.modules():
+            continue
+        small = module in beside and not isinstance(module, nn.Embedding)
+        device_map[name] = "cpu" if small or module in last else "disk"
+    return device_map
+
+
+def _undoing(stored: Any, name: str) -> Any:
+    """The quantisation config that dequantises a checkpoint while it is read."""
+    method = stored["quant_method"] if isinstance(stored, dict) else stored.quant_method
+    ways = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+    if method not in ways:
+        raise ValueError(
+            f"the checkpoint of {name} is quantised ({method}) and its layers cannot be read "
+            f"unquantised (only {', '.join(ways)} can): make the policy on the unquantised model; "
+            "it may then be used on this one"
+        )
+    return ways[method](dequantize=True)
+
+
+@torch.no_grad()
+def check_tail(base: PreTrainedModel, policy: StoppingPolicy) -> None:
+    """Runs a few tokens through the base, and from layer L-n on through the fresh copies.
+
+    At the beginning of a text, across each length that the base's rotary settings name, and at the
+    end of its positions.
+
+    Args:
+        base: a causal LM in eval mode.
+        policy: fresh copies of its last layers.
+
+    Raises:
+        ValueError: the two differ, or the copies cannot be run at once, in pieces and padded.
+    """
+    most = vars(base.config.get_text_config()).get("max_position_embeddings") or _PROBE
+    named = [one.get("original_max_position_embeddings") for one in rotary_settings(base.config)]
+    starts = {0, most - _PROBE, *(length - _PROBE // 2 for length in named if length)}
+    for start in sorted(starts):
+        if 0 <= start <= most - _PROBE:
+            _check_tail_from(start, base, policy)
+
+
+def _check_tail_from(start: int, base: PreTrainedModel, policy: StoppingPolicy) -> None:
+    """What `check_tail` does, with positions that begin at `start`."""
+    assert policy.tail is not None
+    decoder, tail, n = base.get_decoder(), policy.tail, len(policy.layers)
+    device = execution_device(base, decoder.get_input_embeddings())
+    ids = torch.arange(2 * _PROBE, device=device).view(2, -1) % tail.config.vocab_size
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    positions = start + (mask.cumsum(-1) - 1).clamp(min=0)
+    outputs: list[torch.Tensor] = []
+    handle = tail.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state))
+    try:
+        with Reader(base, n, policy.queries) as reader:
+            wanted = decoder(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+            ).last_hidden_state
+            hidden, keys = reader.hidden, reader.keys
+        policy.outputs(hidden, positions, mask, None, keys)
+        cache = policy.new_cache()
+        columns = torch.arange(_PROBE, device=device)[None]
+        for i, j in ((0, 5), (5, 6), (6, _PROBE)):
+            known = [LayerKeys(one.keys[:, :, :j], one.values[:, :, :j]) for one in keys]
+            policy.outputs(
+                hidden[:, i:j], positions[:, i:j], mask[:, :j], cache, known, columns[:, i:j]
+            )
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{type(base).__name__} cannot be a base: its last {n} layers do not run on their own "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        handle.remove()
+    real = mask.bool()
+    wanted = wanted.to(outputs[0].device)[real]
+    if not wanted.isfinite().all():
+        return  # broken weights tell nothing of the architecture
+    for how, found in (("at once", outputs[0]), ("in pieces", torch.cat(outputs[1:], dim=1))):
+        share = float((found[real] - wanted).abs().mean() / wanted.abs().mean())
+        if not share < _TOLERATED_SHARE.get(wanted.dtype, 0.05):
+            raise ValueError(
+                f"{type(base).__name__} cannot be a base: its last {n} layers, run on their own "
+                f"{how}, give other hidden states than within it (from position {start} on they "
+                f"differ by {share:.0%} on average). Its layers need more than the hidden states "
+                "that enter them"
+            )
+
+
+_PROBE = 12  # tokens a row
+# Rounding in another order stays below (0.05 is for half precision), a missing input lies above.
+_TOLERATED_SHARE = {torch.float32: 0.01}

@@ -1,0 +1,106 @@
+"""The formats of known families, and what is asked of one beside stopping."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from modeling_ospruner.formats_ospruner import BoundaryState, ReasoningFormat, TokenFormat
+
+__all__ = ["DEEPSEEK_R1", "HARMONY", "PLAIN", "PRESETS", "QWEN3", "follow", "guess", "named"]
+
+_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+DEEPSEEK_R1 = ReasoningFormat(
+    "deepseek-r1", _BOXED, "</think>", "</think>\n\n", "\\boxed{", "<think>"
+)
+QWEN3 = dataclasses.replace(DEEPSEEK_R1, name="qwen3")
+HARMONY = ReasoningFormat(
+    "harmony",
+    _BOXED,
+    "<|end|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "\\boxed{",
+    "<|channel|>analysis<|message|>",
+)
+PLAIN = ReasoningFormat(
+    "plain",
+    "Please reason step by step, check your result, and put your final answer within \\boxed{}.",
+    "",
+    "\n\nThe final answer is ",
+    "\\boxed{",
+    steps="prose",
+)
+PRESETS = {preset.name: preset for preset in (DEEPSEEK_R1, QWEN3, HARMONY, PLAIN)}
+
+
+def named(name: str) -> ReasoningFormat:
+    """A preset by its name, or the format of a .json file with the literals of `to_dict`.
+
+    Raises:
+        ValueError: there is no such preset, the file is no JSON object, or a literal is unknown
+            or missing.
+        OSError: there is no such file.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if not name.endswith(".json"):
+        raise ValueError(
+            f"format is {name!r}; it must be one of {', '.join(PRESETS)}, or a .json file "
+            "with the literals of a ReasoningFormat"
+        )
+    try:
+        literals = json.loads(Path(name).read_text(encoding="utf-8"))
+        if not isinstance(literals, dict):
+            raise ValueError(f"it holds a {type(literals).__name__}, and no object")
+    except ValueError as error:
+        raise ValueError(
+            f"format is {name!r}, a file that cannot be read ({error}): it must be UTF-8 JSON, "
+            "the literals of a ReasoningFormat"
+        ) from error
+    return ReasoningFormat.from_dict(literals)
+
+
+def guess(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat:
+    """The format that fits the markers in the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    def has(token: str) -> bool:
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        return isinstance(token_id, int) and tokenizer.convert_ids_to_tokens(token_id) == token
+
+    if has("<|channel|>") and has(HARMONY.think_end):
+        return HARMONY
+    if has(QWEN3.think_end):
+        switchable = "enable_thinking" in str(tokenizer.chat_template or "")
+        return QWEN3 if has("<|im_start|>") and switchable else DEEPSEEK_R1
+    raise ValueError(
+        "the tokenizer has no thinking end marker: neither '</think>' nor '<|channel|>' with "
+        "'<|end|>' is a token of it. If the model reasons in its reply, say so: `--format plain` "
+        "(formats_ospruner.PLAIN); else pass a ReasoningFormat, whose think_end may be any text"
+    )
+
+
+def follow(fmt: TokenFormat, prompt_ids: Sequence[int], ids: Iterable[int]) -> BoundaryState:
+    """The state at the end of the thinking that goes on after a prompt, or of the ids.
+
+    Its `thinking_tokens` count from the prompt's end, and are below 0 where the end began
+    within the prompt.
+    """
+    state = fmt.boundary_state(prompt_ids[fmt.thinking_span(prompt_ids).start :])
+    before = state.thinking_tokens
+    if state.ended:
+        state.end_tokens = 0  # they stand in the prompt
+    for token in ids:
+        if state.ended:
+            break
+        state.push(token)
+    state.thinking_tokens -= before
+    return state

@@ -1,0 +1,38 @@
+"""Formats made by hand, of tokens that no tokenizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from modeling_ospruner.formats_ospruner import Marker, ReasoningFormat, TokenFormat
+from ospruner.formats import DEEPSEEK_R1
+
+
+def made_format(
+    kinds: bytes, literals: ReasoningFormat = DEEPSEEK_R1, **fields: Any
+) -> TokenFormat:
+    """A format of nothing but the kinds of its tokens, and what is given."""
+    empty: dict[str, Any] = {
+        **dict.fromkeys(("closing_ids", "box_prefix_ids", "think_start_ids", "wind_down_ids"), ()),
+        **dict.fromkeys(("header_ids", "opening_ids", "eos_ids"), ()),
+        **dict.fromkeys(("added_ids", "call_ids"), frozenset()),
+        "brace_texts": {},
+        "closing_rests": {},
+        **dict.fromkeys(("displays", "end_marker", "start_marker")),
+        "think_end_id": -1,
+    }
+    return TokenFormat(format=literals, kinds=kinds, **{**empty, **fields})
+
+
+def made_marker(literal: str, texts: Sequence[str]) -> Marker:
+    """A marker of tokens with these texts."""
+    marker = Marker.__new__(Marker)
+    marker.literal, marker.texts = literal, list(texts)
+    return marker
+
+
+def boundaries(fmt: TokenFormat, ids: Sequence[int]) -> list[bool]:
+    """For each thinking token, whether it ends a step."""
+    state = fmt.boundary_state()
+    return [state.push(i) for i in ids]

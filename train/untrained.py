@@ -1,0 +1,172 @@
+"""Fresh policies: copies of a base's last layers with an untrained head, and adapters beside them.
+
+Of a base that is quantised or offloaded, the copies are read unquantised from the checkpoint that
+it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig, PriceRange
+from modeling_ospruner.formats_ospruner import ReasoningFormat
+from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM, fingerprint_of
+from modeling_ospruner.policy_ospruner import (
+    ADAPTER_SCALE,
+    StoppingPolicy,
+    is_quantised,
+)
+from ospruner.bases import (
+    check_decoder,
+    check_tail,
+    last_layers_of_checkpoint,
+    plain_text_config,
+)
+from ospruner.formats import guess
+
+INIT_BIAS = {"fixed": -2.0, "price": -2.5}
+"""The heads' first bias; that of "price" is the logit at the price 0."""
+_INIT_RISE = 0.6  # of a price head's logit from one place to the next
+
+
+def untrained(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    num_policy_layers: int = 2,
+    tuning: str = "queries",
+    init_bias: float | None = None,
+    reasoning_format: ReasoningFormat | None = None,
+    base_model_name_or_path: str | None = None,
+    base_revision: str | None = None,
+    adapter_rank: int = 0,
+    price_range: Sequence[float] | None = None,
+) -> OSPrunerForCausalLM:
+    """A fresh, untrained policy on a loaded base, which is shared and frozen.
+
+    Args:
+        base: the causal LM.
+        tokenizer: the base's; saved with the policy.
+        num_policy_layers: n of the paper; 0 trains a head alone.
+        tuning: "queries", or "layers" (the paper's).
+        init_bias: the head's initial bias; None for the head's usual one.
+        reasoning_format: None guesses it from the tokenizer.
+        base_model_name_or_path: what the policy pins; None takes where base came from.
+        base_revision: the commit that the policy pins; None for a base in a folder.
+        adapter_rank: trains low-rank adapters beside the copies, and stores them alone; 0 for none.
+        price_range: low and high of `PriceRange`, for the head "price"; None for the other.
+
+    Raises:
+        ImportError: adapters without peft.
+        ValueError: the tokenizer has no thinking end marker, a field is out of range, or the
+            base's layers cannot be copied.
+    """
+    chosen = reasoning_format or guess(tokenizer)
+    config = OSPrunerConfig(
+        text_config=plain_text_config(base.config),
+        base_model_name_or_path=base_model_name_or_path or str(base.name_or_path),
+        base_revision=base_revision,
+        base_fingerprint=fingerprint_of(base),
+        num_policy_layers=num_policy_layers,
+        tuning=tuning,
+        adapter_rank=adapter_rank,
+        head="fixed" if price_range is None else "price",
+        price_range=None if price_range is None else list(price_range),
+        reasoning_format=chosen.to_dict(),
+        ospruner_version=VERSION,
+    )
+    config._attn_implementation = base.config._attn_implementation
+    policy = fresh_layers(
+        base.eval(), num_policy_layers, tuning, init_bias, base_revision, adapter_rank,
+        config.prices,
+    )  # fmt: skip
+    return OSPrunerForCausalLM(config, base, policy, tokenizer)
+
+
+def fresh_layers(
+    base: PreTrainedModel,
+    num_layers: int,
+    tuning: str = "queries",
+    init_bias: float | None = None,
+    revision: str | None = None,
+    adapter_rank: int = 0,
+    prices: PriceRange | None = None,
+) -> StoppingPolicy:
+    """Copies of the base's last layers, and a head that says sigmoid(bias).
+
+    Args:
+        base: a causal LM in eval mode.
+        num_layers: n.
+        tuning: "queries" or "layers".
+        init_bias: the head's bias; mild, for saturated logits have no gradient. None: that of
+            `INIT_BIAS`.
+        revision: the commit of the base's checkpoint.
+        adapter_rank: of adapters; 0 for none.
+        prices: to be known, for the head "price"; None for the other.
+
+    Raises:
+        ImportError: adapters without peft.
+        ValueError: the base has fewer layers, or its layers cannot be run on their own.
+    """
+    check_decoder(base)
+    policy = StoppingPolicy.empty(base, num_layers, prices, tuning == "queries")
+    source: dict[str, torch.Tensor] = {}
+    if policy.tail is not None:
+        source = base.get_decoder().state_dict()
+        names = {name: policy.name_in_base(base, name) for name in policy.tail.state_dict()}
+        if is_quantised(base) or any(source[name].is_meta for name in names.values()):
+            source = last_layers_of_checkpoint(base, num_layers, revision)
+        source = {f"tail.{name}": source[names[name]] for name in names}
+    bias = torch.full((policy.head.out_features,), math.log(math.expm1(_INIT_RISE)))
+    bias[0] = INIT_BIAS["fixed" if prices is None else "price"] if init_bias is None else init_bias
+    head = {"head.weight": torch.zeros(policy.head.weight.shape), "head.bias": bias}
+    policy.load(base, {**source, **head})
+    policy.eval()
+    if policy.tail is not None and not is_quantised(base):
+        check_tail(base, policy)
+    if adapter_rank:
+        add_adapters(policy, adapter_rank)
+    set_trainable(policy)
+    return policy
+
+
+def set_trainable(policy: StoppingPolicy) -> None:
+    """Lets gradients reach the head, and the copied layers or the adapters beside them.
+
+    The final norm is the base's, and tells another base from it when a policy is loaded.
+    """
+    policy.requires_grad_(False)
+    policy.head.requires_grad_(True)
+    adapters = [p for name, p in policy.layers.named_parameters() if ".lora_" in name]
+    for parameter in adapters or policy.layers.parameters():
+        parameter.requires_grad_(True)
+
+
+def add_adapters(policy: StoppingPolicy, rank: int) -> None:
+    """Puts an adapter beside every linear projection of a policy's layers; at first it adds 0.
+
+    W x becomes W x + 2 B A x with A (rank, in) drawn and B (out, rank) zero (LoRA's alpha is twice
+    the rank). Adapters are in float32 whatever the base's dtype.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: the layers have no linear projection.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ImportError(
+            "adapters need the package peft, which is not installed: pip install peft"
+        ) from error
+    linear = [name for name, part in policy.layers.named_modules() if isinstance(part, nn.Linear)]
+    if not linear:
+        raise ValueError("the base's last layers have no linear projection: leave adapters out")
+    config = LoraConfig(r=rank, lora_alpha=ADAPTER_SCALE * rank, target_modules=linear)
+    inject_adapter_in_model(config, policy.layers)
+    for name, parameter in policy.layers.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
