@@ -58,7 +58,7 @@ PROBLEMS = {
 """Of each set of labels: dataset, split, local file, number of problems."""
 
 TESTS = ("gsm8k", "math500")
-OURS = ("--head", "price", "--lambdas", "1e-5,1e-2")
+OURS = ("--prices", "1e-5,1e-2")
 GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 SEED = 1
@@ -175,7 +175,7 @@ def _train(commands: Commands, name: str, folder: Path, tuning: str, own: Sequen
     inputs = [labels / split / "manifest.json" for split in ("train", "validation")]
     words: list[object] = ["train", "--labels", labels / "train", "--validation"]
     words += [labels / "validation", "--base", commands.base, "--tuning", tuning, "--epochs", 8]
-    words += ["--learning-rate", 1e-5, "--head-learning-rate", 1e-4, "--swa-share", 0.5]
+    words += ["--learning-rate", 1e-5, "--set", "head_learning_rate=1e-4", "--set", "average=0.5"]
     words += ["--batch-size", 16, "--seed", commands.seed, "--states", commands.out / "states"]
     commands.run(f"train {name}", [*words, *own, "--out", folder / name], inputs)
 

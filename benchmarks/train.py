@@ -1,4 +1,4 @@
-"""Cost of a training step: one pass per prefix, one padded pass, one packed pass, many targets.
+"""Cost of a training step: one pass per prefix, one padded pass, one packed pass, many prices.
 
     OMP_NUM_THREADS=1 python benchmarks/train.py [--quick] [--json FILE] [--limit N] [--seed N]
 
@@ -12,7 +12,6 @@ padded       one pass a trace, in padded rows
 packed       as `ospruner train`: the trunk on packed traces, the last layer at step ends only
 kept         the same from the trunk's states in memory, as in all epochs but the first
 every_price  kept, for a policy of every price on six of them (another loss)
-multi        packed, with several targets on one pass of the trunk, as `ospruner train --multi`
 
 Arms are timed in turn. `graph` is the memory that is kept for the backward pass, weights left out;
 `of limit` is counted floating-point operations a second over what one large matrix product reaches
@@ -90,8 +89,7 @@ class Arms:
     """Each arm takes one optimiser step on the traces of `rows` and returns the loss.
 
     Args:
-        targets: policies on one base; all arms but `multi`, `every_price` and `queries` train the
-            first.
+        target: a policy; all arms but `every_price` and `queries` train it.
         priced: a policy of every price on the same base.
         queries: one that is queries only on the same base.
         traces: the labelled traces; `kept` are the same, with the trunk's states in memory, and so
@@ -100,14 +98,14 @@ class Arms:
 
     def __init__(
         self,
-        targets: list[Target],
+        target: Target,
         priced: Target,
         queries: Target,
         traces: LabelledTraces,
         kept: LabelledTraces,
         keys: LabelledTraces,
     ) -> None:
-        self.targets = targets
+        self.target = target
         self.priced = priced
         self.queries_only = queries
         self.keys = keys
@@ -116,7 +114,7 @@ class Arms:
 
     def naive(self, rows: IntArray) -> float:
         """One pass of base and tail for each prefix."""
-        target, batch = self.targets[0], self.traces.batch(rows)
+        target, batch = self.target, self.traces.batch(rows)
         logits = torch.zeros(batch.mask.shape)
         values = []
         for b, row in enumerate(rows):
@@ -132,7 +130,7 @@ class Arms:
 
     def padded(self, rows: IntArray) -> float:
         """One pass a trace, in rows as long as the longest."""
-        target, batch = self.targets[0], self.traces.batch(rows)
+        target, batch = self.target, self.traces.batch(rows)
         hidden = trunk(target.model, self.traces.input_ids(rows).to(target.model.base.device))
         positions = batch.positions.to(hidden.device)
         outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
@@ -140,30 +138,24 @@ class Arms:
 
     def packed(self, rows: IntArray) -> float:
         """The trunk on packed traces."""
-        return self._step(self.targets[:1], self.traces, rows)
+        return self._step(self.target, self.traces, rows)
 
     def kept(self, rows: IntArray) -> float:
         """The trunk's states from memory."""
-        return self._step(self.targets[:1], self.in_memory, rows)
+        return self._step(self.target, self.in_memory, rows)
 
     def every_price(self, rows: IntArray) -> float:
         """A policy of every price, on six of them; states from memory."""
-        return self._step([self.priced], self.in_memory, rows)
+        return self._step(self.priced, self.in_memory, rows)
 
     def queries(self, rows: IntArray) -> float:
         """A policy that is queries only; states at step ends, and keys and values, from memory."""
-        return self._step([self.queries_only], self.keys, rows)
+        return self._step(self.queries_only, self.keys, rows)
 
-    def multi(self, rows: IntArray) -> float:
-        """All targets on one pass of the trunk."""
-        return self._step(self.targets, self.traces, rows)
-
-    def _step(self, targets: list[Target], traces: LabelledTraces, rows: IntArray) -> float:
-        batch = traces.batch(rows)
-        states = traces.states(targets[0].model, rows)
+    def _step(self, target: Target, traces: LabelledTraces, rows: IntArray) -> float:
+        batch, states = traces.batch(rows), traces.states(target.model, rows)
         positions = batch.positions.to(states.device)
-        losses = [t.step(step_outputs(t.model.policy, states, positions), batch) for t in targets]
-        return losses[0]
+        return target.step(step_outputs(target.model.policy, states, positions), batch)
 
 
 def random_base(width: int, layers: int, vocabulary: int, seed: int) -> Qwen2ForCausalLM:
@@ -191,17 +183,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.nn.Module.to(base, device)
     dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
     traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
-    targets = [Target(base, reasoner, args.seed + n, tuning="layers") for n in range(args.targets)]
+    target = Target(base, reasoner, args.seed, tuning="layers")
     priced = Target(base, reasoner, args.seed, tuning="layers", prices=[1e-6, 1e-3])
     queries = Target(base, reasoner, args.seed, tuning="queries")
-    queries.model.policy.head.load_state_dict(targets[0].model.policy.head.state_dict())
-    kept.cache_states(targets[0].model, 2**40)
-    keys.cache_states(queries.model, 2**40)
-    arms = Arms(targets, priced, queries, traces, kept, keys)
+    queries.model.policy.head.load_state_dict(target.model.policy.head.state_dict())
+    states_bytes = {
+        "kept": kept.cache_states(target.model, 2**40),
+        "queries": keys.cache_states(queries.model, 2**40),
+    }
+    arms = Arms(target, priced, queries, traces, kept, keys)
     rows = np.arange(args.limit)
     calls: dict[str, Callable[[], float]] = {
         name: partial(getattr(arms, name), rows)
-        for name in ("naive", "padded", "packed", "kept", "queries", "every_price", "multi")
+        for name in ("naive", "padded", "packed", "kept", "queries", "every_price")
     }
     losses, kept_bytes = {}, {}
     operations: dict[str, int | None] = {}  # counting is too slow for the many passes of "naive"
@@ -209,7 +203,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
         operations[name] = counter.get_total_flops() if counter is not None else None
-        kept_bytes[name] = bytes_for_backward(call, [*targets, priced, queries])
+        kept_bytes[name] = bytes_for_backward(call, [target, priced, queries])
     times: dict[str, list[Timed]] = {name: [] for name in calls}
     for number in range(args.rounds):
         order = list(calls) if number % 2 == 0 else list(calls)[::-1]
@@ -223,7 +217,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         kept_bytes,
         int(traces.token_lengths.sum()),
         device,
-        {"kept": kept.cached_bytes, "queries": keys.cached_bytes},
+        states_bytes,
     )
 
 
@@ -263,7 +257,6 @@ def _numbers(
         "kept_over_naive": ratio("naive", "kept"),
         "queries_cost_ratio": ratio("queries", "kept"),
         "six_prices_cost_ratio": ratio("every_price", "kept"),
-        f"multi{args.targets}_cost_ratio": ratio("multi", "packed"),
     }
     intervals = {name: median_ratio(values) for name, values in ratios.items()}
     return {
@@ -333,7 +326,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=28, help="layers of the base")
     parser.add_argument("--steps", type=int, default=20, help="steps a trace")
     parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 400)")
-    parser.add_argument("--targets", type=int, default=8, help="targets of the last arm")
     parser.add_argument("--rounds", type=int, help="timed steps of each arm (default: 5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")

@@ -26,17 +26,16 @@ def test_arms_agree_and_keys_stand_on_the_last_line(
     found = json.loads(printed.splitlines()[-1])
     assert found == json.loads(file.read_text())
     assert found["loss_difference"] < 1e-5
-    arms = {"naive", "padded", "packed", "kept", "queries", "every_price", "multi"}
+    arms = {"naive", "padded", "packed", "kept", "queries", "every_price"}
     assert set(found["arms"]) == arms
     for name in (
         "packed_over_naive",
         "queries_cost_ratio",
-        "multi8_cost_ratio",
         "six_prices_cost_ratio",
     ):
         assert math.isfinite(found[name])
     operations = {name: arm["operations"] for name, arm in found["arms"].items()}
-    # One trunk pass for all targets; states in memory need none.
+    # States in memory need no pass of the trunk.
     assert operations["kept"] < operations["packed"] < operations["padded"]
     # Five outputs more of the head, forward and backward: all prices share the tail's pass.
     assert operations["kept"] < operations["every_price"] < 1.01 * operations["kept"]
@@ -44,5 +43,3 @@ def test_arms_agree_and_keys_stand_on_the_last_line(
     assert operations["queries"] < 0.5 * operations["kept"]
     held = {name: found["arms"][name]["bytes_for_backward"] for name in ("kept", "queries")}
     assert held["queries"] < held["kept"]
-    trunk = operations["packed"] - operations["kept"]
-    assert operations["multi"] == trunk + 8 * operations["kept"]
