@@ -8,8 +8,9 @@ traces, batches     labelled traces, and which are computed together
 states, packing     what a tail reads of them: computed packed, and kept
 policies            a fresh policy for labels, and what is saved of a trained one
 predicting          what a policy says on labelled traces
-calibrating         a promise about a policy
 label_sets, bases   the labels of a run, and the model that made them
 flashthink          the verifier baseline
+checks, run_folder  what is refused before a run; its folder
+optimiser           AdamW, and the mean of its last weights
 sinks               attention with sinks in fused kernels
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,11 +21,9 @@ __all__ = [
     "labels_of",
     "load_labels",
     "load_mix",
-    "refuse_ungraded",
     "split_labels",
 ]
 
-_BY_THE_MODEL = ("no answer", "too long")  # why an answer has no verdict, whatever grades it
 HELD_OUT_PROBLEMS = 500
 """Problems that the paper keeps out of training, to choose lambda on."""
 
@@ -110,21 +107,6 @@ def split_labels(
             found.append(rows[held == side])
     training, validating = (traces.select(np.concatenate(split[side])) for side in (False, True))
     return training, validating
-
-
-def refuse_ungraded(traces: Dataset, bound: float) -> None:
-    """Refuses labels of a grader that was broken, or cannot read these answers."""
-    reasons = Counter(why for row in traces["ungraded_reasons"] for why in row)
-    steps = reasons.total()
-    failed = {why: n for why, n in reasons.items() if why is not None and why not in _BY_THE_MODEL}
-    share = sum(failed.values()) / steps
-    if share > bound:
-        counts = ", ".join(f"{why}: {n}" for why, n in sorted(failed.items()))
-        raise ValueError(
-            f"{share:.1%} of the {steps} forced answers could not be graded ({counts}), and at most"
-            f" {bound:.1%} may be: they would be trained on as wrong. Grade them again (`ospruner "
-            "labels regrade FOLDER`, which tests the grader first), or raise max_ungraded"
-        )
 
 
 def _refuse_other_labels(ours: LabelSettings, theirs: LabelSettings) -> None:

@@ -17,9 +17,10 @@ from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches
+from .checks import refuse_beyond_positions
 from .states import HasTrunk, States
 from .tail import step_outputs
-from .traces import LabelledTraces, refuse_beyond_positions
+from .traces import LabelledTraces
 
 __all__ = ["Predicted", "head_outputs", "predict", "predict_outputs"]
 

@@ -16,14 +16,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from ospruner.bases import max_positions
 from ospruner.eval.table import IntArray, TraceTable
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches
 from .states import HasTrunk, KeptStates, States, form_of, run_trunk, stacked
 
-__all__ = ["Batch", "LabelledTraces", "refuse_beyond_positions"]
+__all__ = ["Batch", "LabelledTraces"]
 
 
 @dataclass(frozen=True)
@@ -212,25 +211,6 @@ class LabelledTraces:
                 digest.update(values[n, :steps].astype(np.int64).tobytes())
             names.append(digest.hexdigest()[:32])
         return names
-
-
-def refuse_beyond_positions(base: Any, traces: LabelledTraces) -> None:
-    """Refuses traces that are longer than the texts that a causal LM was made for.
-
-    Raises:
-        ValueError: naming the first and its length.
-    """
-    limit = max_positions(base.config)
-    if limit is None or not (beyond := np.flatnonzero(traces.token_lengths > limit)).size:
-        return
-    n = int(beyond[0])
-    problem = traces.table.problem_ids[int(traces.table.problem_index[n])]
-    raise ValueError(
-        f"{beyond.size} traces are longer than the base's {limit} positions "
-        f"(max_position_embeddings), such as trace {n} (problem {problem!r}) with "
-        f"{int(traces.token_lengths[n])} tokens: these are no traces of this base, or were "
-        f"labelled beyond its positions. Label again with a lower --max-tokens"
-    )
 
 
 def _trunk_of(model: HasTrunk) -> tuple[Any, int, bool]:

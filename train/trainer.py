@@ -9,22 +9,16 @@ with another loss.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
-from torch.optim.swa_utils import get_swa_multi_avg_fn
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -38,31 +32,38 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from modeling_ospruner.policy_ospruner import StoppingPolicy, is_quantised, price_logits
-from ospruner.durable import lock_folder, read_checked, write_checked
-from ospruner.eval.table import IntArray, TraceTable, classifier_targets
+from modeling_ospruner.policy_ospruner import is_quantised, price_logits
+from ospruner.durable import read_checked, write_checked
+from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
 
 from .bases import labelled_tokenizer, load_labelled_base
 from .batches import BatchLoader, EpochBatches, micro_batches, share_of
+from .checks import (
+    is_out_of_memory,
+    refuse_beyond_positions,
+    refuse_shared_problems,
+    refuse_ungraded,
+    refuse_weights_without_gradient,
+    usable_rows,
+    warn_of_logit_step,
+)
 from .config import Stage, StopConfig
 from .flashthink import load_verifier_base, verifier_traces
-from .label_sets import LabelSource, labels_of, refuse_ungraded, split_labels
+from .label_sets import LabelSource, labels_of, split_labels
 from .objective import batch_loss, loss_weight
+from .optimiser import average_weights, not_finite, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
 from .predicting import Predicted, head_outputs
 from .prices import prices_of_batch
+from .run_folder import RUN, claimed, labels_hash, last_checkpoint
 from .tail import TrainedPolicy, no_denormals
-from .traces import Batch, LabelledTraces, refuse_beyond_positions
+from .traces import Batch, LabelledTraces
 
-__all__ = ["StopTrainer", "TrainingDivergedError", "optimizer_of"]
+__all__ = ["StopTrainer", "TrainingDivergedError"]
 
-MIN_TRACES = 8
 SATURATED = 0.05
 """A stop probability outside [.05, .95] counts as saturated: little gradient gets through it."""
-LARGEST_LOGIT_STEP = 0.5
-"""What one optimiser step may add to a stop logit at the most; the head's rate is high above it."""
-_RUN = "run.json"
 
 
 class TrainingDivergedError(FloatingPointError):
@@ -132,27 +133,27 @@ class StopTrainer(Trainer):
             if model is None:
                 model, processing_class = load_labelled_base(config.base, ours)
         assert processing_class is not None
-        rows = _usable_rows(self.traces.table, config.method)
-        _refuse_shared_problems(self.traces.table, self.eval_traces.table)
+        rows = usable_rows(self.traces.table, config.method)
+        refuse_shared_problems(self.traces.table, self.eval_traces.table)
         for traces in (self.traces, self.eval_traces):
             refuse_beyond_positions(model, traces)
             if config.states is not None:
                 traces.keep_states(config.states)
         if config.tuning == "lora":
-            _refuse_weights_without_gradient(model)
+            refuse_weights_without_gradient(model)
         if not is_quantised(model) and "hf_device_map" not in vars(model):
             nn.Module.to(model, config.device)
-        config = config.settled(
-            self.traces.table, len(rows), _magnitude(model, self.traces), _width(model)
-        )
+        magnitude = _magnitude(model, self.traces)
+        config = config.settled(self.traces.table, len(rows), magnitude, _width(model))
+        warn_of_logit_step(config.head_learning_rate, magnitude)
         self.facts = {"data_hash": ours.data_hash, "training_traces": len(rows)}
         if ours.parts:
             self.facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
         self._identity = {
             "settings": config.recorded(),
             "label_settings": ours.settings.to_dict(),
-            "train_labels": _hash_of(self.traces.table),
-            "validation_labels": _hash_of(self.eval_traces.table),
+            "train_labels": labels_hash(self.traces.table),
+            "validation_labels": labels_hash(self.eval_traces.table),
         }
         self._rows, self._stages, self._progress = rows, config.stages, progress
         self._ends = (config.prices[0], config.prices[1]) if config.every_price else None
@@ -208,21 +209,21 @@ class StopTrainer(Trainer):
         out = Path(self.args.output_dir)
         with no_denormals(), ExitStack() as stack:
             if self.args.should_save:
-                stack.enter_context(_claimed(out, self._identity))
+                stack.enter_context(claimed(out, self._identity))
             self.accelerator.wait_for_everyone()
             result = TrainOutput(0, math.nan, {})
             if not self._record().get("ended"):
                 try:
                     self._keep_states()
-                    last = resume_from_checkpoint or _last_checkpoint(out)
+                    last = resume_from_checkpoint or last_checkpoint(out)
                     result = super().train(last, **kwargs)
                 except RuntimeError as error:
-                    if not _is_out_of_memory(error):
+                    if not is_out_of_memory(error):
                         raise
                     raise MemoryError(self._what_to_lower()) from error
                 if self.args.should_save:
                     self.save_state()
-                    write_checked(out / _RUN, self._record() | {"ended": True})
+                    write_checked(out / RUN, self._record() | {"ended": True})
                 self.accelerator.wait_for_everyone()
             saved = self._record()["policies"]
             self.policies = [
@@ -247,14 +248,10 @@ class StopTrainer(Trainer):
         rank, size = args.process_index, args.world_size
         lengths, whole = self.traces.token_lengths, self.traces.batch(rows)
         parts = micro_batches(lengths, rows, args.micro_batch_tokens, size)
-        noting = self.state.global_step == 0
         total = torch.zeros((), device=args.device)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
-            with (
-                nullcontext() if last else self.accelerator.no_sync(model=model),
-                self._noting_logit_step() if noting and not number else nullcontext(),
-            ):
+            with nullcontext() if last else self.accelerator.no_sync(model=model):
                 batch = self.traces.batch(share_of(part, rank, size))
                 loss = self._loss_of(model, batch)
                 counts = rank < len(part)  # else a stand-in
@@ -363,33 +360,12 @@ class StopTrainer(Trainer):
         step = self.state.global_step - 1  # the one that was taken
         stage, done = self._stages[step // self._stage_steps], step % self._stage_steps + 1
         self._progress("train", step + 1, self._stage_steps * len(self._stages), stage.name)
-        self._average(done)
+        first = self._stage_steps - round(self.args.average * self._stage_steps) + 1
+        if done >= first:
+            average_weights(self.optimizer, done - first)
         if done == self._stage_steps:
-            self._take_average()
+            take_average(self.optimizer)
             self._save_policy(stage)
-
-    def _average(self, done: int) -> None:
-        """Takes the weights after `done` of a stage's steps into their mean."""
-        before = self._stage_steps - round(self.args.average * self._stage_steps)
-        if done <= before:
-            return
-        # The means stand in the optimiser's state, so that checkpoints hold them.
-        parameters = self._parameters()
-        states = [self.optimizer.state[p] for p in parameters]
-        if done == before + 1:
-            for state, p in zip(states, parameters, strict=True):
-                state["average"] = p.detach().clone()
-        else:
-            means = [state["average"] for state in states]
-            get_swa_multi_avg_fn()(means, [p.detach() for p in parameters], done - before - 1)
-
-    @torch.no_grad()
-    def _take_average(self) -> None:
-        """Makes the mean of the stage's last weights, where there is one, the weights."""
-        for p in self._parameters():
-            mean = self.optimizer.state[p].pop("average", None)
-            if mean is not None:
-                p.copy_(mean)
 
     def _save_policy(self, stage: Stage) -> None:
         said = self.predicted()
@@ -410,11 +386,11 @@ class StopTrainer(Trainer):
         record.setdefault("policies", {})[stage.name] = {
             name: value for name, value in vars(found).items() if name != "path"
         }
-        write_checked(out / _RUN, record)
+        write_checked(out / RUN, record)
 
     def _record(self) -> dict[str, Any]:
         """What the run's folder says of it."""
-        file = Path(self.args.output_dir) / _RUN
+        file = Path(self.args.output_dir) / RUN
         return read_checked(file, "delete the folder to train anew, or use another")
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -423,10 +399,12 @@ class StopTrainer(Trainer):
         own = policy.own_names()
         return {name: x.detach() for name, x in policy.state_dict().items() if name in own}
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     # The trunk, and what can go wrong
+
+    def check_finite(self) -> None:
+        """Raises TrainingDivergedError where gradients or weights are not finite after a step."""
+        if failed := not_finite(self.stop_model.policy, self.optimizer):
+            raise TrainingDivergedError(self._diverged(failed, self._batch_rows))
 
     def _keep_states(self) -> None:
         """Runs the trunk over all traces, where its states fit in memory or go to a folder."""
@@ -440,52 +418,6 @@ class StopTrainer(Trainer):
         # Adapters stand beside the base's own layers, which they need; packed weights stay.
         if kept and args.device.type != "cpu" and args.tuning != "lora" and not is_quantised(base):
             nn.Module.to(base, "cpu")
-
-    @contextmanager
-    def _noting_logit_step(self) -> Iterator[None]:
-        """Logs how far one optimiser step may move a stop logit; warns where that is too far.
-
-        AdamW's first steps move each weight by the learning rate, whatever the gradient's size: a
-        logit by the head's rate times the sum of its inputs' magnitudes. That sum grows with the
-        base's width and the size of its states, so that a rate that suits one base is too high for
-        another.
-        """
-        inputs: list[Tensor] = []
-        with self.stop_model.policy.head.register_forward_pre_hook(
-            lambda _, given: inputs.append(given[0].detach())
-        ):
-            yield
-        magnitude = float(inputs[0].float().abs().sum(-1).median())  # of (B, T, H) or (B, S, H)
-        step = self.args.head_learning_rate * magnitude
-        self.log({"largest_logit_step": step})
-        if step > LARGEST_LOGIT_STEP:
-            warnings.warn(
-                f"one optimiser step may move a stop logit by {step:.2g}: head_learning_rate "
-                f"({self.args.head_learning_rate:g}) times the sum of its inputs' magnitudes "
-                f"({magnitude:.0f}). Above {LARGEST_LOGIT_STEP:g} the head saturates before the "
-                f"layers learn: take {0.1 / magnitude:.0e}",
-                stacklevel=2,
-            )
-
-    def check_finite(self) -> None:
-        """Raises TrainingDivergedError where gradients or weights are not finite after a step.
-
-        One fused pass over both, and one number that is waited for.
-        """
-        parameters = self._parameters()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if math.isfinite(float(get_total_norm([*gradients, *parameters]))):
-            return
-        largest = math.sqrt(torch.finfo(torch.float32).max)  # larger squares are infinite
-        bad = [
-            f"{what} of {name}"
-            for name, p in self.stop_model.policy.named_parameters()
-            for what, value in (("gradient", p.grad), ("weights", p.detach()))
-            if p.requires_grad and value is not None and not float(value.abs().max()) < largest
-        ] or ["gradients and weights together"]
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        failed = f"not finite, or too large to be squared: {', '.join(bad[:3])}{more}"
-        raise TrainingDivergedError(self._diverged(failed, self._batch_rows))
 
     def _diverged(self, failed: str, rows: IntArray) -> str:
         """Says where a run diverged, and what to do."""
@@ -514,30 +446,6 @@ class StopTrainer(Trainer):
         )
 
 
-def optimizer_of(policy: StoppingPolicy, config: StopConfig) -> torch.optim.AdamW:
-    """AdamW over what a policy trains; its head has a learning rate of its own.
-
-    (transformers' own has one rate, and leaves biases and norms out of the weight decay.)
-    """
-    rate = config.learning_rate
-    head = {id(p) for p in policy.head.parameters()}
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in trained if id(p) in head],
-            "lr": config.head_learning_rate or rate,
-        },
-        {"params": [p for p in trained if id(p) not in head], "lr": rate},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-
-
 class _AfterSteps(TrainerCallback):
     """Calls a trainer's own methods where Trainer calls callbacks."""
 
@@ -555,51 +463,6 @@ class _AfterSteps(TrainerCallback):
     ) -> None:
         """Before the checkpoint of this step."""
         self._trainer.after_step()
-
-
-def _usable_rows(table: TraceTable, method: str) -> IntArray:
-    """The traces that are trained on: those that ended by themselves.
-
-    Raises:
-        ValueError: too few of them, or labels that are all equal.
-    """
-    rows = np.flatnonzero(~table.capped)
-    if len(rows) < MIN_TRACES:
-        raise ValueError(
-            f"there are {len(rows)} training traces that ended naturally "
-            f"({int(table.capped.sum())} were cut at the cap); training needs at least "
-            f"{MIN_TRACES}: label more problems"
-        )
-    targets = classifier_targets(method, table.correct, table.matches_final, table.mask)
-    name = "forced_correct" if targets is table.correct else "matches_final"
-    values = targets[rows][table.mask[rows]]
-    if (values == values[0]).all():
-        raise ValueError(
-            f"{name} makes the label {values[0]:g} at every step of all {len(rows)} training "
-            "traces: there is nothing to learn from labels that are all equal (check the grading, "
-            "or choose problems that the base sometimes solves)"
-        )
-    return rows
-
-
-def _refuse_shared_problems(train: TraceTable, validation: TraceTable) -> None:
-    if shared := set(train.problem_ids) & set(validation.problem_ids):
-        raise ValueError(
-            f"{len(shared)} problems are in both the training and the validation traces, such as "
-            f"{min(shared)!r}: split by problem"
-        )
-
-
-def _refuse_weights_without_gradient(base: PreTrainedModel) -> None:
-    """Adapters get their gradient through the base's own layers, copies through layers unpacked."""
-    quantizer = vars(base).get("hf_quantizer")
-    if quantizer is not None and not quantizer.is_trainable:
-        raise ValueError(
-            f"tuning is 'lora', but the packed weights of this {type(base).__name__} "
-            f"({type(quantizer.quantization_config).__name__}) pass no gradient on to the adapters "
-            "below them: train copies (tuning queries or layers), or give the base loaded "
-            "unpacked; its adapters may then be used on the packed one"
-        )
 
 
 def _judged(
@@ -623,67 +486,3 @@ def _magnitude(base: PreTrainedModel, traces: LabelledTraces) -> float:
     ids = torch.from_numpy(traces.tokens_of(0)[:256]).to(base.device)[None]
     hidden = base.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # (1, S, H)
     return float(hidden.float().abs().sum(-1).median())
-
-
-def _hash_of(table: TraceTable) -> str:
-    """Tells label sets apart: problems, step ends and grades, in order."""
-    digest = hashlib.blake2b("\x00".join(table.problem_ids).encode(), digest_size=16)
-    for values in (
-        table.problem_index,
-        table.num_steps,
-        table.lengths[table.mask],
-        table.correct[table.mask],
-        table.matches_final[table.mask],
-    ):
-        digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()
-
-
-@contextmanager
-def _claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
-    """The run's folder, made this run's alone.
-
-    Raises:
-        ValueError: it holds something else, or a run of other settings or labels (the difference is
-            named), or is being written by another process.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    identity = json.loads(json.dumps(identity))
-    with lock_folder(out):
-        if not (out / _RUN).is_file():
-            strangers = sorted(e.name for e in out.iterdir() if not e.name.startswith("."))
-            if strangers:
-                raise ValueError(
-                    f"{out} holds another run's files ({', '.join(strangers[:5])}): use an empty "
-                    "folder"
-                )
-            write_checked(out / _RUN, identity)
-        stored = read_checked(out / _RUN, "delete the folder to train anew, or use another")
-        differences = [
-            f"{name}: {identity[name]!r} here, {stored.get(name)!r} there"
-            for name in identity
-            if identity[name] != stored.get(name)
-        ]
-        if differences:
-            raise ValueError(
-                f"{out} holds another training run ({'; '.join(differences)}): use the same "
-                "settings and labels to continue it, or another folder"
-            )
-        yield
-
-
-def _last_checkpoint(out: Path) -> str | None:
-    """The last checkpoint that is whole: its state is written last; None where there is none."""
-    found = sorted(out.glob("checkpoint-*"), key=lambda path: -int(path.name.partition("-")[2]))
-    for path in found:
-        try:
-            json.loads((path / "trainer_state.json").read_text("utf-8"))
-        except (OSError, ValueError):
-            continue
-        return str(path)
-    return None
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate memory; on the CPU that is a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

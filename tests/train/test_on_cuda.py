@@ -37,9 +37,9 @@ from ospruner.eval.schema import FEATURES
 from ospruner.train.batches import micro_batches
 from ospruner.train.config import StopConfig
 from ospruner.train.flashthink import Verifier
+from ospruner.train.optimiser import optimizer_of
 from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces
-from ospruner.train.trainer import optimizer_of
 from ospruner.train.untrained import untrained
 
 from .conftest import MakeLabels

@@ -1,0 +1,84 @@
+"""The folder of a training run: whose it is, and where a stopped run goes on.
+
+run.json             what is trained on what; which policies are saved; whether the run has ended
+checkpoint-N/        transformers': weights, optimiser (with the means of weights), place
+trainer_state.json   transformers': the log, of a run that has ended
+model.safetensors, config.json, provenance.json ...   the policy; of several, in a folder each
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ospruner.durable import lock_folder, read_checked, write_checked
+from ospruner.eval.table import TraceTable
+
+__all__ = ["RUN", "claimed", "labels_hash", "last_checkpoint"]
+
+RUN = "run.json"
+
+
+@contextmanager
+def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
+    """The run's folder, made this run's alone.
+
+    Raises:
+        ValueError: it holds something else, or a run of other settings or labels (the difference is
+            named), or is being written by another process.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    identity = json.loads(json.dumps(identity))
+    with lock_folder(out):
+        if not (out / RUN).is_file():
+            strangers = sorted(e.name for e in out.iterdir() if not e.name.startswith("."))
+            if strangers:
+                raise ValueError(
+                    f"{out} holds another run's files ({', '.join(strangers[:5])}): use an empty "
+                    "folder"
+                )
+            write_checked(out / RUN, identity)
+        stored = read_checked(out / RUN, "delete the folder to train anew, or use another")
+        differences = [
+            f"{name}: {identity[name]!r} here, {stored.get(name)!r} there"
+            for name in identity
+            if identity[name] != stored.get(name)
+        ]
+        if differences:
+            raise ValueError(
+                f"{out} holds another training run ({'; '.join(differences)}): use the same "
+                "settings and labels to continue it, or another folder"
+            )
+        yield
+
+
+def last_checkpoint(out: Path) -> str | None:
+    """The last checkpoint that is whole: its state is written last; None where there is none."""
+    found = sorted(out.glob("checkpoint-*"), key=lambda path: -int(path.name.partition("-")[2]))
+    for path in found:
+        try:
+            json.loads((path / "trainer_state.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            continue
+        return str(path)
+    return None
+
+
+def labels_hash(table: TraceTable) -> str:
+    """Tells label sets apart: problems, step ends and grades, in order."""
+    digest = hashlib.blake2b("\x00".join(table.problem_ids).encode(), digest_size=16)
+    for values in (
+        table.problem_index,
+        table.num_steps,
+        table.lengths[table.mask],
+        table.correct[table.mask],
+        table.matches_final[table.mask],
+    ):
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
