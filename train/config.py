@@ -132,7 +132,7 @@ class StopConfig(TrainingArguments):
     # Of TrainingArguments, with other defaults.
     learning_rate: float | None = _help("Of the tuned layers; by the base's width.", None)  # type: ignore[assignment]
     num_train_epochs: float | None = _help("Passes over the traces; by their number.", None)  # type: ignore[assignment]
-    lr_scheduler_type: str = _help("Constant, as in the paper.", "constant")  # type: ignore[assignment]
+    lr_scheduler_type: str = _help("Constant, as in the paper.", "constant")
     weight_decay: float = _help("AdamW's.", 0.01)
     max_grad_norm: float = _help("Clip gradients to this 2-norm; 0: never.", 0.0)
     bf16: bool | None = _help("Layers compute in bfloat16; by default on CUDA.", None)  # type: ignore[assignment]

