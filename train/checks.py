@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel
 
 from ospruner.bases import max_positions
 from ospruner.eval.table import IntArray, TraceTable, classifier_targets
@@ -21,7 +20,6 @@ __all__ = [
     "refuse_beyond_positions",
     "refuse_shared_problems",
     "refuse_ungraded",
-    "refuse_weights_without_gradient",
     "usable_rows",
     "warn_of_logit_step",
 ]
@@ -62,18 +60,6 @@ def refuse_shared_problems(train: TraceTable, validation: TraceTable) -> None:
         raise ValueError(
             f"{len(shared)} problems are in both the training and the validation traces, such as "
             f"{min(shared)!r}: split by problem"
-        )
-
-
-def refuse_weights_without_gradient(base: PreTrainedModel) -> None:
-    """Adapters get their gradient through the base's own layers, copies through layers unpacked."""
-    quantizer = vars(base).get("hf_quantizer")
-    if quantizer is not None and not quantizer.is_trainable:
-        raise ValueError(
-            f"tuning is 'lora', but the packed weights of this {type(base).__name__} "
-            f"({type(quantizer.quantization_config).__name__}) pass no gradient on to the adapters "
-            "below them: train copies (tuning queries or layers), or give the base loaded "
-            "unpacked; its adapters may then be used on the packed one"
         )
 
 

@@ -23,7 +23,7 @@ from .prices import chosen_prices
 __all__ = ["METHODS", "TUNINGS", "Stage", "StopConfig"]
 
 METHODS = ("os-pruner", "probe", "convergence", "final-answer", "flashthink")
-TUNINGS = ("queries", "layers", "lora")
+TUNINGS = ("queries", "layers")
 HEADS = ("price", "fixed")
 VERIFIER = "Qwen/Qwen2.5-7B-Instruct"
 """FlashThink's verifier in the paper."""
@@ -83,8 +83,9 @@ class StopConfig(TrainingArguments):
             tail's pass.
         layers: of the base that the policy copies and tunes; 0 for a head alone.
         tuning: "queries" for copies that attend to the base's own keys and values, "layers" for
-            whole ones (the paper's), "lora" for adapters beside the base's own layers.
-        lora_rank: of these adapters.
+            whole ones (the paper's).
+        adapter_rank: of low-rank adapters beside the copies, which alone are trained and saved; 0
+            for none.
         entropy_bonus: reward for a nat of the stopping time's entropy, which keeps stop
             probabilities from saturating; None for 0.01 with head "price", else 0 (the paper's).
         head_learning_rate: of the linear head; None for the rule's, or with a `learning_rate` for
@@ -114,8 +115,8 @@ class StopConfig(TrainingArguments):
     )
     prices_per_batch: int = _help("Prices that a step is taken on.", 16)
     layers: int = _help("Layers of the base that the policy copies; 0: a head alone.", 2)
-    tuning: str = _help("queries, layers or lora.", "queries")
-    lora_rank: int = _help("Rank of the adapters, with tuning lora.", 16)
+    tuning: str = _help("queries or layers.", "queries")
+    adapter_rank: int = _help("Rank of adapters that are trained instead; 0: none.", 0)
     entropy_bonus: float | None = _help("Reward per nat of the stopping time's entropy.", None)
     head_learning_rate: float | None = _help("Learning rate of the linear head.", None)
     average: float = _help("Share of the steps, the last, whose weights are averaged.", 0.75)
@@ -169,7 +170,7 @@ class StopConfig(TrainingArguments):
                     f"{name} is {vars(self)[name]!r}; it must be one of {', '.join(allowed)}"
                 )
         least = {
-            "layers": 0, "lora_rank": 1, "prices_per_batch": 2, "batch_size": 1,
+            "layers": 0, "adapter_rank": 0, "prices_per_batch": 2, "batch_size": 1,
             "micro_batch_tokens": 1, "seed": 0, "limit": 1, "held_out": 1, "num_train_epochs": 1,
         }  # fmt: skip
         for name, bound in least.items():

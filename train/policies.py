@@ -96,8 +96,8 @@ def new_policy(
             base,
             tokenizer,
             num_policy_layers=config.layers,
-            tuning="layers" if config.tuning == "lora" else config.tuning,
-            adapter_rank=config.lora_rank if config.tuning == "lora" else 0,
+            tuning=config.tuning,
+            adapter_rank=config.adapter_rank,
             price_range=ends,
             reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
             base_model_name_or_path=settings.base_model,
@@ -113,7 +113,7 @@ def _prepared(model: AnyTrainable, config: StopConfig) -> AnyTrainable:
     if config.method != "os-pruner":
         model.config.default_mode = "threshold"
         model.config.default_threshold = BASELINE_THRESHOLD
-    if model.policy.tail is not None and config.tuning != "lora":  # adapters are float32 already
+    if model.policy.tail is not None and not config.adapter_rank:  # these are float32 already
         model.policy.tail.float()
     return model
 

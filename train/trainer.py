@@ -45,7 +45,6 @@ from .checks import (
     refuse_beyond_positions,
     refuse_shared_problems,
     refuse_ungraded,
-    refuse_weights_without_gradient,
     usable_rows,
     warn_of_logit_step,
 )
@@ -145,8 +144,6 @@ class StopTrainer(Trainer):
             refuse_beyond_positions(model, traces)
             if config.states is not None:
                 traces.keep_states(config.states)
-        if config.tuning == "lora":
-            refuse_weights_without_gradient(model)
         if not is_quantised(model) and "hf_device_map" not in vars(model):
             nn.Module.to(model, config.device)
         magnitude = _magnitude(model, self.traces)
@@ -424,8 +421,8 @@ class StopTrainer(Trainer):
             limit -= traces.cache_states(self.stop_model, limit, self._progress, *place)
         self.accelerator.wait_for_everyone()
         kept = all(one.holds_states_of(self.stop_model) for one in (self.traces, self.eval_traces))
-        # Adapters stand beside the base's own layers, which they need; packed weights stay.
-        if kept and args.device.type != "cpu" and args.tuning != "lora" and not is_quantised(base):
+        # Packed weights stay where they are.
+        if kept and args.device.type != "cpu" and not is_quantised(base):
             nn.Module.to(base, "cpu")
 
     def _diverged(self, failed: str, rows: IntArray) -> str:
@@ -450,7 +447,7 @@ class StopTrainer(Trainer):
             f"out of memory with micro_batch_tokens {self.args.micro_batch_tokens} and traces of "
             f"up to {int(self.traces.token_lengths.max())} tokens: lower micro_batch_tokens first "
             "(a trace is never cut), then states_gib (0 computes the trunk anew for each batch) or "
-            "layers; gradient_checkpointing and tuning 'lora' need less, too. The run goes on from "
+            "layers; gradient_checkpointing and adapter_rank need less, too. The run goes on from "
             "its last checkpoint"
         )
 

@@ -37,7 +37,7 @@ def train_command(
             help="auto; head price: LOW,HIGH; head fixed: r1, gpt-oss, drpo, or 1e-4,5e-5,0."
         ),
     ] = "auto",
-    tuning: Annotated[str, typer.Option(help="queries, layers or lora.")] = "queries",
+    tuning: Annotated[str, typer.Option(help="queries or layers.")] = "queries",
     layers: Annotated[
         int, typer.Option(help="Layers of the base that the policy copies; 0: a head alone.")
     ] = 2,

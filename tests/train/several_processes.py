@@ -24,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "price": STAGES | {"head": "price", "prices": [5e-5, 1e-2]},
     "queries": STAGES | {"tuning": "queries"},
     "probe": {k: v for k, v in STAGES.items() if k not in ("head", "prices")} | {"method": "probe"},
-    "lora": STAGES | {"tuning": "lora", "lora_rank": 4},
+    "lora": STAGES | {"adapter_rank": 4},
 }
 
 

@@ -20,7 +20,7 @@ from .conftest import RANGE, MakeLabels
     [
         ({"method": "lynx"}, "method is 'lynx'; it must be one of os-pruner, probe"),
         ({"head": "index"}, "head is 'index'; it must be one of price, fixed"),
-        ({"tuning": "attention"}, "tuning is 'attention'; it must be one of queries, layers, lora"),
+        ({"tuning": "attention"}, "tuning is 'attention'; it must be one of queries, layers"),
         ({"layers": -1}, "layers is -1; it must be at least 0"),
         ({"prices_per_batch": 1}, "prices_per_batch is 1; it must be at least 2"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),

@@ -1,4 +1,4 @@
-"""Tuning "lora": adapters beside the copies, a small folder; merged where it is loaded."""
+"""Low-rank training: adapters beside the copies, a small folder; merged where it is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from transformers import (
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.eval.replay import replay
 from ospruner.eval.table import TraceTable
-from ospruner.train.config import StopConfig
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.predicting import predict
 from ospruner.train.traces import LabelledTraces
@@ -28,8 +27,8 @@ from ospruner.train.untrained import untrained
 from .conftest import SETTINGS, MakeLabels
 
 LORA = SETTINGS | {
-    "prices": [3e-2, 1e-2], "num_train_epochs": 2, "learning_rate": 5e-3, "tuning": "lora",
-    "lora_rank": 4, "average": 0.5,
+    "prices": [3e-2, 1e-2], "num_train_epochs": 2, "learning_rate": 5e-3,
+    "adapter_rank": 4, "average": 0.5,
 }  # fmt: skip
 
 
@@ -92,8 +91,3 @@ def test_without_peft_the_package_is_named(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match="adapters need the package peft.*pip install peft"):
         untrained(tiny_base, tiny_tokenizer, adapter_rank=4)
-
-
-def test_ranks_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="lora_rank is 0; it must be at least 1"):
-        StopConfig("run", tuning="lora", lora_rank=0)
