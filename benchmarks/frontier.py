@@ -33,7 +33,7 @@ from timing import environment, print_last_line
 from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.demo.demo import DemoSize, claimed, keep_states, read_split, train_config
+from ospruner.demo.demo import STATES, DemoSize, claimed, train_config
 from ospruner.demo.jobs import Job, Workers
 from ospruner.demo.shipped import Reasoner
 from ospruner.durable import read_checked
@@ -78,7 +78,8 @@ class Demo:
         names: tuple[SplitName, ...] = ("train", "validation", "test")
         for name in names:
             dataset = load_labels(run / "labels" / name).traces
-            self.traces[name] = read_split(run, name)
+            self.traces[name] = LabelledTraces.from_dataset(dataset)
+            self.traces[name].keep_states(run / STATES)
             table = self.traces[name].table
             entropies = None if name == "train" else thinking_entropies(self.base, dataset, table)
             self.splits[name] = Split(
@@ -122,9 +123,7 @@ def annealed_spreads(demo: Demo, stages: Sequence[Sequence[SavedPolicy]]) -> Spr
 
 def anneal(run: Path) -> None:
     """Trains the annealed policies of all seeds, side by side, unless they are there."""
-    (size, first), reasoner = claimed(run), Reasoner()
-    for split in ("train", "validation"):
-        keep_states(reasoner, run, split, train_config(run, size, first))
+    size, first = claimed(run)
     jobs: dict[str, Job[None]] = {
         f"{name}, seed {seed}": partial(anneal_one, run, size, seed, name)
         for seed, name in itertools.product(

@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -240,3 +243,38 @@ def reasoner() -> Reasoner:
     from ospruner.demo.shipped import Reasoner
 
     return Reasoner()
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """A quick demo that was killed when training had begun, and then run to its end.
+
+    Attributes:
+        folder: Of the run.
+        printed: By the second start.
+        shards: The labels that stood there when it was killed.
+    """
+
+    folder: Path
+    printed: str
+    shards: dict[Path, bytes]
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
+    """`ospruner demo --quick`, once for all tests of the xdist group "demo"."""
+    out = tmp_path_factory.mktemp("demo") / "runs" / "demo-quick"
+    command = [sys.executable, "-m", "ospruner.cli", "demo", "--quick", "--out", str(out)]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(command, **quiet)
+    while not list(out.glob("policies/*/os-pruner/checkpoint-*")) and first.poll() is None:
+        time.sleep(0.05)
+    assert first.poll() is None, "the demo ended before it could be killed"
+    first.kill()
+    first.wait()
+    shards = {path: path.read_bytes() for path in (out / "labels").glob("*/data/*.parquet")}
+    done = subprocess.run(
+        command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return DemoRun(out, done.stdout, shards)

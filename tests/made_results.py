@@ -13,6 +13,8 @@ def make_result(
     tokens: float,
     parameter: float | None = None,
     parameter_name: str = "",
+    chosen: bool = False,
+    problems: int = 1500,
 ) -> Result:
     def around(value: float, half: float) -> Estimate:
         return Estimate(value, value - half, value + half)
@@ -37,5 +39,6 @@ def make_result(
         rewards=((0.001, around(accuracy - 0.001 * tokens, 0.02)),),
         aes_label="absolute, α=1, β=3, γ=5",
         traces=1500,
-        problems=1500,
+        problems=problems,
+        chosen=chosen,
     )

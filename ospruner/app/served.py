@@ -70,7 +70,8 @@ class ServedSource:
         instruction = DEEPSEEK_R1.user_instruction  # the same for every preset
         began = looked = time.perf_counter()
         pieces: list[tuple[int, str]] = []  # tokens so far, text
-        answer, tokens, record = "", 0, {}
+        answer, tokens = "", 0
+        record: dict[str, Any] = {}
         try:
             stream = self._client.chat.completions.create(
                 model=self.policy,

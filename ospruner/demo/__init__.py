@@ -1,4 +1,7 @@
-"""The embedded reasoner: problems, a fallible solver to imitate, recipe, gates, weights, demo."""
+"""The embedded reasoner: problems, a fallible solver to imitate, recipe, gates, weights, demo.
+
+`ospruner.demo.REASONER` is its folder, which stands wherever a base does.
+"""
 
 from pathlib import Path
 

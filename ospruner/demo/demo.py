@@ -1,4 +1,8 @@
-"""`ospruner demo`: the whole job on the embedded reasoner, from sampling to pruned generation."""
+"""`ospruner demo`: the whole job on the embedded reasoner, from sampling to pruned generation.
+
+Its stages are the functions that the single commands call: `ospruner.label`, `StopTrainer`,
+`ospruner.calibrate`, `ospruner.compare`; then a fresh process loads the policy and generates.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,51 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.calibrating import PRICE_THRESHOLD, calibrate
+import ospruner
+from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.durable import replace_file
-from ospruner.eval.arithmetic import ModelWork
-from ospruner.eval.compute import Compute
-from ospruner.eval.report.pictures import save_pareto
-from ospruner.eval.report.terminal import differences_table, results_table
-from ospruner.eval.results import RESULTS_FILE, Results
-from ospruner.eval.table import TraceTable
+from ospruner.eval.calibration import Calibration
+from ospruner.eval.compare import Report
+from ospruner.eval.methods import EVERY_PRICE
+from ospruner.eval.report.terminal import results_table
+from ospruner.eval.results import RESULTS_FILE, Result, Results
 from ospruner.hub_cards.cards import CARD_FILE, License, policy_card
-from ospruner.progress import PhaseBars, Progress, silent
-from ospruner.provenance import hash_files, provenance, read_provenance
+from ospruner.progress import PhaseBars, Progress
+from ospruner.provenance import hash_files, read_provenance
 from ospruner.train.config import StopConfig
-from ospruner.train.label_sets import load_labels
-from ospruner.train.policies import SavedPolicy, new_policy
-from ospruner.train.predicting import predict_outputs
-from ospruner.train.tail import no_denormals
-from ospruner.train.traces import LabelledTraces
 from ospruner.train.trainer import StopTrainer
 
-from .comparison import (
-    MIN_PROBLEMS,
-    Comparison,
-    Predictions,
-    Promised,
-    compare_methods,
-    promised_result,
-)
-from .fresh_process import generate_side_by_side
+from . import REASONER
 from .jobs import Job, Workers
-from .problems import Split
-from .shipped import Reasoner, draw_split
+from .problems import Split, iterate_problems
+from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS
 
-CONFIDENCE = 0.95
-SHOWN_EVERY = 6  # of the frontier's 31 prices, in the printed table
 METHODS = ("os-pruner", "probe", "convergence")
 SPLITS: tuple[Split, ...] = ("train", "test", "validation")  # the longest first
+PRICES = [5e-5, 1e-2]
 STATES = "states"
 """Folder of what the base computes on the labels, kept while the demo runs."""
+CONFIDENCE = 0.95
+SHOWN_EVERY = 6  # of the frontier's 31 prices, in the printed table
+MIN_SAVED = 0.25
+MIN_PROBLEMS = 300
+"""With fewer test problems chance decides on more than the policies do."""
+HARD = "product"
+"""The family that is beyond the reasoner, however long it thinks."""
+SIDE_BY_SIDE = Path(__file__).with_name("side_by_side.py")
 
 
 @dataclass(frozen=True)
@@ -85,346 +85,297 @@ STANDARD = DemoSize(
     "standard", train=1200, validation=800, test=500, seeds=1, epochs=8, max_loss=0.03
 )
 FULL = DemoSize("full", train=12000, validation=1500, test=6000, seeds=3, epochs=8, max_loss=0.02)
-PRICE_RANGE = (5e-5, 1e-2)
 
 
-def train_config(out_dir: Path, size: DemoSize, seed: int, method: str = "os-pruner") -> StopConfig:
-    """A training run of the demo in its folder."""
-    own = {"prices": list(PRICE_RANGE)} if method == "os-pruner" else {}
-    return StopConfig(
-        str(out_dir / "policies" / f"seed{seed}" / method),
-        method=method,
-        num_train_epochs=size.epochs,
-        learning_rate=5e-4,
-        head_learning_rate=3e-3,
-        states=str(out_dir / STATES),
-        seed=seed,
-        disable_tqdm=True,
-        use_cpu=True,
-        **own,  # type: ignore[arg-type]
-    )
-
-
-@no_denormals()
 def run_demo(
-    out_dir: Path,
+    out: Path,
     size: DemoSize,
     seed: int,
     console: Console,
     json_file: Path | None = None,
-    reasoner_folder: Path | None = None,
-    differences: bool = False,
     processes: int | None = None,
-) -> Comparison:
-    """Label, train, choose, test, save, load in a fresh process, generate.
+) -> Results:
+    """Label, train, calibrate, compare, load in a fresh process, generate.
 
     Args:
-        out_dir: Folder of the run; a stopped run continues, one of other settings is refused.
+        out: Folder of the run; a stopped run continues, one of other settings is refused.
         size: How much to do.
         seed: Seed of problems, sampling and training.
         console: Where to draw bars and print.
         json_file: Where to write every number too.
-        reasoner_folder: Another embedded reasoner; None for the shipped one.
-        differences: Print the paired differences too.
         processes: How many label and train side by side; None for one a core, and at least one a
             split, for three at once on two cores end sooner than two and then one. The numbers do
             not depend on it.
 
     Raises:
-        ValueError: `out_dir` holds another run's files.
+        ValueError: `out` holds another run's files.
     """
     started = time.monotonic()
-    reasoner = Reasoner(reasoner_folder)
-    _claim(out_dir, size, seed, reasoner)
+    _claim(out, size, seed)
+    for split in SPLITS:
+        write_problems(out / f"{split}.jsonl", split, vars(size)[split], seed)
+    configs = {
+        f"{method}, seed {number}": train_config(out, size, number, method)
+        for method in METHODS
+        for number in range(seed, seed + size.seeds)
+    }
+    labelling: dict[str, Job[None]] = {
+        split: partial(label_split, out, split, seed) for split in SPLITS
+    }
+    training: dict[str, Job[None]] = {
+        name: partial(train_one, out, config) for name, config in configs.items()
+    }
     count = processes or max(os.cpu_count() or 1, len(SPLITS))
-    with Workers(count) as workers:
-        traces = _label_splits(reasoner, out_dir, size, seed, console, workers)
-        runs = _train_all(out_dir, size, seed, console, workers)
-    predictions = _predict_all(reasoner, runs, traces, console)
-    compute = _compute(reasoner, traces["test"])
-    comparison = compare_methods(
-        traces["validation"].table, traces["test"].table, predictions, compute
-    )
-    policy = _save_policy(reasoner, runs, comparison, out_dir, seed)
-    paid = compute.charge_tail(
-        compute.charge(traces["test"].table), predictions[0].layers, queries=True
-    )
-    comparison = _promise(comparison, policy, predictions, paid, out_dir, size)
-    picture = out_dir / "pareto.png"
-    save_pareto(
-        comparison.drawn,
-        picture,
-        title="Embedded reasoner, test problems",
-        chosen=comparison.chosen,
-    )
-    seeds = f"{size.seeds} training seed" + "s pooled" * (size.seeds > 1)
-    results = comparison.to_results(f"replay, {seeds}", _how(policy, size, seed))
-    _print(comparison, results, size, picture, differences, console)
-    shutil.copyfile(picture, policy / "pareto.png")
+    with Workers(count) as workers, PhaseBars(console) as bars:
+        workers.run(labelling, bars)
+        workers.run(training, bars)
+    folders = [config.output_dir for config in configs.values()]
+    policy, states = out / "policy", out / STATES
+    ignored = shutil.ignore_patterns("checkpoint-*", ".*")
+    shutil.copytree(str(folders[0]), policy, dirs_exist_ok=True, ignore=ignored)
+    test, validation = (str(out / "labels" / split) for split in ("test", "validation"))
+    named: Any = {"model": "embedded reasoner", "benchmark": "test problems", "states": states}
+    with PhaseBars(console, "compare") as bars:
+        found = ospruner.calibrate(
+            policy, validation, size.max_loss, CONFIDENCE, states=states, progress=bars
+        )
+        report = ospruner.compare(
+            test, folders, choose_on=validation,
+            progress=bars, **named,
+        )  # fmt: skip
+        kept = None
+        if found.value is not None:
+            kept = ospruner.compare(test, [f"{policy}@.5"], prices=[found.value], **named)
+    results = _results(report, kept, found, size, seed, policy)
+    report.plot(out / "pareto.png")
+    shutil.copyfile(out / "pareto.png", policy / "pareto.png")
     results.save(policy / RESULTS_FILE)
     card = policy_card(policy, name="OS-Pruner demo policy", license=License("apache-2.0"))
     card.save(policy / CARD_FILE)
-    generate_side_by_side(policy, out_dir, seed, console)
-    for path in (out_dir / RESULTS_FILE, json_file):
+    _print(results, kept, found, size, console)
+    generate_side_by_side(policy, out, seed, results, console)
+    for path in (out / RESULTS_FILE, json_file):
         if path is not None:
             results.save(path)
-    shutil.rmtree(out_dir / STATES)
+    shutil.rmtree(out / STATES, ignore_errors=True)
     minutes = (time.monotonic() - started) / 60
-    console.print(f"Policy: {policy}; numbers: {out_dir / RESULTS_FILE}; {minutes:.1f} minutes.")
-    return comparison
+    said = f"Policy: {policy}; numbers: {out / RESULTS_FILE}; picture: {out / 'pareto.png'}"
+    console.print(f"{said}; {minutes:.1f} minutes.", soft_wrap=True)
+    return results
 
 
-def _claim(out_dir: Path, size: DemoSize, seed: int, reasoner: Reasoner) -> None:
-    """Make the folder this run's, or refuse it."""
-    claim = out_dir / "demo.json"
-    identity = {"demo": vars(size) | {"seed": seed, "reasoner": _hash_folder(reasoner.folder)}}
-    identity = json.loads(json.dumps(identity))
+def policy_at_hand(console: Console) -> Path:
+    """The policy that a demo left in `runs/`; where there is none, the quick one is run first."""
+    for name in ("demo-full", "demo", "demo-quick"):
+        policy = Path("runs") / name / "policy"
+        if (policy / CARD_FILE).is_file():  # written when it was finished
+            console.print(f"The embedded reasoner with the policy in {policy}.")
+            return policy
+    console.print("First start: `ospruner demo --quick` makes a policy; about a minute.")
+    run_demo(Path("runs/demo-quick"), QUICK, 0, console)
+    return Path("runs/demo-quick/policy")
+
+
+def write_problems(file: Path, split: Split, count: int, seed: int) -> None:
+    """Writes the first problems of a split, as `ospruner.label` reads them."""
+    drawn = [one.as_problem() for one in islice(iterate_problems(split, seed), count)]
+    replace_file(file, "".join(f"{json.dumps(vars(one))}\n" for one in drawn).encode())
+
+
+def label_split(out: Path, split: Split, seed: int, *, progress: Progress) -> None:
+    """A job: labels a split's problems."""
+    ospruner.label(
+        str(REASONER), str(out / f"{split}.jsonl"), out=out / "labels" / split,
+        engine="transformers", max_thinking_tokens=MAX_THINKING_TOKENS,
+        max_answer_tokens=MAX_ANSWER_TOKENS, batch_size=256, chunk=512, seed=seed, device="cpu",
+        progress=progress,
+    )  # fmt: skip
+
+
+def train_config(out: Path, size: DemoSize, seed: int, method: str = "os-pruner") -> StopConfig:
+    """A training run of the demo in its folder."""
+    own: dict[str, Any] = {"prices": PRICES} if method == "os-pruner" else {}
+    return StopConfig(
+        str(out / "policies" / f"seed{seed}" / method), method=method, seed=seed,
+        num_train_epochs=size.epochs, learning_rate=5e-4, head_learning_rate=3e-3,
+        states=str(out / STATES), disable_tqdm=True, use_cpu=True, **own,
+    )  # fmt: skip
+
+
+def train_one(out: Path, config: StopConfig, *, progress: Progress) -> None:
+    """A job: one training run on the demo's labels."""
+    labels = (str(out / "labels" / split) for split in ("train", "validation"))
+    StopTrainer(config, *labels, progress=progress).train()
+
+
+def claimed(out: Path) -> tuple[DemoSize, int]:
+    """Size and seed of the demo that a folder holds."""
+    claim = json.loads((out / "demo.json").read_text())["demo"]
+    names = [one.name for one in dataclasses.fields(DemoSize)]
+    return DemoSize(**{name: claim[name] for name in names}), claim["seed"]
+
+
+def _claim(out: Path, size: DemoSize, seed: int) -> None:
+    """Makes the folder this run's, or refuses it."""
+    reasoner = hash_files(sorted(path for path in REASONER.iterdir() if path.is_file()))
+    identity = {"demo": vars(size) | {"seed": seed, "reasoner": reasoner}}
+    claim = out / "demo.json"
     if claim.is_file():
         there = json.loads(claim.read_text())
         if there != identity:
             raise ValueError(
-                f"{out_dir} holds a demo of other settings ({there}; asked for: {identity}): "
+                f"{out} holds a demo of other settings ({there}; asked for: {identity}): "
                 "choose another --out, or delete it"
             )
-    elif out_dir.exists() and any(out_dir.iterdir()):
-        raise ValueError(
-            f"{out_dir} is not empty and holds no demo: choose another --out, or empty it"
-        )
-    out_dir.mkdir(parents=True, exist_ok=True)
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty and holds no demo: choose another --out, or empty it")
+    out.mkdir(parents=True, exist_ok=True)
     replace_file(claim, json.dumps(identity, indent=2).encode())
 
 
-def claimed(out_dir: Path) -> tuple[DemoSize, int]:
-    """Size and seed of the demo that a folder holds."""
-    claim = json.loads((out_dir / "demo.json").read_text())["demo"]
-    return DemoSize(**{f.name: claim[f.name] for f in dataclasses.fields(DemoSize)}), claim["seed"]
-
-
-def _hash_folder(folder: Path) -> str:
-    return hash_files(sorted(path for path in folder.iterdir() if path.is_file()))
-
-
-def _label_splits(
-    reasoner: Reasoner, out_dir: Path, size: DemoSize, seed: int, console: Console, workers: Workers
-) -> dict[Split, LabelledTraces]:
-    jobs: dict[str, Job[None]] = {
-        split: partial(_label_split, reasoner.folder, out_dir, size, seed, split)
-        for split in SPLITS
-    }
-    with PhaseBars(console) as bars:
-        workers.run(jobs, bars)
-    return {split: read_split(out_dir, split) for split in SPLITS}
-
-
-def read_split(out_dir: Path, split: Split) -> LabelledTraces:
-    """The labels of a demo's split, whose states are kept in its folder."""
-    traces = LabelledTraces.from_dataset(load_labels(out_dir / "labels" / split).traces)
-    traces.keep_states(out_dir / STATES)
-    return traces
-
-
-@no_denormals()
-def _label_split(
-    reasoner_folder: Path,
-    out_dir: Path,
+def _results(
+    report: Report,
+    kept: Report | None,
+    found: Calibration,
     size: DemoSize,
     seed: int,
-    split: Split,
-    *,
-    progress: Progress,
-) -> None:
-    """A job: labels a split, and keeps what policies read of its traces."""
-    reasoner = Reasoner(reasoner_folder)
-    problems = draw_split(split, vars(size)[split], seed)
-    reasoner.label(problems, out_dir / "labels" / split, seed, progress)
-    keep_states(reasoner, out_dir, split, train_config(out_dir, size, seed), progress)
-
-
-def keep_states(
-    reasoner: Reasoner,
-    out_dir: Path,
-    split: Split,
-    config: StopConfig,
-    progress: Progress = silent,
-) -> LabelledTraces:
-    """A split, with what policies of this configuration read of its traces in the demo's folder."""
-    model = new_policy(
-        reasoner.model,
-        reasoner.tokenizer,
-        config,
-        reasoner.label_settings(config.seed),
-        PRICE_RANGE if config.every_price else None,
-    )
-    traces = read_split(out_dir, split)
-    traces.cache_states(model, 0, progress)
-    return traces
-
-
-def _train_all(
-    out_dir: Path, size: DemoSize, seed: int, console: Console, workers: Workers
-) -> list[dict[str, SavedPolicy]]:
-    """For each training seed, the policy of each method."""
-    jobs: dict[str, Job[SavedPolicy]] = {
-        f"{method}, seed {number}": partial(train_one, out_dir, size, number, method)
-        for number in range(seed, seed + size.seeds)
-        for method in METHODS
-    }
-    with PhaseBars(console) as bars:
-        policies = list(workers.run(jobs, bars).values())
-    each = len(METHODS)
-    return [
-        {policy.method: policy for policy in policies[start : start + each]}
-        for start in range(0, len(policies), each)
-    ]
-
-
-def train_one(
-    out_dir: Path, size: DemoSize, seed: int, method: str, *, progress: Progress
-) -> SavedPolicy:
-    """A job: one training run."""
-    labels = (out_dir / "labels" / split for split in ("train", "validation"))
-    config = train_config(out_dir, size, seed, method)
-    trainer = StopTrainer(config, *labels, progress=progress)
-    trainer.train()
-    return trainer.policies[0]
-
-
-def _predict_all(
-    reasoner: Reasoner,
-    runs: Sequence[dict[str, SavedPolicy]],
-    traces: Mapping[Split, LabelledTraces],
-    console: Console,
-) -> list[Predictions]:
-    """Stop probabilities of every saved policy, loaded from its folder, on both other splits."""
-    predictions = []
-    with PhaseBars(console, "test") as bars:
-        for number, method in enumerate(runs[0]):
-            bars("policies", number * len(runs), len(runs[0]) * len(runs))
-            policies = [OSPrunerForCausalLM.from_base(reasoner.model, s[method].path) for s in runs]
-            validation, test = (
-                [predict_outputs(policy, traces[split]) for policy in policies]
-                for split in ("validation", "test")
-            )
-            known = policies[0].config.prices
-            predictions += [
-                Predictions(
-                    method,
-                    price or 0.0,
-                    [said.probabilities(price) for said in validation],
-                    [said.probabilities(price) for said in test],
-                    layers=policies[0].config.num_policy_layers,
-                )
-                for price in ([None] if known is None else known.grid())
-            ]
-        bars("policies", len(runs[0]) * len(runs), len(runs[0]) * len(runs))
-    return predictions
-
-
-def _promise(
-    comparison: Comparison,
     policy: Path,
-    predictions: Sequence[Predictions],
-    test: TraceTable,
-    out_dir: Path,
-    size: DemoSize,
-) -> Comparison:
-    """Calibrates the policy on the validation traces, and measures the promise on test.
-
-    Nothing of the policy but its default price was chosen on the validation traces, and the
-    calibration does not read that.
-    """
-    labels = out_dir / "labels" / "validation"
-    found = calibrate(policy, labels, size.max_loss, CONFIDENCE, states=out_dir / STATES)
-    rule = None
-    if found.value is not None:
-        pi = next(p.test[0] for p in predictions if p.price == found.value)
-        rule = promised_result(test, pi, PRICE_THRESHOLD, found.value)
-    promised = Promised(size.max_loss, found.told(size.max_loss, CONFIDENCE), rule)
-    return dataclasses.replace(comparison, promised=promised)
-
-
-def _how(policy: Path, size: DemoSize, seed: int) -> dict[str, Any]:
-    """By which command, code and settings the numbers came about."""
+) -> Results:
+    """Every number, and what should hold of them."""
+    results = report.results
     record = dataclasses.asdict(read_provenance(policy))
     names = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
-    return {
-        **{name: record[name] for name in (*names, "platform")},
-        "seed": seed,
-        "settings": vars(size),
+    run = {name: record[name] for name in (*names, "platform")}
+    about = {
+        **results.about,
+        "run": run | {"seed": seed, "settings": vars(size)},
+        "promise": found.told(size.max_loss, CONFIDENCE),
+        "claims": [
+            {"claim": claim, "holds": bool(held), "numbers": numbers}
+            for claim, held, numbers in claims(results, kept, size.max_loss)
+        ],
     }
+    return dataclasses.replace(results, about=about)
 
 
-def _compute(reasoner: Reasoner, traces: LabelledTraces) -> Compute:
-    """What the base computes on these traces' prompts."""
-    return Compute(
-        ModelWork.of_config(reasoner.model.config),
-        traces.token_lengths - traces.table.full_tokens,
-        len(reasoner.token_format.forced_suffix()),
-    )
+def claims(results: Results, kept: Report | None, max_loss: float) -> list[tuple[str, bool, str]]:
+    """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""
+    frontier = [one.tokens.value for one in results.results if one.method == EVERY_PRICE]
+    falls = f"{frontier[0]:.0f} to {frontier[-1]:.0f} over {len(frontier)} prices"
+    told = [
+        ("thinking tokens fall as their price rises", frontier == sorted(frontier)[::-1], falls)
+    ]
+    full = results.results[0]
+    if full.problems < MIN_PROBLEMS:
+        return told
+    if kept is not None:
+        one = kept.results.results[1]
+        loss, saved = full.accuracy.value - one.accuracy.value, one.reduction.value
+        points = f"the promise of at most {100 * max_loss:g} points lost is kept"
+        least = f"and saves at least {100 * MIN_SAVED:.0f} % of the thinking tokens"
+        told += [
+            (points, loss <= max_loss, f"{-100 * loss:+.2f} points"),
+            (least, saved >= MIN_SAVED, f"{100 * saved:.1f} %"),
+        ]
+    ours = chosen_of(results)
+    for rival in (*others_chosen(results), *results.limits[:1]):  # the best fixed budget
+        numbers = f"{ours.aes.value:.3f} against {rival.aes.value:.3f}"
+        told.append((f"AES above {rival.method}", ours.aes.value > rival.aes.value, numbers))
+    return told
+
+
+def chosen_of(results: Results) -> Result:
+    """OS-Pruner at the price that validation chose."""
+    assert results.chosen is not None  # there were labels to choose on
+    return results.results[results.chosen]
+
+
+def others_chosen(results: Results) -> list[Result]:
+    """Each baseline at the threshold that validation chose."""
+    return [one for one in results.results if one.chosen and one.method != EVERY_PRICE]
 
 
 def _print(
-    comparison: Comparison,
-    results: Results,
-    size: DemoSize,
-    picture: Path,
-    differences: bool,
-    console: Console,
+    results: Results, kept: Report | None, found: Calibration, size: DemoSize, console: Console
 ) -> None:
+    ours = chosen_of(results)
+    frontier = [one for one in results.results if one.method == EVERY_PRICE]
+    some = [one for n, one in enumerate(frontier) if n % SHOWN_EVERY == 0 or one == ours]
+    rows = [results.results[0], *some, *others_chosen(results)]
+    if kept is not None:
+        promised = dataclasses.replace(kept.results.results[1], method=f"{EVERY_PRICE} (promise)")
+        rows.append(promised)
     title = f"{results.dataset}: {results.setting}"
     console.print()
-    shown = results.results
-    left_out = {
-        result.name
-        for place, result in enumerate(comparison.frontier)
-        if place % SHOWN_EVERY and result != comparison.chosen
-    }
-    shown = [result for result in shown if result.name not in left_out]
-    assert comparison.promised is not None
-    if comparison.promised.rule is not None:
-        shown = [*shown, comparison.promised.rule]
-    console.print(results_table(shown, results.limits, title=title))
+    console.print(results_table(rows, results.limits, title=title))
     console.print(
-        "Of the classifiers' thresholds validation chose: (paper) among the paper's five, by AES; "
-        "(1 point) the fewest tokens within 1 point of the full trace; (AES) the best AES."
+        f"One policy knows all {len(frontier)} prices λ of a token; the table shows some, the "
+        f"picture and the file all. Validation chose {ours.name} and each baseline's threshold, by "
+        "AES."
     )
-    console.print(
-        f"One policy knows all {len(comparison.frontier)} prices λ of a token; the table shows "
-        f"some, the picture and the file all. Validation chose {comparison.chosen.name} (best AES)."
-    )
-    console.print(f"Calibrated on validation: {comparison.promised.told}")
-    if differences:
-        console.print(differences_table(comparison.differences))
-    bars = Table(title="What should hold", show_header=False)
-    for claim, held, numbers in comparison.claims():
-        bars.add_row(claim, numbers, "holds" if held else "DOES NOT HOLD")
-    console.print(bars)
-    if results.results[0].problems < MIN_PROBLEMS:
+    console.print(f"Calibrated on validation: {found.told(size.max_loss, CONFIDENCE)}")
+    table = Table(title="What should hold", show_header=False)
+    for one in results.about["claims"]:
+        table.add_row(one["claim"], one["numbers"], "holds" if one["holds"] else "DOES NOT HOLD")
+    console.print(table)
+    if ours.problems < MIN_PROBLEMS:
         console.print(
-            f"{results.results[0].problems} test problems are too few to claim more: leave --quick "
-            "out for that."
+            f"{ours.problems} test problems are too few to claim more: leave --quick out for that."
         )
-    console.print(f"Pareto plot: {picture}")
 
 
-def _save_policy(
-    reasoner: Reasoner,
-    runs: Sequence[dict[str, SavedPolicy]],
-    comparison: Comparison,
-    out_dir: Path,
-    seed: int,
-) -> Path:
-    """Save the chosen policy as a repository folder with its provenance."""
-    penalty = float(comparison.chosen.parameter or 0.0)
-    folder = out_dir / "policy"
-    model = OSPrunerForCausalLM.from_base(reasoner.model, runs[0]["os-pruner"].path)
-    model.config.price = penalty
-    model.save_pretrained(folder)
-    provenance(
-        folder,
-        seed=seed,
-        base_model=str(reasoner.folder),
-        data_hash=_hash_folder(out_dir / "labels" / "train" / "data"),
-        details={"price": penalty},
+def generate_side_by_side(
+    policy: Path, out: Path, seed: int, results: Results, console: Console
+) -> None:
+    """Generates three test problems with the policy off and on, in a fresh process.
+
+    They are drawn at random from the families that the reasoner mostly solves; below them stands
+    what the policy does over all test problems.
+
+    Args:
+        policy: The policy's folder.
+        out: Where request and answers are written, and the test problems lie.
+        seed: Seed of the draw and the sampling.
+        results: Of the comparison.
+        console: Where to print.
+
+    Raises:
+        RuntimeError: The fresh process failed; its own words are quoted.
+    """
+    lines = (out / "test.jsonl").read_text().splitlines()
+    problems = [one for one in map(json.loads, lines) if one["family"] != HARD]
+    drawn = Random(f"side by side/{seed}").sample(problems, 3)
+    contents = [f"{one['problem']}\n\n{DEEPSEEK_R1.user_instruction}" for one in drawn]
+    request = {"contents": contents, "seed": seed}
+    request["max_new_tokens"] = MAX_THINKING_TOKENS + MAX_ANSWER_TOKENS
+    asked, answered = out / "side_by_side.request.json", out / "side_by_side.json"
+    asked.write_text(json.dumps(request, indent=2))
+    finished = subprocess.run(
+        [sys.executable, "-I", *map(str, (SIDE_BY_SIDE, policy.resolve(), asked, answered))],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return folder
+    if finished.returncode:
+        raise RuntimeError(f"loading the policy in a fresh process failed:\n{finished.stderr}")
+    table = Table(title="Generated by a fresh process: AutoModelForCausalLM, trust_remote_code")
+    for heading in ("problem", "answer", "stop_policy=False", "stop_policy=True", "saved"):
+        table.add_column(heading)
+    for problem, row in zip(drawn, json.loads(answered.read_text()), strict=True):
+        off, on = row["off"], row["on"]
+        saved = 1 - on["thinking_tokens"] / max(off["thinking_tokens"], 1)
+        table.add_row(
+            problem["problem"],
+            problem["answer"],
+            f"{off['answer']}\n{off['thinking_tokens']} thinking tokens",
+            f"{on['answer']}\n{on['thinking_tokens']} thinking tokens, {on['reason']}",
+            f"{saved:.0%}",
+        )
+    console.print(table)
+    ours, full = chosen_of(results), results.results[0]
+    right, broken = full.accuracy.value * full.traces, ours.harmed.value * full.traces
+    console.print(
+        f"Of all {full.traces} test answers {right:.0f} are right without the policy. In the mean "
+        f"it keeps {right - broken:.0f} of these and breaks {broken:.0f}; of the wrong ones it "
+        f"mends {ours.helped.value * full.traces:.0f}."
+    )

@@ -15,34 +15,37 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 THINK_END = "</think>"
 
 
-def answer_prompts(
-    folder: str, prompts: list[str], seed: int, max_new_tokens: int
-) -> list[dict[str, Any]]:
-    """Sample each prompt twice from the same seed: full thinking, and pruned.
+def answer(folder: str, contents: list[str], seed: int, max_new_tokens: int) -> list[Any]:
+    """Sample an answer to each message twice from the same seed: full thinking, and pruned.
 
     Args:
         folder: The policy's folder.
-        prompts: Rendered prompts, thinking opened.
+        contents: What a user says.
         seed: Seed of the sampling.
         max_new_tokens: Cap on thinking and answer together.
 
     Returns:
-        For each prompt, under "off" and "on": the answer, the thinking tokens, why it ended.
+        For each, under "off" and "on": the answer, the thinking tokens, why it ended.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32
     )
     end = tokenizer.convert_tokens_to_ids(THINK_END)
-    answers: list[dict[str, Any]] = []
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    answers: list[Any] = []
+    for content in contents:
+        inputs: Any = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
         sides = {}
         for name, stop_policy in (("off", False), ("on", True)):
             torch.manual_seed(seed)
             output = model.generate(
-                inputs.input_ids,
-                attention_mask=inputs.attention_mask,
+                inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
                 do_sample=True,
                 temperature=0.6,
                 top_p=0.95,
@@ -50,7 +53,7 @@ def answer_prompts(
                 max_new_tokens=max_new_tokens,
                 stop_policy=stop_policy,
             )
-            ids = output[0, inputs.input_ids.shape[1] :].tolist()
+            ids = output[0, inputs["input_ids"].shape[1] :].tolist()
             thinking = ids.index(end) if end in ids else len(ids)
             sides[name] = {
                 "thinking": tokenizer.decode(ids[:thinking]),
@@ -66,5 +69,5 @@ def answer_prompts(
 
 if __name__ == "__main__":
     policy, request, target = sys.argv[1:]
-    found = answer_prompts(policy, **json.loads(Path(request).read_text("utf-8")))
+    found = answer(policy, **json.loads(Path(request).read_text("utf-8")))
     Path(target).write_text(json.dumps(found, indent=2), "utf-8")

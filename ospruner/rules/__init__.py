@@ -1,4 +1,4 @@
-"""Stop rules without training, for generate, replay and comparisons: `rules.Budget(400)`.
+"""Stop rules without training, for generate, replay and comparisons: `ospruner.rules.Budget(400)`.
 
 signals    what each rule measures at a step's end, with its source
 families   the rules by name, and one of one's own

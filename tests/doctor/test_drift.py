@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import threading
 from dataclasses import asdict
@@ -11,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from rich.console import Console
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS
 from modeling_ospruner.stopping_ospruner import StopRecord
-from ospruner.cli import app
-from ospruner.doctor.drift import compare, counts_of_metrics
+from ospruner.doctor.drift import compare, counts_of_metrics, run_drift
 from ospruner.serving.traffic import SIGNALS, bin_of, distribution, observed
 
 PROBLEMS = 1000
@@ -65,8 +65,13 @@ def records(path: Path, tokens: Any, first: Any) -> Path:
 
 
 def told(policy: Path, served: Path | str, *more: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["doctor", "drift", str(policy), "--served", str(served), *more])
-    return done.exit_code, " ".join(done.output.split()) + str(done.exception or "")
+    printed = io.StringIO()
+    loss = float(more[1]) if more else None
+    try:
+        same = run_drift(str(policy), str(served), loss, Console(file=printed, width=200))
+    except (ValueError, OSError) as error:
+        return 1, " ".join(printed.getvalue().split()) + str(error)
+    return int(not same), " ".join(printed.getvalue().split())
 
 
 def test_bins_are_tenths_and_hold_their_lower_edge() -> None:

@@ -88,7 +88,7 @@ def test_what_a_policy_adds_to_the_weights_of_a_step() -> None:
 
 def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 80, "--json", file)
+    code, said = run(BASES / R1, "--plan", "--set", "gpu_gib=80", "--json", file)
     assert code == 0, said
     found = json.loads(file.read_text())
     assert {"training_peak_gib", "labelling_peak_gib", "serving_kv_tokens"} <= found.keys()
@@ -96,14 +96,14 @@ def test_the_command_writes_its_numbers_and_says_whether_they_fit(tmp_path: Path
     assert f"{found['training_cached_peak_gib']:.1f} GiB" in said
     assert "adds 3.6% to the weights that a step reads" in " ".join(said.split())
     assert found["workload"]["gpu_gib"] == 80
-    code, said = run("plan", "--base", BASES / R1, "--gpu-gib", 16)
+    code, said = run(BASES / R1, "--plan", "--set", "gpu_gib=16")
     assert (code, "training does not fit" in said) == (1, True)
 
 
 def test_a_base_that_fits_in_one_way_only_says_which() -> None:
-    code, said = run("plan", "--base", BASES / QWEN3, "--tuning", "layers")
+    code, said = run(BASES / QWEN3, "--plan", "--set", "tuning=layers")
     assert (code, "training fits with --states (63.7 GiB)" in said) == (0, True)
-    code, said = run("plan", "--base", BASES / QWEN3, "--tuning", "layers", "--gpu-gib", 63)
+    code, said = run(BASES / QWEN3, "--plan", "--set", "tuning=layers", "--set", "gpu_gib=63")
     assert (code, "fits with" in said, "does not fit" in said) == (1, False, True)
 
 

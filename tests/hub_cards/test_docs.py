@@ -7,7 +7,6 @@ be needed, so that a page cannot drift from what is run here.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import re
 import shlex
@@ -20,21 +19,20 @@ from huggingface_hub import HfApi, constants
 from typer.testing import CliRunner
 
 from ospruner.cli import app
-from ospruner.demo import demo
 from ospruner.demo.problems import Split, iterate_problems
 
+from ..conftest import DemoRun
 from .conftest import Stranger
 from .local_hub import TOKEN, LocalHub
 from .repositories import Repo
 
 BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 LABELLING = {  # of the paper's model and problems: of the embedded reasoner, on 40 of its own
-    "--engine vllm": "--max-tokens 300",
+    "--engine vllm": "--max-thinking-tokens 300",
     "--dataset deepscaler": "--dataset train.jsonl",
     "--dataset math500": "--dataset test.jsonl",
     "--limit 1000": "--limit 4",
 }
-TRAINING = {"--lambdas r1": "--lambdas 5e-4,5e-5 --batch-size 8"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -96,12 +94,11 @@ def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) 
     write_problems("train.jsonl", "train", 40)
     write_problems("test.jsonl", "test", 8)
     hub.requests.clear()
-    said = [run(line) for line in adapted(commands(page), LABELLING_ALL | TRAINING)]
-    assert len(said) == 9
-    policy = hub.repos["model", "your-org/ospruner-r1-7b-lam5e-5"]
+    said = [run(line) for line in adapted(commands(page), LABELLING_ALL)]
+    assert len(said) == 8
+    policy = hub.repos["model", "your-org/ospruner-r1-7b"]
     labels = hub.repos["dataset", "your-org/ospruner-labels-r1-7b"]
     assert len(policy.commits) == len(labels.commits) == 2
-    assert "statistics.png" in labels.head.files
     (use,) = blocks(page, "python")
     done = stranger(use)
     assert done.returncode == 0, done.stderr
@@ -114,29 +111,29 @@ def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) 
 def test_costs(run: Run, repo_dir: Path) -> None:
     lines = commands(repo_dir / "docs" / "costs.md")
     write_problems("train.jsonl", "train", 30)
-    costs = {old: new for old, new in LABELLING.items() if "math500" not in old} | TRAINING
+    costs = {old: new for old, new in LABELLING.items() if "math500" not in old}
     costs["--limit 1000"] = "--limit 30"
     said = [run(line) for line in adapted(lines, costs)]
-    assert "unique" in said[1]
+    assert "unique" in said[0]
 
 
+@pytest.mark.xdist_group("demo")
 def test_quickstart(
     run: Run,
+    demo_run: DemoRun,
     policy_dir: Path,
     repo_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = repo_dir / "docs" / "quickstart.md"
-    small = dataclasses.replace(demo.QUICK, train=40, validation=12, test=12, epochs=1)
-    monkeypatch.setattr(demo, "QUICK", small)
     show, check = commands(page)
-    assert "Policy: runs/demo-quick/policy" in run(show)
+    assert show == "ospruner demo --quick"
+    Path("runs").symlink_to(demo_run.folder.parent)  # what the command leaves
     names: dict[str, object] = {}
     for block in blocks(page, "python"):
         exec(block, names)
     assert "</think>" in capsys.readouterr().out
-    policy = "org/ospruner-r1-7b-lam5e-5"
+    policy = "org/ospruner-r1-7b"
     run(f"ospruner publish {policy_dir} {policy} --base {BASE}")
     assert check == f"ospruner verify {policy}"
     assert "NO" not in run(check)

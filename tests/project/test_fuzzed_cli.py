@@ -6,12 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer.main
 from typer.testing import CliRunner
 
 from ospruner.cli import app
+from ospruner.cli.fields import whole_commands
 
 from ..conftest import Fuzzed
 
@@ -25,24 +24,14 @@ MEANT_FOR_USERS = (ValueError, OSError, FloatingPointError, MemoryError)  # as `
 LONG = {
     "app",
     "demo",
-    "doctor look",
+    "doctor",
     "serve",
 }  # what they do without any words takes long
 
 
-def commands() -> dict[str, click.Command]:
+def commands() -> dict[str, Any]:
     """Every command by its words."""
-    found: dict[str, click.Command] = {}
-
-    def walk(command: Any, name: str) -> None:
-        if isinstance(command, click.Group) or hasattr(command, "commands"):
-            for word, below in command.commands.items():
-                walk(below, f"{name} {word}".strip())
-        elif name not in LONG:
-            found[name] = command
-
-    walk(typer.main.get_command(app), "")
-    return found
+    return {name: one for name, one in whole_commands(app).items() if name not in LONG}
 
 
 def files(folder: Path) -> list[str]:

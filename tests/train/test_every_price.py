@@ -78,9 +78,8 @@ def test_one_replay_gives_the_frontier_from_one_pass(
         return outputs(*arguments, **named)
 
     monkeypatch.setattr("ospruner.comparing.predict_outputs", counted)
-    command = ["eval", "replay", "--labels", str(trained / "test"), "--out", str(tmp_path)]
-    command += ["--policies", str(trained / "run")]
-    done = CliRunner().invoke(app, [*command, "--price", "frontier"], catch_exceptions=False)
+    command = ["compare", str(trained / "test"), str(trained / "run"), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, "--prices", "all"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert next(passes) == 1
     rows = [r for r in Results.read(tmp_path / "results.json").results if r.method == EVERY_PRICE]
@@ -127,9 +126,9 @@ def test_online_stops_at_the_prices_that_are_asked_for(trained: Path, tmp_path: 
         {"id": p.id, "problem": p.problem, "answer": p.answer} for p in draw_split("test", 3, 9)
     ]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n", "utf-8")
-    command = ["eval", "online", "--dataset", str(tmp_path / "p.jsonl"), "--out"]
-    command += [str(tmp_path / "out"), "--policies", str(trained / "run"), "--samples"]
-    command += ["1", "--max-thinking-tokens", "300", "--price", "0,1e-2"]
+    command = ["compare", str(tmp_path / "p.jsonl"), str(trained / "run"), "--online", "--out"]
+    command += [str(tmp_path / "out"), "--set", "samples=1", "--set", "max_thinking_tokens=300"]
+    command += ["--prices", "0,1e-2"]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     rows = Results.read(tmp_path / "out" / "results.json").results

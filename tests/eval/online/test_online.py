@@ -437,14 +437,14 @@ def test_the_commands_replay_report_and_compare(
     command = CliRunner()
 
     def run(*arguments: str) -> str:
-        result = command.invoke(app, ["eval", *arguments])
+        result = command.invoke(app, ["compare", *arguments])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.output
 
     labels, out = str(tmp_path / "labels"), str(tmp_path / "out" / "toy")
-    common = ["replay", "--labels", labels, "--policies", str(policy), "--name", "toy"]
-    rules = ["--rules", "budget:100", "--rules", "entropy:0.4", "--lambdas", "1e-3"]
+    common = ["--set", "benchmark=toy", labels, str(policy)]
+    rules = ["budget:100", "entropy:0.4", "--set", "rewards_at=1e-3"]
     numbers = str(tmp_path / "numbers.json")
     text = run(*common, *rules, "--out", out, "--json", numbers)
     assert "OS-Pruner" in text
@@ -465,14 +465,14 @@ def test_the_commands_replay_report_and_compare(
     assert full.flops_ratio.value == 1
     assert entropy.flops.value > 0 < budget.flops.value < full.flops.value
     assert "FLOP" in text
-    run(*common, *rules, "--out", out, "--json", numbers, "--charge", "compute")
+    run(*common, *rules, "--out", out, "--json", numbers, "--set", "charge=compute")
     paid = Results.read(numbers).results
     assert paid[3].aes.value < found.results[3].aes.value
     assert paid[3].rewards[0][1].value < found.results[3].rewards[0][1].value
     assert paid[3].tokens == found.results[3].tokens
     twin = shutil.copytree(policy, tmp_path / "twin")
-    seeds = [*common, "--policies", str(twin), "--out", str(tmp_path / "seeds")]
-    run(*seeds, "--rules", "entropy:0.4", "--json", numbers)
+    seeds = [*common, str(twin), "--out", str(tmp_path / "seeds")]
+    run(*seeds, "entropy:0.4", "--json", numbers)
     pooled = Results.read(numbers).results
     assert [r.method for r in pooled] == ["full trace", "OS-Pruner", "answer entropy"]
     assert pooled[1].tokens == found.results[1].tokens  # the same policy twice
@@ -480,22 +480,18 @@ def test_the_commands_replay_report_and_compare(
     assert [len(rule.seeds) for rule in stored.rules] == [0, 2, 0]
     assert stored.results()[0][1].aes == pooled[1].aes
     with pytest.raises(ValueError, match="charge is 'money'"):
-        run(*common, "--out", out, "--charge", "money")
+        run(*common, "--out", out, "--set", "charge=money")
     run(*common, *rules, "--out", out)
-    asked = run(*common, *rules, "--out", out, "--differences")
-    assert f"{found.differences[0].rule} less each other" in asked
-    assert "report.html" in run("report", str(tmp_path / "out"))
+    assert "report.html" in run(str(tmp_path / "out"))
     page = (tmp_path / "out" / "report.html").read_text()
     assert "stop probability" in page
     assert "less each other" not in page
-    run("report", str(tmp_path / "out"), "--differences")
-    assert "less each other" in (tmp_path / "out" / "report.html").read_text()
-    run("compare", out, "--json", numbers)
+    run(out, "--json", numbers)
     (again,) = (Results.from_dict(one) for one in json.loads(Path(numbers).read_text()))
     assert (again.dataset, again.setting) == ("toy", found.setting)
     assert [r.name for r in again.results] == [r.name for r in found.results]
     with pytest.raises(ValueError, match="other settings.*'benchmark': 'toy'|benchmark: 'toy'"):
-        run(*common[:-1], "other", "--out", out)
+        run("--set", "benchmark=other", *common[2:], "--out", out)
     with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):
         run(*common, "--limit", "0", "--out", str(tmp_path / "x"))
 

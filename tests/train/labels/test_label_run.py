@@ -54,9 +54,9 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     excluded = write(tmp_path / "evaluation.jsonl", [{"problem": "what is 2+4", "answer": "6"}])
     arguments = [
         "label", "--base", str(tiny_base_dir), "--dataset", problems, "--out", str(out),
-        "--columns", "problem=q,answer=gold", "--exclude", excluded, "--samples", "2",
-        "--max-tokens", "40", "--answer-tokens", "5", "--step-stride", "2",
-        "--temperature", "1", "--seed", "3", "--json", str(numbers),
+        "--set", "columns=problem=q,answer=gold", "--set", f"exclude={excluded}",
+        "--samples", "2", "--max-thinking-tokens", "40", "--set", "max_answer_tokens=5",
+        "--set", "temperature=1", "--seed", "3", "--json", str(numbers), "--set", "step_stride=2",
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
@@ -68,7 +68,7 @@ def test_label_command(tiny_base_dir: Path, problems: str, tmp_path: Path) -> No
     assert manifest["source"]["excluded"]["ids"] == [["2", "0"]]
     assert manifest["source"]["engine"] == "transformers"
     assert json.loads(numbers.read_text())["traces"] == 6
-    result = CliRunner().invoke(app, [*arguments, "--step-stride", "1"])
+    result = CliRunner().invoke(app, [*arguments[:-1], "step_stride=1"])
     assert isinstance(result.exception, ValueError)
     assert "other settings (step_stride: 1 here, 2 there)" in str(result.exception)
 
@@ -187,7 +187,7 @@ TRACES: list[dict[str, Any]] = [
 def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Path) -> None:
     path, out = write(tmp_path / "traces.jsonl", TRACES), tmp_path / "labels"
     arguments = ["labels", "import", path, "--base", str(tiny_base_dir), "--out", str(out)]
-    arguments += ["--max-tokens", "30", "--answer-tokens", "4"]
+    arguments += ["--max-thinking-tokens", "30", "--set", "max_answer_tokens=4"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     dataset = read_labels(out)
@@ -257,7 +257,7 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
     out = tmp_path / "labels"
     arguments = [
         "labels", "import", write(tmp_path / "t.jsonl", chosen), "--out", str(out),
-        "--base", str(tmp_path / "base"), "--answer-tokens", "2", "--step-stride", "8",
+        "--base", str(tmp_path / "base"), "--set", "max_answer_tokens=2", "--set", "step_stride=8",
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0

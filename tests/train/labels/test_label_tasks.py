@@ -39,7 +39,7 @@ def label(base: Path, rows: list[dict[str, Any]], out: Path, *arguments: str) ->
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [
         "label", "--base", str(base), "--dataset", str(path), "--out", str(out),
-        "--max-tokens", "40", "--temperature", "1", *arguments,
+        "--max-thinking-tokens", "40", "--set", "temperature=1", *arguments,
     ]  # fmt: skip
     result = CliRunner().invoke(app, given, catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -201,7 +201,7 @@ def test_code_needs_leave_before_anything_is_loaded(tmp_path: Path) -> None:
         str(tmp_path / "o"),
     ]
     result = CliRunner().invoke(app, [*given, "--task", "code"])
-    assert "--allow-code" in str(result.exception)
+    assert "allow-code" in str(result.exception)
     assert not (tmp_path / "o").exists()
 
 

@@ -172,7 +172,7 @@ def test_ctrl_c_at_the_command_says_what_is_done(
     rows = [{"problem": f"What is {n} + 4?", "answer": str(n + 4)} for n in range(2000)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["label", "--base", str(tiny_base_dir), "--dataset", str(problems)]
-    arguments += ["--out", str(folder), "--max-tokens", "32", "--chunk", "2"]
+    arguments += ["--out", str(folder), "--max-thinking-tokens", "32", "--set", "chunk=2"]
 
     def command() -> None:
         code = app(arguments, standalone_mode=False)

@@ -1,0 +1,220 @@
+"""Options that are fields of a dataclass: shown ones by name, all others by --set and --config.
+
+A command names the dataclass of its settings and the few fields that people change; these become
+options with the fields' own names, types, defaults and help. The dataclass is imported when the
+command is called, so that `ospruner --help` loads nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["Fields", "LazyGroup", "fields_of", "whole_commands", "with_fields"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SAID = "ospruner.fields"  # in a context's `meta`
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The dataclass of a command's settings.
+
+    Attributes:
+        where: Its module and name, as "package.module:Name".
+        shown: Fields that are options of their own.
+        hidden: Fields that the command's own arguments set.
+    """
+
+    where: str
+    shown: Sequence[str] = ()
+    hidden: Sequence[str] = ()
+
+    def load(self) -> Any:
+        """The dataclass."""
+        module, _, name = self.where.partition(":")
+        return getattr(import_module(module), name)
+
+    def options(self) -> list[inspect.Parameter]:
+        """The shown fields, and --set and --config for all, as parameters of a command."""
+        cls = self.load()
+        kinds = typing.get_type_hints(cls)
+        told = {one.name: one for one in dataclasses.fields(cls)}
+        return [
+            *(_option(told[name], kinds[name]) for name in self.shown),
+            _parameter("config", str | None, "Fields in a YAML or JSON file: `field: value`."),
+            _parameter(
+                "set",
+                list[str] | None,
+                f"Any other field of {cls.__name__}: field=value. Repeatable.",
+            ),
+        ]
+
+
+def with_fields(fields: Fields) -> Callable[[_Function], _Function]:
+    """Marks a command whose further options are fields; it reads them by `fields_of`."""
+
+    def mark(function: _Function) -> _Function:
+        function.fields = fields  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands get their fields' options when they are called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer does, with the fields' options."""
+        name, command, rest = super().resolve_command(ctx, args)
+        function = getattr(command and command.callback, "__wrapped__", None)
+        if command is not None and hasattr(function, "fields"):
+            command = _whole(str(name), function)
+        return name, command, rest
+
+
+def _whole(name: str, function: Any) -> Any:
+    """A command of a function's own parameters and its fields."""
+    signature = inspect.signature(function, eval_str=True)
+    options = [one for one in function.fields.options() if one.name not in signature.parameters]
+
+    def called(**values: Any) -> None:
+        said = {one.name: values.pop(one.name) for one in options}
+        values["context"].meta[_SAID] = {
+            name: value for name, value in said.items() if value not in (None, False, [], ())
+        }
+        function(**values)
+
+    parameters = [*signature.parameters.values(), *options]
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    called.__doc__ = function.__doc__
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(called)
+    return typer.main.get_command(alone)
+
+
+def whole_commands(app: typer.Typer) -> dict[str, Any]:
+    """Every command of an app with all of its options, by its words."""
+    found: dict[str, Any] = {}
+
+    def walk(command: Any, name: str) -> None:
+        if isinstance(command, TyperGroup):
+            for word in command.commands:
+                _, below, _ = command.resolve_command(typer.Context(command), [word])
+                walk(below, f"{name} {word}".strip())
+        else:
+            found[name] = command
+
+    walk(typer.main.get_command(app), "")
+    return found
+
+
+def fields_of(context: typer.Context, fields: Fields, **given: Any) -> dict[str, Any]:
+    """What a user said about a command's fields: options before --set, --set before --config.
+
+    Args:
+        context: The command's.
+        fields: Which.
+        given: What the command's own arguments say.
+
+    Raises:
+        typer.BadParameter: A field that is none (the nearest is named), or a value that none is.
+    """
+    import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
+
+    said: dict[str, Any] = dict(context.meta.get(_SAID, {}))
+    file, texts = said.pop("config", None), said.pop("set", None) or ()
+    found: dict[str, Any] = {}
+    if file is not None:
+        try:
+            content = yaml.safe_load(Path(file).read_text("utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise typer.BadParameter(f"--config {file} cannot be read ({error}).") from None
+        if not isinstance(content, Mapping):
+            raise typer.BadParameter(f"--config {file} holds no fields: write `field: value`.")
+        found |= content
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--set {text!r} is no field=value.")
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            found[name.strip()] = value
+    cls = fields.load()
+    kinds = typing.get_type_hints(cls)
+    names = [one.name for one in dataclasses.fields(cls) if one.init]
+    for name in found:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise typer.BadParameter(f"{cls.__name__} has no field {name!r}.{hint}")
+        if name in fields.hidden:
+            raise typer.BadParameter(f"{name} is said by an argument of this command, not here.")
+    found = {name: _as(kinds[name], name, value) for name, value in found.items()}
+    said = {name: _as(kinds[name], name, value) for name, value in said.items()}
+    return found | said | {name: value for name, value in given.items() if value is not None}
+
+
+def _option(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
+    """An option for a field; what is not said stays the dataclass's own default."""
+    text = str(field.metadata.get("help", ""))
+    members = _members(kind)
+    if bool in members:
+        return _parameter(field.name, bool, text, default=False)
+    if str not in members and any(typing.get_origin(one) in (tuple, list) for one in members):
+        return _parameter(field.name, list[str] | None, text)
+    scalar = next((one for one in (str, float, int) if one in members), str)
+    default = None if field.default is dataclasses.MISSING else field.default
+    shown = f"{default}" if default not in (None, "") else False
+    return _parameter(field.name, scalar | None, text, shown=shown)
+
+
+def _parameter(
+    name: str,
+    kind: Any,
+    text: str,
+    *,
+    default: Any = None,
+    shown: str | bool = False,
+) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    option = typer.Option(flag, help=text, show_default=shown, rich_help_panel="Settings")
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _members(kind: Any) -> list[Any]:
+    """The types that a field's type allows."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return [one for one in typing.get_args(kind) if one is not type(None)]
+    return [kind]
+
+
+def _as(kind: Any, name: str, value: Any) -> Any:
+    """A value as its field holds it: 1e-4 is a number, one of several texts a tuple."""
+    members = _members(kind)
+    origins = {typing.get_origin(one) for one in members}
+    if tuple in origins and isinstance(value, str | list | tuple):
+        return (value,) if isinstance(value, str) else tuple(value)
+    if str in members or value is None:
+        return str(value) if set(members) == {str} and not isinstance(value, list) else value
+    if float in members and isinstance(value, str | int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            raise typer.BadParameter(f"{name} is {value!r}; it must be a number.") from None
+    return value

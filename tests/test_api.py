@@ -1,0 +1,57 @@
+"""The public API: at most twelve names, each with its use, and light to import."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ospruner
+
+LIGHT = """
+import sys
+import ospruner, ospruner.demo
+assert ospruner.demo.REASONER.joinpath("config.json").is_file()
+heavy = {"torch", "transformers", "datasets", "numpy", "huggingface_hub"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_importing_is_light() -> None:
+    command = [sys.executable, "-X", "importtime", "-c", LIGHT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (microseconds,) = re.findall(r"\|\s*(\d+) \| ospruner$", done.stderr, re.MULTILINE)
+    assert int(microseconds) < 200_000
+
+
+def test_every_module_that_is_small_loads_without_torch() -> None:
+    """A package's `__init__` loads nothing, so that a small module of it stays small."""
+    names = ["durable", "optional", "provenance", "cli", "train", "eval", "demo"]
+    code = "import sys, " + ", ".join(f"ospruner.{name}" for name in names)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules, 'torch'"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ospruner.__all__)
+def test_each_public_name_is_there_and_shows_its_use(name: str) -> None:
+    found = getattr(ospruner, name)
+    assert re.search(r"ospruner\.|\.from_pretrained\(|stop_policy=", found.__doc__ or ""), name
+
+
+def test_there_are_few_and_they_are_typed(repo_dir: Path) -> None:
+    assert len(ospruner.__all__) <= 12
+    assert dir(ospruner) == ospruner.__all__
+    text = (repo_dir / "ospruner" / "__init__.py").read_text("utf-8")
+    typed = text[text.index("if TYPE_CHECKING") : text.index("__all__")]
+    assert all(re.search(rf"\b{name}\b", typed) for name in ospruner.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ospruner.nothing  # type: ignore[attr-defined]
