@@ -22,6 +22,8 @@ FLOORS = {
     "ospruner.durable": 1,
     "ospruner.optional": 1,
     "ospruner.progress": 1,
+    "ospruner.bases": 2,
+    "ospruner.formats": 2,
     "ospruner.engines": 2,
     "ospruner.rules": 2,
     "ospruner.serving": 2,
