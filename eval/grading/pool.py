@@ -3,27 +3,28 @@
 Math-Verify's own time limit is a signal: it works only in the main thread and cannot interrupt a
 long computation inside C code. A child process (`worker.py`) can be killed.
 
-Not `pebble.ProcessPool` (tried: 5.2.3): a worker that dies while it is idle ends its whole pool,
-one that hangs before it has taken a task is never missed, and spawned workers need the user's
-script to be guarded by `if __name__ == "__main__"`.
+By hand, not by `pebble.ProcessPool`: processes that multiprocessing spawns import the user's script
+again, which then must be guarded by `if __name__ == "__main__"`; a notebook line or a plain script
+that calls `ospruner.label` is not.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["GradingPool", "Verdict"]
 
 MAX_WORKERS = 16
+START_SECONDS = 120.0
+
+Worker = subprocess.Popen[bytes]
 
 
 class Verdict(NamedTuple):
@@ -53,10 +54,10 @@ class GradingPool:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Forgets all workers: a fork's child must not share its parent's pipes and locks."""
-        self._idle: list[_Worker] = []
-        self._started = 0
-        self._changed = threading.Condition()
+        """Forgets all workers: a fork's child must not share its parent's pipes."""
+        self.idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()  # None: not started
+        for _ in range(self.size):
+            self.idle.put(None)
 
     def compare(self, reference: str, answer: str, seconds: float) -> Verdict:
         """One worker's verdict; waits for one to be free.
@@ -65,99 +66,72 @@ class GradingPool:
             reference: the content of a box.
             answer: the content of another.
             seconds: what one parse or one comparison may take.
+
+        Raises:
+            RuntimeError: no worker can be started.
         """
-        with self._worker() as worker:
-            return worker.compare(reference, answer, seconds)
+        worker = self.idle.get()
+        try:
+            if worker is None or worker.poll() is not None:
+                worker = _started()
+            # Three limited calls (two parses, a comparison) and then some: beyond that the child
+            # hangs where its own signal cannot reach it.
+            reply, late = _answer(worker, [reference, answer, seconds], 4.0 * seconds)
+            if not reply:
+                _end(worker)
+                return Verdict(None, "time limit" if late else "crash")
+            return Verdict(*json.loads(reply))
+        finally:
+            self.idle.put(worker)
 
     def close(self) -> None:
         """Ends the idle workers."""
-        with self._changed:
-            while self._idle:
-                self._idle.pop().stop()
-                self._started -= 1
-
-    @contextmanager
-    def _worker(self) -> Iterator[_Worker]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._idle or self._started < self.size)
-            if self._idle:
-                worker = self._idle.pop()
-            else:
-                worker = _Worker()
-                self._started += 1
-        try:
-            yield worker
-        finally:
-            with self._changed:
-                self._idle.append(worker)
-                self._changed.notify()
+        while not self.idle.empty():
+            if (worker := self.idle.get()) is not None:
+                _end(worker)
 
 
-class _Worker:
-    """One child process, used by one thread at a time."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def compare(self, reference: str, answer: str, seconds: float) -> Verdict:
-        """The child's verdict; none where it gave none within the limit or died."""
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        request = json.dumps([reference, answer, seconds]).encode() + b"\n"
-        try:
-            process.stdin.write(request)
-            process.stdin.flush()
-        except BrokenPipeError:
-            self.stop()
-            return Verdict(None, "crash")
-        # Three limited calls (two parses, a comparison) and then some: beyond that the child
-        # hangs where its own signal cannot reach it.
-        reply = _read_line(process.stdout.fileno(), 4.0 * seconds)
-        if not reply:
-            self.stop()
-            return Verdict(None, "time limit" if reply is None else "crash")
-        return Verdict(*json.loads(reply))
-
-    def stop(self) -> None:
-        """Kills the child."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-        self.process = None
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self.process is None or self.process.poll() is not None:
-            script = Path(__file__).with_name("worker.py")
-            self.process = subprocess.Popen(
-                # -P: our folder must not shadow other packages' modules of the same names.
-                [sys.executable, "-P", str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                # Ctrl-C is for us: the child must not die of it before it has answered.
-                start_new_session=True,
-            )
-            assert self.process.stdout is not None
-            if _read_line(self.process.stdout.fileno(), 120.0) != b"ready":
-                self.stop()
-                raise RuntimeError(
-                    "the grading process did not start: check that "
-                    f"`{sys.executable} -c 'import math_verify'` works"
-                )
-        return self.process
+def _started() -> Worker:
+    worker = subprocess.Popen(
+        # -P: our folder must not shadow other packages' modules of the same names.
+        [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for us: it must not die before it has answered
+    )
+    if _answer(worker, None, START_SECONDS)[0] != b"ready\n":
+        _end(worker)
+        raise RuntimeError(
+            "the grading process did not start: check that "
+            f"`{sys.executable} -c 'import math_verify'` works"
+        )
+    return worker
 
 
-def _read_line(descriptor: int, timeout_seconds: float) -> bytes | None:
-    """One line; b"" at the end of the stream; None after so many seconds without a byte."""
-    line = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(timeout_seconds):
-                return None
-            part = os.read(descriptor, 4096)
-            if not part:
-                return b""
-            line += part
-    return line.rstrip(b"\n")
+def _answer(worker: Worker, request: object, seconds: float) -> tuple[bytes, bool]:
+    """The worker's next line, b"" where it ended before; and whether it was killed for the time."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        worker.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        if request is not None:
+            worker.stdin.write(json.dumps(request).encode() + b"\n")
+            worker.stdin.flush()
+        return worker.stdout.readline(), late.is_set()
+    except BrokenPipeError:
+        return b"", late.is_set()
+    finally:
+        timer.cancel()
+
+
+def _end(worker: Worker) -> None:
+    worker.kill()
+    worker.communicate()
