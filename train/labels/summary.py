@@ -23,6 +23,7 @@ def stats_of(path: str | Path) -> dict[str, Any]:
     """
     dataset, manifest = read_labels(path), read_manifest(path)
     grades = dataset["forced_correct"]
+    rows = list(zip(dataset["step_ends"], grades, strict=True))
     reasons = Counter(why for row in dataset["ungraded_reasons"] for why in row if why is not None)
     natural = [grade for grade in dataset["natural_correct"] if grade is not None]
     return {
@@ -38,21 +39,38 @@ def stats_of(path: str | Path) -> dict[str, Any]:
         "full_accuracy": sum(row[-1] or 0.0 for row in grades) / len(dataset),
         "natural_accuracy": sum(natural) / len(natural) if natural else None,
         "ever_right": sum(any((g or 0) >= 0.5 for g in row) for row in grades) / len(dataset),
+        "accuracy_at": {
+            str(share): sum(_grade_at(row, share) for row in rows) / len(dataset)
+            for share in (0.25, 0.5, 0.75)
+        },
         **{name: manifest[name] for name in COSTS},
     }
+
+
+def _grade_at(row: tuple[list[int], list[float | None]], share: float) -> float:
+    """The grade of the last step within that share of a trace's tokens; 0 where there is none."""
+    ends, grades = row
+    within = [
+        grade or 0.0 for end, grade in zip(ends, grades, strict=True) if end <= share * ends[-1]
+    ]
+    return within[-1] if within else 0.0
 
 
 def told(path: str | Path, stats: dict[str, Any]) -> str:
     """What a label run made, in a few lines."""
     manifest = read_manifest(path)
     reasons = "".join(f"; {why}: {n}" for why, n in sorted(stats["ungraded_reasons"].items()))
+    shares = ", ".join(
+        f"{float(share):.0%} of the trace {100 * right:.1f} %"
+        for share, right in stats["accuracy_at"].items()
+    )
     lines = [
         f"{stats['traces']} traces of {stats['problems']} problems, {stats['steps']} labelled "
         f"steps, {stats['tokens_per_trace']:.0f} thinking tokens a trace; cut at the cap "
         f"{stats['capped_traces']}, dropped {stats['dropped_traces']}, steps without a verdict "
         f"{stats['ungraded_steps']}{reasons}",
-        f"Right when forced at the end {100 * stats['full_accuracy']:.1f} %, at some step "
-        f"{100 * stats['ever_right']:.1f} %",
+        f"Right when forced at {shares}; at the end {100 * stats['full_accuracy']:.1f} %, at some "
+        f"step {100 * stats['ever_right']:.1f} %",
     ]
     for problem, sample, error in manifest["failed"][:_SHOWN_ERRORS]:
         lines.append(f"Failed: trace {sample} of problem {problem}: {error}")

@@ -32,7 +32,7 @@ def commands(page: Path) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "count"), [("labels", 7), ("scale", 2)])
+@pytest.mark.parametrize(("name", "count"), [("labels", 4), ("scale", 2)])
 def test_every_command_is_understood(repo_dir: Path, name: str, count: int) -> None:
     whole = [line for line in commands(repo_dir / "docs" / f"{name}.md") if "..." not in line]
     assert len(whole) >= count
@@ -60,7 +60,7 @@ def test_commands_on_the_reasoner_and_the_python_lines(
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         ran += 1
-    assert ran == 5
+    assert ran == 2
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)

@@ -195,6 +195,13 @@ def test_stats_say_what_the_rows_say(folder: Path) -> None:
     assert stats["steps"] == sum(len(row["step_ends"]) for row in rows)
     assert stats["full_accuracy"] == stats["ever_right"] == stats["natural_accuracy"] == 1.0
     assert stats["tokens_per_trace"] == sum(len(row["trace_ids"]) for row in rows) / 8
+    for share, right in stats["accuracy_at"].items():
+        within = [
+            [g for end, g in zip(row["step_ends"], row["forced_correct"], strict=True)
+             if end <= float(share) * len(row["trace_ids"])][-1:]
+            for row in rows
+        ]  # fmt: skip
+        assert right == pytest.approx(sum(sum(one) for one in within) / 8)
     assert "8 traces of 8 problems" in told(folder, json.loads(json.dumps(stats)))
 
 
