@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ospruner.rules.families import Family, StopRule
 
+from .evaluation import Evaluation, trace_hash
 from .frontiers import frontier_points, frontiers, worth_asking
 from .intervals import REPLICATES, Choice, Pick, Rule, pool_seeds
 from .learnstop import LEARN_STOP, learn_stop
@@ -26,7 +27,6 @@ from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
 from .measured import COUNT, Split, family_thresholds, measure, replay_rule, spread_values
 from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant, best_aes
-from .online.evaluation import Evaluation, trace_hash
 from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
 from .report.tables import Table

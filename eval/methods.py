@@ -265,10 +265,7 @@ def refuse_other_base(
             f"{config.base_revision}, the traces are of {base} at {revision}: a policy reads its "
             "own base's hidden states; label with its base, or train one for this base"
         )
-    theirs = [
-        config.task or MATH_TASK,
-        *(one["task"] for one in (config.domains or {}).values()),
-    ]
+    theirs = [config.task or MATH_TASK]
     first = task is not None and _pinned(theirs[0]) == _pinned(task)
     if task is not None and _pinned(task) not in map(_pinned, theirs):
         named = dict.fromkeys(map(shown_task, theirs))

@@ -20,10 +20,13 @@ from ospruner.eval import compare as comparison
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compare import Method, Report, Said
 from ospruner.eval.compute import Compute
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.frontiers import worth_asking
 from ospruner.eval.intervals import REPLICATES
 from ospruner.eval.measured import Split
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
+from ospruner.eval.online import Asked, Generator, evaluate_online
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.schema import LabelSettings
@@ -177,8 +180,13 @@ def compare(
     device: str | None = None,
     states: str | Path | None = None,
     progress: Progress = silent,
+    online: bool = False,
+    samples: int = 16,
+    seed: int = 0,
+    batch_problems: int = 1,
+    out: str | Path | None = None,
 ) -> Report:
-    """Compares policies and rules on labels, exactly and without generating.
+    """Compares policies and rules on labels: exactly, without generating, or online.
 
         report = ospruner.compare(
             labels["test"], ["policy", ospruner.rules.Budget(400), "deer"],
@@ -208,12 +216,35 @@ def compare(
         replicates: resamples of the frontiers' intervals.
         device: where policies and verifiers compute; None for the best there is.
         states: folder in which the trunk's states are kept.
-        progress: called with phases "trunk", "policies" and "thinking".
+        progress: called with phases "trunk", "policies" and "thinking", or "generate".
+        online: generate anew on the labels' problems, with the labels' settings, in transformers:
+            Pass@1 and wall-clock. Nothing is chosen then, so that each rule needs its threshold;
+            `limit` counts problems.
+        samples: traces generated for each problem.
+        seed: of their sampling and of the policies' draws.
+        batch_problems: problems generated in one batch; with 1 times are exact.
+        out: folder in which finished batches are kept; a stopped run goes on from there.
 
     Raises:
         ValueError: a policy of another base, format or task, labels of other
             settings or of shared problems, or a rule that cannot be had.
     """
+    if online:
+        if choose_on is not None:
+            raise ValueError("online chooses nothing: leave out choose_on, or compare by replay")
+        ours = Judged(labels, base, device=device)
+        uses_and_rules = _methods(methods, prices, False, ours.split)
+        for one in uses_and_rules:
+            if isinstance(one, PolicyUse):
+                ours.refuse(one, across_tasks)
+        settings = dataclasses.replace(ours.settings, samples_per_problem=samples, seed=seed)
+        evaluation = _generated(
+            ours, uses_and_rules, settings, limit, batch_problems, out, progress,
+            model or Path(settings.base_model).name,
+            benchmark or ours.labels.source or Path(str(labels)).name,
+        )  # fmt: skip
+        asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
+        return Report(evaluation, variant=variant, prices=asked_prices)
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
     ours = Judged(labels, base, limit=limit, **more)
     wanted = _methods(methods, prices, choose_on is not None, ours.split)
@@ -264,6 +295,50 @@ def compare(
     )
     return dataclasses.replace(
         report, evaluation=dataclasses.replace(report.evaluation, traces=views)
+    )
+
+
+def _generated(
+    ours: Judged,
+    methods: Sequence[Method],
+    settings: LabelSettings,
+    limit: int | None,
+    batch_problems: int,
+    out: str | Path | None,
+    progress: Progress,
+    model: str,
+    benchmark: str,
+) -> Evaluation:
+    """The evaluation of real generation on the problems of labels."""
+    if settings.domains:
+        raise ValueError(
+            f"the labels are of several tasks ({sorted(settings.domains)}): evaluate each one's "
+            "labels online by itself"
+        )
+    taken: list[PolicyUse | StopRule] = []
+    for one in methods:
+        if isinstance(one, PolicyUse) and one.config.method == "flashthink":
+            raise ValueError(
+                "FlashThink's verifier is a second model, which generate does not run: compare it "
+                "by replay"
+            )
+        if not isinstance(one, PolicyUse | StopRule):
+            name = one if isinstance(one, str) else one.name
+            raise ValueError(f"{name!r} has no threshold; online needs one, such as {name}:0.5")
+        taken.append(one)
+    task = open_task(settings.task)
+    task.check()
+    fmt = TokenFormat.compile(ReasoningFormat.from_dict(settings.reasoning_format), ours.tokenizer)
+    generator = Generator(ours.model, ours.tokenizer, fmt, task, settings)
+    return evaluate_online(
+        Asked.of_labels(ours.traces, limit),
+        taken,
+        generator.run,
+        settings,
+        {"model": model, "benchmark": benchmark},
+        out,
+        batch_problems=batch_problems,
+        progress=progress,
     )
 
 

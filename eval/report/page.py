@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ..evaluation import Evaluation, find_evaluations
 from ..metrics import AES_ABSOLUTE, AesVariant
-from ..online.evaluation import Evaluation, find_evaluations
 from ..results import best_rows
 from .paper import BENCHMARKS, MODELS, compare_with_paper, comparison_table
 from .pictures import save_difficulty, save_dynamics, save_panels

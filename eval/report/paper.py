@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..evaluation import Evaluation
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
-from ..online.evaluation import Evaluation
 from ..results import Result
 from .tables import AVERAGE, Column, Table, frame_of
 

@@ -17,9 +17,9 @@ import pandas as pd
 
 from ospruner.durable import read_checked
 
+from ..evaluation import Evaluation
 from ..intervals import bootstrap_interval
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
-from ..online.evaluation import Evaluation
 from ..results import Result
 from ..table import FloatArray
 from ..text import penalty_name

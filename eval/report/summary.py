@@ -15,10 +15,10 @@ from rich.console import Console
 
 from ospruner.durable import replace_file
 
+from ..evaluation import Evaluation, find_evaluations
 from ..intervals import bootstrap_interval
 from ..methods import FRONTIER, ORACLE
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
-from ..online.evaluation import Evaluation, find_evaluations
 from ..results import (
     RESULTS_FILE,
     Difference,

@@ -18,9 +18,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..compute import flops_scale
+from ..evaluation import Evaluation
 from ..methods import FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
-from ..online.evaluation import Evaluation
 from ..results import Estimate, Result, Results
 from ..schema import MATH_TASK
 from ..text import markdown_table, number_text

@@ -194,7 +194,7 @@ def compare(
     labels: Annotated[
         str | None,
         typer.Argument(
-            help="Labels to measure on; with --online, problems; without methods, a folder of "
+            help="Labels to measure on, or whose problems to ask; without methods, a folder of "
             "earlier comparisons."
         ),
     ] = None,
@@ -213,13 +213,6 @@ def compare(
     paper: Annotated[
         bool, typer.Option("--paper", help="Without methods: beside the paper's numbers.")
     ] = False,
-    engine: Annotated[
-        str, typer.Option(help="With --online: transformers, vllm, sglang or openai.")
-    ] = "transformers",
-    urls: Annotated[list[str] | None, typer.Option(help="Of servers of the engine.")] = None,
-    allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run programs that the model wrote, locked in.")
-    ] = False,
     across_tasks: Annotated[
         bool, typer.Option("--across-tasks", help="Take policies that were trained on others.")
     ] = False,
@@ -233,15 +226,10 @@ def compare(
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.page import write_report
-    from ospruner.eval.report.summary import (
-        parse_lambdas,
-        print_comparison,
-        print_results,
-        save_evaluation,
-    )
+    from ospruner.eval.report.summary import parse_lambdas, print_comparison, print_results
     from ospruner.eval.report.terminal import frontier_tables
 
-    from .comparing import ONLINE, REQUEST
+    from .comparing import ONLINE
 
     said = fields_of(context, COMPARING)
     names = {name: said.get(name) for name in ("model", "benchmark")}
@@ -253,47 +241,25 @@ def compare(
             console.print(f"Wrote {path}", soft_wrap=True)
         return
     assert labels is not None  # methods come after it
-    sampling = {name: said[name] for name in ONLINE & set(said)}
-    asking = {name: said[name] for name in REQUEST & set(said)}
-    if (sampling or asking) and not online:
-        given = ", ".join([*sampling, *asking])
-        raise typer.BadParameter(f"{given}: fields of --online; say that, too.")
+    sampling = {name: said[name] for name in ONLINE if name in said}
+    if sampling and not online:
+        raise typer.BadParameter(f"{', '.join(sampling)}: fields of --online; say that, too.")
     chosen = parse_prices({"all": "frontier"}.get(prices, prices))
     rewards_at = parse_lambdas(str(said.get("rewards_at", "")))
     variant = charged_variant(said.get("charge", "thinking"))
     target = out or Path("runs/compare")
-    if online:
-        from ospruner.engines.opening import parse_engine_args
-        from ospruner.eval.online.command import OnlineRequest, run_online
-        from ospruner.eval.online.settings import preset
-        from ospruner.rules.families import is_rule
+    more = {name: said[name] for name in ("train", "replicates") if name in said}
+    more |= {"online": True, "out": target, **sampling} if online else {}
+    from ospruner.comparing import compare
 
-        rules = [one for one in methods if is_rule(one)]
-        request = OnlineRequest(
-            dataset=labels, policies=[one for one in methods if one not in rules], prices=chosen,
-            rules=rules, base=base, engine=engine, limit=limit, allow_code=allow_code,
-            engine_options={
-                "urls": tuple(urls or ()), "device": device, "dtype": said.get("dtype", "auto"),
-                "arguments": parse_engine_args(said.get("engine_args", ())),
-            },
-            across_tasks=across_tasks, answer_cap_given="max_answer_tokens" in sampling,
-            settings=preset(said.get("preset", "deepseek-r1"), **sampling), **asking, **names,
+    with _bars("online" if online else "compare") as bars:
+        report = compare(
+            labels, methods, choose_on=choose_on, prices=chosen, base=base, limit=limit,
+            across_tasks=across_tasks, device=device, states=states, progress=bars,
+            variant=variant, rewards_at=rewards_at or None, **names, **more,
         )  # fmt: skip
-        with _bars("online") as bars:
-            evaluation = run_online(request, target, bars)
-        results = save_evaluation(evaluation, target, variant=variant, prices=rewards_at)
-    else:
-        from ospruner.comparing import compare
-
-        more = {name: said[name] for name in ("train", "replicates") if name in said}
-        with _bars("compare") as bars:
-            report = compare(
-                labels, methods, choose_on=choose_on, prices=chosen, base=base, limit=limit,
-                across_tasks=across_tasks, device=device, states=states, progress=bars,
-                variant=variant, rewards_at=rewards_at or None, **names, **more,
-            )  # fmt: skip
-        report.save(target)
-        results = report.results
+    report.save(target)
+    results = report.results
     print_results(results, console)
     for table in frontier_tables(results) if results.frontiers else ():
         console.print(table)

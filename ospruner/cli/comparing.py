@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from ospruner.eval.online.settings import OnlineSettings
-
-__all__ = ["Comparing"]
+__all__ = ["ONLINE", "Comparing"]
 
 
 def _help(text: str, default: Any = None) -> Any:
@@ -15,16 +13,12 @@ def _help(text: str, default: Any = None) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparing(OnlineSettings):
-    """Fields of `OnlineSettings`, of `OnlineRequest`, and of `ospruner.compare`."""
+class Comparing:
+    """Fields of `ospruner.compare`."""
 
-    preset: str = _help("The paper's sampling: deepseek-r1, drpo, gpt-oss.", "deepseek-r1")
-    task: str | None = _help("math, choice, exact, code, generated or FILE.py.")
-    prompt: str = _help("default, concise, chain-of-draft or check.", "default")
-    wind_down: str | None = _help("A sentence forced before the closing.")
-    files: tuple[str, ...] = _help("Read a benchmark's rows from these files.", ())
-    dtype: str = _help("Such as bfloat16; auto: the base's own.", "auto")
-    engine_args: tuple[str, ...] = _help("Such as tensor_parallel_size=2.", ())
+    samples: int = _help("With --online: traces of each problem.", 16)
+    seed: int = _help("With --online: of sampling and of the policies' draws.", 0)
+    batch_problems: int = _help("With --online: problems in one batch of generate.", 1)
     model: str | None = _help("What tables call the base.")
     benchmark: str | None = _help("What tables call the problems.")
     rewards_at: str = _help("Prices of a token for rewards and gaps: 5e-4,1e-4.", "")
@@ -33,7 +27,5 @@ class Comparing(OnlineSettings):
     replicates: int = _help("Resamples of the frontiers' intervals.", 2000)
 
 
-ONLINE = frozenset(one.name for one in fields(OnlineSettings))
-"""Fields that say how traces are sampled."""
-REQUEST = frozenset({"task", "prompt", "wind_down", "files"})
-"""Fields of the request to generate."""
+ONLINE = ("samples", "seed", "batch_problems")
+"""Fields that say how traces are generated."""

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 import ospruner
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1
 from ospruner.durable import replace_file
 from ospruner.eval.calibration import Calibration
 from ospruner.eval.compare import Report
 from ospruner.eval.methods import EVERY_PRICE
 from ospruner.eval.report.terminal import results_table
 from ospruner.eval.results import RESULTS_FILE, Result, Results
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.cards import CARD_FILE, License, policy_card
 from ospruner.progress import PhaseBars, Progress
 from ospruner.provenance import hash_files, read_provenance

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import Rule
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
-from ospruner.eval.online.evaluation import Evaluation
 from ospruner.eval.replay import Outcome
 
 

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from modeling_ospruner import OSPrunerConfig
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import charged_variant
-from ospruner.eval.online.command import OnlineRequest, run_online
 from ospruner.eval.schema import LabelSettings
 from ospruner.train.flashthink import PROMPT, Verifier, tokens_read, verifier_traces
 from ospruner.train.label_sets import load_labels
@@ -107,11 +105,3 @@ def test_train_save_replay_and_charge(
 def _tokenizer_of(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
     return tokenizer
-
-
-def test_online_says_that_it_is_for_replay(tmp_path: Path) -> None:
-    config = OSPrunerConfig(base_model_name_or_path="org/judge", method="flashthink")
-    config.save_pretrained(tmp_path / "judge")
-    request = OnlineRequest(dataset="gsm8k", policies=[str(tmp_path / "judge")])
-    with pytest.raises(ValueError, match="FlashThink is a baseline for replay.*eval replay"):
-        run_online(request, tmp_path / "out")

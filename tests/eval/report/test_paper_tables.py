@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ospruner.eval.online.evaluation import Evaluation
+from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.report.tables import (
     AVERAGE,
     Table,

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ospruner.eval.online.evaluation import Evaluation, find_evaluations
+from ospruner.eval.evaluation import Evaluation, find_evaluations
 from ospruner.eval.report.summary import differences_of, parse_lambdas, save_evaluation
 from ospruner.eval.results import Results, best_rows
 
-from ..evaluations import make_evaluation
+from .evaluations import make_evaluation
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ import numpy as np
 
 from ospruner.durable import replace_file
 
-from ..intervals import Resampled, Rule
-from ..metrics import AES_ABSOLUTE, AesVariant
-from ..replay import Outcome
-from ..results import Result
-from ..table import FloatArray, IntArray, TraceTable
+from .intervals import Resampled, Rule
+from .metrics import AES_ABSOLUTE, AesVariant
+from .replay import Outcome
+from .results import Result
+from .table import FloatArray, IntArray, TraceTable
 
 __all__ = ["Evaluation", "find_evaluations", "trace_hash"]
 

@@ -1,0 +1,490 @@
+"""Online evaluation: real generation with policies and rules, the way users run them.
+
+Problems, prompts, sampling, caps and grades are those of labels, so that what is generated is what
+was labelled, and replay predicts it. Every method sees the same problems with the same seeds: its
+rows are those of the full trace up to their stops, and differences between methods are paired.
+
+A finished batch of one method is a line of `online.jsonl`, fsynced: a stopped run repeats at most
+one batch. Without time, Pass@1 over more samples needs no generation: label more, and replay.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.generation_ospruner import generate_pruned
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig, StopRecord, mix64
+from ospruner.durable import append_durably
+from ospruner.engines.interface import ForkRequest, SamplingSettings, end_ids
+from ospruner.engines.transformers.engine import TransformersEngine
+from ospruner.formats import follow
+from ospruner.rules import Budget, StopRule
+from ospruner.rules.live import generate_with_rule
+
+from .arithmetic import ModelWork
+from .compute import Compute
+from .evaluation import Evaluation, refuse_other_settings
+from .intervals import Rule
+from .methods import FULL, PolicyUse
+from .problems.problem import Problem
+from .problems.task import Task
+from .replay import Outcome
+from .schema import LabelSettings
+
+__all__ = ["Asked", "Generator", "Journal", "SampleRow", "evaluate_online"]
+
+JOURNAL = "online.jsonl"
+_NEVER = Budget(2**31 - 1)
+NATURAL_ANSWER_TOKENS = SamplingSettings().max_answer_tokens
+"""Cap of the answer that the model writes after its own end, as in labels."""
+
+How = PolicyUse | StopRule | None
+"""What decides; None never stops: the full trace."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A labelled problem, as the base was asked it.
+
+    Attributes:
+        problem: the problem.
+        prompt_ids: its prompt.
+    """
+
+    problem: Problem
+    prompt_ids: Sequence[int]
+
+    @classmethod
+    def of_labels(cls, traces: Any, limit: int | None = None) -> list[Asked]:
+        """The problems of labels, each once, in order.
+
+        Args:
+            traces: labels, columns as in `schema.FEATURES`.
+            limit: the first so many problems.
+
+        Raises:
+            ValueError: limit < 1.
+        """
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit is {limit}; it must be at least 1")
+        found: dict[str, Asked] = {}
+        columns = ["problem_id", "problem", "answer", "family", "prompt_ids"]
+        for row in traces.select_columns(columns):
+            problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+            found.setdefault(problem.id, cls(problem, row["prompt_ids"]))
+        return list(found.values())[:limit]
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """What one row of one method came to.
+
+    Attributes:
+        tokens: thinking tokens.
+        answer_tokens: generated tokens of the answer.
+        answer: what stood in the box; "" for nothing.
+        correct: the grade; no verdict counts as wrong.
+        reason: "policy", "budget", "natural", or "cap".
+        probe_tokens: what the rule spent on deciding.
+        seconds: its share of the batch's time.
+        natural_correct: grade of the answer after the trace's own end; None where there is none.
+        flops: floating-point operations of all that was computed for it, by arithmetic.
+    """
+
+    tokens: int
+    answer_tokens: int
+    answer: str
+    correct: float
+    reason: str
+    probe_tokens: int = 0
+    seconds: float = 0.0
+    natural_correct: float | None = None
+    flops: float = 0.0
+
+
+class Journal:
+    """Finished batches, one a line; the first line holds the run's settings.
+
+    Args:
+        path: the file; made where it does not exist. None keeps batches in memory.
+        settings: of the run, JSON-ready.
+
+    Raises:
+        ValueError: the file is of a run with other settings, or damaged.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self.done: dict[tuple[str, int], list[SampleRow]] = {}
+        wanted = json.loads(json.dumps(settings))
+        if path is None or not path.exists():
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._append({"settings": wanted})
+            return
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):  # a line torn by a kill
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+        try:
+            first, *records = map(json.loads, whole.splitlines())
+            stored = first["settings"]
+            for record in records:
+                rows = [SampleRow(**row) for row in record["rows"]]
+                self.done[record["method"], record["batch"]] = rows
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}: {error}): delete it to begin anew"
+            ) from error
+        if differences := [
+            f"{name}: {stored.get(name)!r} there, {wanted.get(name)!r} asked for"
+            for name in sorted({*stored, *wanted})
+            if stored.get(name) != wanted.get(name)
+        ]:
+            raise ValueError(
+                f"{path} is of a run with other settings ({'; '.join(differences)}): use the same "
+                "settings to continue it, or another folder (out)"
+            )
+
+    def add(self, method: str, batch: int, rows: list[SampleRow]) -> None:
+        """Makes a batch durable."""
+        self._append({"method": method, "batch": batch, "rows": [vars(row) for row in rows]})
+        self.done[method, batch] = rows
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self.path is not None:
+            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            append_durably(self.path, line)
+
+
+def evaluate_online(
+    problems: Sequence[Asked],
+    methods: Sequence[PolicyUse | StopRule],
+    generate: Callable[[How, Sequence[Asked], int], list[SampleRow]],
+    settings: LabelSettings,
+    about: Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    batch_problems: int = 1,
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+) -> Evaluation:
+    """Generates what is missing and returns the evaluation; methods may be added later.
+
+    Args:
+        problems: what to ask.
+        methods: what to evaluate beside the full trace.
+        generate: a `Generator`'s `run`.
+        settings: how to sample; `samples_per_problem` is k, and Pass@1 the mean over them.
+        about: "model" and "benchmark", as tables call them. JSON-ready.
+        out: an empty folder, or that of an earlier run of the same settings; None keeps nothing.
+        batch_problems: problems, with all their samples, generated in one batch. With 1 the
+            wall-clock intervals are exact; more share a batch's time evenly between its rows.
+        progress: called with phase "generate", in batches of one method.
+
+    Raises:
+        ValueError: the folder holds a run of other settings, two methods have one name, or a
+            number is out of range.
+    """
+    if batch_problems < 1:
+        raise ValueError(f"batch_problems is {batch_problems}; it must be at least 1")
+    if settings.temperature == 0 and settings.samples_per_problem > 1:
+        raise ValueError(
+            f"samples is {settings.samples_per_problem} at temperature 0: greedy samples are all "
+            "alike; take one"
+        )
+    named: dict[str, tuple[str, float | None, str, How]] = {}
+    for how in (None, *methods):
+        name = _named(how)
+        key = f"{name[0]} {name[2]}={name[1]}"
+        if key in named:
+            raise ValueError(f"two methods are {key!r}; give each method once")
+        named[key] = (*name, how)
+    identity = {
+        **about,
+        "answer": settings.answer,
+        "mode": "online",
+        "label_settings": settings.to_dict(),
+        "batch_problems": batch_problems,
+        "problems": [one.problem.id for one in problems],
+    }
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        refuse_other_settings(folder, identity)
+    journal = Journal(None if folder is None else folder / JOURNAL, identity)
+    starts = range(0, len(problems), batch_problems)
+    done, total = 0, len(starts) * len(named)
+    for start in starts:
+        for key, (*_, how) in named.items():
+            if (key, start) not in journal.done:
+                batch = problems[start : start + batch_problems]
+                journal.add(key, start, generate(how, batch, start))
+            done += 1
+            progress("generate", done, total)
+    rows_of = {key: [row for start in starts for row in journal.done[key, start]] for key in named}
+    full = next(iter(rows_of.values()))
+    k = settings.samples_per_problem
+    natural = [math.nan if (one := row.natural_correct) is None else one for row in full]
+    return Evaluation(
+        settings=identity,
+        rules=[
+            Rule(method, _outcome(rows_of[key], full), parameter, name)
+            for key, (method, parameter, name, _) in named.items()
+        ],
+        limits=[],
+        problem_ids=[one.problem.id for one in problems],
+        problem_index=np.repeat(np.arange(len(problems)), k),
+        families=[one.problem.family for one in problems for _ in range(k)],
+        natural_correct=np.array(natural),
+    )
+
+
+def _named(how: How) -> tuple[str, float | None, str]:
+    """Method, parameter and its name, as tables have them."""
+    if how is None:
+        return FULL, None, ""
+    if isinstance(how, PolicyUse):
+        return how.method, how.parameter, how.parameter_name
+    return how.method, how.threshold, how.family.parameter_name
+
+
+def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
+    def column(name: str, of: Sequence[SampleRow] = rows) -> Any:
+        return np.array([vars(row)[name] for row in of], np.float64)
+
+    correct, full_correct = column("correct"), column("correct", full)
+    return Outcome(
+        correct=correct,
+        tokens=column("tokens"),
+        answer_tokens=column("answer_tokens"),
+        helped=correct * (1.0 - full_correct),
+        harmed=(1.0 - correct) * full_correct,
+        truncated=np.array([row.reason == "cap" for row in rows], np.float64),
+        probe_tokens=column("probe_tokens"),
+        seconds=column("seconds"),
+        flops=column("flops"),
+    )
+
+
+class Generator:
+    """transformers' `generate` with the hook in it; its time counts.
+
+    The full trace, whose time is the yardstick, is generated with a budget that no row reaches: the
+    same thinking, and the same kind of answer as every other method writes, so that a policy which
+    never stops does the same work. Outside the time are the model's own answers after the full
+    trace, and the answers of rows cut at the token cap.
+
+    Args:
+        base: the base.
+        tokenizer: its own.
+        fmt: its format, that of the labels.
+        task: grades.
+        settings: of the labels, with seed and samples of this run.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        fmt: TokenFormat,
+        task: Task,
+        settings: LabelSettings,
+    ) -> None:
+        self.base, self.tokenizer, self.fmt = base, tokenizer, fmt
+        self.task, self.settings = task, settings
+        self._work = ModelWork.of_config(base.config)
+        self._engine = TransformersEngine(base, tokenizer)
+        self._eos = end_ids(base.generation_config, tokenizer)
+        self._loaded: tuple[str, OSPrunerForCausalLM] | None = None
+
+    def run(self, how: How, batch: Sequence[Asked], first_problem: int) -> list[SampleRow]:
+        """One method on some problems: a row for each sample, those of a problem together.
+
+        Args:
+            how: what decides.
+            batch: the problems.
+            first_problem: number of the first one in the run.
+        """
+        settings, k = self.settings, self.settings.samples_per_problem
+        asked = [one for one in batch for _ in range(k)]
+        room = len(self.fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
+        prompts = [list(one.prompt_ids) for one in asked]
+        ids, arguments = self._arguments(prompts, settings.max_new_tokens + room)
+        call = self._call(how, first_problem * k)
+        with torch.random.fork_rng():
+            torch.manual_seed(mix64(mix64(settings.seed) ^ first_problem) >> 1)
+            started = time.perf_counter()
+            output, records = call(ids, arguments)
+            generated = output[:, ids.shape[1] :].tolist()  # also waits for the device
+            seconds = (time.perf_counter() - started) / len(prompts)
+            rows = list(self._rows(how, asked, generated, records))
+        return [replace(row, seconds=seconds) for row in rows]
+
+    def _arguments(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Prompts, padded at the left, and what generate is told."""
+        width, device, settings = max(map(len, prompts)), self.base.device, self.settings
+        pad = min(self._eos)  # masked, so that any id will do
+        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": max_new_tokens}
+        arguments |= {"pad_token_id": pad, "do_sample": settings.temperature > 0}
+        if settings.temperature > 0:
+            arguments |= {"temperature": settings.temperature, "top_p": settings.top_p}
+            arguments |= {"top_k": settings.top_k}
+        return ids, arguments
+
+    def _call(self, how: How, first_sample_index: int) -> Any:
+        """What generates: (ids, arguments) -> (output, records)."""
+        model: Any = self.base
+        common: dict[str, Any] = {
+            "seed": self.settings.seed,
+            "first_sample_index": first_sample_index,
+            "answer": self.settings.answer,
+            "max_answer_tokens": self.settings.max_answer_tokens,
+        }
+        if isinstance(how, PolicyUse):
+            config = StopPolicyConfig(
+                mode=how.mode, threshold=how.threshold, price=how.asked_price, **common
+            )
+            if self._loaded is None or self._loaded[0] != how.path:
+                self._loaded = how.path, OSPrunerForCausalLM.from_base(self.base, how.path)
+            chosen = self._loaded[1]
+            stride = chosen.config.step_stride
+            return lambda ids, more: generate_pruned(
+                model, chosen.policy, self.fmt, config, stride, ids, self.tokenizer, **more
+            )
+        config = StopPolicyConfig(rule=how or _NEVER, **common)
+        return lambda ids, more: generate_with_rule(
+            model, self.tokenizer, config, ids, self.fmt, **more
+        )
+
+    def _rows(
+        self,
+        how: How,
+        asked: Sequence[Asked],
+        generated: Sequence[Sequence[int]],
+        records: Sequence[StopRecord],
+    ) -> Iterator[SampleRow]:
+        settings, fmt = self.settings, self.fmt
+        texts_end = self._eos.difference(fmt.think_end_ids)
+        found: list[tuple[int, str]] = []  # tokens, reason
+        answers: dict[int, list[int]] = {}
+        ended: dict[int, int] = {}  # where the model's own answer begins
+        natural: dict[int, list[int]] = {}  # its ids
+        for i, (ids, record) in enumerate(zip(generated, records, strict=True)):
+            length, reason = record.thinking_tokens, str(record.reason)
+            if length > settings.max_new_tokens or reason == "length":
+                length, reason = min(length, settings.max_new_tokens), "cap"
+            found.append((length, reason))
+            closed = reason != "cap" and ids[length] not in texts_end
+            # What the model has written to end it, which nothing is put before.
+            own = follow(fmt, asked[i].prompt_ids, ids) if closed and reason == "natural" else None
+            after = length if own is None else length + own.end_tokens
+            if own is not None:
+                ended[i] = after
+            elif how is None and reason == "natural" and not fmt.format.think_end:
+                natural[i] = list(ids[:length])  # a part of the reply that it thought in
+            if settings.answer == "free" and own is not None:
+                answers[i] = self._until_eos(ids[after:])[: settings.max_answer_tokens]
+            elif closed:
+                start = after + len(fmt.forced_suffix(settings.answer, own))
+                answers[i] = self._answer(ids[start:])
+        answers |= self._forked(asked, generated, found, answers)
+        if how is None and ended:
+            whole = [[*asked[i].prompt_ids, *generated[i][:after]] for i, after in ended.items()]
+            ids_, arguments = self._arguments(whole, NATURAL_ANSWER_TOKENS)
+            model: Any = self.base
+            output = model.generate(ids_, **arguments)[:, ids_.shape[1] :].tolist()
+            natural |= {i: self._until_eos(o) for i, o in zip(ended, output, strict=True)}
+        for i, (length, reason) in enumerate(found):
+            forced = settings.answer == "forced"
+            read = self.task.read_forced if forced else self.task.read_free
+            answer = read(self._text(answers[i])) or ""
+            graded = natural.get(i)
+            row = SampleRow(
+                tokens=length,
+                answer_tokens=len(answers[i]),
+                answer=answer,
+                correct=self._grade(answer, asked[i]),
+                reason=reason,
+                probe_tokens=records[i].probe_tokens,
+                natural_correct=self._grade(self.task.read_free(self._text(graded)), asked[i])
+                if graded
+                else None,
+            )
+            yield replace(row, flops=self._flops(asked[i], how, row, records[i]))
+
+    def _forked(
+        self,
+        asked: Sequence[Asked],
+        generated: Sequence[Sequence[int]],
+        found: Sequence[tuple[int, str]],
+        answers: Mapping[int, Any],
+    ) -> dict[int, list[int]]:
+        """Answers of the rows that have none: those cut at the token cap."""
+        missing = [i for i in range(len(asked)) if i not in answers]
+        requests = [
+            ForkRequest(list(asked[i].prompt_ids), generated[i][: found[i][0]], [found[i][0]])
+            for i in missing
+        ]
+        forced = self.settings.answer == "forced"
+        forks = self._engine.fork(
+            requests,
+            self.fmt.forced_suffix(self.settings.answer),
+            self.settings.max_answer_tokens,
+            self.fmt.box_state if forced else None,
+        )
+        return {i: list(fork.ids) for i, (fork,) in zip(missing, forks, strict=True)}
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _grade(self, answer: str | None, asked: Asked) -> float:
+        """An answer's grade; no verdict counts as wrong."""
+        return self.task.grade(answer or None, asked.problem) or 0.0
+
+    def _until_eos(self, ids: Sequence[int]) -> list[int]:
+        return list(ids[: next((n for n, t in enumerate(ids) if t in self._eos), len(ids))])
+
+    def _answer(self, ids: Sequence[int]) -> list[int]:
+        """The answer's own tokens, through the brace that closes a forced one."""
+        kept = self._until_eos(ids)[: self.settings.max_answer_tokens]
+        if self.settings.answer == "forced":
+            box = self.fmt.box_state()
+            closed = next((n for n, token in enumerate(kept) if box.push(token)), len(kept))
+            kept = kept[: closed + 1]
+        return kept
+
+    def _flops(self, asked: Asked, how: How, row: SampleRow, record: StopRecord) -> float:
+        """What a row has cost; the full trace is charged for its forced answer, as in replay."""
+        forced = len(self.fmt.forced_suffix(self.settings.answer))
+        compute = Compute(self._work, np.array([len(asked.prompt_ids)]), forced)
+        flops = compute.thinking([row.tokens], [row.answer_tokens])[0]
+        if isinstance(how, PolicyUse):
+            layers, stride = how.config.num_policy_layers, how.config.step_stride
+            if how.config.tuning == "queries":
+                flops += compute.queries(record.step_ends[stride - 1 :: stride], layers).sum()
+            else:
+                flops += compute.tail([row.tokens], layers)[0]
+        if row.probe_tokens:  # the trials' own tokens are spread evenly over them
+            pairs = zip(record.step_ends, record.signals, strict=True)
+            trials = [end for end, signal in pairs if not math.isnan(signal)]
+            suffix = len(self.fmt.forced_suffix("forced"))
+            tried = replace(compute, forced_tokens=suffix)
+            tokens = row.probe_tokens / len(trials) - suffix
+            flops += sum(tried.trial(0, position, tokens) for position in trials)
+        return float(flops)

@@ -1,1 +1,0 @@
-"""Online evaluation: real generation with a stopping rule, resumable, compared with replay."""

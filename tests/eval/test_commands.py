@@ -1,0 +1,118 @@
+"""The commands that compare on labels, from replay to the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ospruner.cli import app
+from ospruner.comparing import compare
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.results import Results
+from ospruner.train.config import StopConfig
+from ospruner.train.label_sets import load_labels
+from ospruner.train.policies import new_policy
+
+
+@pytest.fixture(scope="module")
+def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that stops now and then: untrained, with a mild bias."""
+    config = StopConfig("run", head="fixed", layers=1, tuning="layers", use_cpu=True)
+    model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
+    torch.nn.init.constant_(model.policy.head.bias, -2.0)
+    model.config.price = 1e-3
+    folder = tmp_path_factory.mktemp("policy")
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_the_commands_replay_report_and_compare(
+    reasoner: Reasoner, policy: Path, tmp_path: Path
+) -> None:
+    reasoner.label(draw_split("test", 6, 0), tmp_path / "labels", seed=11)
+    command = CliRunner()
+
+    def run(*arguments: str) -> str:
+        result = command.invoke(app, ["compare", *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.output
+
+    labels, out = str(tmp_path / "labels"), str(tmp_path / "out" / "toy")
+    common = ["--set", "benchmark=toy", labels, str(policy)]
+    rules = ["budget:100", "entropy:0.4", "--set", "rewards_at=1e-3"]
+    numbers = str(tmp_path / "numbers.json")
+    text = run(*common, *rules, "--out", out, "--json", numbers)
+    assert "OS-Pruner" in text
+    assert "less each other" not in text
+    found = Results.read(numbers)
+    assert [r.method for r in found.results] == [
+        "full trace", "OS-Pruner", "fixed budget", "answer entropy",
+    ]  # fmt: skip
+    assert found.results[3].probe_tokens.value > 0
+    assert found.natural_accuracy is not None
+    assert found.natural_accuracy.value >= 0
+    assert Results.read(Path(out) / "results.json").to_dict() == found.to_dict()
+    for result in found.results[1:]:
+        # The tail and trial answers cost more compute than they are charged in tokens.
+        assert result.flops_ratio.value > 0
+        assert "of compute" not in result.aes_label
+    full, budget, entropy = (found.results[k] for k in (0, 2, 3))
+    assert full.flops_ratio.value == 1
+    assert entropy.flops.value > 0 < budget.flops.value < full.flops.value
+    assert "FLOP" in text
+    run(*common, *rules, "--out", out, "--json", numbers, "--set", "charge=compute")
+    paid = Results.read(numbers).results
+    assert paid[3].aes.value < found.results[3].aes.value
+    assert paid[3].rewards[0][1].value < found.results[3].rewards[0][1].value
+    assert paid[3].tokens == found.results[3].tokens
+    twin = shutil.copytree(policy, tmp_path / "twin")
+    seeds = [*common, str(twin), "--out", str(tmp_path / "seeds")]
+    run(*seeds, "entropy:0.4", "--json", numbers)
+    pooled = Results.read(numbers).results
+    assert [r.method for r in pooled] == ["full trace", "OS-Pruner", "answer entropy"]
+    assert pooled[1].tokens == found.results[1].tokens  # the same policy twice
+    stored = Evaluation.load(tmp_path / "seeds")
+    assert [len(rule.seeds) for rule in stored.rules] == [0, 2, 0]
+    assert stored.results()[0][1].aes == pooled[1].aes
+    with pytest.raises(ValueError, match="charge is 'money'"):
+        run(*common, "--out", out, "--set", "charge=money")
+    run(*common, *rules, "--out", out)
+    assert "report.html" in run(str(tmp_path / "out"))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "stop probability" in page
+    assert "less each other" not in page
+    run(out, "--json", numbers)
+    (again,) = (Results.from_dict(one) for one in json.loads(Path(numbers).read_text()))
+    assert (again.dataset, again.setting) == ("toy", found.setting)
+    assert [r.name for r in again.results] == [r.name for r in found.results]
+    with pytest.raises(ValueError, match="other settings.*'benchmark': 'toy'|benchmark: 'toy'"):
+        run("--set", "benchmark=other", *common[2:], "--out", out)
+    with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):
+        run(*common, "--limit", "0", "--out", str(tmp_path / "x"))
+
+
+def test_ungraded_labels_and_shared_problems_are_refused(
+    reasoner: Reasoner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = tmp_path / "labels"
+    rows = reasoner.label(draw_split("test", 4, 0), labels, seed=11)
+    with pytest.raises(ValueError, match="4 problems, such as .* what is chosen on a problem must"):
+        compare(labels, [], choose_on=labels)
+    ungraded = rows.map(
+        lambda row: {"forced_correct": [None] * len(row["step_ends"])}, features=rows.features
+    )
+    stored = load_labels(labels)
+    monkeypatch.setattr(
+        "ospruner.comparing.load_labels",
+        lambda source: dataclasses.replace(stored, traces=ungraded),
+    )
+    with pytest.raises(ValueError, match="the labels are not graded"):
+        compare(labels, [])

@@ -1,0 +1,311 @@
+"""Online evaluation on the embedded reasoner, and its agreement with labels and replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from ospruner import rules
+from ospruner.comparing import compare
+from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.intervals import bootstrap_interval
+from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.online import Asked, Generator, Journal, SampleRow, evaluate_online
+from ospruner.eval.problems.task import Math
+from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import TraceTable
+from ospruner.train.config import StopConfig
+from ospruner.train.labels.making import Labeller, label_problems
+from ospruner.train.policies import new_policy
+
+SETTINGS = LabelSettings(
+    base_model="toy",
+    samples_per_problem=2,
+    max_new_tokens=MAX_THINKING_TOKENS,
+    max_answer_tokens=MAX_ANSWER_TOKENS,
+)
+GREEDY = dataclasses.replace(SETTINGS, samples_per_problem=1, temperature=0.0)
+PROBLEMS = [Asked(problem, [5]) for problem in draw_split("test", 5, 0)]
+
+
+class Counting:
+    """Generates rows that it knows; it counts, and may break off."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.runs: list[tuple[str, int]] = []
+        self.fail_at = fail_at
+
+    def __call__(self, how: Any, batch: Sequence[Asked], first: int) -> list[SampleRow]:
+        if len(self.runs) == self.fail_at:
+            raise KeyboardInterrupt
+        self.runs.append(("full" if how is None else f"{how.threshold:g}", first))
+        tokens = 100 if how is None else 40
+        return [
+            SampleRow(tokens + k, 4, "1", float(k % 2), "natural", seconds=tokens / 10)
+            for _ in batch
+            for k in range(2)
+        ]
+
+
+def evaluate(
+    out: Path,
+    generate: Counting,
+    methods: Sequence[Any] = (rules.Budget(40),),
+    batch_problems: int = 2,
+    **changes: Any,
+) -> Evaluation:
+    settings, about = dataclasses.replace(SETTINGS, **changes), {"model": "toy", "benchmark": "toy"}
+    return evaluate_online(
+        PROBLEMS, methods, generate, settings, about, out, batch_problems=batch_problems
+    )
+
+
+def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
+    broken = Counting(fail_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(tmp_path / "run", broken)
+    with (tmp_path / "run" / "online.jsonl").open("ab") as journal:
+        journal.write(b'{"method": "torn')  # as a kill in mid-line leaves it
+    again = Counting()
+    evaluation = evaluate(tmp_path / "run", again)
+    wanted = [(name, start) for name in ("full", "40") for start in (0, 2, 4)]
+    assert sorted(broken.runs + again.runs) == sorted(wanted)
+    undisturbed = evaluate(tmp_path / "other", Counting())
+    for one, other in zip(evaluation.rules, undisturbed.rules, strict=True):
+        np.testing.assert_array_equal(one.outcome.columns(), other.outcome.columns())
+    more = Counting()
+    evaluate(tmp_path / "run", more, [rules.Budget(40), rules.Budget(9)])
+    assert {name for name, _ in more.runs} == {"9"}  # the others are there
+
+
+def test_what_rows_say_is_what_results_say(tmp_path: Path) -> None:
+    evaluation = evaluate(tmp_path, Counting())
+    full, budget = evaluation.results()[0]
+    assert (full.traces, full.problems) == (2 * len(PROBLEMS), len(PROBLEMS))
+    assert (budget.method, budget.parameter) == ("fixed budget", 40)
+    assert full.accuracy.value == 0.5
+    assert (full.tokens.value, budget.tokens.value) == (100.5, 40.5)
+    assert budget.time_ratio.value == pytest.approx(0.4)
+    assert budget.tokens_per_second.value == pytest.approx((40.5 + 4) / 4)
+
+
+def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> None:
+    evaluate(tmp_path, Counting())
+    with pytest.raises(ValueError, match="other settings .*'seed': 0.* there.*'seed': 1"):
+        evaluate(tmp_path, Counting(), seed=1)
+    journal = tmp_path / "online.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([lines[0], "{}", *lines[1:]]) + "\n")
+    with pytest.raises(ValueError, match="is damaged .KeyError.*delete it to begin anew"):
+        Journal(journal, json.loads(lines[0])["settings"])
+    with pytest.raises(ValueError, match="two methods are 'fixed budget"):
+        evaluate(tmp_path / "b", Counting(), [rules.Budget(40), rules.Budget(40)])
+    with pytest.raises(ValueError, match="samples is 2 at temperature 0: greedy samples are all"):
+        evaluate(tmp_path / "b", Counting(), temperature=0.0)
+    with pytest.raises(ValueError, match="batch_problems is 0; it must be at least 1"):
+        evaluate(tmp_path / "b", Counting(), batch_problems=0)
+
+
+def untrained(reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queries"]) -> PolicyUse:
+    """A policy that stops now and then: with a mild bias."""
+    config = StopConfig("run", head="fixed", layers=1, tuning=tuning, use_cpu=True)
+    model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
+    model.config.price = 1e-3
+    torch.nn.init.constant_(model.policy.head.bias, -2.0)
+    model.save_pretrained(folder)
+    return parse_policies([str(folder)])[0]
+
+
+@pytest.fixture(scope="module")
+def use(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> PolicyUse:
+    return untrained(reasoner, tmp_path_factory.mktemp("policy") / "policy", "layers")
+
+
+def greedy_labels(reasoner: Reasoner, folder: Path, count: int, **changes: Any) -> Any:
+    settings = dataclasses.replace(
+        reasoner.label_settings(0), temperature=0.0, top_p=1.0, **changes
+    )
+    labeller = Labeller(reasoner.tokenizer, reasoner.token_format, settings)
+    return label_problems(draw_split("test", count, 0), reasoner.engine, labeller, folder)
+
+
+def generator(reasoner: Reasoner, settings: LabelSettings = GREEDY) -> Generator:
+    fmt = reasoner.token_format
+    return Generator(reasoner.model, reasoner.tokenizer, fmt, Math(), settings)
+
+
+def generated(
+    reasoner: Reasoner, labels: Any, methods: Sequence[Any], **changes: Any
+) -> Evaluation:
+    """Online on labels' problems; in float32, in which the reasoner labels."""
+    settings = dataclasses.replace(reasoner.label_settings(0), temperature=0.0, **changes)
+    run, about = generator(reasoner, settings).run, {"model": "toy", "benchmark": "toy"}
+    return evaluate_online(Asked.of_labels(labels), methods, run, settings, about, batch_problems=4)
+
+
+@pytest.mark.parametrize("tuning", ["layers", "queries"])
+def test_online_and_replay_agree_trace_by_trace(
+    reasoner: Reasoner, tmp_path: Path, tuning: Literal["layers", "queries"]
+) -> None:
+    """Greedy traces are those that were labelled; so must be stops, answers, grades, compute."""
+    use = untrained(reasoner, tmp_path / "policy", tuning)
+    labels = greedy_labels(reasoner, tmp_path / "labels", 8)
+    replayed = compare(
+        tmp_path / "labels", [f"{use.path}@.05", "budget:100", "entropy:0.4"]
+    ).evaluation
+    (early,) = parse_policies([f"{use.path}@.05"])
+    methods = [early, rules.Budget(100), rules.AnswerEntropy(0.4, same=Math().same)]
+    online = generated(reasoner, labels, methods)
+    assert [rule.name for rule in online.rules] == [rule.name for rule in replayed.rules]
+    for one, other in zip(online.rules, replayed.rules, strict=True):
+        for name in ("tokens", "correct", "answer_tokens", "probe_tokens", "truncated"):
+            np.testing.assert_array_equal(vars(one.outcome)[name], vars(other.outcome)[name])
+        np.testing.assert_allclose(one.outcome.flops, other.outcome.flops)
+        assert (one.outcome.seconds > 0).all()
+    np.testing.assert_array_equal(online.natural_correct, replayed.natural_correct)
+    assert online.rules[1].outcome.tokens.mean() < online.rules[0].outcome.tokens.mean()
+    # What draws its stops decides as `PolicyUse.stops` says, for each sample by its number.
+    table = TraceTable.from_dataset(labels)
+    pi = compare(tmp_path / "labels", [use.path]).went_by[1]
+    drawn = generated(reasoner, labels, [use], seed=4)
+    for n, tokens in enumerate(drawn.rules[1].outcome.tokens):
+        steps = range(int(table.num_steps[n]))
+        stops = (i for i in steps if i == steps[-1] or use.stops(pi[n, i], 4, n, i))
+        assert tokens == table.lengths[n, next(stops)]
+
+
+def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
+    reasoner: Reasoner, use: PolicyUse
+) -> None:
+    """Counted, not timed: the tokens that the base passes within the time that is taken."""
+    made = generator(reasoner, SETTINGS)
+    asked = _asked(reasoner, 4)
+    never = dataclasses.replace(use, mode="threshold", threshold=1.0)
+    passed: list[int] = []
+    call = made._call
+
+    def counting(how: Any, first: int) -> Any:
+        generate = call(how, first)
+
+        def counted(ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+            def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                passed[-1] += kwargs["input_ids"].numel()
+
+            hook = reasoner.model.register_forward_pre_hook(count, with_kwargs=True)
+            try:
+                return generate(ids, arguments)
+            finally:
+                hook.remove()
+
+        passed.append(0)
+        return counted
+
+    made._call = counting  # type: ignore[method-assign]
+    one, other, _ = (made.run(how, asked, 0) for how in (None, never, rules.Budget(100)))
+    full, policys, budgets = passed
+    assert full == policys > budgets > 0
+    assert [row.tokens for row in one] == [row.tokens for row in other]
+    assert [row.answer for row in one] == [row.answer for row in other]
+    # The model's own answers are there, and were written outside the time.
+    ended = [row for row in one if row.reason == "natural"]
+    assert ended
+    assert None not in [row.natural_correct for row in ended]
+
+
+def _asked(reasoner: Reasoner, count: int) -> list[Asked]:
+    task, tokenizer, fmt = Math(), reasoner.tokenizer, reasoner.token_format
+    found = []
+    for problem in draw_split("test", count, 0):
+        messages = [{"role": "user", "content": task.message(problem, fmt.format)}]
+        ids: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        found.append(Asked(problem, ids))
+    return found
+
+
+def test_a_sentence_before_the_closing_changes_no_length(
+    reasoner: Reasoner, use: PolicyUse
+) -> None:
+    asked, found = _asked(reasoner, 8), []
+    plain, soft = generator(reasoner), generator(reasoner)
+    soft.fmt = soft.fmt.winding_down("So I have it:", reasoner.tokenizer)
+    for made in (plain, soft):
+        rows = [row for how in (use, rules.Budget(100)) for row in made.run(how, asked, 0)]
+        found.append([row.tokens for row in rows])
+        # No sentence was put before the model's own end.
+        assert all(row.answer.isdigit() for row in rows if row.reason == "natural")
+    assert found[0] == found[1]
+
+
+def test_free_answers_have_the_room_that_the_labels_give(
+    reasoner: Reasoner, tmp_path: Path
+) -> None:
+    """A free answer is the model's own; it is cut where the labels' are, not at 32 tokens."""
+    free = {"answer": "free", "max_answer_tokens": 60}
+    labels = greedy_labels(reasoner, tmp_path, 4, **free)
+    online = generated(reasoner, labels, [rules.Budget(40)], **free)
+    assert online.settings["label_settings"]["max_answer_tokens"] == 60
+    full, budget = (rule.outcome for rule in online.rules)
+    ended = full.truncated == 0
+    assert ended.any()
+    np.testing.assert_array_equal(full.correct[ended], online.natural_correct[ended])
+    replayed = compare(tmp_path, ["budget:40"]).evaluation.rules[1].outcome
+    np.testing.assert_array_equal(budget.answer_tokens, replayed.answer_tokens)
+
+
+@pytest.mark.slow
+def test_samples_lie_where_replay_expects_them(
+    reasoner: Reasoner, use: PolicyUse, tmp_path: Path
+) -> None:
+    """Replay of independent traces lies within the intervals of the difference."""
+    labels = reasoner.label(draw_split("test", 48, 0), tmp_path, seed=11)
+    methods = [use.path, "budget:100"]
+    online = compare(
+        tmp_path, methods, online=True, samples=2, seed=3, batch_problems=12
+    ).evaluation
+    replayed = compare(tmp_path, methods).evaluation
+    assert len(labels) == len(replayed) == len(online) / 2
+    for one, other in zip(online.rules, replayed.rules, strict=True):
+        for name in ("correct", "tokens"):
+            by_problem = np.bincount(online.problem_index, vars(one.outcome)[name]) / 2
+            less = by_problem - vars(other.outcome)[name]
+            difference = bootstrap_interval(less, np.arange(48), level=0.999)
+            assert difference.low <= 0 <= difference.high, (one.method, name, difference)
+    results = online.results()[0]
+    assert 0 < results[1].time_ratio.value < 5
+    assert results[1].tokens_per_second.low > 0
+
+
+def test_what_cannot_be_generated_is_refused_at_once(
+    reasoner: Reasoner, use: PolicyUse, tmp_path: Path
+) -> None:
+    labels = tmp_path / "labels"
+    reasoner.label(draw_split("test", 2, 0), labels, seed=0)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="'deer' has no threshold; online needs one"):
+        compare(labels, [rules.Deer], online=True, out=out)
+    with pytest.raises(ValueError, match="online chooses nothing: leave out choose_on"):
+        compare(labels, [use.path], online=True, choose_on=labels, out=out)
+    with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):
+        compare(labels, [use.path], online=True, limit=0, out=out)
+    config = json.loads((Path(use.path) / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    changed = {"base_model_name_or_path": "org/other", "method": "flashthink"}
+    (other / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match="is a policy for org/other at revision None, the traces"):
+        compare(labels, [str(other)], online=True, out=out)
+    changed["base_model_name_or_path"] = config["base_model_name_or_path"]
+    (other / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match="FlashThink's verifier is a second model"):
+        compare(labels, [str(other)], online=True, out=out)
+    assert not out.exists()
