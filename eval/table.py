@@ -47,7 +47,6 @@ class TraceTable:
         capped: (N,) cut at the token cap.
         families: family of each trace's problem.
         ungraded: (N,) forced answers without a verdict.
-        domains: of each trace, where the labels are a mix of several; else None.
         flops: (N, T) floating-point operations of a row that stops at each step, without what
             decides (`compute.Compute.charge`); None where they are not counted.
     """
@@ -66,7 +65,6 @@ class TraceTable:
     families: list[str]
     ungraded: IntArray
     flops: FloatArray | None = None
-    domains: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.num_steps)
@@ -119,7 +117,6 @@ class TraceTable:
             families=[self.families[row] for row in chosen],
             ungraded=self.ungraded[chosen],
             flops=None if self.flops is None else self.flops[chosen, :steps],
-            domains=None if self.domains is None else [self.domains[row] for row in chosen],
         )
 
     @classmethod
@@ -182,7 +179,6 @@ class TraceTable:
             capped=np.array([ended == "cap" for ended in columns.column("ended").to_pylist()]),
             families=columns.column("family").to_pylist(),
             ungraded=ungraded,
-            domains=dataset["domain"][:] if "domain" in dataset.column_names else None,
         )
 
 
