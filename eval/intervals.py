@@ -27,7 +27,6 @@ __all__ = [
     "Rule",
     "bootstrap_interval",
     "bootstrap_means",
-    "compare",
     "estimate",
     "pool_seeds",
     "resampled_means",
@@ -375,20 +374,6 @@ def summarise(
 ) -> list[Result]:
     """The numbers of rules, see `Resampled`."""
     return Resampled(rules, base, problem_index, replicates, seed).results(variant, prices)
-
-
-def compare(
-    a: Rule,
-    b: Rule,
-    base: Outcome,
-    problem_index: IntArray,
-    *,
-    variant: AesVariant = AES_ABSOLUTE,
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> Difference:
-    """The paired differences of two rules alone, see `Resampled`."""
-    return Resampled([a, b], base, problem_index, replicates, seed).difference(0, 1, variant)
 
 
 class _Means:

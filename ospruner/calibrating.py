@@ -90,7 +90,7 @@ def calibrate(
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
     ours = Judged(labels, base, **more)
-    _refuse_labels(ours, labels)
+    _refuse_labels(ours)
     known = use.config.prices
     if mode == "sample" and known is None:
         raise ValueError(
@@ -102,7 +102,7 @@ def calibrate(
         values = THRESHOLDS if known is None else known.grid()
     _refuse_order(values, known)
     ours.refuse(use)
-    _refuse_own(folder, use, ours, labels)
+    _refuse_own(folder, use, ours)
     table = TraceTable.from_dataset(ours.traces)
 
     def setting(
@@ -161,7 +161,7 @@ def calibrate_rule(
         ValueError: no such rule, a value that it does not take, or labels of free answers.
     """
     ours = Judged(labels)
-    _refuse_labels(ours, labels)
+    _refuse_labels(ours)
     kind = parse_rule(family) if isinstance(family, str) else family
     if isinstance(kind, StopRule):
         raise ValueError(f"{family!r} has a threshold: give the name alone, and values to try")
@@ -173,20 +173,20 @@ def calibrate_rule(
     return boldest(table, candidates, max_loss, confidence, seed=seed)
 
 
-def _refuse_labels(ours: Judged, labels: Any) -> None:
+def _refuse_labels(ours: Judged) -> None:
     if ours.settings.answer != "forced":
         raise ValueError(
-            f"{labels} hold {ours.settings.answer} answers; a promise is about forced ones: label "
-            "with --answer forced"
+            f"{ours.name} hold {ours.settings.answer} answers; a promise is about forced ones: "
+            "label with --answer forced"
         )
     if open_task(ours.settings.task).labels_expect:
         raise ValueError(
-            f"{labels} hold probabilities of right answers, and a promise is about answers that "
+            f"{ours.name} hold probabilities of right answers, and a promise is about answers that "
             "are right or wrong: label anew with --task choice:labels=letter"
         )
 
 
-def _refuse_own(folder: Path, use: PolicyUse, ours: Judged, labels: Any) -> None:
+def _refuse_own(folder: Path, use: PolicyUse, ours: Judged) -> None:
     """Refuses labels forced after another sentence, and those that the policy was trained on."""
     sentences = [
         literals.get("wind_down", "")
@@ -194,14 +194,14 @@ def _refuse_own(folder: Path, use: PolicyUse, ours: Judged, labels: Any) -> None
     ]
     if sentences[0] != sentences[1]:
         raise ValueError(
-            f"{folder} stops with wind_down {sentences[0]!r}, the answers of {labels} were forced "
-            f"after {sentences[1]!r}: a promise holds for the policy's own; label with it"
+            f"{folder} stops with wind_down {sentences[0]!r}, the answers of {ours.name} were "
+            f"forced after {sentences[1]!r}: a promise holds for the policy's own; label with it"
         )
     record = read_provenance(folder)
     trained_on = {record.data_hash, *record.details.get("domains", {}).values()}
     if ours.labels.data_hash in trained_on:
         raise ValueError(
-            f"{labels} are the labels that {folder} was trained on: what it does there says "
+            f"{ours.name} are the labels that {folder} was trained on: what it does there says "
             "nothing about new problems; calibrate on others"
         )
 

@@ -70,6 +70,8 @@ class Judged:
         self.labels: Labels = labels_of(labels)
         self.settings: LabelSettings = self.labels.settings
         self.traces = self.labels.traces
+        named = isinstance(labels, str | Path)
+        self.name = str(labels) if named else self.labels.source or "these labels"
         if limit is not None:
             if limit < 1:
                 raise ValueError(f"limit is {limit}; it must be at least 1")
@@ -271,7 +273,7 @@ def compare(
         prices=rewards_at,
         settings={
             "model": model or Path(ours.settings.base_model).name,
-            "benchmark": benchmark or ours.labels.source or Path(str(labels)).name,
+            "benchmark": benchmark or Path(ours.name).name,
             "answer": ours.settings.answer,
             "label_settings": ours.settings.to_dict(),
         },

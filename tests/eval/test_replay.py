@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.intervals import Choice, Rule, compare, pool_seeds, seed_weights, summarise
+from ospruner.eval.intervals import (
+    Choice,
+    Resampled,
+    Rule,
+    pool_seeds,
+    seed_weights,
+    summarise,
+)
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, charged_variant
 from ospruner.eval.replay import (
     Outcome,
@@ -183,15 +190,6 @@ def test_float32_probabilities_are_accepted() -> None:
     )
 
 
-def test_pool_is_the_mean() -> None:
-    table = make_table(5)
-    a, b = replay_step(table, 1), replay_full(table)
-    np.testing.assert_allclose(pool([a, b]).tokens, (a.tokens + b.tokens) / 2)
-    np.testing.assert_array_equal(pool([a]).columns(), a.columns())
-    with pytest.raises(ValueError, match="pooling takes at least"):
-        pool([])
-
-
 def test_ten_thousand_traces_of_a_hundred_steps() -> None:
     """No Python loop over traces: an outcome of a million steps, checked on three of its rows."""
     table = make_table(6, traces=10_000, steps=100, per_problem=1)
@@ -242,7 +240,7 @@ def test_summarise_and_compare() -> None:
     for number in (result.accuracy, result.tokens, result.reduction, result.aes):
         assert number.low < number.value < number.high
 
-    difference = compare(rules[1], rules[0], full, table.problem_index, seed=1)
+    difference = Resampled(rules, full, table.problem_index, seed=1).difference(1, 0)
     assert (difference.rule, difference.other) == ("step step 2", "full trace")
     assert difference.accuracy.value == pytest.approx(early.accuracy - full.accuracy)
     assert difference.aes.value == pytest.approx(result.aes.value)
@@ -302,9 +300,10 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     )
     assert less.aes.value - more.aes.value == pytest.approx(50 / (100 + full.mean_tokens))
     assert more.aes_label == "absolute, α=1, β=3, γ=5, of compute"
-    between = compare(free, paid, full, table.problem_index, variant=variant)
+    both = Resampled([free, paid], full, table.problem_index)
+    between = both.difference(0, 1, variant)
     assert between.aes.value == pytest.approx(less.aes.value - more.aes.value)
-    assert compare(free, paid, full, table.problem_index).aes.value == 0
+    assert both.difference(0, 1).aes.value == 0
     uncounted = make_table(9)
     with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
         summarise(
@@ -345,6 +344,8 @@ def test_pooling_by_hand() -> None:
     assert both.accuracy == pytest.approx((one.accuracy + other.accuracy) / 2)
     assert np.isnan(both.seconds).all()
     np.testing.assert_array_equal(pool([one]).columns(), one.columns())
+    with pytest.raises(ValueError, match="pooling takes at least"):
+        pool([])
 
 
 def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
@@ -369,7 +370,7 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     assert two.accuracy.high > better.accuracy - 0.03
     assert twins.accuracy.value == single.accuracy.value
     assert twins.accuracy.low == pytest.approx(single.accuracy.low)
-    between = compare(rules[1], alone, full, table.problem_index)
+    between = Resampled([rules[1], alone], full, table.problem_index).difference(0, 1)
     assert between.accuracy.low <= 0.01 < between.accuracy.value < between.accuracy.high
 
 
