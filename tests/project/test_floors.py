@@ -24,6 +24,8 @@ FLOORS = {
     "ospruner.progress": 1,
     "ospruner.bases": 2,
     "ospruner.formats": 2,
+    "ospruner.logits": 2,
+    "ospruner.scoring": 2,
     "ospruner.engines": 2,
     "ospruner.rules": 2,
     "ospruner.serving": 2,

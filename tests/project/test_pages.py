@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import ospruner
 from ospruner.cli import app
 from ospruner.cli.fields import whole_commands
 
@@ -71,6 +72,8 @@ def test_every_page_of_docs_is_reached_from_readme() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_commands_exist_and_have_their_options(page: Path) -> None:
+    if page.name == "CHANGELOG.md":  # it tells of commands that are gone
+        pytest.skip("history")
     for line in command_lines(page):
         found = re.match(r"(?:.*-m ospruner.cli|ospruner) (.*)", line)
         if found is None:
@@ -93,11 +96,14 @@ def test_commands_exist_and_have_their_options(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_modules_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text("utf-8")
+    if page.name == "CHANGELOG.md":
+        pytest.skip("history")
     for name in set(MODULES.findall(text)):
-        parts = name.removeprefix("ospruner.").split(".")
+        parts = name.split(".")
+        public = parts[0] == "ospruner" and parts[1] in ospruner.__all__
         place = REPO.joinpath(*parts)
         module = place.with_suffix(".py").is_file() or place.parent.with_suffix(".py").is_file()
-        assert module or place.is_dir(), name
+        assert module or place.is_dir() or public, name
     folders = "modeling_ospruner|train|eval|hub_cards|tests|benchmarks|docs"
     for name in set(re.findall(rf"`((?:{folders})/[\w./]*)`", text)):
         assert (REPO / name).exists(), name

@@ -75,15 +75,6 @@ def test_every_dependency_is_pinned(project: dict[str, Any], pins: dict[str, str
     assert names - set(pins) - {"ospruner"} == set()
 
 
-def test_the_space_has_the_pinned_gradio(
-    repo_dir: Path, project: dict[str, Any], pins: dict[str, str]
-) -> None:
-    (spec,) = [one for one in project["project"]["optional-dependencies"]["app"] if "gradio" in one]
-    version = pins["gradio"].removeprefix("gradio==")
-    assert spec == f"gradio>={version.rpartition('.')[0]},<7"
-    assert f'_GRADIO = "{version}"' in (repo_dir / "hub_cards/spaces.py").read_text()
-
-
 def test_readme_names_only_real_make_targets(repo_dir: Path) -> None:
     readme = (repo_dir / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^|`|&& )\s*(?:\$ )?make ([a-z][\w-]*)", readme, re.MULTILINE))
