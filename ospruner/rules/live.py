@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,9 +33,6 @@ from ospruner.formats import guess
 from ospruner.logits import last_logits, top_entropy
 
 from .signals import TrialAnswer
-
-if TYPE_CHECKING:
-    from .families import RowRule, StopRule
 
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
@@ -122,7 +119,7 @@ class LiveRule:
     """A context in which one generate asks a rule about its rows.
 
     Args:
-        rule: the rule.
+        rule: a `StopRule`, whose module imports this one.
         base: the causal LM.
         plan: what its rows have in common.
         tokenizer: the base's; None refuses rules that read texts.
@@ -132,14 +129,14 @@ class LiveRule:
     """
 
     def __init__(
-        self, rule: StopRule, base: Any, plan: RowPlan, tokenizer: PreTrainedTokenizerBase | None
+        self, rule: Any, base: Any, plan: RowPlan, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         if "text" in rule.asks and tokenizer is None:
             raise ValueError(f"the rule {rule!r} reads texts: pass tokenizer=")
         self._rule = rule
         self._plan = plan
         self._tokenizer = tokenizer
-        self._rows: dict[int, RowRule] = {}
+        self._rows: dict[int, Any] = {}
         self._checked = "trial_answer" not in rule.asks
         masks = plan.settings.mask_reentry
         fmt = plan.token_format
