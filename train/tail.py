@@ -122,7 +122,7 @@ def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True)
             )  # (B, T, K)
             return at_ends
         if policy.tail is not None:
-            hidden = hidden.to(policy.tail_dtype)
+            hidden = hidden.to(policy.tail.dtype)
         if fast and takes_fast_tail(policy.tail):
             return _fast_outputs(policy, hidden, positions)
         outputs: Tensor = policy.outputs(hidden)  # (B, S, K)
