@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -23,23 +23,19 @@ from .interface import (
     Engine,
     ForkedAnswer,
     ForkRequest,
-    OpenPrompt,
     OpenPrompts,
     Sampled,
     SamplingSettings,
     TokenCount,
-    TokenTrie,
     TraceDesk,
     TraceRequest,
-    add_forks,
-    check_forks,
-    unique_fork_tokens,
+    row_state,
 )
-from .transformers.rows import row_keys, row_state
 
 __all__ = ["Ask", "AskingEngine", "Reply", "Server"]
 
-_T = TypeVar("_T")
+_Made = Sampled | ForkedAnswer | Exception
+"""What a request of a stream gives; an error where it was refused."""
 
 
 @dataclass(frozen=True)
@@ -174,82 +170,11 @@ class AskingEngine(Engine, ABC):
     def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
         """Gets ready to sample rows with these keys, or refuses to."""
 
-    def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        settings: SamplingSettings,
-        fmt: TokenFormat,
-        keys: Sequence[str] | None = None,
-        on_done: Callable[[int, Sampled], None] | None = None,
-    ) -> list[Sampled]:
-        """Samples one trace and its natural answer per prompt; see `Engine.sample`.
-
-        The thinking and the answer are two requests, so that each has its own cap.
-
-        Raises:
-            ValueError: a prompt is empty, or a server refuses a request.
-            EnginesDownError: no server is left.
-        """
-        if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
-            raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
-        named = row_keys(prompts, keys)
-        if settings.temperature > 0:
-            self._prepare_sampling(settings, named)
-        results: dict[int, Sampled] = {}
-        trie = TokenTrie()
-
-        async def work(server: Server, index: int, part: int) -> Sampled:
-            state = row_state(settings.seed, named[index])
-            return await self._trace(server, list(prompts[index]), settings, fmt, state, trie)
-
-        def done(_: object, index: int, sampled: list[Sampled], server: int) -> None:
-            results[index] = sampled[0]
-            self._homes[_trace_hash(prompts[index], sampled[0].trace_ids)] = server
-            if on_done is not None:
-                on_done(index, sampled[0])
-
-        _run(self._dispatch(work, done, [1] * len(prompts), [None] * len(prompts)))
-        self.sample_counts.unique += len(trie)
-        return [results[i] for i in range(len(prompts))]
-
-    def fork(
-        self,
-        requests: Sequence[ForkRequest],
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None = None,
-        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
-    ) -> list[list[ForkedAnswer]]:
-        """Decodes greedily after every cut of every trace; see `Engine.fork`.
-
-        Raises:
-            ValueError: the suffix is empty, `max_new_tokens` is below 1, or a server refuses a
-                request.
-            EnginesDownError: no server is left.
-        """
-        check_forks(suffix_ids, max_new_tokens)
-        results: dict[int, list[ForkedAnswer]] = {}
-        forks = [_Forks(request, self._order(request.cuts)) for request in requests]
-
-        async def work(server: Server, index: int, part: int) -> ForkedAnswer:
-            return await self._fork(server, forks[index], part, suffix_ids, max_new_tokens, stop)
-
-        def done(_: object, index: int, answers: list[ForkedAnswer], server: int) -> None:
-            results[index] = forks[index].placed(answers)
-            if on_done is not None:
-                on_done(index, results[index])
-
-        hashes = [_trace_hash(request.prompt_ids, request.trace_ids) for request in requests]
-        homes = [self._homes.pop(known, None) for known in hashes]
-        _run(self._dispatch(work, done, [len(r.cuts) for r in requests], homes))
-        self.counts.unique += unique_fork_tokens(requests, suffix_ids, results)
-        return [results[i] for i in range(len(requests))]
-
     def sample_and_fork(
         self,
         desk: TraceDesk,
         settings: SamplingSettings,
-        fmt: TokenFormat,
+        fmt: TokenFormat | None,
         suffix_ids: Sequence[int],
         max_new_tokens: int,
         stop: Callable[[], AnswerStop] | None = None,
@@ -257,37 +182,55 @@ class AskingEngine(Engine, ABC):
         """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
 
         A server with room first takes forks of a trace that it sampled, then a new trace, then
-        forks of servers that have no room. A request that is refused fails its trace alone.
+        forks of servers that have no room. A request that is refused fails its trace alone. The
+        thinking and the natural answer are two requests, so that each has its own cap.
 
         Raises:
             ValueError: as `fork`.
             EnginesDownError: no server is left.
         """
-        check_forks(suffix_ids, max_new_tokens)
-        if settings.temperature > 0:
+        draws = fmt is not None and settings.temperature > 0
+        if draws:
             self._prepare_sampling(settings, [])
-        rules = (suffix_ids, max_new_tokens, stop)
         prompts = OpenPrompts(self)
-        asked: dict[int, tuple[TraceRequest, OpenPrompt]] = {}  # by job
+        asked: dict[int, TraceRequest] = {}  # by job
         forks: dict[int, tuple[Sampled, _Forks]] = {}  # by job, where it is one of forks
 
-        def more(dispatcher: Dispatcher[Sampled | ForkedAnswer | Exception]) -> bool:
-            request = desk.begin()
-            if request is None:
+        def forked(
+            dispatcher: Dispatcher[_Made], request: TraceRequest, trace: Sampled, home: int | None
+        ) -> None:
+            """Goes on with a sampled trace: with its forks, or with nothing."""
+            if not (cuts := desk.sampled(request, trace)):
+                prompts.end(request)
+                desk.done(request, trace, [])
+                return
+            whole = ForkRequest(request.prompt_ids, trace.trace_ids, cuts, request.options)
+            number = dispatcher.add(len(cuts), home)
+            asked[number] = request
+            forks[number] = trace, _Forks(whole, self._order(cuts))
+
+        def more(dispatcher: Dispatcher[_Made]) -> bool:
+            if (request := desk.begin()) is None:
                 return False
-            if settings.temperature > 0:
-                self._prepare_sampling(settings, [request.key])
-            asked[dispatcher.add(1)] = request, prompts.begin(request)
+            prompts.begin(request)
+            if request.trace is not None:
+                known = _trace_hash(request.prompt_ids, request.trace.trace_ids)
+                forked(dispatcher, request, request.trace, self._homes.pop(known, None))
+            else:
+                if draws:
+                    self._prepare_sampling(settings, [request.key])
+                asked[dispatcher.add(1)] = request
             return True
 
-        async def work(server: Server, index: int, part: int) -> Sampled | ForkedAnswer | Exception:
-            request, known = asked[index]
+        async def work(server: Server, index: int, part: int) -> _Made:
+            request = asked[index]
             try:
                 if index in forks:
-                    return await self._fork(server, forks[index][1], part, *rules)
-                state = row_state(settings.seed, request.key)
-                prompt = list(request.prompt_ids)
-                return await self._trace(server, prompt, settings, fmt, state, known.sampled)
+                    return await self._fork(
+                        server, forks[index][1], part, suffix_ids, max_new_tokens, stop
+                    )
+                assert fmt is not None
+                return await self._trace(server, request, settings, fmt, prompts)
             except ServerDownError:
                 raise
             except Exception as error:  # noqa: BLE001 - told to the desk; the others go on
@@ -296,37 +239,24 @@ class AskingEngine(Engine, ABC):
                 return error
 
         def done(
-            dispatcher: Dispatcher[Sampled | ForkedAnswer | Exception],
-            index: int,
-            results: list[Sampled | ForkedAnswer | Exception],
-            server: int,
+            dispatcher: Dispatcher[_Made], index: int, results: list[_Made], server: int
         ) -> None:
-            request, known = asked.pop(index)
-            sampled, forked = forks.pop(index, (None, None))
-            error = next((one for one in results if isinstance(one, Exception)), None)
-            if error is not None:
+            request, (trace, own) = asked.pop(index), forks.pop(index, (None, None))
+            if error := next((one for one in results if isinstance(one, Exception)), None):
                 prompts.end(request)
                 desk.failed(request, error)
-                return
-            if sampled is None or forked is None:
-                sampled = next(one for one in results if isinstance(one, Sampled))
-                cuts = desk.sampled(request, sampled)
-                if cuts:
-                    whole = ForkRequest(
-                        request.prompt_ids, sampled.trace_ids, cuts, request.options
-                    )
-                    number = dispatcher.add(len(cuts), server)
-                    asked[number] = request, known
-                    forks[number] = sampled, _Forks(whole, self._order(cuts))
-                    return
-                answers = []
+            elif trace is None or own is None:
+                (sampled,) = (one for one in results if isinstance(one, Sampled))
+                self._homes[_trace_hash(request.prompt_ids, sampled.trace_ids)] = server
+                forked(dispatcher, request, sampled, server)
             else:
-                answers = forked.placed([one for one in results if isinstance(one, ForkedAnswer)])
-                add_forks(known.forked, forked.request, suffix_ids, answers)
-            prompts.end(request)
-            desk.done(request, sampled, answers)
+                answers = own.placed([one for one in results if isinstance(one, ForkedAnswer)])
+                self._homes.pop(_trace_hash(request.prompt_ids, trace.trace_ids), None)
+                prompts.forked(request, own.request, suffix_ids, answers)
+                prompts.end(request)
+                desk.done(request, trace, answers)
 
-        _run(self._dispatch(work, done, more=more))
+        _run(self._dispatch(work, done, more))
 
     def _order(self, cuts: Sequence[int]) -> list[int]:
         """In which order the forks of a trace are asked for, by their places in `cuts`."""
@@ -360,22 +290,20 @@ class AskingEngine(Engine, ABC):
 
     async def _dispatch(
         self,
-        work: Callable[[Server, int, int], Awaitable[_T]],
-        done: Callable[[Dispatcher[_T], int, list[_T], int], None],
-        sizes: Sequence[int] = (),
-        homes: Sequence[int | None] = (),
-        more: Callable[[Dispatcher[_T]], bool] | None = None,
+        work: Callable[[Server, int, int], Awaitable[_Made]],
+        done: Callable[[Dispatcher[_Made], int, list[_Made], int], None],
+        more: Callable[[Dispatcher[_Made]], bool],
     ) -> None:
         async with self._connect() as servers:
-            dispatcher = Dispatcher[_T](
+            dispatcher = Dispatcher[_Made](
                 len(servers),
                 self.concurrency,
                 lambda server, index, part: work(servers[server], index, part),
                 lambda index, results, server: done(dispatcher, index, results, server),
-                lambda: more is not None and more(dispatcher),
+                lambda: more(dispatcher),
             )
             try:
-                await dispatcher.run(sizes, homes)
+                await dispatcher.run()
             except ServerDownError as error:
                 reasons = "; ".join(map(str, dispatcher.down))
                 raise EnginesDownError(
@@ -386,23 +314,24 @@ class AskingEngine(Engine, ABC):
     async def _trace(
         self,
         server: Server,
-        prompt: list[int],
+        request: TraceRequest,
         settings: SamplingSettings,
         fmt: TokenFormat,
-        state: int,
-        trie: TokenTrie,
+        prompts: OpenPrompts,
     ) -> Sampled:
-        """Samples one thinking part and, where the model ended it by its marker, the answer."""
+        """Samples one thinking part and, where the model ended it by its marker, the answer.
 
-        async def continued(
-            ids: list[int],
-            limit: int,
-            end_ids: frozenset[int],
-            draw: int,
-            stop: Callable[[], AnswerStop] | None = None,
-        ) -> Reply:
+        Where the end marker is several tokens, servers stop at its text, which is then looked at:
+        they are asked on where it was none.
+        """
+        state = row_state(settings.seed, request.key)
+        prompt, ids = list(request.prompt_ids), list[int]()
+        marker = _ThinkingEnd(fmt) if fmt.end_marker is not None else None
+        ends = self.eos_ids.union(() if marker else fmt.think_end_ids)
+
+        async def continued(limit: int, end_ids: frozenset[int], draw: int, stop: Any) -> Reply:
             ask = Ask(
-                ids,
+                [*prompt, *ids],
                 limit,
                 end_ids,
                 settings.temperature,
@@ -415,54 +344,32 @@ class AskingEngine(Engine, ABC):
             _count(self.sample_counts, ask, reply)
             return reply
 
-        if fmt.end_marker is not None:
-            return await self._marked_trace(continued, prompt, settings, fmt, trie)
-        ends = self.eos_ids.union(fmt.think_end_ids)
-        trace = await continued(prompt, settings.max_new_tokens, ends, 0)
-        tokens = [*prompt, *trace.ids]
-        if trace.end_id is None:
-            _check_length(trace, settings.max_new_tokens)
-            trie.add(tokens[:-1])
-            return Sampled(trace.ids, [], "cap")
-        if trace.end_id != fmt.think_end_id:
-            trie.add(tokens)
-            return Sampled(trace.ids, [], "natural")
-        tokens.append(trace.end_id)
-        answer = await continued(tokens, settings.max_answer_tokens, self.eos_ids, 1)
-        trie.add([*tokens, *answer.ids][: None if answer.end_id is not None else -1])
-        return Sampled(trace.ids, answer.ids, "natural")
-
-    async def _marked_trace(
-        self,
-        continued: Callable[..., Awaitable[Reply]],
-        prompt: list[int],
-        settings: SamplingSettings,
-        fmt: TokenFormat,
-        trie: TokenTrie,
-    ) -> Sampled:
-        """The same where the end marker is several tokens: what servers stop at is looked at."""
-        ids: list[int] = []
-        end = _ThinkingEnd(fmt)
         while True:
             limit = settings.max_new_tokens - len(ids)
-            draw = len(ids) + 1 if ids else 0  # 1 is the answer's
-            stop = partial(_ThinkingEnd, fmt, tuple(ids))
-            reply = await continued([*prompt, *ids], limit, self.eos_ids, draw, stop)
-            ids += reply.ids[: end.take(reply.ids)]
-            tokens = [*prompt, *ids]
-            if end.state.ended:
-                answer = await continued(tokens, settings.max_answer_tokens, self.eos_ids, 1)
-                trie.add([*tokens, *answer.ids][: None if answer.end_id is not None else -1])
-                length = end.state.thinking_tokens
-                return Sampled(ids[:length], answer.ids, "natural", ids[length:])
-            if reply.end_id is not None:
-                trie.add(tokens)
+            stop = partial(_ThinkingEnd, fmt, tuple(ids)) if marker else None
+            # The answer's draw is 1.
+            reply = await continued(limit, ends, len(ids) + 1 if ids else 0, stop)
+            ids += reply.ids if marker is None else reply.ids[: marker.take(reply.ids)]
+            length = len(ids)
+            if marker is not None and marker.state.ended:
+                length = marker.state.thinking_tokens
+            elif marker is None and reply.end_id is not None and reply.end_id == fmt.think_end_id:
+                ids.append(reply.end_id)
+            elif reply.end_id is not None:
+                prompts.sampled(request, [*prompt, *ids])
                 return Sampled(ids, [], "natural")
-            if len(ids) >= settings.max_new_tokens:
-                trie.add(tokens[:-1])
+            elif len(ids) >= settings.max_new_tokens:
+                prompts.sampled(request, [*prompt, *ids[:-1]])
                 return Sampled(ids, [], "cap")
-            if not reply.ids:
-                _check_length(reply, limit)
+            else:
+                if marker is None or not reply.ids:
+                    _check_length(reply, limit)
+                continue
+            answer = await continued(settings.max_answer_tokens, self.eos_ids, 1, None)
+            fed = answer.ids if answer.end_id is not None else answer.ids[:-1]
+            prompts.sampled(request, [*prompt, *ids, *fed])
+            written = ids[length:] if marker is not None else []
+            return Sampled(ids[:length], answer.ids, "natural", written)
 
     async def _choose(
         self, server: Server, prompt: list[int], options: tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -51,8 +51,8 @@ class Dispatcher(Generic[_T]):
             raises `ServerDownError` where the server is to blame.
         done: called with a job's index, its results and its server, as soon as all are there. It
             may add jobs.
-        more: called where a server has room and no job waits for it; adds one, or says that there
-            is none. While nothing runs, that is the end.
+        more: called where a server has room and no job waits for it; adds one or more, or says
+            that there are none. While nothing runs, that is the end.
     """
 
     def __init__(
@@ -80,29 +80,20 @@ class Dispatcher(Generic[_T]):
         """Adds a job; its index.
 
         Args:
-            size: how many requests it has.
+            size: how many requests it has, 1 or more.
             home: the server that knows it already, or None.
         """
         index = next(self._numbers)
-        if size:
-            self._jobs[index] = _Job([None] * size, set(range(size)))
-            self._waiting[home if home in self._waiting else None].append(index)
-        else:
-            self._done(index, [], 0)
+        self._jobs[index] = _Job([None] * size, set(range(size)))
+        self._waiting[home if home in self._waiting else None].append(index)
         return index
 
-    async def run(self, sizes: Sequence[int] = (), homes: Sequence[int | None] = ()) -> None:
-        """Does these jobs, and all that are added.
-
-        Args:
-            sizes: as in `add`, of each job.
-            homes: as in `add`, of each job.
+    async def run(self) -> None:
+        """Does the jobs that were added, and all that are.
 
         Raises:
             ServerDownError: every server went down; the first one's reason.
         """
-        for size, home in zip(sizes, homes, strict=True):
-            self.add(size, home)
         async with asyncio.TaskGroup() as group:
             for server in range(self._servers):
                 group.create_task(self._serve(server))
@@ -153,11 +144,11 @@ class Dispatcher(Generic[_T]):
 
     def _queue(self, server: int) -> deque[int]:
         """Where the next job of a server waits; empty where there is none."""
-        anyone = self._waiting[None]
-        if own := self._waiting[server]:
-            return own
-        if anyone or self._more():
-            return anyone
+        own, anyone = self._waiting[server], self._waiting[None]
+        while not own and not anyone and self._more():
+            pass  # it may have added one that is at home elsewhere
+        if own or anyone:
+            return own or anyone
         others = [self._waiting[full] for full in self._full if full in self._waiting]
         return max(others, key=len, default=anyone)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.rules.signals import ENTROPY_TOKENS as ENTROPY_TOKENS
 
 __all__ = ["base_end_ids", "end_ids"]
@@ -104,11 +108,13 @@ class TraceRequest:
         prompt_ids: the prompt.
         key: the row's name: with the seed, it decides all of the trace's draws.
         options: as in `ForkRequest`, of its forks.
+        trace: the trace, where it was sampled before and is only to be forked.
     """
 
     prompt_ids: Sequence[int]
     key: str
     options: Sequence[int] = ()
+    trace: Sampled | None = None
 
 
 @dataclass(frozen=True)
@@ -210,8 +216,8 @@ class TraceDesk(Protocol):
         """Takes note of an error that ended a trace, and no other one."""
 
 
-class Engine(Protocol):
-    """What labelling and evaluation ask of any engine."""
+class Engine(ABC):
+    """What labelling and evaluation ask of any engine: a stream of traces, sampled and forked."""
 
     counts: TokenCount
     """Of all forks so far."""
@@ -219,6 +225,35 @@ class Engine(Protocol):
     """Of all sampling so far."""
     batch_effects: str | None
     """Why a row may get other tokens in another call with the same seed; None where it does not."""
+
+    @abstractmethod
+    def sample_and_fork(
+        self,
+        desk: TraceDesk,
+        settings: SamplingSettings,
+        fmt: TokenFormat | None,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+    ) -> None:
+        """Samples traces and forks answers off each, until the desk has no more of them.
+
+        A trace is forked while others are still being sampled, and another is begun wherever there
+        is room.
+
+        Args:
+            desk: where traces come from, and where they are handed in.
+            settings: how to sample.
+            fmt: where the thinking ends; None where nothing is to be sampled.
+            suffix_ids: as in `fork`.
+            max_new_tokens: as in `fork`.
+            stop: as in `fork`.
+
+        Raises:
+            ValueError: as `fork`. What a single trace asks too much fails that trace alone.
+            Exception: an error that cannot be told to be a single trace's. Those in flight are
+                not handed in.
+        """
 
     def sample(
         self,
@@ -238,7 +273,17 @@ class Engine(Protocol):
                 the seed and its key only. Default: the prompt's ids and how often they occurred
                 before in this call.
             on_done: called with a row's index and result as soon as it is finished.
+
+        Raises:
+            ValueError: a prompt is empty, or too long with the cap.
         """
+        if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
+            raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
+        named = row_keys(prompts, keys)
+        requests = [TraceRequest(*one) for one in zip(prompts, named, strict=True)]
+        desk = _ListDesk(requests, lambda index, trace, answers: on_done and on_done(index, trace))
+        self.sample_and_fork(desk, settings, fmt, _NO_SUFFIX, 1)
+        return [desk.results[i][0] for i in range(len(requests))]
 
     def fork(
         self,
@@ -259,63 +304,91 @@ class Engine(Protocol):
             stop: makes the rule that completes one answer: `fmt.box_state` after the box
                 prefix. Default: the end-of-text token alone.
             on_done: called with a request's index and answers as soon as all are finished.
-        """
-
-    def sample_and_fork(
-        self,
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None = None,
-    ) -> None:
-        """Samples traces and forks answers off each, until the desk has no more of them.
-
-        This one samples together what can be begun, then forks it. Engines that take requests at
-        any time fork a trace as soon as it is sampled, while others are still being sampled, and
-        begin a new one wherever there is room.
-
-        Args:
-            desk: where traces come from, and where they are handed in.
-            settings: how to sample.
-            fmt: where the thinking ends.
-            suffix_ids: as in `fork`.
-            max_new_tokens: as in `fork`.
-            stop: as in `fork`.
 
         Raises:
-            Exception: an error that cannot be told to be a single trace's. Those in flight are
-                not handed in.
+            ValueError: the suffix is empty, `max_new_tokens` is below 1, or a trace is too long.
         """
-        while requests := list(iter(desk.begin, None)):
-            self._sample_then_fork(requests, desk, settings, fmt, suffix_ids, max_new_tokens, stop)
+        if not len(suffix_ids):
+            raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        asked = [
+            TraceRequest(
+                one.prompt_ids, "", one.options, Sampled(list(one.trace_ids), [], "natural")
+            )
+            for one in requests
+        ]
+        desk = _ListDesk(
+            asked,
+            lambda index, trace, answers: on_done and on_done(index, list(answers)),
+            [list(one.cuts) for one in requests],
+        )
+        self.sample_and_fork(desk, SamplingSettings(), None, suffix_ids, max_new_tokens, stop)
+        return [list(desk.results[i][1]) for i in range(len(requests))]
 
-    def _sample_then_fork(
+
+_NO_SUFFIX = (0,)  # nothing is forked
+
+
+class _ListDesk:
+    """A desk over a list of traces; an error of one ends all.
+
+    Args:
+        requests: the traces.
+        on_done: called with each one's index, trace and answers.
+        cuts: of each; None for none.
+    """
+
+    def __init__(
         self,
         requests: Sequence[TraceRequest],
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None,
+        on_done: Callable[[int, Sampled, Sequence[ForkedAnswer]], object],
+        cuts: Sequence[list[int]] | None = None,
     ) -> None:
-        cuts: dict[int, list[int]] = {}
+        self._todo = iter(requests)
+        self._places = {id(request): i for i, request in enumerate(requests)}
+        self._on_done = on_done
+        self._cuts = cuts
+        self.results: dict[int, tuple[Sampled, Sequence[ForkedAnswer]]] = {}
 
-        def sampled(index: int, trace: Sampled) -> None:
-            cuts[index] = desk.sampled(requests[index], trace)
+    def begin(self) -> TraceRequest | None:
+        """See `TraceDesk.begin`."""
+        return next(self._todo, None)
 
-        def done(index: int, answers: list[ForkedAnswer]) -> None:
-            desk.done(requests[index], traces[index], answers)
+    def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
+        """See `TraceDesk.sampled`."""
+        return [] if self._cuts is None else self._cuts[self._places[id(request)]]
 
-        prompts, keys = [one.prompt_ids for one in requests], [one.key for one in requests]
-        traces = self.sample(prompts, settings, fmt, keys, sampled)
-        forks = [
-            ForkRequest(prompt, trace.trace_ids, cuts[i], requests[i].options)
-            for i, (prompt, trace) in enumerate(zip(prompts, traces, strict=True))
-        ]
-        self.fork(forks, suffix_ids, max_new_tokens, stop, done)
+    def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
+        """See `TraceDesk.done`."""
+        place = self._places[id(request)]
+        self.results[place] = trace, answers
+        self._on_done(place, trace, answers)
+
+    def failed(self, request: TraceRequest, error: Exception) -> None:
+        """See `TraceDesk.failed`."""
+        raise error
+
+
+def row_keys(prompts: Sequence[Sequence[int]], keys: Sequence[str] | None) -> list[str]:
+    """The given keys, or for each prompt its ids and how often they occurred before."""
+    if keys is not None:
+        if len(keys) != len(prompts):
+            raise ValueError(f"keys has {len(keys)} entries for {len(prompts)} prompts")
+        return list(keys)
+    seen: Counter[tuple[int, ...]] = Counter()
+    made = []
+    for prompt in prompts:
+        ids = tuple(prompt)
+        made.append(f"{ids}/{seen[ids]}")
+        seen[ids] += 1
+    return made
+
+
+def row_state(seed: int, key: str) -> int:
+    """The 64-bit state that all of one row's draws come from."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return mix64(mix64(seed) ^ int.from_bytes(digest, "big"))
 
 
 class TokenTrie:
@@ -342,15 +415,6 @@ class TokenTrie:
         return len(self._nodes)
 
 
-@dataclass
-class OpenPrompt:
-    """A prompt some of whose traces are being worked on, and the tokens that these need."""
-
-    traces: int = 0
-    sampled: TokenTrie = field(default_factory=TokenTrie)
-    forked: TokenTrie = field(default_factory=TokenTrie)
-
-
 class OpenPrompts:
     """Counts the unique tokens of a stream, in which the traces of one prompt are neighbours.
 
@@ -360,68 +424,42 @@ class OpenPrompts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._open: dict[tuple[int, ...], OpenPrompt] = {}
+        self._open: dict[tuple[int, ...], tuple[list[TraceRequest], TokenTrie, TokenTrie]] = {}
 
-    def begin(self, request: TraceRequest) -> OpenPrompt:
-        """Takes note of a trace that begins; its prompt."""
-        prompt = self._open.setdefault(tuple(request.prompt_ids), OpenPrompt())
-        prompt.traces += 1
-        return prompt
+    def begin(self, request: TraceRequest) -> None:
+        """Takes note of a trace that begins."""
+        new: tuple[list[TraceRequest], TokenTrie, TokenTrie] = [], TokenTrie(), TokenTrie()
+        self._open.setdefault(tuple(request.prompt_ids), new)[0].append(request)
+
+    def sampled(self, request: TraceRequest, token_ids: Sequence[int]) -> None:
+        """Takes the tokens, prompt included, that had to be computed to sample a trace."""
+        self._open[tuple(request.prompt_ids)][1].add(token_ids)
+
+    def forked(
+        self,
+        request: TraceRequest,
+        fork: ForkRequest,
+        suffix_ids: Sequence[int],
+        answers: Sequence[ForkedAnswer],
+    ) -> None:
+        """Takes the tokens that had to be computed to fork a trace."""
+        if not len(fork.cuts):
+            return
+        trie = self._open[tuple(request.prompt_ids)][2]
+        path = trie.add([*fork.prompt_ids, *fork.trace_ids[: max(fork.cuts)]])
+        for cut, answer in zip(fork.cuts, answers, strict=True):
+            fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
+            trie.add([*suffix_ids, *fed], path[len(fork.prompt_ids) + cut])
 
     def end(self, request: TraceRequest) -> None:
         """Takes note of a trace that is done, or has failed."""
-        prompt = self._open[tuple(request.prompt_ids)]
-        prompt.traces -= 1
-        if not prompt.traces:
-            del self._open[tuple(request.prompt_ids)]
-            self._engine.sample_counts.unique += len(prompt.sampled)
-            self._engine.counts.unique += len(prompt.forked)
-
-
-def unique_fork_tokens(
-    requests: Sequence[ForkRequest],
-    suffix_ids: Sequence[int],
-    results: Mapping[int, Sequence[ForkedAnswer]],
-) -> int:
-    """Nodes of the trie over all forks' tokens that have to be computed.
-
-    Args:
-        requests: the traces and their cuts.
-        suffix_ids: what was put after each cut.
-        results: the answers of each request.
-    """
-    trie = TokenTrie()
-    for i, request in enumerate(requests):
-        add_forks(trie, request, suffix_ids, results[i])
-    return len(trie)
-
-
-def add_forks(
-    trie: TokenTrie,
-    request: ForkRequest,
-    suffix_ids: Sequence[int],
-    answers: Sequence[ForkedAnswer],
-) -> None:
-    """Adds the tokens of one trace's forks that have to be computed to a trie."""
-    if not len(request.cuts):
-        return
-    kept = request.trace_ids[: max(request.cuts)]
-    path = trie.add([*request.prompt_ids, *kept])
-    for cut, answer in zip(request.cuts, answers, strict=True):
-        fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
-        trie.add([*suffix_ids, *fed], path[len(request.prompt_ids) + cut])
-
-
-def check_forks(suffix_ids: Sequence[int], max_new_tokens: int) -> None:
-    """Refuses forks without a suffix, or without an answer.
-
-    Raises:
-        ValueError: the suffix is empty, or `max_new_tokens` is below 1.
-    """
-    if not len(suffix_ids):
-        raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+        prompt = tuple(request.prompt_ids)
+        traces, sampled, forked = self._open[prompt]
+        traces.remove(request)
+        if not traces:
+            del self._open[prompt]
+            self._engine.sample_counts.unique += len(sampled)
+            self._engine.counts.unique += len(forked)
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,29 +231,29 @@ def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> En
     )
 
 
-def _open_openai(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
-    from .openai import OpenAIEngine
+def _open_http(name: str) -> Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]:
+    def opened(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+        from .http import HTTPEngine, OpenAIEngine, SGLangEngine
 
-    _refuse_unknown("openai", options.arguments, inspect.signature(OpenAIEngine).parameters)
-    return OpenAIEngine(
-        options.base, tokenizer, options.urls, revision=options.revision, **_with_size(options)
-    )
+        kind = {"openai": OpenAIEngine, "sglang": SGLangEngine}[name]
+        known = {*inspect.signature(HTTPEngine).parameters, *inspect.signature(kind).parameters}
+        known -= {"base", "tokenizer", "urls", "revision", "more"}
+        if unknown := sorted(set(options.arguments) - known):
+            raise ValueError(
+                f"engine arguments {unknown}: the {name} engine takes {sorted(known)}; what the "
+                "server itself takes is given where it starts"
+            )
+        more = {"revision": options.revision, **_with_size(options)}
+        return kind(options.base, tokenizer, options.urls, **more)
 
-
-def _open_sglang(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
-    from .sglang import SGLangEngine
-
-    _refuse_unknown("sglang", options.arguments, inspect.signature(SGLangEngine).parameters)
-    return SGLangEngine(
-        options.base, tokenizer, options.urls, revision=options.revision, **_with_size(options)
-    )
+    return opened
 
 
 ENGINES: dict[str, Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]] = {
     "transformers": _open_transformers,
     "vllm": _open_vllm,
-    "sglang": _open_sglang,
-    "openai": _open_openai,
+    "sglang": _open_http("sglang"),
+    "openai": _open_http("openai"),
 }
 """What opens each engine."""
 _ONLY = {
@@ -266,15 +266,6 @@ _ONLY = {
 def _with_size(options: EngineOptions) -> dict[str, Any]:
     size = {} if options.batch_size is None else {"concurrency": options.batch_size}
     return {**options.arguments, **size}
-
-
-def _refuse_unknown(engine: str, arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    named = {"base", "self", "tokenizer", "urls", "revision"}
-    if unknown := sorted(set(arguments) - (set(known) - named)):
-        raise ValueError(
-            f"engine arguments {unknown}: the {engine} engine takes "
-            f"{sorted(set(known) - named)}; what the server itself takes is given where it starts"
-        )
 
 
 def _first_line(error: Exception) -> str:

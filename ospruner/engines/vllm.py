@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ospruner.optional import needed
 
 from .asking import Ask, AskingEngine, Reply, Server
-from .interface import ENTROPY_TOKENS, AnswerStop, SamplingSettings, base_end_ids
-from .transformers.rows import row_state
+from .interface import ENTROPY_TOKENS, AnswerStop, SamplingSettings, base_end_ids, row_state
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

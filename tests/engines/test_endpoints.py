@@ -14,9 +14,7 @@ import pytest
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
 from ospruner.engines.dispatching import EnginesDownError
-from ospruner.engines.endpoints import EndpointsEngine
-from ospruner.engines.openai import OpenAIEngine
-from ospruner.engines.sglang import SGLangEngine
+from ospruner.engines.http import HTTPEngine, OpenAIEngine, SGLangEngine
 from ospruner.eval.schema import LabelSettings
 from ospruner.optional import MissingPackageError
 from ospruner.progress import Progress, silent
@@ -52,7 +50,7 @@ def open_over(
     concurrency: int = 4,
     timeout_seconds: float = 300,
     retries: int = 0,
-) -> EndpointsEngine:
+) -> HTTPEngine:
     return ENGINES[name](
         str(reasoner.folder),
         reasoner.tokenizer,

@@ -10,8 +10,7 @@ import pytest
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.engines import Engine, Sampled
-from ospruner.engines.openai import OpenAIEngine
-from ospruner.engines.sglang import SGLangEngine
+from ospruner.engines.http import OpenAIEngine, SGLangEngine
 
 from .conftest import GREEDY, Traces
 from .local_server import LocalServer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ospruner.demo.shipped import Reasoner
-from ospruner.engines.sglang import SGLangEngine
+from ospruner.engines.http import SGLangEngine
 
 from ..server_process import SGLANG_PYTHON, running_sglang
 from .conftest import (

@@ -3,10 +3,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +20,10 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
-from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_ospruner import TokenFormat
@@ -36,9 +36,10 @@ from ospruner.engines import (
     TokenTrie,
     TransformersEngine,
 )
-from ospruner.engines.transformers import budget, rows
-from ospruner.engines.transformers.cache import SlotCache, SlotLayer, forked, own_cache
-from ospruner.engines.transformers.rows import choose, row_state, uniforms
+from ospruner.engines.interface import TokenCount, row_state
+from ospruner.engines.transformers import batch, memory, rows
+from ospruner.engines.transformers.batch import SlotLayer, fast_attention, padded
+from ospruner.engines.transformers.rows import choose, uniforms
 from ospruner.formats import DEEPSEEK_R1
 
 SETTINGS = SamplingSettings(
@@ -186,7 +187,7 @@ def test_options_are_read_in_the_suffix_s_forward(
     assert len(told) > 1
     engine.fork(asked[:-1], suffix, 12, fmt.box_state)
     forwards = sum(len(one.prompt_ids) + len(one.trace_ids) for one in asked[:-1] if one.cuts)
-    forks = sum(len(set(one.cuts)) * len(suffix) for one in asked[:-1])
+    forks = sum(len(one.cuts) * len(suffix) for one in asked[:-1])
     assert engine.counts.computed - spent <= forwards + forks  # nothing was decoded
     with pytest.raises(ValueError, match="options is .5, 5.; it must hold two or more different"):
         dataclasses.replace(asked[0], options=[5, 5])
@@ -238,17 +239,18 @@ def test_shared_tokens_are_computed_once(
     forked = sum(len(fmt.forced_suffix()) + n for n in fed)
     tree = len(request.prompt_ids) + len(request.trace_ids) + forked
     assert engine.counts.computed == engine.counts.unique == tree
-    # Two equal traces and their forks run once, and so does a trace without forks: never.
+    # A trace without forks does not run; a prompt of two traces runs once.
     done: dict[int, list[ForkedAnswer]] = {}
     idle = ForkRequest(request.prompt_ids, request.trace_ids, [])
-    again = [idle, request, request]
-    assert engine.fork(again, fmt.forced_suffix(), 8, fmt.box_state, done.__setitem__) == [
-        [],
-        answers,
-        answers,
-    ]
-    assert done == {0: [], 1: answers, 2: answers}
-    assert engine.counts.computed == engine.counts.unique == 2 * tree
+    other = ForkRequest(request.prompt_ids, request.trace_ids[::-1], request.cuts)
+    again = [idle, request, other]
+    found = engine.fork(again, fmt.forced_suffix(), 8, fmt.box_state, done.__setitem__)
+    assert [[a.ids for a in row] for row in found[:2]] == [[], [a.ids for a in answers]]
+    assert done == dict(enumerate(found))
+    fed = [len(a.ids) - (a.ended != "eos") for a in found[2]]
+    more = len(request.trace_ids) + sum(len(fmt.forced_suffix()) + n for n in fed)
+    assert engine.counts.computed == 2 * tree + more
+    assert engine.counts.unique == 2 * tree + more - len(fmt.forced_suffix()) - max(fed[0], 0)
     assert entered == engine.counts.computed + engine.counts.padding
 
 
@@ -529,15 +531,15 @@ def test_rows_are_admitted_by_free_memory(
     base = make_base(name, tiny_tokenizer)
     token = 4 * 2 * 2 * 8 * 4  # bytes: layers, keys and values, heads, head size, float32
     free, seen, most = 10**15, [0], [0]
-    monkeypatch.setattr(budget, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
 
     def look(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if (cache := kwargs.get("past_key_values")) is None:
             return
         held = 0
         for layer in cache.layers:
-            own = ("key_buffer", "value_buffer") if type(layer) is SlotLayer else ("keys", "values")
-            held += sum(vars(layer)[name].nbytes for name in own)
+            own = layer.buffers if type(layer) is SlotLayer else [layer.keys, layer.values]
+            held += sum(one.nbytes for one in own)
         seen.append(held)
         most.append(len(kwargs["input_ids"]))
 
@@ -569,10 +571,10 @@ def test_rows_are_admitted_by_free_memory(
 
 
 def test_free_memory_of_this_machine() -> None:
-    free = budget.free_bytes(torch.device("cpu"))
+    free = memory.free_bytes(torch.device("cpu"))
     assert free is not None
     assert 10**6 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert budget.free_bytes(torch.device("meta")) is None
+    assert memory.free_bytes(torch.device("meta")) is None
 
 
 def test_grouped_attention_in_half_precision(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -590,57 +592,53 @@ def test_grouped_attention_in_half_precision(tiny_tokenizer: PreTrainedTokenizer
     assert 0 < errors[1] <= 1.5 * errors[0]
 
 
-def test_a_slot_cache_on_several_devices() -> None:
+def test_slots_on_several_devices() -> None:
     """Fake tensors refuse what mixes devices, as GPUs do, and hold no values."""
-    devices = [torch.device("cpu"), torch.device("meta")]
     with FakeTensorMode():
-
-        def filled(rows: int, columns: int) -> SlotCache:
-            cache = SlotCache(2)
-            for i, device in enumerate(devices):
-                states = torch.zeros(rows, 2, columns, 4, device=device)
-                cache.update(states, states, i)
-            return cache
-
-        cache, new = filled(4, 9), filled(2, 5)
-        cache.shift(torch.tensor([0, 1, 0, 2]))
-        cache.realign(2, 8)
-        cache.select(torch.tensor([3, 1, 0]))
-        cache.place(torch.tensor([0, 2]), new)
-        for layer, device in zip(cache.slots, devices, strict=True):
-            for buffer in (layer.key_buffer, layer.value_buffer):
-                assert (buffer.device, buffer.shape[:2]) == (device, (3, 2))
+        for device in (torch.device("cpu"), torch.device("meta")):
+            layer, other = SlotLayer(), SlotLayer()
+            for one, rows_, columns in ((layer, 4, 9), (other, 2, 5)):
+                states = torch.zeros(rows_, 2, columns, 4, device=device)
+                one.update(states, states)
+            layer.keep(torch.tensor([3, 1, 0]), 2, 8, other)
+            for buffer in layer.buffers:
+                assert (buffer.device, buffer.shape[:2]) == (device, (5, 2))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "lfm2"])
-def test_a_fork_shares_the_keys_and_values_of_its_trace(
-    name: str, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    base = make_base(name, tiny_tokenizer)
-    text = torch.tensor([[5 + i for i in range(20)]])
+def test_rows_are_kept_repeated_and_joined(tiny_base: Qwen2ForCausalLM) -> None:
+    """Whatever becomes of the rows of a batch, the next tokens' logits are those of plain runs."""
+    draws = torch.Generator().manual_seed(0)
 
-    def run(cache: Any, first: int, last: int) -> torch.Tensor:
-        where = torch.arange(first, last)[None]
-        logits: torch.Tensor = base(
-            input_ids=text[:, first:last], position_ids=where, past_key_values=cache
-        ).logits
-        return logits
+    def text(size: int) -> list[int]:
+        return torch.randint(5, 300, (size,), generator=draws).tolist()
 
-    with torch.inference_mode():
-        plain = run(DynamicCache(config=base.config), 0, 20)
-        cache = own_cache(base.config)
-        run(cache, 0, 15)
-        for _ in range(2):
-            fork = forked(cache)
-            for ours, theirs in zip(fork.layers, cache.layers, strict=True):
-                if isinstance(ours, DynamicLayer):
-                    assert isinstance(theirs, DynamicLayer)
-                    assert ours.keys is not None
-                    assert theirs.keys is not None
-                    assert ours.keys.data_ptr() == theirs.keys.data_ptr()
-            torch.testing.assert_close(run(fork, 15, 20), plain[:, 15:])
-            assert cache.get_seq_length() == 15
-        torch.testing.assert_close(run(cache, 15, 20), plain[:, 15:])
+    def check(texts: list[list[int]], logits: torch.Tensor) -> None:
+        for row, one in zip(logits, texts, strict=True):
+            alone = tiny_base(torch.tensor([one]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4)
+
+    with torch.inference_mode(), fast_attention(tiny_base):
+        for pieces in (2**24, 64):  # the mask of a pass
+            with mock.patch.object(batch, "_MASK_NUMBERS", pieces):
+                texts = [text(size) for size in (9, 4, 30)]
+                rows_ = batch.Batch(tiny_base, TokenCount(), packed=True)
+                check(texts, rows_.feed(*padded(texts)))
+                rows_.keep([1, 0, 1])
+                assert rows_.columns == 9
+                texts = [texts[1], texts[0], texts[1]]
+                more = [text(3) for _ in texts]
+                texts = [[*one, *added] for one, added in zip(texts, more, strict=True)]
+                check(texts, rows_.feed(torch.tensor(more)))
+                new = [text(40), text(7)]
+                other = batch.Batch(tiny_base, TokenCount(), packed=True)
+                other.feed(*padded(new))
+                rows_.keep([2, 0], other)
+                texts = [texts[2], texts[0], *new]
+                real = torch.tensor([[True], [False], [True], [True]])
+                found = rows_.feed(torch.tensor([[8], [9], [10], [11]]), real)
+                live = [0, 2, 3]
+                texts = [[*texts[i], 8 + i] for i in live]
+                check(texts, found[live])
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**20))
@@ -683,3 +681,26 @@ def test_bad_requests_are_refused(
         TransformersEngine(tiny_base, tiny_tokenizer, batch_size=0)
     assert engine.sample([], SETTINGS, fmt) == []
     assert engine.fork([], [5], 4) == []
+
+
+def test_samples_of_one_problem_share_its_prompt(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows, "_ROUNDINGS", 0)  # no near tie is decided by the row alone
+    engine = TransformersEngine(tiny_base, tiny_tokenizer, batch_size=12)
+    fmt = TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
+    draws = random.Random(1)
+    prompts = [[draws.randrange(5, 300) for _ in range(60)] for _ in range(3) for _ in range(4)]
+    prompts = [prompts[4 * (i // 4)] for i in range(12)]
+    sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=30)
+    traces = engine.sample(prompts, sampling, fmt)
+    asked = [
+        ForkRequest(prompt, trace.trace_ids, fmt.step_ends(trace.trace_ids))
+        for prompt, trace in zip(prompts, traces, strict=True)
+    ]
+    engine.fork(asked, fmt.forced_suffix(), 8, fmt.box_state)
+    assert engine.counts.computed <= 1.02 * engine.counts.unique
+    fed = sum(len(trace.trace_ids) + len(trace.answer_ids) + 1 for trace in traces)
+    assert engine.sample_counts.computed <= 3 * 60 + fed

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ospruner.demo.shipped import Reasoner
-from ospruner.engines.openai import OpenAIEngine
+from ospruner.engines.http import OpenAIEngine
 
 from ..server_process import free_port, running_server
 from .conftest import (

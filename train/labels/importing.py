@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,11 +12,11 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.interface import (
     AnswerStop,
     Engine,
-    ForkedAnswer,
-    ForkRequest,
     Sampled,
     SamplingSettings,
     TokenCount,
+    TraceDesk,
+    TraceRequest,
 )
 from ospruner.eval.problems.problem import Problem, problems_from_rows, read_rows
 from ospruner.eval.problems.sources import text_key
@@ -133,44 +133,41 @@ class ImportedTraces(Engine):
         self.counts = engine.counts
         self.sample_counts = TokenCount()
 
-    def sample(
+    def sample_and_fork(
         self,
-        prompts: Sequence[Sequence[int]],
+        desk: TraceDesk,
         settings: SamplingSettings,
-        fmt: TokenFormat,
-        keys: Sequence[str] | None = None,
-        on_done: Callable[[int, Sampled], None] | None = None,
-    ) -> list[Sampled]:
-        """The traces of the given keys, cut at `max_new_tokens`; see `Engine.sample`.
-
-        Raises:
-            ValueError: keys are not given, or not those of the traces.
-        """
-        if keys is None or any(key not in self.traces for key in keys):
-            raise ValueError(f"keys is {keys}; imported traces are asked for by their keys")
-        results = []
-        for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-            trace = self.traces[key]
-            ids = self._opened(prompt, trace.reasoning, fmt)
-            if len(ids) > settings.max_new_tokens or not trace.closed:
-                sampled = Sampled(ids[: settings.max_new_tokens], [], "cap")
-            else:
-                sampled = Sampled(ids, self._ids(trace.response), "natural")
-            results.append(sampled)
-            if on_done is not None:
-                on_done(index, sampled)
-        return results
-
-    def fork(
-        self,
-        requests: Sequence[ForkRequest],
+        fmt: TokenFormat | None,
         suffix_ids: Sequence[int],
         max_new_tokens: int,
         stop: Callable[[], AnswerStop] | None = None,
-        on_done: Callable[[int, list[ForkedAnswer]], None] | None = None,
-    ) -> list[list[ForkedAnswer]]:
-        """The answers of the other engine; see `Engine.fork`."""
-        return self.engine.fork(requests, suffix_ids, max_new_tokens, stop, on_done)
+    ) -> None:
+        """Forks the traces of the desk's keys; see `Engine.sample_and_fork`."""
+        assert fmt is not None
+        form = fmt
+
+        class Given:
+            """The desk, whose traces are there before they are asked for."""
+
+            sampled, done, failed = desk.sampled, desk.done, desk.failed
+
+            @staticmethod
+            def begin() -> TraceRequest | None:
+                if (request := desk.begin()) is None:
+                    return None
+                return replace(request, trace=self._given(request, settings, form))
+
+        self.engine.sample_and_fork(Given(), settings, None, suffix_ids, max_new_tokens, stop)
+
+    def _given(
+        self, request: TraceRequest, settings: SamplingSettings, fmt: TokenFormat
+    ) -> Sampled:
+        """An imported trace, cut at `max_new_tokens`."""
+        trace = self.traces[request.key]
+        ids = self._opened(request.prompt_ids, trace.reasoning, fmt)
+        if len(ids) > settings.max_new_tokens or not trace.closed:
+            return Sampled(ids[: settings.max_new_tokens], [], "cap")
+        return Sampled(ids, self._ids(trace.response), "natural")
 
     def _opened(self, prompt: Sequence[int], reasoning: str, fmt: TokenFormat) -> list[int]:
         """A trace's ids, with what opens the thinking where the prompt does not write it."""

@@ -6,9 +6,7 @@ a few roundings, so a choice that roundings could turn is made again from the ro
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from modeling_ospruner.formats_ospruner import BoundaryState, TokenFormat
-from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.bases import input_device
 from ospruner.logits import greedy
 
@@ -30,31 +27,12 @@ from ..interface import (
     Sampled,
     SamplingSettings,
     TokenCount,
+    TraceRequest,
+    row_state,
 )
 
 _U64 = np.uint64
 _FEW = 64
-
-
-def row_keys(prompts: Sequence[Sequence[int]], keys: Sequence[str] | None) -> list[str]:
-    """The given keys, or for each prompt its ids and how often they occurred before."""
-    if keys is not None:
-        if len(keys) != len(prompts):
-            raise ValueError(f"keys has {len(keys)} entries for {len(prompts)} prompts")
-        return list(keys)
-    seen: Counter[tuple[int, ...]] = Counter()
-    made = []
-    for prompt in prompts:
-        ids = tuple(prompt)
-        made.append(f"{ids}/{seen[ids]}")
-        seen[ids] += 1
-    return made
-
-
-def row_state(seed: int, key: str) -> int:
-    """The 64-bit state from which `uniforms` draws for one row."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return mix64(mix64(seed) ^ int.from_bytes(digest, "big"))
 
 
 def uniforms(states: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> torch.Tensor:
@@ -264,11 +242,10 @@ def _invert(
 
 @dataclass
 class SamplingRow:
-    """One prompt being sampled.
+    """One trace being sampled.
 
     Attributes:
-        index: its place among the prompts.
-        prompt: its prompt.
+        request: which.
         state: what its draws come from.
         thinking: whether it is before the end marker.
         tokens: everything sampled, end marker and end-of-text token included.
@@ -278,8 +255,7 @@ class SamplingRow:
         marked: follows it, where the end marker is several tokens.
     """
 
-    index: int
-    prompt: Sequence[int]
+    request: TraceRequest
     state: int
     thinking: bool = True
     tokens: list[int] = field(default_factory=list)
@@ -289,9 +265,14 @@ class SamplingRow:
     marked: BoundaryState | None = None
 
     @classmethod
-    def start(cls, index: int, prompt: Sequence[int], key: str, seed: int) -> SamplingRow:
+    def start(cls, request: TraceRequest, seed: int) -> SamplingRow:
         """A row that has sampled nothing yet."""
-        return cls(index, prompt, row_state(seed, key))
+        return cls(request, row_state(seed, request.key))
+
+    @property
+    def text(self) -> list[int]:
+        """Its prompt and what was sampled."""
+        return [*self.request.prompt_ids, *self.tokens]
 
     def push(
         self, token: int, settings: SamplingSettings, fmt: TokenFormat, eos_ids: frozenset[int]
@@ -335,12 +316,16 @@ class Branch:
     """One fork: the answer so far, and how it ended.
 
     Args:
-        cut: how many thinking tokens it keeps.
+        kept: the text before the answer: prompt, thinking up to the cut, suffix.
+        options: as in `ForkRequest`.
         stop: makes the rule that completes the answer.
     """
 
-    def __init__(self, cut: int, stop: Callable[[], AnswerStop] | None) -> None:
-        self.cut = cut
+    def __init__(
+        self, kept: Sequence[int], options: Sequence[int], stop: Callable[[], AnswerStop] | None
+    ) -> None:
+        self.kept = kept
+        self.options = options
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.entropies: list[float] = []
@@ -363,10 +348,10 @@ class Branch:
         elif len(self.ids) >= limit:
             self.ended = "length"
 
-    def choose(self, options: Sequence[int], scores: Sequence[float]) -> None:
-        """Takes the likeliest of options, which completes the answer."""
+    def choose(self, scores: Sequence[float]) -> None:
+        """Takes the likeliest of the options, which completes the answer."""
         self.ended = "closed"
-        self._chosen = ForkedAnswer.chosen(options, scores)
+        self._chosen = ForkedAnswer.chosen(self.options, scores)
 
     def finished(self) -> ForkedAnswer:
         """The answer.
@@ -375,7 +360,7 @@ class Branch:
             RuntimeError: it is not complete.
         """
         if self.ended is None:
-            raise RuntimeError(f"the fork at {self.cut} thinking tokens is not finished")
+            raise RuntimeError(f"the fork after {len(self.kept)} tokens is not finished")
         if self._chosen is not None:
             return self._chosen
         whole = math.fsum(self.entropies)

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ospruner.bases import input_device
 
-from .cache import own_cache, spare_columns
+from .batch import own_cache, spare_columns
 
 __all__ = ["MemoryBudget", "free_bytes"]
 
@@ -62,25 +61,17 @@ class MemoryBudget:
         known = self.free() if free is None else free
         fitting = sys.maxsize
         for device, needed in self._needed(columns).items():
-            size = known[device]
-            if size is not None:
+            if (size := known[device]) is not None:
                 fitting = min(fitting, int(self.share * size / needed))
         return fitting
 
-    def checked_rows(self, columns: int) -> int:
-        """The same, at least 1.
-
-        Raises:
-            ValueError: not even one row fits.
-        """
-        if rows := self.rows(columns):
-            return rows
-        needed = self._needed(columns)
+    def refusal(self, columns: int) -> ValueError:
+        """The error where not even one row of so many tokens fits."""
         sizes = ", ".join(
             f"{size / 1e9:.2f} GB of {(free_bytes(device) or 0) / 1e9:.2f} GB free on {device}"
-            for device, size in needed.items()
+            for device, size in self._needed(columns).items()
         )
-        raise ValueError(
+        return ValueError(
             f"the keys and values of one text of {columns} tokens need {sizes}, and may take the "
             f"share {self.share} of that: lower the cap on the thinking (--max-tokens), raise "
             f"memory_share (--engine-arg memory_share={(1 + self.share) / 2:.2g}), or free memory"
@@ -91,27 +82,22 @@ class MemoryBudget:
         needed: defaultdict[torch.device, float] = defaultdict(float)
         largest: defaultdict[torch.device, float] = defaultdict(float)
         for layer in self._cache.layers:
-            for device, size in _row_bytes(layer, columns + spare_columns(columns)).items():
+            kept = columns + spare_columns(columns)
+            tensors = []
+            if isinstance(layer, DynamicLayer) and layer.is_initialized:
+                kept = min(kept, layer.get_max_length()) if layer.is_sliding else kept
+                tensors = [(layer.keys, kept), (layer.values, kept)]
+            for states in vars(layer).values():  # of recurrent layers: the same at any length
+                if isinstance(states, dict):
+                    tensors += [(state, 1) for state in states.values()]
+            held: defaultdict[torch.device, float] = defaultdict(float)
+            for tensor, times in tensors:
+                if isinstance(tensor, torch.Tensor):
+                    held[tensor.device] += times * tensor.nbytes
+            for device, size in held.items():
                 needed[device] += size
                 largest[device] = max(largest[device], size)
         return {device: size + self._copies * largest[device] for device, size in needed.items()}
-
-
-def _row_bytes(layer: Any, columns: int) -> dict[torch.device, int]:
-    """What one row of so many columns holds in a layer that has seen one token of one row."""
-    held: defaultdict[torch.device, int] = defaultdict(int)
-    if isinstance(layer, DynamicLayer) and layer.is_initialized:
-        assert layer.keys is not None
-        assert layer.values is not None
-        kept = min(columns, layer.get_max_length()) if layer.is_sliding else columns
-        for tensor in (layer.keys, layer.values):
-            held[tensor.device] += kept * tensor.nbytes
-    for states in vars(layer).values():  # of recurrent layers: of the same size at any length
-        if isinstance(states, dict):
-            for state in states.values():
-                if isinstance(state, torch.Tensor):
-                    held[state.device] += state.nbytes
-    return held
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -1,0 +1,318 @@
+"""Rows that decode side by side on one cache, in which the last column is the same for all.
+
+Where every layer attends to everything, the cache is written in place and rows can be joined to
+it; attention of single new tokens does not copy keys and values for each query head, which on a CPU
+is 2-4x faster, and on a GPU saves gigabytes a layer. Other bases (sliding windows, recurrent
+states) keep their own kinds of caches: their rows are only ever dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ospruner.bases import input_device
+from ospruner.logits import last_logits
+
+from ..interface import TokenCount
+
+_NAME = "ospruner_grouped"
+_MASK_NUMBERS = 2**24  # of a pass of several tokens: longer texts take several passes
+
+
+def _grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' sdpa attention, but masked query heads share their keys and values.
+
+    Args:
+        module: the attention layer.
+        query: (B, Hq, S, D).
+        key: (B, Hkv, L, D).
+        value: (B, Hkv, L, D).
+        attention_mask: additive, (B, 1, S, L).
+        dropout: share of weights dropped.
+        scaling: factor on the scores; 1/sqrt(D) by default.
+        kwargs: for transformers' sdpa attention.
+    """
+    B, Hq, S, D = query.shape
+    Hkv = key.shape[1]
+    many = S > 1 and query.device.type != "cpu"  # masked GQA: the kernel that keeps all scores
+    if attention_mask is None or kwargs.get("position_bias") is not None or many:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    if S == 1:
+        grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
+        scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
+        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        out = torch.matmul(shares.to(value.dtype), value).view(B, Hq, 1, value.shape[-1])
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=Hq != Hkv
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _grouped_attention)
+
+
+def takes_fast_attention(model: PreTrainedModel) -> bool:
+    """Whether `fast_attention` changes anything for a model: it takes the place of sdpa."""
+    return model.config.get_text_config()._attn_implementation == "sdpa"
+
+
+@contextmanager
+def fast_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Uses this attention in place of sdpa while the context lasts; masks must be 4-D or None."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    if takes_fast_attention(model):
+        config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def spare_columns(columns: int) -> int:
+    """How many columns more than it needs a layer takes when it grows."""
+    return max(64, columns // 4)
+
+
+class SlotLayer(DynamicLayer):
+    """A layer that keeps spare columns, so that a decode step copies nothing.
+
+    `keys` and `values` are views (B, heads, columns, head size) of two larger buffers, which lie
+    where the layer computes; rows may be named from any device.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new columns and returns all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.buffers = [key_states[:, :, :0], value_states[:, :, :0]]
+            self.columns = 0
+        start, end = self.columns, self.columns + key_states.shape[-2]
+        for n, states in enumerate((key_states, value_states)):
+            if end > self.buffers[n].shape[-2]:
+                grown = _room(self.buffers[n], len(states), end)
+                grown[:, :, :start] = self.buffers[n][:, :, :start]
+                self.buffers[n] = grown
+            self.buffers[n][:, :, start:end] = states
+        self.keys, self.values = self.show(end)
+        return self.keys, self.values
+
+    def keep(self, rows: torch.Tensor, first: int, columns: int, other: SlotLayer | None) -> None:
+        """Keeps rows (K,) from a column on, with another layer's rows below; all end together.
+
+        Args:
+            rows: which, in this order; a row may come several times.
+            first: the first column that is kept.
+            columns: how many there are afterwards.
+            other: with at most so many.
+        """
+        rows = rows.to(self.buffers[0].device)
+        for n, buffer in enumerate(self.buffers):
+            parts = [buffer[:, :, first : self.columns].index_select(0, rows)]
+            parts += [] if other is None else [other.buffers[n][:, :, : other.columns]]
+            new, start = _room(buffer, sum(map(len, parts)), columns), 0
+            for part in parts:
+                end, gap = start + len(part), columns - part.shape[2]
+                new[start:end, :, :gap] = 0  # hidden, but read: it must be finite
+                new[start:end, :, gap:columns] = part
+                start = end
+            self.buffers[n] = new
+        self.show(columns)
+
+    def show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sets how many columns there are."""
+        self.columns = columns
+        keys, values = (buffer[:, :, :columns] for buffer in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def _room(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """An empty buffer (rows, heads, columns and some, head size)."""
+    return like.new_empty(rows, like.shape[1], columns + spare_columns(columns), like.shape[3])
+
+
+def takes_slots(config: PreTrainedConfig) -> bool:
+    """Whether every layer of a model attends to everything."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+
+
+def own_cache(config: PreTrainedConfig) -> DynamicCache:
+    """An empty cache of a model's own kinds of layers, those that attend to everything in slots."""
+    cache = DynamicCache(config=config)
+    cache.layers = [SlotLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class Batch:
+    """Rows that decode side by side.
+
+    Args:
+        model: a causal LM.
+        count: where tokens are counted.
+        packed: all its layers are slots, and it takes any mask.
+    """
+
+    def __init__(self, model: PreTrainedModel, count: TokenCount, packed: bool) -> None:
+        self.model = model
+        self.count = count
+        self.packed = packed
+        self.device = input_device(model)
+        self.cache = own_cache(model.config)
+        self.seen = torch.zeros(0, 0, dtype=torch.bool)  # (B, columns) which hold a row's tokens
+
+    @property
+    def columns(self) -> int:
+        """How many columns are filled."""
+        return self.seen.shape[1]
+
+    def feed(self, ids: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs further tokens of every row; the logits (B, V) after the last column.
+
+        Args:
+            ids: (B, S).
+            real: (B, S) bool: which of them are tokens; others are never seen. Default: all.
+        """
+        B, S = ids.shape
+        real = torch.ones(B, S, dtype=torch.bool) if real is None else real
+        start = self.columns
+        seen = self.seen if start else self.seen.new_zeros(B, 0)
+        positions = (seen.sum(1, keepdim=True) + real.cumsum(1) - 1).clamp(min=0)  # (B, S)
+        self.seen = torch.cat([seen, real], dim=1)
+        # Where nothing is hidden but what comes after, attention is causal without any mask.
+        plain = not start and S > 1 and bool((real[:, 1:] <= real[:, :-1]).all())
+        size = S if plain or not self.packed else max(1, _MASK_NUMBERS // (B * (start + S)))
+        for low in range(0, S, size):
+            high = min(low + size, S)
+            logits = last_logits(
+                self.model,
+                input_ids=ids[:, low:high].to(self.device),
+                attention_mask=None if plain else self._mask(start + low, start + high),
+                position_ids=positions[:, low:high].to(self.device),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        self._count(real)
+        return logits
+
+    def branch(
+        self,
+        ids: torch.Tensor,
+        real: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor,
+        asked: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs tokens of several texts in every row; the logits (B, K, V) after those asked for.
+
+        Args:
+            ids: (B, S).
+            real: (B, S) which of them are tokens.
+            positions: (B, S).
+            visible: (B, S, columns and S more) bool: the columns that each one sees.
+            asked: (K,) the places in S after which logits are wanted.
+        """
+        self.seen = torch.cat([self.seen, real], dim=1)
+        logits: torch.Tensor = self.model(
+            input_ids=ids.to(self.device),
+            attention_mask=self._additive(visible.to(self.device)[:, None]),
+            position_ids=positions.to(self.device),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=asked.to(self.device),
+        ).logits
+        self._count(real)
+        return logits
+
+    def _count(self, real: torch.Tensor) -> None:
+        computed = int(real.sum())
+        self.count.computed += computed
+        self.count.padding += real.numel() - computed
+
+    def _mask(self, start: int, end: int) -> torch.Tensor | None:
+        """What the columns from `start` to `end` see of those before `end`."""
+        seen = self.seen[:, :end].to(self.device)
+        if not self.packed:
+            return seen.long()
+        visible = seen[:, None, None]  # (B, 1, 1, end)
+        if end - start > 1:
+            columns = torch.arange(end, device=self.device)
+            own = columns[start:, None]
+            # A column of padding sees itself, so that no softmax is over nothing.
+            visible = (visible & (columns < own)) | (columns == own)  # (B, 1, S, end)
+        return self._additive(visible)
+
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
+        return torch.where(visible, zero, torch.finfo(zero.dtype).min)
+
+    def keep(self, rows: Sequence[int], other: Batch | None = None) -> None:
+        """Keeps these rows only, in this order, and puts those of another batch below.
+
+        Columns at the left that no row sees any more are dropped. Rows of a batch that is not
+        packed may only be dropped.
+        """
+        index: Any = torch.tensor(rows)
+        seen = self.seen[index]
+        if not self.packed:
+            self.cache.reorder_cache(index)
+            self.seen = seen
+            return
+        first = int(seen.any(0).int().argmax())
+        columns = max(seen.shape[1] - first, 0 if other is None else other.columns)
+        parts = [seen[:, first:]] + ([] if other is None else [other.seen])
+        self.seen = torch.cat([F.pad(part, (columns - part.shape[1], 0)) for part in parts])
+        layers: Sequence[Any] = self.cache.layers
+        below: Sequence[Any] = [None] * len(layers) if other is None else other.cache.layers
+        for layer, layer_below in zip(layers, below, strict=True):
+            layer.keep(index, first, columns, layer_below)
+
+    def cut(self, columns: int) -> None:
+        """Forgets all columns but the first so many; of a packed batch."""
+        self.seen = self.seen[:, :columns]
+        layers: Sequence[Any] = self.cache.layers
+        for layer in layers:
+            layer.show(columns)
+
+    def copy(self) -> Batch:
+        """Another one that goes on from here."""
+        other = copy.copy(self)
+        other.cache = copy.deepcopy(self.cache)
+        return other
+
+
+def padded(
+    texts: Sequence[Sequence[int]], at_left: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts as ids (B, S), and which of these are real."""
+    size = max(map(len, texts))
+    ids = torch.zeros(len(texts), size, dtype=torch.long)
+    real = torch.zeros(len(texts), size, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        place = slice(size - len(text), size) if at_left else slice(0, len(text))
+        ids[row, place] = torch.as_tensor(text, dtype=torch.long)
+        real[row, place] = True
+    return ids, real
