@@ -41,10 +41,10 @@ from ospruner.eval.compare import Said, compare
 from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Split
 from ospruner.eval.methods import FRONTIER, METHOD_NAMES, parse_policies
-from ospruner.eval.replay import Outcome, pool, replay
+from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.report.terminal import frontier_tables
 from ospruner.eval.results import Results
-from ospruner.eval.table import FloatArray, TraceTable
+from ospruner.eval.table import FloatArray
 from ospruner.eval.text import penalty_name
 from ospruner.eval.thinking import thinking_entropies
 from ospruner.progress import PhaseBars, Progress
@@ -60,7 +60,6 @@ ANNEALED = "OS-Pruner, annealed"
 ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
 """A high price has a run of its own: annealing that starts with it keeps its early stops."""
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
-SHIFTS = [float(x) for x in range(-8, 9)]  # of stop logits: a policy is made longer or shorter
 
 
 Spreads = dict[str, dict[str, float]]
@@ -115,9 +114,7 @@ def annealed_spreads(demo: Demo, stages: Sequence[Sequence[SavedPolicy]]) -> Spr
         price = seeds[0].price
         said = [demo.predicted(str(one.path), "test").probabilities() for one in seeds]
         outcomes = [replay(table, pi) for pi in said]
-        spreads[seeds[0].name] = spread(outcomes, price) | valley(
-            table, [np.asarray(pi, np.float64) for pi in said], price
-        )
+        spreads[seeds[0].name] = spread(outcomes, price)
     return spreads
 
 
@@ -239,39 +236,6 @@ def spread(outcomes: Sequence[Outcome], price: float) -> dict[str, float]:
     }
 
 
-def valley(
-    table: TraceTable, probabilities: Sequence[FloatArray], price: float
-) -> dict[str, float]:
-    """How closely lambda tells a policy's length, seen by shifting the seeds' stop logits.
-
-    `indifferent_tokens_percent` is the width of the range of mean tokens, the seeds pooled, whose
-    reward is within one standard error (paired, by problem) of the best shift's. Beyond what data
-    can tell, seeds may differ; `equal_tokens_accuracy_points` is the accuracy's spread once each
-    seed is shifted to the length that all have on average.
-    """
-    by_seed = [[replay(table, shifted(pi, shift)) for shift in SHIFTS] for pi in probabilities]
-    pooled = [pool(list(outcomes)) for outcomes in zip(*by_seed, strict=True)]
-    rewards = np.array([o.correct - price * o.tokens for o in pooled])  # (shifts, N)
-    lost = rewards[rewards.mean(1).argmax()] - rewards
-    near = lost.mean(1) <= lost.std(1) / len(table) ** 0.5
-    tokens = np.array([outcome.mean_tokens for outcome in pooled])
-    length = float(tokens[SHIFTS.index(0.0)])
-    accuracy = [
-        np.interp(length, [o.mean_tokens for o in seed[::-1]], [o.accuracy for o in seed[::-1]])
-        for seed in by_seed  # a higher shift stops earlier
-    ]
-    return {
-        "indifferent_tokens_percent": float(100 * np.ptp(tokens[near]) / length),
-        "equal_tokens_accuracy_points": float(100 * np.ptp(accuracy)),
-    }
-
-
-def shifted(probabilities: FloatArray, shift: float) -> FloatArray:
-    """Probabilities whose logits are `shift` higher."""
-    odds = float(np.exp(shift))
-    return probabilities * odds / (1 - probabilities + probabilities * odds)
-
-
 def report(results: Results) -> None:
     """Prints the numbers, and which of the bars hold."""
     console = Console()
@@ -285,8 +249,6 @@ def report(results: Results) -> None:
         "accuracy_standard_error": "its s.e.",
         "tokens_percent": "tokens, %",
         "reward_points": "reward, points",
-        "indifferent_tokens_percent": "tokens within 1 s.e.",
-        "equal_tokens_accuracy_points": "acc. at = tokens",
     }
     print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>22}" for c in columns.values()))
     for name, values in results.about["seed_spread"].items():

@@ -14,15 +14,12 @@ train      one optimiser step on 32 traces of 15,000 tokens: peak memory, share 
 vllm       plain vLLM at its own defaults, then the policy with CUDA graphs: tokens a second at 1,
            16 and 64 streams, time saved over tokens saved, and the probabilities of stopping
            against transformers', also where requests are preempted
-mxfp4      a policy beside a base in GPT-OSS's layout: its probabilities in vLLM and transformers
-labels     benchmarks/labels.py here: computed over unique tokens, occupancy of the engine
+labels     benchmarks/labels.py here: computed over unique tokens
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import gc
 import json
 import os
@@ -37,14 +34,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from generate import SHAPES, Bench, Shape, random_base
-from safetensors.torch import load_file, save_file
+from generate import SHAPES, Bench, Shape, breaks_of, random_base
 from timing import environment, print_last_line, random_traces, timed
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GptOssConfig, GptOssForCausalLM
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from modeling_ospruner.formats_ospruner import VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import stop_logits
 from ospruner.train.config import StopConfig
@@ -64,7 +59,7 @@ class Sizes:
         shape: the base's, for transformers and training.
         served: the base's inside vLLM.
         tokens: a request or trace writes so many.
-        pairs: timed pairs of each arm of `generate`.
+        runs: of each pair of arms of `generate`.
         traces, trace_tokens: of the training step.
         streams: requests at a time inside vLLM.
         blocks: pages of vLLM that are too few for all streams.
@@ -76,7 +71,7 @@ class Sizes:
     served: Shape
     dtype: str
     tokens: int
-    pairs: int
+    runs: int
     traces: int
     trace_tokens: int
     streams: tuple[int, ...]
@@ -90,7 +85,7 @@ FULL = Sizes(
     served=SHAPES["7b"],
     dtype="bfloat16",
     tokens=256,
-    pairs=2,
+    runs=2,
     traces=32,
     trace_tokens=15_000,
     streams=(1, 16, 64),
@@ -103,7 +98,7 @@ TINY = Sizes(
     served=Shape(4, 128, 256, 4, 2, 1024),  # vLLM on a CPU wants heads of at least 32
     dtype="float32",
     tokens=64,
-    pairs=1,
+    runs=1,
     traces=8,
     trace_tokens=200,
     streams=(1, 4),
@@ -159,21 +154,14 @@ def _generate(job: Job, attention: str) -> Found:
     )
     bench = Bench(job.sizes.shape, args)
     found: Found = {"tokens_equal": True}
-    never = {"mode": "threshold", "threshold": 1.0, "answer": "free"}
     for batch in (1, 8):
         try:
-            bench.check(batch)
+            ratio, _ = bench.ratios(batch, "never", job.tuning, job.sizes.runs)
+            bench.ratios(batch, "half", job.tuning, 1)
         except RuntimeError as error:
             found |= {"tokens_equal": False, f"batch{batch}": str(error)}
             continue
-        pairs = [
-            (
-                timed(functools.partial(bench.run, batch, pair, False)).wall_seconds,
-                timed(functools.partial(bench.run, batch, pair, never)).wall_seconds,
-            )
-            for pair in range(job.sizes.pairs)
-        ]
-        found[f"never_stop_ratio_batch{batch}"] = [plain / ours for plain, ours in pairs]
+        found[f"never_stop_ratio_batch{batch}"] = [ratio.median, ratio.low, ratio.high]
     return found
 
 
@@ -263,9 +251,8 @@ class Served:
         self.llm = LLM(model=str(job.folder / name), seed=job.seed, **{**arguments, **further})
         fmt = Reasoner().token_format
         draw = random.Random(job.seed)
-        breaks = [i for i, kind in enumerate(fmt.kinds) if kind & BREAK]
-        break_id = next(i for i in breaks if fmt.kinds[i] & VISIBLE)
-        closed = {*breaks, *fmt.eos_ids, *fmt.added_ids, *fmt.brace_texts, fmt.think_end_id}
+        break_id, banned = breaks_of(fmt, len(fmt.kinds))
+        closed = {break_id, *banned}
         visible = [i for i, kind in enumerate(fmt.kinds) if kind & VISIBLE and i not in closed]
         self.allowed = [break_id, *draw.sample(visible, 31)]
         self.prompts = [draw.choices(visible, k=32) for _ in range(3 * max(job.sizes.streams))]
@@ -394,81 +381,6 @@ def check_vllm_parity(job: Job) -> Found:
     return {"held": held, "tolerance": job.sizes.tolerance, **found}
 
 
-def check_mxfp4(job: Job) -> Found:
-    """A policy on a tiny GPT-OSS whose experts are packed: transformers, and vLLM on a GPU."""
-    folder = job.folder / "mxfp4"
-    packed_policy(job, folder)
-    model = OSPrunerForCausalLM.from_pretrained(folder / "policy", dtype=torch.bfloat16)
-    torch.nn.Module.to(model, job.device)
-    draws = torch.Generator().manual_seed(job.seed)
-    ids = torch.randint(5, 600, (1, 64), generator=draws).to(job.device)
-    with torch.inference_mode():
-        transformers = torch.sigmoid(stop_logits(model, ids)[0].float())
-        written = model.generate(ids, stop_policy=True, max_new_tokens=32, do_sample=False)
-    found: Found = {
-        "experts": str(type(model.base.model.layers[0].mlp.experts).__name__),
-        "finite": bool(transformers.isfinite().all()),
-        "written": written.shape[1] - 64,
-    }
-    if job.device == "cpu":
-        return {"held": found["finite"], "vllm": "not run: no kernel for MXFP4 on CPUs", **found}
-    del model
-    served = Served(dataclasses.replace(job, folder=folder), policy=True)
-    seen = served.records()
-    (job.folder / "mxfp4" / "records.json").write_text(json.dumps(seen))
-    parity = check_vllm_parity(dataclasses.replace(job, folder=folder))
-    return {**parity, "held": parity["held"] and found["finite"], **found}
-
-
-def packed_policy(job: Job, folder: Path) -> None:
-    """A random GPT-OSS in `base`, its experts in MXFP4, and an untrained policy in `policy`."""
-    reasoner, experts = Reasoner(), 4
-    torch.manual_seed(job.seed)
-    config = GptOssConfig(
-        vocab_size=640,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_local_experts=experts,
-        num_experts_per_tok=2,
-        sliding_window=32,
-        max_position_embeddings=2048,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    base = GptOssForCausalLM(config).bfloat16().eval()
-    (folder / "base").mkdir(parents=True)
-    base.save_pretrained(folder / "base")
-    reasoner.tokenizer.save_pretrained(folder / "base")
-    model = untrained(
-        base, reasoner.tokenizer, base_model_name_or_path=str(folder / "base"), tuning=job.tuning
-    )
-    with torch.no_grad():
-        model.policy.head.weight.normal_(0.0, 0.25)
-    model.save_pretrained(folder / "policy")
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(folder / "base" / "model.safetensors").items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            tensors[name] = tensor
-            continue
-        _, width, out = tensor.shape  # transformers keeps them transposed
-        groups = (experts, out, width // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.full(groups, 122, dtype=torch.uint8)  # 2^-5
-    save_file(tensors, folder / "base" / "model.safetensors", {"format": "pt"})
-    file = folder / "base" / "config.json"
-    literals = json.loads(file.read_text())
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
-    literals["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [*kept, "lm_head"],
-    }
-    file.write_text(json.dumps(literals))
-
-
 def check_labels(job: Job) -> Found:
     """What `benchmarks/labels.py` finds here; vLLM forks on the GPU."""
     file = job.folder / "labels_numbers.json"
@@ -487,7 +399,6 @@ CHECKS: dict[str, Callable[[Job], Found]] = {
     "vllm_policy": check_vllm_policy,
     "vllm_preempted": check_vllm_preempted,
     "vllm_parity": check_vllm_parity,
-    "mxfp4": check_mxfp4,
     "labels": check_labels,
 }
 

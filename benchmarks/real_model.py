@@ -13,9 +13,9 @@ These commands run one after the other, each as one would type it; all of them a
     ospruner label        GSM8K's train problems (800 to train on, 200 for validation), 300 of its
                           test problems, 60 of MATH-500
     ospruner train        one policy of every price, and the baselines on the same pass of the base
-    ospruner eval frontier, replay      on both sets of test problems
+    ospruner compare      whole methods, and rules at fixed thresholds, on both test sets
     benchmarks/serve.py   in vLLM, on the first test problems: seconds
-    ospruner eval online  the same in transformers
+    ospruner compare --online   the same in transformers
     benchmarks/engines.py what each engine does a second on the training problems
 
 A command that was stopped goes on when this one runs again; finished evaluations are not repeated
@@ -37,16 +37,14 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from timing import environment, print_last_line
 
-from ospruner.durable import replace_file
 from ospruner.provenance import read_provenance
-from ospruner.train.label_sets import load_labels
 from ospruner.train.labels.summary import stats_of
 
 PROBLEMS = {
@@ -149,82 +147,76 @@ class Commands:
 def label(commands: Commands, files: Path | None, exclude: Path | None, share: float) -> None:
     """Labels the four sets of problems."""
     for name, (dataset, split, file, count) in PROBLEMS.items():
-        words: list[object] = ["label", "--base", commands.base, "--engine", commands.engine]
-        words += ["--format", commands.format, "--prompt", commands.prompt]
-        words += ["--temperature", 0.7, "--top-p", 1]
-        words += ["--max-tokens", commands.max_tokens, "--seed", commands.seed]
-        words += ["--batch-size", 96, "--chunk", 160, "--dtype", commands.dtype]
-        words += ["--dataset", dataset, "--limit", max(1, round(share * count))]
-        words += [] if split is None else ["--split", split]
-        words += [] if files is None else ["--file", files / f"{file}.jsonl.gz"]
-        words += [] if exclude is None else ["--exclude", exclude]
-        commands.run(f"label {name}", [*words, "--out", commands.out / "labels" / name])
+        words: list[object] = ["label", "--base", commands.base, "--dataset", dataset]
+        words += ["--out", commands.out / "labels" / name]
+        fields: dict[str, object] = {"engine": commands.engine, "format": commands.format}
+        fields |= {"prompt": commands.prompt, "temperature": 0.7, "top_p": 1, "chunk": 160}
+        fields |= {"max_thinking_tokens": commands.max_tokens, "seed": commands.seed}
+        fields |= {"batch_size": 96, "dtype": commands.dtype, "limit": max(1, round(share * count))}
+        fields |= {} if split is None else {"split": split}
+        fields |= {} if files is None else {"files": files / f"{file}.jsonl.gz"}
+        fields |= {} if exclude is None else {"exclude": exclude}
+        commands.run(f"label {name}", [*words, *_set(fields)])
+
+
+def _set(fields: Mapping[str, object]) -> list[str]:
+    """Fields as the command line takes them."""
+    return [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
 
 
 def train(commands: Commands) -> Path:
     """Trains the policy of every price and the baselines, on one pass of the base each."""
     policies = commands.out / "policies"
-    _train(commands, "price", policies, "queries", OURS)
+    _train(commands, "price", policies, {})
     for method in BASELINES:
-        _train(commands, method, policies, "queries", ("--method", method))
+        _train(commands, method, policies, {"method": method})
     return policies
 
 
-def _train(commands: Commands, name: str, folder: Path, tuning: str, own: Sequence[str]) -> None:
+def _train(commands: Commands, name: str, folder: Path, fields: Mapping[str, object]) -> None:
     labels = commands.out / "labels"
     inputs = [labels / split / "manifest.json" for split in ("train", "validation")]
     words: list[object] = ["train", "--labels", labels / "train", "--validation"]
-    words += [labels / "validation", "--base", commands.base, "--tuning", tuning, "--epochs", 8]
-    words += ["--learning-rate", 1e-5, "--set", "head_learning_rate=1e-4", "--set", "average=0.5"]
-    words += ["--batch-size", 16, "--seed", commands.seed, "--states", commands.out / "states"]
-    commands.run(f"train {name}", [*words, *own, "--out", folder / name], inputs)
+    words += [labels / "validation", "--out", folder / name]
+    shared = {"base": commands.base, "num_train_epochs": 8, "learning_rate": 1e-5}
+    shared |= {"head_learning_rate": 1e-4, "batch_size": 16, "seed": commands.seed}
+    shared |= {"states": commands.out / "states", **fields}
+    commands.run(f"train {name}", [*words, *_set(shared)], inputs)
 
 
 def compare(commands: Commands, policies: Path) -> None:
-    """Frontiers and replays on the test problems."""
+    """Whole methods, and rules at fixed thresholds, on the test problems."""
     labels = commands.out / "labels"
     validation, records = labels / "validation", sorted(policies.glob("*/run.json"))
+    free = ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3")
     for name in TESTS:
         inputs = [*records, validation / "manifest.json", labels / name / "manifest.json"]
-        shared: list[object] = ["--validation", validation, "--base", commands.base]
-        shared += ["--states", commands.out / "states"]
-        for folder in sorted(policies.iterdir()):
-            shared += ["--policies", folder]
-        out = commands.out / "frontier" / name
-        words: list[object] = ["eval", "frontier", labels / name, *shared, "--lambdas", GAPS]
-        words += ["--train", labels / "train", "--json", out / "numbers.json", "--out", out]
-        commands.run(f"frontier {name}", words, inputs)
-        out = commands.out / "replay" / name
-        words = ["eval", "replay", "--labels", labels / name, *shared, "--name", name]
-        words += ["--price", "frontier", "--lambdas", GAPS]
-        for rule in ("entropy:0.4", "deer:0.95", "agreement:2", "agreement:3", "es-cot:3"):
-            words += ["--rules", rule]
-        words += ["--json", out / "numbers.json", "--out", out]
-        commands.run(f"replay {name}", words, inputs)
+        for kind, rules in (("frontier", ("rules",)), ("replay", free)):
+            out = commands.out / kind / name
+            words: list[object] = ["compare", labels / name, *sorted(policies.iterdir()), *rules]
+            words += ["--choose-on", validation, "--base", commands.base, "--prices", "all"]
+            words += ["--states", commands.out / "states", "--out", out]
+            words += ["--json", out / "numbers.json"]
+            fields = {"rewards_at": GAPS, "train": labels / "train", "benchmark": name}
+            commands.run(f"{kind} {name}", [*words, *_set(fields)], inputs)
 
 
 def online(commands: Commands, policies: Path, share: float) -> None:
     """Seconds, by real generation on the first labelled test problems."""
-    out, asked = commands.out / "online", commands.out / "online.jsonl"
-    traces = load_labels(commands.out / "labels" / "gsm8k").traces.select_columns(
-        ["problem_id", "problem", "answer"]
-    )
-    rows = traces.rename_column("problem_id", "id").select(range(max(1, round(16 * share))))
-    replace_file(asked, "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8"))
-    words: list[object] = ["eval", "online", "--dataset", asked, "--name", "gsm8k"]
-    words += ["--engine", "transformers", "--policies", policies / "price", "--samples", 1]
-    words += ["--temperature", 0.7, "--top-p", 1, "--prompt", commands.prompt]
-    words += ["--max-thinking-tokens", commands.max_tokens, "--dtype", commands.dtype]
-    words += ["--batch-problems", 8, "--seed", commands.seed]
-    words += ["--json", out / "numbers.json", "--out", out]
-    commands.run("online gsm8k", words, [asked, *policies.glob("price/run.json")])
+    labels, out = commands.out / "labels" / "gsm8k", commands.out / "online"
+    words: list[object] = ["compare", labels, policies / "price", "--online", "--base"]
+    words += [commands.base, "--limit", max(1, round(16 * share)), "--out", out]
+    words += ["--json", out / "numbers.json"]
+    fields = {"samples": 1, "batch_problems": 8, "seed": commands.seed}
+    inputs = [labels / "manifest.json", *policies.glob("price/run.json")]
+    commands.run("online gsm8k", [*words, *_set(fields)], inputs)
 
 
 def served(commands: Commands, policies: Path, share: float) -> None:
     """Seconds in vLLM: plain, and with the policy at a middle price, on test prompts."""
     labels = commands.out / "labels" / "gsm8k"
     (commands.out / "served").mkdir(exist_ok=True)
-    words: list[object] = ["--policy", policies / "price" / "price", "--labels", labels]
+    words: list[object] = ["--policy", policies / "price", "--labels", labels]
     words += ["--price", 1e-3, "--dtype", commands.dtype, "--tokens", commands.max_tokens + 64]
     words += ["--requests", max(1, round(64 * share))]
     words += ["--json", commands.out / "served" / "numbers.json"]

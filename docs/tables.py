@@ -43,8 +43,6 @@ SPREAD = {
     "accuracy_standard_error": ("its standard error", 2),
     "tokens_percent": ("tokens, %", 1),
     "reward_points": ("reward, points", 2),
-    "indifferent_tokens_percent": ("tokens within a standard error, %", 1),
-    "equal_tokens_accuracy_points": ("accuracy at equal lengths, points", 2),
 }
 
 

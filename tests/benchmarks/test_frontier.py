@@ -54,7 +54,6 @@ def test_it_reads_a_demo(
     for spread in (spreads[name] for name in of_one_price):
         assert spread["accuracy_points"] > 0
         assert spread["accuracy_standard_error"] > 0
-        assert spread["indifferent_tokens_percent"] >= 0
     assert all(0 <= one.area.value <= 1 for one in frontiers)
     assert "DOES NOT HOLD" in printed
     (run / "policies" / "seed1").rename(tmp_path / "seed1")

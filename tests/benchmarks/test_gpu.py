@@ -25,7 +25,6 @@ def test_each_check_runs(run_script: RunScript) -> None:
         "vllm_policy": "seen",
         "vllm_preempted": "held",
         "vllm_parity": "held",
-        "mxfp4": "held",
         "labels": "seen",
     }, printed
     assert result["checks"]["vllm_parity"]["preempted"]["steps"] > 0

@@ -58,5 +58,5 @@ def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_pat
     assert "$ ospruner train" in printed
     again, printed = run_script("real_model.py", *arguments)
     assert "$ ospruner train" not in printed
-    assert "$ ospruner eval" not in printed
+    assert "$ ospruner compare" not in printed
     assert again["frontier"] == found["frontier"]
