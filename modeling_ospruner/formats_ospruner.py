@@ -435,20 +435,20 @@ class TokenFormat:
     think_end_id: int  # -1, which no token has, where there is none, or where it is several tokens
     closing_ids: tuple[int, ...]  # the first is `think_end_id`, if there is one
     box_prefix_ids: tuple[int, ...]
-    think_start_ids: tuple[int, ...]
-    wind_down_ids: tuple[int, ...]
-    header_ids: tuple[int, ...]  # what opens the model's turn, up to the thinking's own markers
-    opening_ids: tuple[int, ...]  # what the chat template writes after it, up to an end marker
     eos_ids: tuple[int, ...]
     added_ids: frozenset[int] = field(repr=False)  # markers, which are never visible text
-    call_ids: frozenset[int] = field(repr=False)  # that open a call of a tool: it ends a thinking
     kinds: bytes = field(repr=False)  # one byte a token id: the bits that `BoundaryState` reads
     brace_texts: Mapping[int, str] = field(repr=False)  # of tokens that may end a forced answer
-    displays: Mapping[int, str] | None = field(repr=False)  # in prose: of formulas and code
-    end_marker: Marker | None  # of several tokens, or `answer_phrase`
-    start_marker: Marker | None  # of several tokens, none of them added
+    think_start_ids: tuple[int, ...] = ()
+    wind_down_ids: tuple[int, ...] = ()
+    header_ids: tuple[int, ...] = ()  # what opens the model's turn, up to the thinking's markers
+    opening_ids: tuple[int, ...] = ()  # what the chat template writes then, up to an end marker
+    call_ids: frozenset[int] = frozenset()  # that open a call of a tool: it ends a thinking
+    displays: Mapping[int, str] | None = field(default=None, repr=False)  # in prose: of formulas
+    end_marker: Marker | None = None  # of several tokens, or `answer_phrase`
+    start_marker: Marker | None = None  # of several tokens, none of them added
     # The ids left of the closing after an end marker of several tokens, by what stands there of it.
-    closing_rests: Mapping[str, tuple[int, ...]] = field(repr=False)
+    closing_rests: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def compile(cls, literals: ReasoningFormat, tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
@@ -494,9 +494,6 @@ class TokenFormat:
             closing_ids=tuple(closing),
             box_prefix_ids=tuple(forced[len(closing) :]),
             think_start_ids=tuple(ids(literals.think_start)),
-            wind_down_ids=(),
-            header_ids=(),
-            opening_ids=(),
             eos_ids=() if eos is None else (eos,),
             added_ids=added,
             call_ids=frozenset(i for i in added if texts[i] in _CALL_OPENINGS),

@@ -13,16 +13,9 @@ def made_format(
     kinds: bytes, literals: ReasoningFormat = DEEPSEEK_R1, **fields: Any
 ) -> TokenFormat:
     """A format of nothing but the kinds of its tokens, and what is given."""
-    empty: dict[str, Any] = {
-        **dict.fromkeys(("closing_ids", "box_prefix_ids", "think_start_ids", "wind_down_ids"), ()),
-        **dict.fromkeys(("header_ids", "opening_ids", "eos_ids"), ()),
-        **dict.fromkeys(("added_ids", "call_ids"), frozenset()),
-        "brace_texts": {},
-        "closing_rests": {},
-        **dict.fromkeys(("displays", "end_marker", "start_marker")),
-        "think_end_id": -1,
-    }
-    return TokenFormat(format=literals, kinds=kinds, **{**empty, **fields})
+    empty: dict[str, Any] = dict.fromkeys(("closing_ids", "box_prefix_ids", "eos_ids"), ())
+    empty |= {"think_end_id": -1, "added_ids": frozenset(), "brace_texts": {}}
+    return TokenFormat(format=literals, kinds=kinds, **(empty | fields))
 
 
 def made_marker(literal: str, texts: Sequence[str]) -> Marker:

@@ -69,7 +69,7 @@ def served(fmt: TokenFormat, prompt: list[int], place: float | None = None, **sa
     config = OSPrunerConfig()
     settings = StopPolicyConfig(**said).with_defaults(config)
     eos = frozenset({*fmt.eos_ids, *ids_of("<eos2>")})
-    plan = RowPlan(settings, settings.chosen_rule(), fmt, eos)
+    plan = RowPlan(settings, fmt, eos)
     return ServedRow(Admitted(plan, 3, IDS["<eos>"], False, place, None, None), prompt)
 
 
