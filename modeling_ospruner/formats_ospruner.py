@@ -215,6 +215,7 @@ class MarkerState:
             self.tokens = sum(
                 len("".join(self._recent[: i + 1])) > at for i in range(len(self._recent))
             )
+            self._recent = []
             return True
         while len(text) - len(self._recent[0]) >= len(literal) - 1:
             text = text[len(self._recent.pop(0)) :]

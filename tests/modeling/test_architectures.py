@@ -301,7 +301,7 @@ def test_queries_equal_the_base(base: PreTrainedModel) -> None:
             hidden, keys = reader.hidden, reader.keys
         expected = policy.head(last.float())[..., 0]
         with torch.enable_grad():
-            whole = policy(hidden, positions, mask, None, None, keys)
+            whole = policy(hidden, positions, mask, None, keys)
             whole[real].sum().backward()
         torch.testing.assert_close(whole[real], expected[real], **CLOSE)
         reached = {name for name, p in policy.layers.named_parameters() if p.grad is not None}
@@ -309,7 +309,7 @@ def test_queries_equal_the_base(base: PreTrainedModel) -> None:
         columns = torch.tensor([[7, 19, 12], [6, 5, 18]])
         index = columns[..., None].expand(-1, -1, hidden.shape[-1])
         few = hidden.gather(1, index), positions.gather(1, columns)
-        some = policy(*few, mask, None, None, keys, columns)
+        some = policy(*few, mask, None, keys, columns)
         torch.testing.assert_close(some, expected.gather(1, columns), **CLOSE)
         cache = DynamicCache(config=base.get_decoder().config)
         for i, j in PIECES:
@@ -322,7 +322,7 @@ def test_queries_equal_the_base(base: PreTrainedModel) -> None:
                 ).last_hidden_state
                 columns = torch.arange(i, j)[None]
                 part = policy(
-                    reader.hidden, positions[:, i:j], mask[:, :j], None, None, reader.keys, columns
+                    reader.hidden, positions[:, i:j], mask[:, :j], None, reader.keys, columns
                 )
             wanted = policy.head(last.float())[..., 0]
             seen = real[:, i:j]

@@ -288,7 +288,7 @@ def test_a_prompt_that_closed_its_thinking_is_left_alone(model: OSPrunerForCausa
     assert model.last_stop[0].reason == "natural"
 
 
-@pytest.mark.parametrize("where", ["head", "layers", "q_proj"])
+@pytest.mark.parametrize("where", ["head", "layers"])
 def test_nan_never_stops_or_crashes(model: OSPrunerForCausalLM, where: str) -> None:
     # Of queries that are NaN torch's attention kernel for the CPU makes zeros.
     inputs = prompts(model, 4)
