@@ -22,7 +22,6 @@ __all__ = [
     "Loaded",
     "drop_overlaps",
     "held_out_keys",
-    "hold_out",
     "load_source",
     "normalised_text",
     "text_key",
@@ -30,22 +29,50 @@ __all__ = [
 
 
 # LaTeX commands that change how a formula looks, not what it says.
-_LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]")
-_SAID = re.compile(r"[^\W_]|(?<=\d)\.(?=\d)|[-+*/^_=<>|!%()]")
+_LOOKS = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()\[\]]|\{,\}")
+_NAMES = {"≤": "le", "≥": "ge", "≠": "ne", "×": "times", "÷": "div", "·": "cdot", "√": "sqrt",
+          "∪": "cup", "∩": "cap", "∞": "infty", "π": "pi", "−": "-", "–": "-"}  # fmt: skip
+_SAID_1 = re.compile(r"[^\W_]|(?<=\d)\.(?=\d)|[-+*/^_=<>|!%()]")
+_SEPARATED = re.compile(r"(?<=\d)\}?\s*([,;:{]|\s)\s*\{?(?=\d)")
 
 
 def normalised_text(text: str) -> str:
-    r"""What a problem says: its letters, digits, decimal points and operators, in lower case.
+    r"""What a problem says: its letters, numbers, signs and symbols, in lower case.
 
-    Copies of a problem differ in spacing, `$` and `\[`, braces, punctuation and `\dfrac`.
+    Copies of a problem differ in spacing, `$` and `\[`, braces, punctuation, `\dfrac`, and in how
+    they write a sign (`≤`, `\le`, `\leq`) or thousands; but `1,2` is not `12`.
     """
+    text = _plain(text)
+    for sign, name in _NAMES.items():
+        text = text.replace(sign, name)
+    text = re.sub(r"\\(le|ge|ne)q(?![a-z])", r"\\\1", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"(?<![\d,])(\d{1,3})((?:,\d{3})+)(?![\d,])", _joined, text)
+    text = _SEPARATED.sub(lambda found: found[1] if found[1] in ",;:" else "~", text)
+    said = re.findall(r"[^\W_]|(?<=\d)[.,;:](?=\d)|[-+*/^_=<>|!%()~]|[^\x00-\x7f\w\s]", text)
+    return "".join(c for c in said if c.isascii() or c.isalnum() or unicodedata.category(c) == "Sm")
+
+
+def _plain(text: str) -> str:
     text = _LOOKS.sub("", unicodedata.normalize("NFKC", text).lower())
-    return "".join(_SAID.findall(re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)))
+    return re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)
+
+
+def _joined(thousands: re.Match[str]) -> str:
+    return thousands[1] + thousands[2].replace(",", "")
 
 
 def text_key(text: str) -> str:
     """A short name (16 hex digits) of a problem's normalised text: equal in all its copies."""
     return hashlib.blake2b(normalised_text(text).encode(), digest_size=8).hexdigest()
+
+
+def text_key_1(text: str) -> str:
+    """The first version of `text_key`, blind to many signs: it names held-out problems and ids."""
+    text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!()]", "",
+                  unicodedata.normalize("NFKC", text).lower())  # fmt: skip
+    said = "".join(_SAID_1.findall(re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text)))
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
 
 def drop_overlaps(
@@ -69,24 +96,6 @@ def drop_overlaps(
         else:
             dropped.append((problem.id, other))
     return kept, dropped
-
-
-def hold_out(problems: Sequence[Problem], count: int, seed: int = 0) -> list[Problem]:
-    """A seeded choice of problems by their text: the same in any order and beside any others.
-
-    Raises:
-        ValueError: `count` is below 1 or leaves nothing.
-    """
-    if not 1 <= count < len(problems):
-        raise ValueError(
-            f"count is {count}; it must lie in 1..{len(problems) - 1}, which leaves problems"
-        )
-
-    def draw(problem: Problem) -> bytes:
-        name = f"{seed}\x00{text_key(problem.problem)}".encode()
-        return hashlib.blake2b(name, digest_size=8).digest()
-
-    return sorted(problems, key=draw)[:count]
 
 
 HOLDOUT_FILE = Path(__file__).with_name("deepscaler_holdout.json")
@@ -159,7 +168,7 @@ def _math500_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def _deepscaler_row(row: dict[str, Any]) -> dict[str, Any]:
     """DeepScaleR has no ids: its problems are named by their text."""
-    return row if row.get("id") is not None else {**row, "id": text_key(str(row.get("problem")))}
+    return row if row.get("id") is not None else {**row, "id": text_key_1(str(row.get("problem")))}
 
 
 def _arc(config: str) -> Part:
@@ -280,7 +289,7 @@ def load_source(
 
 
 def held_out_keys() -> frozenset[str]:
-    """`text_key` of the 500 DeepScaleR problems that are kept out of training.
+    """`text_key_1` of the 500 DeepScaleR problems that are kept out of training.
 
     The paper's own are unknown; these were drawn once, with seed 0, from the AIME and MATH parts
     and a sample of the rest.
@@ -318,7 +327,7 @@ def _load_benchmark(
     if name == "deepscaler":
         held_out = held_out_keys()
         wanted = split == "holdout"
-        problems = [p for p in problems if (text_key(p.problem) in held_out) == wanted]
+        problems = [p for p in problems if (text_key_1(p.problem) in held_out) == wanted]
         if not problems:
             raise ValueError(f"{name} holds no problem of its split {split!r}")
     if sliced:
@@ -388,10 +397,13 @@ def _usable(
         if answer and (answer[0] is None or not str(answer[0]).strip()):
             left_out["without_answer"] += 1
             continue
-        if problem and (key := text_key(str(problem[0]))) in seen:
-            left_out["duplicates"] += 1
-            continue
-        elif problem:
-            seen.add(key)
-        has_id = any(value is not None for value in found["id"])
-        yield row if has_id else {**row, fields["id"][0]: str(number)}
+        row_id = next((value for value in found["id"] if value is not None), str(number))
+        if problem:
+            # By both keys: the problems of labels from before the second are all still there.
+            key, first = text_key(str(problem[0])), text_key_1(str(problem[0]))
+            if f"{first}-{key}" in seen:
+                left_out["duplicates"] += 1
+                continue
+            row_id = f"{row_id}-{key}" if row_id == first and first in seen else row_id
+            seen |= {first, f"{first}-{key}"}
+        yield {**row, fields["id"][0]: row_id}

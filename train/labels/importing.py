@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.interface import (
     AnswerStop,
     Engine,
@@ -55,7 +56,11 @@ class ImportedTrace:
 
 
 def read_traces(
-    path: str, *, columns: Mapping[str, Sequence[str]] | None = None, limit: int | None = None
+    path: str,
+    *,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    limit: int | None = None,
+    fmt: ReasoningFormat | None = None,
 ) -> list[ImportedTrace]:
     """Reads traces from a `.jsonl`, `.jsonl.gz` or `.parquet` file.
 
@@ -68,6 +73,7 @@ def read_traces(
             where absent) may be there.
         columns: where these stand, if not under their own names.
         limit: read only the first so many.
+        fmt: splits reasoning that still holds its markers, and the answer behind them.
 
     Raises:
         FileNotFoundError: no such file.
@@ -97,20 +103,54 @@ def read_traces(
             for name in ("reasoning", "response", "closed")
         }
         reasoning, closed = values["reasoning"], values["closed"]
+        where = f"{path}, row {number}: column {' or '.join(map(repr, names['reasoning']))}"
         if not isinstance(reasoning, str) or not reasoning.strip():
+            raise ValueError(f"{where} holds {reasoning!r}; it must be the text of a trace")
+        if closed not in (None, True, False):
             raise ValueError(
-                f"{path}, row {number}: column {' or '.join(map(repr, names['reasoning']))} holds "
-                f"{reasoning!r}; it must be the text of a trace"
+                f"{path}, row {number}: closed is {closed!r}; it must be true or false (without "
+                "quotes): whether the model ended its thinking itself"
             )
+        response = _paragraphs(str(values["response"] or ""))
         traces.append(
             ImportedTrace(
                 TraceKey(known, samples[known.id]),
-                reasoning,
-                str(values["response"] or ""),
+                *_split(_paragraphs(reasoning), response, fmt, where),
                 closed is None or bool(closed),
             )
         )
     return traces
+
+
+def _paragraphs(text: str) -> str:
+    """A text whose line breaks and blank lines are written as models write them."""
+    return re.sub(r"\n[ \t]+(?=\n)", "\n", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _split(
+    reasoning: str, response: str, fmt: ReasoningFormat | None, where: str
+) -> tuple[str, str]:
+    """Thinking and response of a text that may still hold the format's markers.
+
+    Raises:
+        ValueError: a marker stands where none can be, or what follows the thinking stands twice.
+    """
+    if fmt is None or not fmt.think_end:
+        return reasoning, response
+    if fmt.think_start and reasoning.lstrip().startswith(fmt.think_start):
+        reasoning = reasoning.lstrip().removeprefix(fmt.think_start)
+    thinking, end, after = reasoning.partition(fmt.think_end)
+    markers = [one for one in (fmt.think_start, fmt.think_end) if one]
+    if any(one in text for text in (thinking, after) for one in markers) or (
+        after.strip() and response.strip() and after.strip() != response.strip()
+    ):
+        raise ValueError(
+            f"{where} holds the markers {markers} of several thoughts, or another response than "
+            "the column of responses: give the thinking alone"
+        )
+    if not thinking.strip():
+        raise ValueError(f"{where} holds no thinking before {fmt.think_end!r}")
+    return thinking, response if not end or response.strip() else after
 
 
 class ImportedTraces(Engine):
@@ -171,14 +211,18 @@ class ImportedTraces(Engine):
 
     def _opened(self, prompt: Sequence[int], reasoning: str, fmt: TokenFormat) -> list[int]:
         """A trace's ids, with what opens the thinking where the prompt does not write it."""
-        start = fmt.format.think_start
+        start, opening = fmt.format.think_start, list[int]()
         tail = str(self.tokenizer.decode(list(prompt)[-64:], clean_up_tokenization_spaces=False))
         if start and start not in tail.rpartition(fmt.format.think_end)[2]:
             newline = "\n" if start == "<think>" else ""
-            reasoning = start + newline + reasoning.lstrip("\n")
+            opening = list(self.tokenizer.encode(start + newline, add_special_tokens=False))
+            reasoning = reasoning.lstrip("\n")
         elif tail.endswith("\n"):
             reasoning = reasoning.lstrip("\n")
-        return self._ids(reasoning)
+        return opening + self._ids(reasoning)
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """The tokens of a text, in which nothing is a control token."""
+        return list(
+            self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        )

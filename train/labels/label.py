@@ -236,7 +236,8 @@ def import_traces(
     _engine_of(config)
     task = config.open_task()
     task.check()
-    traces = read_traces(file, columns=parse_columns(config.columns), limit=limit)
+    fmt = read_format(config.format, load_tokenizer(base, config.revision), None, task).format
+    traces = read_traces(file, columns=parse_columns(config.columns), limit=limit, fmt=fmt)
     samples = 1 + max(trace.key.sample_index for trace in traces)
     problems = list({trace.key.problem.id: trace.key.problem for trace in traces}.values())
     source = {"traces": Path(file).name}

@@ -221,7 +221,7 @@ class OptionIds:
         if answer == "free" and task.labels_expect:
             raise ValueError(
                 "labels of probabilities (labels=probability) are read behind what is forced, but "
-                "the answer mode is free: take --answer-mode forced, or other labels"
+                "answers are free: take answer=forced, or other labels"
             )
         self._task = task
         self._tokenizer = tokenizer

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 
 from ospruner.eval.problems.problem import Problem, load_problems
-from ospruner.eval.problems.sources import drop_overlaps, hold_out, normalised_text, text_key
+from ospruner.eval.problems.sources import (
+    drop_overlaps,
+    load_source,
+    normalised_text,
+    text_key,
+    text_key_1,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,10 @@ from ospruner.eval.problems.sources import drop_overlaps, hold_out, normalised_t
         (r"$\overline{r_1}$", r"$\overline{r}_1$"),
         (r"$\left( 1, 2 \right)$", "$(1,2)$"),
         ("ﬁve ½", "five 1⁄2"),
+        ("x≤3", r"$x\leq 3$"),
+        ("1,234 cats", "1234 cats"),
+        (r"\frac12", r"\frac{1}{2}"),
+        ("3 × 4 − 1", r"$3\times4-1$"),
     ],
 )
 def test_copies_have_one_text(one: str, other: str) -> None:
@@ -36,6 +45,15 @@ def test_copies_have_one_text(one: str, other: str) -> None:
         (r"\frac 1 2", "1 2"),
         ("3!", "3"),
         ("left 3", "3"),
+        ("x ≤ 3", "x ≥ 3"),
+        ("6 ÷ 2", "6 × 2"),
+        ("A ∪ B", "A ∩ B"),
+        ("√2", "2"),
+        ("1,2", "12"),
+        ("the ratio 3:4", "the ratio 34"),
+        ("1 2 and 3", "12 and 3"),
+        (r"\frac{1}{23}", r"\frac{12}{3}"),
+        ("a ∈ B", "a ∉ B"),
     ],
 )
 def test_other_problems_have_other_texts(one: str, other: str) -> None:
@@ -48,18 +66,22 @@ def test_overlaps_are_dropped_and_named() -> None:
     assert drop_overlaps(problems, []) == (problems, [])
 
 
-def test_hold_out_depends_on_texts_and_seed_only() -> None:
-    problems = [Problem(f"p{n}", f"What is {n} + 1?", "1") for n in range(50)]
-    chosen = hold_out(problems, 10)
-    assert len({problem.id for problem in chosen}) == 10
-    shuffled = random.Random(0).sample(problems, 50)
-    assert hold_out(shuffled, 10) == chosen
-    assert {p.id for p in hold_out(problems[:40], 10)} >= {p.id for p in chosen} & {
-        p.id for p in problems[:40]
-    }
-    assert hold_out(problems, 10, seed=1) != chosen
-    with pytest.raises(ValueError, match=r"count is 50; it must lie in 1\.\.49"):
-        hold_out(problems, 50)
+def test_the_first_key_is_as_it_was() -> None:
+    """It names the held-out problems, and the ids of labels that were made with it."""
+    assert text_key_1("x ≤ 3, $y$") == text_key_1("x 3 y") != text_key_1("x 2 y")
+    assert text_key_1("What is $1 + 1$?") == "25238b47d8319a29"
+
+
+def test_problems_that_differ_in_a_sign_are_two(tmp_path: Path) -> None:
+    texts = ["Is x ≤ 3?", "Is x ≥ 3?", "Is $x ≤ 3$ ?", "6 ÷ 2", "6 × 2"]
+    path = tmp_path / "problems.jsonl"
+    rows = [json.dumps({"problem": text, "answer": "1"}) for text in texts]
+    path.write_text("\n".join(rows))
+    loaded = load_source("deepscaler", files=[path])
+    assert [problem.problem for problem in loaded.problems] == [*texts[:2], *texts[3:]]
+    first, second = (problem.id for problem in loaded.problems[:2])
+    assert first == f"problems/{text_key_1(texts[0])}"  # as labels of old have it
+    assert second == f"{first}-{text_key(texts[1])}"
 
 
 def test_the_known_overlaps_of_deepscaler_are_found(shared_dir: Path) -> None:

@@ -308,3 +308,43 @@ def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path:
     manifest = read_manifest(tmp_path / "half")
     assert not manifest["deterministic"]
     assert "bfloat16" in manifest["batch_effects"][0]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"reasoning": "<think>\nA.\r\n \r\nB</think>\n\nSo 7."}, ("\nA.\n\nB", "\n\nSo 7.")),
+        ({"reasoning": "A.\n \t\nB", "response": "7"}, ("A.\n\nB", "7")),
+        ({"reasoning": "A</think>7", "response": "7"}, ("A", "7")),
+        ({"reasoning": "A</think>8", "response": "7"}, "another response than the column"),
+        ({"reasoning": "A</think>B</think>7"}, "of several thoughts"),
+        ({"reasoning": "A <think> B"}, "of several thoughts"),
+        ({"reasoning": "<think></think>7"}, "no thinking before '</think>'"),
+        ({"reasoning": "A", "closed": "false"}, "closed is 'false'; it must be true or false"),
+    ],
+)
+def test_markers_and_paragraphs_of_imported_texts(
+    row: dict[str, Any], expected: tuple[str, str] | str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "t.jsonl", [{"id": "a", "problem": "p", "answer": "7", **row}])
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            read_traces(path, fmt=QWEN3)
+    else:
+        (trace,) = read_traces(path, fmt=QWEN3)
+        assert (trace.reasoning, trace.response) == expected
+
+
+def test_no_text_becomes_a_control_token(
+    tiny_base: Qwen2ForCausalLM, tiny_base_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
+    end = str(tokenizer.eos_token)
+    row = {"id": "a", "problem": "p", "answer": "7", "reasoning": f"One {end} two", "response": end}
+    traces = read_traces(write(tmp_path / "t.jsonl", [row]))
+    imported = ImportedTraces(traces, TransformersEngine(tiny_base, tokenizer), tokenizer)
+    fmt = TokenFormat.compile(QWEN3, tokenizer)
+    prompts = [tokenizer.encode("<|assistant|><think>\n")]
+    (sampled,) = imported.sample(prompts, SamplingSettings(), fmt, ["a/0"])
+    assert tokenizer.eos_token_id not in [*sampled.trace_ids, *sampled.answer_ids]
+    assert tokenizer.decode(sampled.trace_ids) == f"One {end} two"

@@ -162,7 +162,7 @@ def test_choices_that_cannot_be_read_are_refused(tiny_base_dir: Path, tmp_path: 
     with pytest.raises(ValueError, match="labels=probability. are read behind what is forced"):
         label(
             tiny_base_dir, QUIZ, tmp_path / "free",
-            "--task", "choice:labels=probability", "--answer-mode", "free",
+            "--task", "choice:labels=probability", "--answer", "free",
         )  # fmt: skip
     with pytest.raises(
         ValueError, match=r"'A' is not one token of its own behind 'Answer:': these"
@@ -172,7 +172,7 @@ def test_choices_that_cannot_be_read_are_refused(tiny_base_dir: Path, tmp_path: 
     with pytest.raises(ValueError, match="problem 'q' lists no options: give the column `choices`"):
         label(tiny_base_dir, plain, tmp_path / "plain", "--task", "choice")
     free = label(tiny_base_dir, QUIZ, tmp_path / "open", "--task", "choice", "--limit", "2",
-                 "--answer-mode", "free")  # fmt: skip
+                 "--answer", "free")  # fmt: skip
     assert {tuple(row["option_probabilities"]) for row in free} <= {
         (None,) * len(row["step_ends"]) for row in free
     }
