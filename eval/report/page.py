@@ -13,9 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..evaluation import Evaluation, find_evaluations
 from ..metrics import AES_ABSOLUTE, AesVariant
-from ..results import best_rows
 from .paper import BENCHMARKS, MODELS, compare_with_paper, comparison_table
-from .pictures import save_difficulty, save_dynamics, save_panels
+from .pictures import save_dynamics, save_panels
 from .summary import never_right_told, of_probabilities, results_of
 from .tables import (
     BENCHMARK,
@@ -111,10 +110,6 @@ def write_report(
             for ending, text in texts.items():
                 written.append(target / f"{table.name}.{ending}")
                 written[-1].write_text(text, "utf-8")
-    for number, one in enumerate(evaluations, 1):
-        rows = [row for row in best_rows(one.results(variant=variant)[0]).values() if row][:3]
-        draw = partial(save_difficulty, one, rows, title=f"By difficulty: {one.name}")
-        pictures[f"difficulty-{number}"] = draw
     for number, run in enumerate(dynamics, 1):
         title_of_run = f"Training dynamics: {Path(run).name}"
         pictures[f"dynamics-{number}"] = partial(save_dynamics, run, title=title_of_run)
@@ -154,7 +149,6 @@ def _figure(name: str, svg: bytes) -> dict[str, str]:
     says = {
         "pareto": "Accuracy against thinking tokens. Points are labelled with λ or threshold; the "
         "wide grey line is the front of all methods; the band is OS-Pruner's 95 % interval.",
-        "difficulty": "Problems in groups of equal size, by the length of their full traces.",
         "dynamics": "Validation after each stage of the annealing; dashes are where λ fell.",
     }[name.partition("-")[0]]
     data = base64.b64encode(svg).decode()

@@ -1,4 +1,4 @@
-"""Pictures: Pareto fronts, training dynamics, accuracy by difficulty.
+"""Pictures: Pareto fronts and training dynamics.
 
 One colour and marker a method throughout (Okabe and Ito's palette), thin lines, no colour that
 grey print would lose: markers and line styles say everything twice.
@@ -17,8 +17,6 @@ import pandas as pd
 
 from ospruner.durable import read_checked
 
-from ..evaluation import Evaluation
-from ..intervals import bootstrap_interval
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
 from ..results import Result
 from ..table import FloatArray
@@ -39,7 +37,6 @@ __all__ = [
     "front",
     "furnish",
     "label_points",
-    "save_difficulty",
     "save_dynamics",
     "save_frontiers",
     "save_panels",
@@ -386,84 +383,6 @@ def save_dynamics(run_folder: str | Path, paths: Sequence[Path], *, title: str =
     handles = dict(zip(*reversed(upper.get_legend_handles_labels()), strict=True))
     _finish(figure, handles, title)
     _save(figure, paths)
-
-
-def save_difficulty(
-    evaluation: Evaluation,
-    rules: Sequence[int],
-    paths: Sequence[Path],
-    *,
-    title: str = "",
-    bins: int = 5,
-) -> None:
-    """Accuracy and share of tokens kept, by how hard a problem is for the base itself.
-
-    Problems are ordered by the mean length of their full traces (what the base found hard, whether
-    or not it was right) and cut into groups of equal size.
-
-    Args:
-        evaluation: the evaluation.
-        rules: numbers of the rules to show beside the full trace.
-        paths: the files to write.
-        title: above the picture.
-        bins: how many groups, at most.
-    """
-    groups = difficulty_groups(evaluation, bins)
-    figure = _figure(8.6, 3.9)
-    left, right = figure.subplots(1, 2)
-    chosen = [0, *rules]
-    styles = itertools.cycle([(FRONTIER_COLOUR, "o"), *STYLES])
-    x = np.arange(len(groups))
-    for place, number in enumerate(chosen):
-        rule = evaluation.rules[number]
-        colour, marker = (INK, "o") if number == 0 else next(styles)
-        name = rule.name
-        offset = (place - (len(chosen) - 1) / 2) * 0.12
-        by_group = [
-            (
-                bootstrap_interval(rule.outcome.correct[rows], _renumbered(evaluation, rows)),
-                bootstrap_interval(rule.outcome.tokens[rows], _renumbered(evaluation, rows)),
-            )
-            for rows in groups
-        ]
-        for axes, which, scale in ((left, 0, 100), (right, 1, 1)):
-            numbers = [pair[which] for pair in by_group]
-            y = np.array([scale * n.value for n in numbers])
-            ends = np.array([[scale * n.low for n in numbers], [scale * n.high for n in numbers]])
-            axes.errorbar(
-                x + offset, y, yerr=np.abs(ends - y), fmt=f"-{marker}", color=colour, lw=1.2,
-                ms=5, mec="white", mew=0.6, capsize=0, elinewidth=0.9, label=name,
-            )  # fmt: skip
-    lengths = [evaluation.full.tokens[rows].mean() for rows in groups]
-    for axes, name in ((left, "accuracy, %"), (right, "thinking tokens")):
-        furnish(axes, "mean tokens of the full traces, in groups of problems", name)
-        axes.set_xticks(x, [f"{length:.0f}" for length in lengths])
-    right.set_ylim(bottom=0)
-    handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
-    _finish(figure, handles, title)
-    _save(figure, paths)
-
-
-def difficulty_groups(evaluation: Evaluation, bins: int = 5) -> list[Any]:
-    """Row numbers of each group of problems, easiest first; groups differ by at most a problem.
-
-    Raises:
-        ValueError: bins < 1.
-    """
-    if bins < 1:
-        raise ValueError(f"bins is {bins}; it must be at least 1")
-    problems = len(evaluation.problem_ids)
-    totals = np.bincount(evaluation.problem_index, evaluation.full.tokens, minlength=problems)
-    counts = np.bincount(evaluation.problem_index, minlength=problems)
-    order = np.argsort(totals / counts, kind="stable")
-    return [
-        np.flatnonzero(np.isin(evaluation.problem_index, part))
-        for part in np.array_split(order, min(bins, problems))
-    ]
-
-
-def _renumbered(evaluation: Evaluation, rows: Any) -> Any:
-    return np.unique(evaluation.problem_index[rows], return_inverse=True)[1]
 
 
 def _stage_label(

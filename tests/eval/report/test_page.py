@@ -86,7 +86,7 @@ def test_the_page_needs_nothing_else(written: dict[str, Path]) -> None:
 def test_pictures_are_inline_and_whole(written: dict[str, Path]) -> None:
     page = Page(written["report.html"].read_text("utf-8"))
     images = [link for link in page.links if link.startswith("data:")]
-    assert len(images) == 1 + 2 + 1  # one panel picture, two difficulties, one training run
+    assert len(images) == 1 + 1  # one panel picture, one training run
     for image in images:
         svg = base64.b64decode(image.partition(",")[2]).decode()
         assert svg.rstrip().endswith("</svg>")
@@ -105,7 +105,7 @@ def test_the_papers_tables_and_pictures_stand_beside_it(written: dict[str, Path]
     for stem in ("best-aes-forced", f"full-{model}-forced"):
         for ending in ("md", "csv", "tex"):
             assert written[f"{stem}.{ending}"].stat().st_size > 200
-    for name in (f"pareto-{model}-forced", "difficulty-1", "difficulty-2", "dynamics-1"):
+    for name in (f"pareto-{model}-forced", "dynamics-1"):
         assert written[f"{name}.png"].read_bytes().startswith(b"\x89PNG")
 
 

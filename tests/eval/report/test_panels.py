@@ -4,20 +4,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from ospruner.durable import write_checked
 from ospruner.eval.report.pictures import (
     assign_styles,
-    difficulty_groups,
     draw_pareto,
     front,
-    save_difficulty,
     save_dynamics,
     save_panels,
 )
@@ -40,23 +35,6 @@ def test_the_front_is_what_no_other_beats() -> None:
         else:
             fewer = on_front[on_front["tokens"] <= one.tokens]
             assert (fewer["accuracy"] >= one.accuracy).any()
-
-
-@given(st.integers(1, 12), st.integers(1, 30))
-@settings(deadline=None, max_examples=30)
-def test_groups_of_difficulty_are_even_and_in_order(bins: int, problems: int) -> None:
-    evaluation = make_evaluation(problems=problems)
-    groups = difficulty_groups(evaluation, bins)
-    assert sorted(np.concatenate(groups).tolist()) == list(range(2 * problems))
-    counts = [len(np.unique(evaluation.problem_index[rows])) for rows in groups]
-    assert max(counts) - min(counts) <= 1
-    means = [evaluation.full.tokens[rows].mean() for rows in groups]
-    assert means == sorted(means)
-
-
-def test_no_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="bins is 0; it must be at least 1"):
-        difficulty_groups(make_evaluation(), 0)
 
 
 def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
@@ -83,11 +61,6 @@ def test_methods_look_alike_in_all_panels() -> None:
         draw_pareto(axes, frame, styles)
         drawn = {line.get_label(): line for line in axes.get_lines()}
         assert drawn["fixed budget"].get_marker() == styles["fixed budget"][1]
-
-
-def test_difficulty_is_drawn(tmp_path: Path) -> None:
-    save_difficulty(make_evaluation(), [1, 5], [tmp_path / "d.png"], bins=4)
-    assert imread(tmp_path / "d.png").std() > 0
 
 
 def finished_run(folder: Path, prices: Sequence[float], head: str = "fixed") -> None:
