@@ -16,12 +16,10 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 API = (
     ("Policies", "modeling_ospruner", ("OSPrunerForCausalLM", "OSPrunerConfig")),
-    ("Stopping", "modeling_ospruner", ("StopPolicyConfig", "StopRecord", "generate_with_rule")),
-    (
-        "Rules",
-        "modeling_ospruner",
-        ("StopRule", "LearnedPolicy", "Budget", "AnswerEntropy", "TrialConfidence", "Agreement"),
-    ),
+    ("Stopping", "modeling_ospruner", ("StopPolicyConfig", "StopRecord")),
+    ("Rules", "ospruner.rules.families", ("Family", "StopRule", "parse_rule")),
+    ("Comparing", "ospruner.comparing", ("compare",)),
+    ("Promises", "ospruner.calibrating", ("calibrate",)),
     ("Formats", "modeling_ospruner", ("ReasoningFormat", "TokenFormat", "guess")),
     ("Engines", "ospruner.engines.opening", ("EngineOptions", "open_engine")),
     ("Labels", "ospruner.train.labels.label", ("LabelConfig", "label")),
