@@ -142,6 +142,10 @@ class SlotLayer(DynamicLayer):
             self.buffers[n] = new
         self.show(columns)
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keeps rows, as transformers' own layers beside it do."""
+        self.keep(beam_idx, 0, self.columns, None)
+
     def show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sets how many columns there are."""
         self.columns = columns
