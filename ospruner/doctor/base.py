@@ -31,7 +31,6 @@ Sections = dict[str, list[Finding]]
 
 ABSENT = (OSError, HfHubHTTPError, OfflineModeIsEnabled)
 """What the Hub client raises where a repository, a file or the network is missing."""
-_CACHED_TOKENS = 1000
 
 
 def examine_base(
@@ -145,7 +144,7 @@ def _end_of_text(where: str, revision: str | None, config: PreTrainedConfig) -> 
 
 
 def _sizes(base: PreTrainedModel) -> list[Finding]:
-    """Parameters and bytes of base and tail, queries only or layers, and the latter's cache."""
+    """Parameters and bytes of base and tail, queries only or layers."""
     dtype = base.dtype
     count = sum(parameter.numel() for parameter in base.parameters())
     found = [
@@ -163,14 +162,7 @@ def _sizes(base: PreTrainedModel) -> list[Finding]:
         except ValueError as error:
             advice = f"train with --layers {n} --tuning layers"
             found.append(Finding(f"queries, n={n}", str(error), "note", advice))
-        policy = StoppingPolicy.empty(base, n)
-        found.append(Finding(f"tail, n={n}", _size(policy)))
-        try:
-            said = f"{decimal(cache_bytes(policy, dtype))} in {_name(dtype)}"
-        except (RuntimeError, NotImplementedError) as error:
-            said = f"not known ({' '.join(str(error).split())})"
-        name = f"cache, n={n}"
-        found.append(Finding(name, f"{said} for the first {_CACHED_TOKENS:,} tokens of a row"))
+        found.append(Finding(f"tail, n={n}", _size(StoppingPolicy.empty(base, n))))
     return found
 
 
@@ -181,31 +173,6 @@ def _size(policy: StoppingPolicy) -> str:
         f"{decimal(size * one.itemsize)} in {_name(one)}" for one in (torch.float32, torch.bfloat16)
     )
     return f"{_count(size)} parameters, {', '.join(by_dtype)}"
-
-
-def cache_bytes(policy: StoppingPolicy, dtype: torch.dtype) -> int:
-    """Bytes of the policy's cache after 1,000 tokens of one row, from a pass without weights.
-
-    Raises:
-        RuntimeError: the architecture's layers cannot be run without weights.
-    """
-    assert policy.tail is not None
-    cache = policy.new_cache()
-    assert cache is not None
-    # In bfloat16: without weights, grouped experts run in no other dtype.
-    torch.nn.Module.to(policy.tail, dtype=torch.bfloat16)
-    hidden_size = policy.head.in_features
-    with torch.device("meta"), torch.no_grad():
-        hidden = torch.empty(1, _CACHED_TOKENS, hidden_size, dtype=torch.bfloat16)
-        positions = torch.arange(_CACHED_TOKENS)[None]
-        policy(hidden, positions, None, cache)
-    tensors = [
-        value
-        for layer in cache.layers
-        for value in vars(layer).values()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
-    return sum(tensor.numel() for tensor in tensors) * dtype.itemsize
 
 
 def thinking(

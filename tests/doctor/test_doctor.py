@@ -16,13 +16,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.filesize import decimal
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.cli import app
 from ospruner.demo import REASONER
-from ospruner.doctor.base import cache_bytes
 from ospruner.doctor.examination import examine, unmet
 from ospruner.doctor.findings import Finding, Report, print_report
 from ospruner.formats import HARMONY
@@ -106,47 +104,6 @@ def test_the_embedded_reasoner() -> None:
     few = sum(p.numel() for p in fresh_layers(model, 2, "queries").parameters())
     assert few < count
     assert f"{decimal(2 * few)} in bfloat16, no cache" in value_of(report, "queries, n=2")
-    cache = tail.new_cache()
-    assert cache is not None
-    with torch.no_grad():
-        hidden = torch.zeros(1, 1000, model.config.hidden_size, dtype=model.dtype)
-        tail(hidden, torch.arange(1000)[None], None, cache)
-    layers: Any = cache.layers
-    used = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    assert value_of(report, "cache, n=2").startswith(decimal(used))
-
-
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_moe"])
-def test_cache_of_other_architectures(name: str) -> None:
-    """What a pass without weights says is what keys and values of real passes take."""
-    config = AutoConfig.for_model(name)
-    small: dict[str, Any] = {
-        "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
-        "sliding_window": 16, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 8,
-        "num_experts_per_tok": 2,
-    }  # fmt: skip
-    config = type(config)(**{k: v for k, v in small.items() if k in vars(config)})
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    said = cache_bytes(StoppingPolicy.empty(skeleton, 2), torch.float32)
-    real = AutoModelForCausalLM.from_config(config).eval()
-    tail = fresh_layers(real, 2, tuning="layers")
-    cache = tail.new_cache()
-    assert cache is not None
-    with torch.no_grad():
-        tail(torch.zeros(1, 1000, 32), torch.arange(1000)[None], None, cache)
-    layers: Any = cache.layers
-    assert said == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-
-
-def test_why_a_cache_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any) -> None:
-        raise RuntimeError("no kernel\n  on meta")
-
-    monkeypatch.setattr(StoppingPolicy, "forward", fails)
-    said = value_of(examine(str(REASONER)), "cache, n=2")
-    assert said == "not known (no kernel on meta) for the first 1,000 tokens of a row"
 
 
 def test_a_sound_policy(sound_policy: Path) -> None:
