@@ -9,16 +9,17 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+from modeling_ospruner.formats_ospruner import ReasoningFormat
 
 __all__ = [
     "COLUMNS",
     "Columns",
     "Problem",
-    "load_problems",
     "problems_from_rows",
     "read_rows",
     "user_message",
@@ -42,15 +43,7 @@ class Problem:
     family: str = ""
 
 
-class AsksForAnswers(Protocol):
-    """What `user_message` needs of a reasoning format (`ReasoningFormat` has it)."""
-
-    @property
-    def user_instruction(self) -> str:
-        """The sentence that asks for a boxed answer; "" where the model needs none."""
-
-
-def user_message(problem: Problem, fmt: AsksForAnswers) -> str:
+def user_message(problem: Problem, fmt: ReasoningFormat) -> str:
     """The user's turn: the problem, then the format's instruction as a paragraph of its own."""
     if not fmt.user_instruction:
         return problem.problem
@@ -67,25 +60,6 @@ COLUMNS: Columns = {
     "family": ("family",),
 }
 """The columns of plain files and datasets."""
-
-
-def load_problems(
-    path: str | Path, *, limit: int | None = None, columns: Columns = COLUMNS
-) -> list[Problem]:
-    """Reads problems from a `.jsonl`, `.jsonl.gz` or `.parquet` file.
-
-    Args:
-        path: the file; by default each row has `id`, `problem` and `answer`.
-        limit: read only the first so many problems; all where None.
-        columns: where each field stands, such as {"problem": ["question"]}; the others keep
-            their names.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: another kind of file, a line is not a JSON object, or see
-            `problems_from_rows`.
-    """
-    return problems_from_rows(read_rows(path), limit=limit, columns=columns, source=str(path))
 
 
 def read_rows(path: str | Path) -> Iterator[Mapping[str, Any]]:

@@ -24,6 +24,7 @@ __all__ = [
     "held_out_keys",
     "load_source",
     "normalised_text",
+    "task_of",
     "text_key",
 ]
 
@@ -218,13 +219,14 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
 }
 
-TASK_OF = {
-    "arc-easy": "choice",
-    "arc-challenge": "choice",
-    "mmlu": "choice",
-    "humaneval": "code",
-}
-"""The task of each benchmark that is not of mathematics."""
+_CHOICES = ("arc-easy", "arc-challenge", "mmlu")
+
+
+def task_of(dataset: str) -> str:
+    """The name of the task that a data set is of, where none is given."""
+    if dataset.startswith(GYM):
+        return "generated"
+    return "choice" if dataset in _CHOICES else "code" if dataset == "humaneval" else "math"
 
 
 _SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,7 +34,6 @@ __all__ = [
     "PROMPT_PRESETS",
     "Grade",
     "Math",
-    "ProblemSet",
     "Task",
     "load_task_class",
     "prompt_token_ids",
@@ -212,10 +211,6 @@ class Task:
         """Whether pairs of answers mean the same, in order; by default `equal` of each."""
         return [self.equal(one, other) if one and other else None for one, other in pairs]
 
-    def same(self, one: str, other: str) -> bool:
-        """Whether two answers surely mean the same: what rules of agreement ask."""
-        return bool(one and other and self.equal(one, other))
-
     def _graded(self, answer: str, problem: Problem) -> Grade:
         if not answer:
             return Grade(None, "no answer")
@@ -240,25 +235,6 @@ class Math(Task):
     def equal_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
         """See `Task.equal_many`; many at once."""
         return [verdict.correct for verdict in compare_many(pairs)]
-
-
-@dataclass(frozen=True)
-class ProblemSet:
-    """What is evaluated: problems of a task.
-
-    Attributes:
-        name: what tables call them.
-        problems: at least one.
-        task: asks and grades them.
-    """
-
-    name: str
-    problems: Sequence[Problem]
-    task: Task
-
-    def __post_init__(self) -> None:
-        if not self.problems:
-            raise ValueError(f"the benchmark {self.name!r} is empty: give at least one problem")
 
 
 def load_task_class(path: str | Path) -> type[Task]:

@@ -195,13 +195,11 @@ class ImportedTraces(Engine):
             def begin() -> TraceRequest | None:
                 if (request := desk.begin()) is None:
                     return None
-                return replace(request, trace=self._given(request, settings, form))
+                return replace(request, trace=self.given(request, settings, form))
 
         self.engine.sample_and_fork(Given(), settings, None, suffix_ids, max_new_tokens, stop)
 
-    def _given(
-        self, request: TraceRequest, settings: SamplingSettings, fmt: TokenFormat
-    ) -> Sampled:
+    def given(self, request: TraceRequest, settings: SamplingSettings, fmt: TokenFormat) -> Sampled:
         """An imported trace, cut at `max_new_tokens`."""
         trace = self.traces[request.key]
         ids = self._opened(request.prompt_ids, trace.reasoning, fmt)

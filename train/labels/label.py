@@ -26,7 +26,7 @@ from ospruner.engines.opening import (
 )
 from ospruner.eval.problems.problem import Columns, Problem
 from ospruner.eval.problems.registry import open_task, parse_task
-from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source
+from ospruner.eval.problems.sources import Loaded, drop_overlaps, load_source, task_of
 from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import LabelSettings
 from ospruner.formats import guess, named
@@ -72,7 +72,9 @@ class LabelConfig:
     engine: str = _help("transformers, vllm, sglang or openai; auto: the fastest here.", "auto")
     limit: int | None = _help("Only the first N problems (or traces).")
     split: str | None = _help("Split of the data set; deepscaler has train and holdout.")
-    task: str = _help("math, choice, exact, code, generated, or a .py file with a Task.", "math")
+    task: str | None = _help(
+        "math, choice, exact, code, generated, or a .py file with a Task; default: the data set's."
+    )
     samples: int = _help("Traces sampled for each problem.", 1)
     max_thinking_tokens: int = _help("Cap on a trace.", 15_000)
     max_answer_tokens: int | None = _help("Cap on an answer; the task's (math: 32), 512 if free.")
@@ -106,7 +108,8 @@ class LabelConfig:
         Raises:
             ValueError: no such task; or programs would run on every node of a cluster.
         """
-        task = parse_task(self.task, self.prompt, self.allow_code)
+        name = self.task or task_of(self.dataset)
+        task = parse_task(name, self.prompt, self.allow_code)
         if self.actors and "allow_code" in vars(task):
             raise ValueError(
                 f"actors is {self.actors}, but the task {task.name} would run the model's programs "

@@ -54,7 +54,6 @@ def test_choices_are_compared_by_letter_and_read_from_prose() -> None:
     task = Choice()
     assert task.equal("b", "(B)") is True
     assert task.equal("B", "C") is False
-    assert task.same("B", "") is False
     assert task.read_free("I say \\boxed{A}, no, \\boxed{C}.") == "C"
     assert task.read_free("Therefore the answer is (B).") == "B"
     assert task.read_free("Nobody knows.") is None

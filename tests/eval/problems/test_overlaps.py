@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.eval.problems.problem import Problem, load_problems
+from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.sources import (
     drop_overlaps,
     load_source,
@@ -97,8 +97,8 @@ def test_the_known_overlaps_of_deepscaler_are_found(shared_dir: Path) -> None:
     others = [
         problem
         for name in ("math500", "aime24", "aime25", "gsm8k_test")
-        for problem in load_problems(folder / f"{name}.jsonl.gz")
+        for problem in load_source(str(folder / f"{name}.jsonl.gz")).problems
     ]
-    kept, dropped = drop_overlaps(load_problems(path), others)
+    kept, dropped = drop_overlaps(load_source(str(path)).problems, others)
     assert set(dropped) == known
     assert (len(kept), len(known)) == (len(rows) - 6, 6)

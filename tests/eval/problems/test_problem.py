@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from ospruner.eval.problems.problem import Problem, load_problems, problems_from_rows, user_message
+from ospruner.eval.problems.problem import Problem, problems_from_rows, user_message
+from ospruner.eval.problems.sources import load_source
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "problem": "1+1?", "answer": "2", "subject": "sums"},
@@ -34,9 +35,9 @@ def test_load_problems(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"problems{suffix}"
     text = "\n".join(json.dumps(row) for row in ROWS) + "\n\n"
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
-    assert load_problems(path) == EXPECTED
-    assert load_problems(path, limit=1) == EXPECTED[:1]
-    assert load_problems(path, columns={"family": ["subject"]})[0].family == "sums"
+    assert load_source(str(path)).problems == EXPECTED
+    assert load_source(str(path), limit=1).problems == EXPECTED[:1]
+    assert load_source(str(path), columns={"family": ["subject"]}).problems[0].family == "sums"
 
 
 def test_problems_of_a_dataset() -> None:
@@ -70,19 +71,19 @@ def test_bad_rows(row: dict[str, Any], message: str) -> None:
 
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no rows at"):
-        load_problems(tmp_path / "absent.jsonl")
+        load_source(str(tmp_path / "absent.jsonl"))
     path = tmp_path / "problems.jsonl"
     path.write_text("")
     with pytest.raises(ValueError, match="holds no problems"):
-        load_problems(path)
+        load_source(str(path))
     path.write_text('{"id": 1\n')
     with pytest.raises(ValueError, match="line 1: not JSON"):
-        load_problems(path)
+        load_source(str(path))
     path.write_text("[1]\n")
     with pytest.raises(ValueError, match="line 1: a list, not an object"):
-        load_problems(path)
+        load_source(str(path))
     with pytest.raises(ValueError, match="limit is 0"):
-        load_problems(path, limit=0)
+        load_source(str(path), limit=0)
 
 
 def test_shared_benchmarks_load(shared_dir: Path) -> None:
@@ -92,4 +93,4 @@ def test_shared_benchmarks_load(shared_dir: Path) -> None:
         path = folder / f"{name}.jsonl.gz"
         if not path.is_file():
             pytest.skip(f"no {path}")
-        assert len(load_problems(path)) == count
+        assert len(load_source(str(path)).problems) == count

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import app
 from ospruner.demo import REASONER
-from ospruner.engines.interface import SamplingSettings
+from ospruner.engines.interface import SamplingSettings, TraceRequest
 from ospruner.engines.opening import ENGINES, EngineOptions
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.schema import FEATURES, validate_row
@@ -167,6 +167,13 @@ def test_columns_and_problems_of_a_run(problems: str, tmp_path: Path) -> None:
         load_run_problems(LabelConfig(dataset=same, exclude=(same,)))
 
 
+def test_a_data_set_has_its_task() -> None:
+    named = {"gsm8k": "math", "mmlu": "choice", "reasoning-gym:leg_counting": "generated"}
+    for dataset, task in named.items():
+        assert LabelConfig(dataset=dataset).open_task().name == task
+    assert LabelConfig(dataset="mmlu", task="exact").open_task().name == "exact"
+
+
 def test_formats(tiny_base_dir: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
     assert read_format(None, tokenizer).format.name == "deepseek-r1"
@@ -211,11 +218,12 @@ def test_thinking_is_opened_where_the_prompt_does_not(
     imported = ImportedTraces(traces, TransformersEngine(tiny_base, tokenizer), tokenizer)
     fmt = TokenFormat.compile(QWEN3, tokenizer)
     prompts = [tokenizer.encode("<|assistant|>"), tokenizer.encode("<|assistant|><think>\n")]
-    sampled = imported.sample(prompts, SamplingSettings(), fmt, ["a/0", "a/1"])
+    sampled = [
+        imported.given(TraceRequest(prompt, f"a/{n}"), SamplingSettings(), fmt)
+        for n, prompt in enumerate(prompts)
+    ]
     assert str(tokenizer.decode(sampled[0].trace_ids)).startswith("<think>\nSo 3 + 4")
     assert tokenizer.decode(sampled[1].trace_ids) == "It is 7."
-    with pytest.raises(ValueError, match="imported traces are asked for by their keys"):
-        imported.sample(prompts, SamplingSettings(), fmt, ["a/0", "z/1"])
 
 
 @pytest.mark.parametrize(
@@ -344,7 +352,7 @@ def test_no_text_becomes_a_control_token(
     traces = read_traces(write(tmp_path / "t.jsonl", [row]))
     imported = ImportedTraces(traces, TransformersEngine(tiny_base, tokenizer), tokenizer)
     fmt = TokenFormat.compile(QWEN3, tokenizer)
-    prompts = [tokenizer.encode("<|assistant|><think>\n")]
-    (sampled,) = imported.sample(prompts, SamplingSettings(), fmt, ["a/0"])
+    asked = TraceRequest(tokenizer.encode("<|assistant|><think>\n"), "a/0")
+    sampled = imported.given(asked, SamplingSettings(), fmt)
     assert tokenizer.eos_token_id not in [*sampled.trace_ids, *sampled.answer_ids]
     assert tokenizer.decode(sampled.trace_ids) == f"One {end} two"
