@@ -168,7 +168,7 @@ class AskingEngine(Engine, ABC):
 
     @abstractmethod
     def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
-        """Gets ready to sample rows with these keys, or refuses to."""
+        """Gets ready to sample rows with these further keys, or refuses to; none begin a call."""
 
     def sample_and_fork(
         self,

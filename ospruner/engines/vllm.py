@@ -73,6 +73,7 @@ class VLLMEngine(AskingEngine):
         from vllm.platforms import current_platform
 
         self.on_cpu: bool = current_platform.is_cpu()
+        self._begun = b""
         if self.on_cpu:
             # Draws are seeded in this process, and it starts in seconds instead of a minute.
             os.environ.setdefault(_IN_PROCESS, "0")
@@ -114,8 +115,11 @@ class VLLMEngine(AskingEngine):
                 f"{os.environ[_IN_PROCESS]} not a whole call either: set it to 0, or sample "
                 "greedily (temperature 0)"
             )
-        names = hashlib.blake2b("\x00".join(keys).encode()).hexdigest()
-        torch.manual_seed(row_state(settings.seed, names) >> 1)
+        # All keys since the call began: `sample` and streams begin theirs one after the other.
+        self._begun = b"" if not keys else self._begun
+        for key in keys:
+            self._begun = hashlib.blake2b(self._begun + key.encode()).digest()
+        torch.manual_seed(row_state(settings.seed, self._begun.hex()) >> 1)
 
 
 @dataclass
