@@ -1,25 +1,30 @@
-"""Ends of thinking that are several tokens inside vLLM, in process; run by test_plugin.py."""
+"""Ends of thinking that are several tokens inside vLLM; how replies are split. By test_plugin.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from vllm.reasoning import ReasoningParserManager
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import HARMONY
 from ospruner.demo.shipped import Reasoner
-from ospruner.formats import follow
-from ospruner.serving.vllm.parser import MarkerThinkingParser
-from ospruner.serving.vllm.plugin import MARKER_PARSER, PARSER
+from ospruner.serving.vllm.parser import HarmonyThinkingParser, MarkerThinkingParser
+from ospruner.serving.vllm.plugin import HARMONY_PARSER, MARKER_PARSER, PARSER, register
 from ospruner.serving.vllm.vllm_server import vllm_command
-from ospruner.train.untrained import untrained
 
 from .plugin_checks import environment as environment
 from .plugin_checks import greedy, record, run, start_policy
 from .plugin_replay import make_policy, make_prompts, perturb, replay
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+CALL = " to=functions.add<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
 
 FORMS: dict[str, dict[str, str]] = {
     "marker": {"name": "last", "think_end": "That fits", "closing": "That fits "},
@@ -33,7 +38,7 @@ NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0}
 
 def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
     """A policy whose format takes the reasoner's own last words for the end of its thinking."""
-    model = untrained(
+    model = OSPrunerForCausalLM.untrained(
         reasoner.model,
         reasoner.tokenizer,
         base_model_name_or_path=str(reasoner.folder),
@@ -78,7 +83,7 @@ def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, n
             parser = MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path))
             if told["reason"] != "length":
                 assert parser.count_reasoning_tokens(ids) == told["thinking_tokens"]
-            state = follow(fmt, prompts[i], ids)
+            state = fmt.follow(prompts[i], ids)
             after = state.thinking_tokens + state.end_tokens
             assert parser.extract_content_ids(ids) == (ids[after:] if state.ended else [])
     assert ended >= 4
@@ -123,3 +128,72 @@ def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> No
     for folder in ("phrase", "token"):
         with pytest.raises(ValueError, match="no marker of several tokens ends the thinking"):
             MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path / folder))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
+    folder = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} does not exist")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_it_is_registered() -> None:
+    register()
+    assert ReasoningParserManager.get_reasoning_parser(HARMONY_PARSER) is HarmonyThinkingParser
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        (f"{ANALYSIS}So 1.\n\nThen 2.{FINAL}\\boxed{{5}}", "So 1.\n\nThen 2.", "\\boxed{5}"),
+        (f"{ANALYSIS}So{HARMONY.closing}It is 5.<|end|>", "So", "It is 5."),
+        ("<|channel|>final<|message|>5", None, "5"),
+        (f"{ANALYSIS}1 < 2 <| 3 <", "1 < 2 <| 3 <", None),  # what could be half a marker
+        (f"of an open analysis{FINAL}5", "of an open analysis", "5"),
+        (
+            f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{ANALYSIS}So",
+            "So",
+            "I add.",
+        ),
+        (f"{ANALYSIS}So<|end|><|start|>assistant{CALL}", "So", None),
+        (f"{ANALYSIS}So<|end|><|start|>assistant{ANALYSIS}on", "So\non", None),
+        ("<|channel|>ana", None, None),
+        ("", None, None),
+    ],
+)
+def test_harmony_is_split(
+    tokenizer: PreTrainedTokenizerBase, text: str, thinking: str | None, answer: str | None
+) -> None:
+    parser = HarmonyThinkingParser(tokenizer)
+    assert parser.extract_reasoning(text, None) == (thinking, answer)
+    for width in (1, 3, len(text)):  # streamed in pieces that cut markers
+        parser, parts = HarmonyThinkingParser(tokenizer), []
+        for at in range(0, len(text), max(width, 1)):
+            piece = text[at : at + width]
+            parts.append(parser.extract_reasoning_streaming("", piece, piece, [], [], []))
+        parts.append(parser.finish_streaming())
+        told = [part for part in parts if part is not None]
+        assert ("".join(part.reasoning or "" for part in told) or None) == thinking
+        assert ("".join(part.content or "" for part in told) or None) == answer
+
+
+def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    parser = HarmonyThinkingParser(tokenizer)
+    thought = tokenizer.encode("So 1.\n\nThen 2.", add_special_tokens=False)
+    said = tokenizer.encode("\\boxed{5}", add_special_tokens=False)
+    before = tokenizer.encode(ANALYSIS, add_special_tokens=False)
+    closing = tokenizer.encode(FINAL, add_special_tokens=False)
+    whole = [*before, *thought, *closing, *said]
+    assert parser.count_reasoning_tokens(whole) == len(thought)
+    assert parser.extract_content_ids(whole) == said
+    # A grammar holds in the answer alone.
+    opened = len(before) + len(thought) + len(closing)
+    ended = [parser.is_reasoning_end(whole[:end]) for end in range(len(whole) + 1)]
+    assert ended == [False] * opened + [True] * (len(said) + 1)
+    assert not parser.is_reasoning_end([*whole, *tokenizer.encode("<|return|><|start|>user")])
+
+
+def test_harmony_keeps_markers_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    request = SimpleNamespace(skip_special_tokens=True)
+    assert HarmonyThinkingParser(tokenizer).adjust_request(request).skip_special_tokens is False

@@ -1,11 +1,13 @@
-"""What needs vLLM, but no engine: refusals at start, and how chat replies are split into thinking
-and answer. Run by test_plugin.py.
+"""What needs vLLM, but no engine: refusals at start, and the batches that processors see.
+
+Run by test_plugin.py.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +16,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm import SamplingParams
-from vllm.reasoning import ReasoningParserManager
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
-from modeling_ospruner.policy_ospruner import price_logits, price_places
+from modeling_ospruner.configuration_ospruner import price_logits, price_places
+from modeling_ospruner.states_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
-from ospruner.formats import HARMONY
 from ospruner.serving.policies import check_base_weights
 from ospruner.serving.requests import DEFAULTS
 from ospruner.serving.vllm.model import (
@@ -32,18 +31,14 @@ from ospruner.serving.vllm.model import (
     check_start,
     merge_adapters,
 )
-from ospruner.serving.vllm.parser import HarmonyThinkingParser
-from ospruner.serving.vllm.plugin import HARMONY_PARSER, PROCESSOR, register
+from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.serving.vllm.processor import StopProcessor
 from ospruner.serving.vllm.runner_v1 import V1Processor
-from ospruner.train.untrained import untrained
+from ospruner.serving.vllm.runner_v2 import V2Processor
 
 from ...broken_tensors import BROKEN, break_tensors
+from ..sglang.test_stopper import MOST, SLOTS, Request, by_rows, make_request, said
 from .plugin_replay import make_policy
-
-ANALYSIS = "<|channel|>analysis<|message|>"
-FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
-CALL = " to=functions.add<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
 
 
 @pytest.fixture(scope="module")
@@ -234,26 +229,34 @@ def test_broken_tensors_are_refused_at_start(
         check_start(started(model, folder=str(folder)))
 
 
+def engine_config(
+    model: OSPrunerForCausalLM, head: StopHead, defaults: dict[str, Any], drafts: int = 0
+) -> Any:
+    """As much of vLLM's configuration as processors read."""
+    folder = model.config._name_or_path
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=model.config,
+            architectures=[type(model).__name__],
+            model=folder,
+            tokenizer=folder,
+            tokenizer_revision=None,
+            seed=0,
+        ),
+        additional_config={DEFAULTS: defaults},
+        compilation_config=SimpleNamespace(static_forward_context={STOP_HEAD: head}),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+        parallel_config=SimpleNamespace(rank=1),
+    )
+
+
 class Batch:
     """vLLM's batch as a processor sees it; each row's stop logit is what `say` told last."""
 
     def __init__(self, model: OSPrunerForCausalLM, **defaults: Any) -> None:
         self.head = StopHead(1, model.policy.head.out_features)
-        folder = model.config._name_or_path
-        config: Any = SimpleNamespace(
-            model_config=SimpleNamespace(
-                hf_config=model.config,
-                architectures=[type(model).__name__],
-                model=folder,
-                tokenizer=folder,
-                tokenizer_revision=None,
-                seed=0,
-            ),
-            additional_config={DEFAULTS: defaults},
-            compilation_config=SimpleNamespace(static_forward_context={STOP_HEAD: self.head}),
-            scheduler_config=SimpleNamespace(max_num_seqs=8),
-            parallel_config=SimpleNamespace(rank=1),
-        )
+        config = engine_config(model, self.head, defaults)
         self.processor = V1Processor(config, torch.device("cpu"), False)
         self.rows: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
 
@@ -323,7 +326,7 @@ def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalL
 def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_path: Path) -> None:
     """One tail and one head for all: each row is compared at its own price."""
     named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
-    model = untrained(
+    model = OSPrunerForCausalLM.untrained(
         reasoner.model, reasoner.tokenizer, tuning="layers", price_range=(5e-5, 1e-2), **named
     )
     model.config.price = 1e-3
@@ -366,70 +369,130 @@ def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_p
     assert 3 not in batch.processor._requests
 
 
-@pytest.fixture(scope="module")
-def tokenizer(shared_dir: Path) -> PreTrainedTokenizerBase:
-    folder = shared_dir / "data" / "tokenizers" / "gpt-oss-o200k-harmony"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} does not exist")
-    return AutoTokenizer.from_pretrained(folder)
+class RunnerV2:
+    """vLLM's model runner V2 as its processor sees it: slots, drafts, and a base that recites."""
+
+    def __init__(self, model: OSPrunerForCausalLM, drafts: int) -> None:
+        self.drafts, self.here = drafts, dict[int, tuple[str, Request, list[int]]]()
+        self.ids = torch.zeros(SLOTS, 300, dtype=torch.int32)
+        self.total = torch.zeros(SLOTS, dtype=torch.int32)
+        head: Any = StopHead(1, 1)
+        head.weight.data.fill_(1.0)
+        head.bias.data.zero_()
+        head.pages = SimpleNamespace(hidden=self.hidden)
+        self.arrivals = SimpleNamespace(entering={}, leaving=None, batch=None)
+        head.arrivals = self.arrivals
+        slots: Any = SimpleNamespace(
+            device=torch.device("cpu"),
+            max_num_reqs=SLOTS,
+            total_len=SimpleNamespace(gpu=self.total),
+            all_token_ids=SimpleNamespace(gpu=self.ids),
+        )
+        self.processor = V2Processor(engine_config(model, head, {}, drafts), slots)
+
+    def come(self, slot: int, name: str, request: Request) -> None:
+        text = [*request.origin_input_ids, *request.output_ids]
+        self.ids[slot, : len(text)] = torch.tensor(text)
+        self.total[slot], self.here[slot] = len(text), (name, request, [])
+        self.arrivals.entering[slot] = SimpleNamespace(
+            req_id=name, prompt_token_ids=request.origin_input_ids, prefill_token_ids=text
+        )
+        keys = request.sampling_params.custom_params | {"stop_id": name}
+        self.processor.add_request(slot, SamplingParams(max_tokens=MOST, extra_args=keys))
+
+    def leave(self, slot: int) -> None:
+        self.arrivals.leaving(self.here.pop(slot)[0])
+
+    def hidden(self, rows: Any, lengths: Any, places: Any) -> torch.Tensor:
+        texts = [one.origin_input_ids + one.output_ids + d for _, one, d in self.here.values()]
+        pairs = zip(rows.tolist(), lengths.tolist(), strict=True)
+        return torch.tensor([[said(texts[row][:length])] for row, length in pairs])
+
+    def step(self, draw: random.Random) -> None:
+        """One forward: each request's last token and its drafts, some of them wrong."""
+        rows: list[tuple[int, int, int, int]] = []
+        scripts, starts, positions = [], [0], list[int]()
+        for slot, (name, one, _) in self.here.items():
+            done, end = len(one.output_ids), len(one.origin_input_ids) + len(one.output_ids) - 1
+            tokens = [self.written(one, done + j) for j in range(self.drafts)]
+            tokens = [draw.choice([token, token, 7]) for token in tokens]
+            self.here[slot] = (name, one, tokens)
+            for j, token in enumerate([int(self.ids[slot, end]), *tokens]):
+                rows.append((slot, j, end + j, token))
+                scripts.append(self.written(one, done + j))
+            positions += range(end, end + 1 + len(tokens))
+            starts.append(len(positions))
+        slots = torch.tensor([*self.here])
+        expanded, local, pos, ids = torch.tensor(rows).unbind(1)
+        self.arrivals.batch = SimpleNamespace(
+            idx_mapping_np=slots.numpy(),
+            query_start_loc=torch.tensor(starts),
+            positions=torch.tensor(positions),
+        )
+        ctx: Any = SimpleNamespace(
+            idx_mapping=slots,
+            idx_mapping_np=slots.numpy(),
+            expanded_idx_mapping=expanded,
+            expanded_local_pos=local,
+            pos=pos,
+            input_ids=ids,
+        )
+        logits = torch.zeros(len(rows), 640)
+        logits[torch.arange(len(rows)), torch.tensor(scripts)] = 9.0
+        chosen = iter(self.processor.apply(logits, ctx).argmax(-1).tolist())
+        for slot, (_, one, tokens) in self.here.items():
+            sampled = [next(chosen) for _ in range(1 + len(tokens))]
+            right = [a == b for a, b in zip(sampled, [*tokens, -1], strict=True)].index(False)
+            taken = sampled[: right + 1]
+            at = int(self.total[slot])
+            self.ids[slot, at : at + len(taken)] = torch.tensor(taken, dtype=torch.int32)
+            self.total[slot] += len(taken)
+            one.output_ids += taken
+
+    @staticmethod
+    def written(one: Request, i: int) -> int:
+        return one.script[min(i, len(one.script) - 1)]
 
 
-def test_it_is_registered() -> None:
-    register()
-    assert ReasoningParserManager.get_reasoning_parser(HARMONY_PARSER) is HarmonyThinkingParser
-
-
-@pytest.mark.parametrize(
-    ("text", "thinking", "answer"),
-    [
-        (f"{ANALYSIS}So 1.\n\nThen 2.{FINAL}\\boxed{{5}}", "So 1.\n\nThen 2.", "\\boxed{5}"),
-        (f"{ANALYSIS}So{HARMONY.closing}It is 5.<|end|>", "So", "It is 5."),
-        ("<|channel|>final<|message|>5", None, "5"),
-        (f"{ANALYSIS}1 < 2 <| 3 <", "1 < 2 <| 3 <", None),  # what could be half a marker
-        (f"of an open analysis{FINAL}5", "of an open analysis", "5"),
-        (
-            f"<|channel|>commentary<|message|>I add.<|end|><|start|>assistant{ANALYSIS}So",
-            "So",
-            "I add.",
-        ),
-        (f"{ANALYSIS}So<|end|><|start|>assistant{CALL}", "So", None),
-        (f"{ANALYSIS}So<|end|><|start|>assistant{ANALYSIS}on", "So\non", None),
-        ("<|channel|>ana", None, None),
-        ("", None, None),
-    ],
-)
-def test_harmony_is_split(
-    tokenizer: PreTrainedTokenizerBase, text: str, thinking: str | None, answer: str | None
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_slots_of_runner_v2_stop_as_rows_do(
+    reasoner: Reasoner, tmp_path: Path, drafts: int
 ) -> None:
-    parser = HarmonyThinkingParser(tokenizer)
-    assert parser.extract_reasoning(text, None) == (thinking, answer)
-    for width in (1, 3, len(text)):  # streamed in pieces that cut markers
-        parser, parts = HarmonyThinkingParser(tokenizer), []
-        for at in range(0, len(text), max(width, 1)):
-            piece = text[at : at + width]
-            parts.append(parser.extract_reasoning_streaming("", piece, piece, [], [], []))
-        parts.append(parser.finish_streaming())
-        told = [part for part in parts if part is not None]
-        assert ("".join(part.reasoning or "" for part in told) or None) == thinking
-        assert ("".join(part.content or "" for part in told) or None) == answer
-
-
-def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
-    parser = HarmonyThinkingParser(tokenizer)
-    thought = tokenizer.encode("So 1.\n\nThen 2.", add_special_tokens=False)
-    said = tokenizer.encode("\\boxed{5}", add_special_tokens=False)
-    before = tokenizer.encode(ANALYSIS, add_special_tokens=False)
-    closing = tokenizer.encode(FINAL, add_special_tokens=False)
-    whole = [*before, *thought, *closing, *said]
-    assert parser.count_reasoning_tokens(whole) == len(thought)
-    assert parser.extract_content_ids(whole) == said
-    # A grammar holds in the answer alone.
-    opened = len(before) + len(thought) + len(closing)
-    ended = [parser.is_reasoning_end(whole[:end]) for end in range(len(whole) + 1)]
-    assert ended == [False] * opened + [True] * (len(said) + 1)
-    assert not parser.is_reasoning_end([*whole, *tokenizer.encode("<|return|><|start|>user")])
-
-
-def test_harmony_keeps_markers_in_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    request = SimpleNamespace(skip_special_tokens=True)
-    assert HarmonyThinkingParser(tokenizer).adjust_request(request).skip_special_tokens is False
+    """Through slots that are used again, preempted in between, and ahead of what stands."""
+    model = OSPrunerForCausalLM.untrained(
+        reasoner.model, reasoner.tokenizer, 1, base_model_name_or_path=str(reasoner.folder)
+    )
+    model.save_pretrained(tmp_path)
+    model.config._name_or_path = str(tmp_path)
+    runner, draw = RunnerV2(model, drafts), random.Random(0)
+    waiting = [make_request(model, i, max_answer_tokens=3) for i in range(10)]
+    names = {id(request): f"r{i}" for i, request in enumerate(waiting)}
+    reasons = []
+    for step in range(200):
+        if step % 5 == 4 and runner.here:  # the oldest is preempted
+            slot = min(runner.here)
+            waiting.insert(0, runner.here[slot][1])
+            runner.leave(slot)
+        for slot in sorted(set(range(SLOTS)) - set(runner.here), reverse=True):
+            if waiting:
+                request = waiting.pop(0)
+                runner.come(slot, names[id(request)], request)
+        if not runner.here:
+            break
+        runner.step(draw)
+        for slot, (name, one, _) in list(runner.here.items()):
+            ends = [i for i, t in enumerate(one.output_ids) if t in model.token_format.eos_ids]
+            if not ends and len(one.output_ids) < MOST:
+                continue
+            runner.leave(slot)
+            ids = one.output_ids[: min([MOST, *(i + 1 for i in ends)])]
+            told, (wanted, record) = runner.processor.record(name), by_rows(model, one, MOST)
+            assert ids[: len(wanted)] == wanted
+            assert len(ids) <= len(wanted) + 1  # the end, which is forced here
+            assert told is not None
+            known = (told.reason, told.thinking_tokens, told.step_ends)
+            assert known == (record.reason, record.thinking_tokens, record.step_ends)
+            assert told.probabilities == pytest.approx(record.probabilities, abs=1e-6)
+            reasons.append(told.reason)
+    assert len(reasons) == 10
+    assert {"policy", "natural"} <= set(reasons)

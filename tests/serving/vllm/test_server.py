@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, OpenAIError
+from openai import AsyncOpenAI, NotFoundError, OpenAI, OpenAIError
 
 from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
@@ -113,26 +113,6 @@ def test_chat_splits_thinking_and_answer(client: OpenAI) -> None:
     assert (reply.usage.completion_tokens_details.reasoning_tokens or 0) > 0
     parts = [part.choices[0].delta for part in client.chat.completions.create(**asked, stream=True)]
     assert "".join(part.content or "" for part in parts) == message.content
-
-
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"stop_threshold": 3}, "stop_threshold is 3"),
-        ({"stop_mode": "x"}, "stop_mode is 'x'"),
-        ({"stop_treshold": 0.5}, "stop_treshold"),
-        ({"max_thinking_tokens": 0}, "max_thinking_tokens is 0"),
-    ],
-)
-def test_wrong_values_get_a_400_that_names_them(
-    client: OpenAI, extra: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(BadRequestError, match=message):
-        client.completions.create(
-            model="toy", prompt="x", max_tokens=4, extra_body={"vllm_xargs": extra}
-        )
 
 
 @needs_vllm
