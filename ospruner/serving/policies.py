@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, position_switch
@@ -16,16 +17,22 @@ from modeling_ospruner.modeling_ospruner import (
     empty_policy,
     read_tensors,
 )
+from modeling_ospruner.policy_ospruner import ADAPTER_SCALE
 from ospruner.bases import empty_base
 
 __all__ = [
+    "Weights",
     "Works",
     "check_base_weights",
     "check_files",
     "check_kind",
     "check_settings",
+    "merge_adapters",
     "quantisation",
 ]
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Tensors as an engine reads them: by their names in their files, the base's under `base.`."""
 
 Works = Mapping[str, tuple[tuple[Any, ...], str]]
 """By the name of a setting: the values with which a policy works, and what to do about others."""
@@ -142,3 +149,45 @@ def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
     stored = AutoConfig.from_pretrained(where, revision=revision)
     found: dict[str, object] | None = vars(stored).get("quantization_config")
     return found
+
+
+def merge_adapters(weights: Weights, total_layers: int, num_layers: int) -> Weights:
+    """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
+
+    Args:
+        weights: the policy's tensors, `policy.*`, and the base's, `base.*`.
+        total_layers: L, of the base.
+        num_layers: n, of the tail.
+
+    Yields:
+        All tensors but the adapters', and after them the tail's.
+
+    Raises:
+        ValueError: an adapter stands beside a tensor that is quantised, or beside none.
+    """
+    adapters: dict[str, torch.Tensor] = {}
+    copied: dict[str, torch.Tensor] = {}
+    own = {f"base.model.layers.{total_layers - num_layers + i}.": i for i in range(num_layers)}
+    for name, tensor in weights:
+        if name.startswith("policy.tail."):
+            adapters[name.removeprefix("policy.tail.")] = tensor
+            continue
+        for prefix, i in own.items():
+            if name.startswith(prefix):
+                copied[f"layers.{i}.{name.removeprefix(prefix)}"] = tensor
+        if name == "base.model.norm.weight":
+            copied["norm.weight"] = tensor
+        yield name, tensor
+    for name in [name for name in adapters if ".lora_A." in name]:
+        down = adapters[name]  # (r, in)
+        up = adapters[name.replace(".lora_A.", ".lora_B.")]  # (out, r)
+        module = name.partition(".lora_A.")[0]
+        weight = copied.get(f"{module}.weight")
+        if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
+            raise ValueError(
+                f"the policy's adapter of {module} cannot be merged: the base's checkpoint holds "
+                "its weight quantised. Train the policy without --adapter-rank"
+            )
+        change = ADAPTER_SCALE * (up.float() @ down.float())  # (out, in)
+        copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
+    yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())

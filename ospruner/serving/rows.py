@@ -19,16 +19,11 @@ import torch
 from modeling_ospruner.configuration_ospruner import PriceRange
 from modeling_ospruner.formats_ospruner import BREAK, NEWLINE
 from modeling_ospruner.policy_ospruner import price_logits, price_places
-from modeling_ospruner.stopping_ospruner import Phase, StopRecord, StopRow, shape_scores
-from modeling_ospruner.stopping_ospruner import Said as Answer
+from modeling_ospruner.stopping_ospruner import Phase, Said, StopRecord, StopRow, shape_scores
 
 from .admission import Admitted
 
-__all__ = ["RowCore", "Said", "ServedRow", "in_json"]
-
-Said = tuple[float, float | None]
-"""What the policy says at a step's end: the probability of a stop, and the price of indifference,
-None with a policy of one lambda."""
+__all__ = ["RowCore", "ServedRow", "in_json"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +68,7 @@ class ServedRow:
     def take(self, token: int) -> None:
         """Takes in the next token, after the step that the last one may have ended."""
         if self.row.at_boundary:
-            unknown = math.nan, None if self.admitted.place is None else math.nan
-            self.decide(*self.said.get(self.taken, unknown))
+            self.row.decide(self.said.get(self.taken, self.admitted.plan.unasked))
         if self.row.push(token):
             self.complete = token not in self.admitted.plan.eos_ids
         self.taken += 1
@@ -88,16 +82,6 @@ class ServedRow:
             return True
         return token < len(fmt.kinds) and bool(fmt.kinds[token] & (BREAK | NEWLINE))
 
-    def decide(self, probability: float, price: float | None) -> None:
-        """Decides on the step that has ended with the last token.
-
-        Args:
-            probability: of a stop.
-            price: of indifference; None with a policy of one lambda.
-        """
-        row = self.row
-        row.decide(Answer(probability, price) if row.asks else self.admitted.plan.unasked)
-
     def come_back(self, prompt_ids: Sequence[int], text_ids: Sequence[int]) -> None:
         """Goes on after an engine has put it back, perhaps with fewer tokens than were taken in.
 
@@ -108,11 +92,11 @@ class ServedRow:
         length = len(prompt_ids) + len(text_ids)
         if length - 1 <= self.taken <= length:
             return
-        old, priced = self.record, self.admitted.place is not None
-        prices = old.prices if priced else [None] * len(old.step_ends)
+        old = self.record
+        prices = old.prices if self.admitted.plan.priced else [None] * len(old.step_ends)
         self._begin(prompt_ids)
         told = zip(old.step_ends, old.probabilities, prices, strict=True)
-        self.said = {len(prompt_ids) + end: (p, price) for end, p, price in told}
+        self.said = {len(prompt_ids) + end: Said(*said) for end, *said in told}
         for token in text_ids:
             self.take(token)
 
@@ -163,13 +147,17 @@ class RowCore:
             places = torch.tensor([one.admitted.place for one in rows])
             logits = price_logits(outputs, places)
             prices = [self._prices.price_at(place) for place in price_places(outputs).tolist()]
-        return list(zip(torch.sigmoid(logits).tolist(), prices, strict=True))
+        told = zip(rows, torch.sigmoid(logits).tolist(), prices, strict=True)
+        return [
+            Said(signal, price) if one.row.asks else one.admitted.plan.unasked
+            for one, signal, price in told
+        ]
 
     def decide(self, rows: Sequence[ServedRow], said: Sequence[Said]) -> None:
         """Decides on the steps that have ended with the rows' last tokens."""
-        for one, (probability, price) in zip(rows, said, strict=True):
-            one.decide(probability, price)
-            if math.isnan(probability) and not self._warned:
+        for row, one in zip(rows, said, strict=True):
+            row.row.decide(one)
+            if one.signal is not None and math.isnan(one.signal) and not self._warned:
                 self._warned = True
                 logger.warning(
                     "the stopping policy gave NaN: requests continue. Its weights, or the base's "

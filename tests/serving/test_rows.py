@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, kind_of
-from modeling_ospruner.stopping_ospruner import Phase, RowPlan, StopPolicyConfig
+from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopPolicyConfig
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
 from ospruner.serving.admission import Admitted, promise_of
 from ospruner.serving.rows import RowCore, ServedRow, in_json
@@ -113,14 +113,14 @@ def test_ahead_put_back_and_as_it_was(fmt: TokenFormat, number: int) -> None:
         text.append(tokens[0])
         row.take(tokens[0])
         if row.row.at_boundary:
-            row.decide(draw.random(), None)
+            row.row.decide(Said(draw.random()))
     kept = copy.deepcopy(row)
     row.come_back(prompt, text)
     assert seen(row) == seen(kept)  # nothing is lost
     row.taken += 5  # as if tokens had been computed that are not known any more
     row.come_back(prompt, text)
     if row.row.at_boundary:  # an engine asks again
-        row.decide(*row.said[row.taken])
+        row.row.decide(row.said[row.taken])
     assert seen(row) == seen(kept)
 
 
@@ -133,7 +133,7 @@ def test_a_row_is_decided_shaped_and_told_once() -> None:
         one.take(token)
         two.take(token)
     said = core.hear([one, two], torch.tensor([[2.0], [torch.nan]]))
-    assert said[0] == (pytest.approx(torch.tensor(2.0).sigmoid().item()), None)
+    assert said[0] == Said(pytest.approx(torch.tensor(2.0).sigmoid().item()))
     core.decide([one, two], said)
     logits = torch.zeros(3, len(PIECES))
     core.shape(logits, [(2, one), (0, two)])
@@ -159,7 +159,7 @@ def test_each_row_hears_its_own_price() -> None:
     outputs = torch.tensor([[-2.0, 0.3, 0.4, 0.5, 0.6, 0.7]]).expand(3, 6)
     said = RowCore(prices).hear(rows, outputs)
     assert said[0][0] < said[1][0] < said[2][0]
-    assert len({price for _, price in said}) == 1
+    assert len({price for _, price, *_ in said}) == 1
     assert in_json({"probabilities": [math.nan, 0.5], "prices": [math.inf, 1.0]}) == {
         "probabilities": [None, 0.5],
         "prices": ["inf", 1.0],

@@ -12,7 +12,6 @@ prefill and retraction are the base's.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,15 @@ from torch import nn
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm
 
-from ..policies import Works, check_files, check_kind, check_settings, quantisation
+from ..policies import (
+    Weights,
+    Works,
+    check_files,
+    check_kind,
+    check_settings,
+    merge_adapters,
+    quantisation,
+)
 
 __all__ = ["BASES", "OSPrunerSGLang", "check_policy", "check_server"]
 
@@ -38,7 +45,7 @@ _FUSED = {  # what transformers keeps apart and SGLang together, and as which pa
     "up_proj": ("gate_up_proj", 1),
 }
 
-_Weights = Iterable[tuple[str, torch.Tensor]]
+_OF_KEYS = ("k_proj", "v_proj", "k_norm")  # of merged adapters; the base writes the keys
 
 
 class OSPrunerSGLang(nn.Module):
@@ -159,15 +166,18 @@ class OSPrunerSGLang(nn.Module):
         said: torch.Tensor = self.head(hidden.float())
         return said
 
-    def load_weights(self, weights: _Weights) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
+        if self._config.adapter_rank:
+            total = self._config.get_text_config().num_hidden_layers
+            weights = merge_adapters(weights, total, len(self.layers))
         self.base.load_weights(self._own(weights))
         own, theirs = self.norm.weight, self.base.model.norm.weight
         # Never trained: it shows which base the policy was made for.
         where = self._config.base_model_name_or_path
         check_norm(own, theirs, "norm.weight", self._config, where)
 
-    def _own(self, weights: _Weights) -> _Weights:
+    def _own(self, weights: Weights) -> Weights:
         """Takes the policy's tensors, and gives the base's."""
         from sglang.srt.model_loader.weight_utils import default_weight_loader
 
@@ -182,6 +192,8 @@ class OSPrunerSGLang(nn.Module):
                 continue
             name = name.removeprefix("policy.").removeprefix("tail.")
             *path, module, kind = name.split(".")
+            if module in _OF_KEYS:
+                continue
             fused, *shard = _FUSED.get(module, (module,))
             parameter: Any = parameters[".".join([*path, fused, kind])]
             getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)

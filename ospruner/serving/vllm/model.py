@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,19 +26,24 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, OSPrunerConfig
 from modeling_ospruner.modeling_ospruner import check_norm
-from modeling_ospruner.policy_ospruner import ADAPTER_SCALE
 
-from ..policies import check_base_weights, check_files, check_kind, check_settings, quantisation
+from ..policies import (
+    Weights,
+    check_base_weights,
+    check_files,
+    check_kind,
+    check_settings,
+    merge_adapters,
+    quantisation,
+)
 from .gemma3 import TappedGemma3ForCausalLM
 from .pages import QUERIES_WORK, Pages
 from .plugin import HARMONY_PARSER, PROCESSOR
 
-__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start", "merge_adapters"]
+__all__ = ["STOP_HEAD", "OSPrunerVLLM", "StopHead", "check_start"]
 
 STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
-
-_Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def _from_fields(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
@@ -58,12 +63,12 @@ def _gpt_oss_layer(layer: type[nn.Module], config: VllmConfig, prefix: str) -> n
     return layer(vllm_config=config, quant_config=None, prefix=prefix)
 
 
-def _load(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+def _load(tail: _Tail, weights: Weights, mapper: WeightsMapper) -> set[str]:
     loaded: set[str] = AutoWeightsLoader(tail).load_weights(weights, mapper=mapper)
     return loaded
 
 
-def _load_gpt_oss(tail: _Tail, weights: _Weights, mapper: WeightsMapper) -> set[str]:
+def _load_gpt_oss(tail: _Tail, weights: Weights, mapper: WeightsMapper) -> set[str]:
     """Experts are loaded by methods of vLLM's model, borrowed for the tail has the same parts."""
     from vllm.model_executor.models.gpt_oss import GptOssModel
 
@@ -87,7 +92,7 @@ class _Base:
 
     architecture: str
     make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
-    load: Callable[[_Tail, _Weights, WeightsMapper], set[str]] = _load
+    load: Callable[[_Tail, Weights, WeightsMapper], set[str]] = _load
     tapped: type[nn.Module] | None = None
 
 
@@ -165,7 +170,7 @@ class _Tail(nn.Module):
         hidden, _ = self.norm(hidden, residual)
         return hidden
 
-    def load_weights(self, weights: _Weights) -> set[str]:
+    def load_weights(self, weights: Weights) -> set[str]:
         """Takes tensors as transformers names them."""
         return self._kind.load(self, weights, self._mapper)
 
@@ -263,7 +268,7 @@ class OSPrunerVLLM(nn.Module):
         logits: torch.Tensor | None = self.base.compute_logits(hidden[:, :size].contiguous())
         return logits
 
-    def load_weights(self, weights: _Weights) -> set[str]:
+    def load_weights(self, weights: Weights) -> set[str]:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
         if self.tail is not None and self._adapters:
             total, n = self.tail.config.num_hidden_layers, len(self.tail.layers)
@@ -333,49 +338,6 @@ def check_start(vllm_config: VllmConfig) -> None:
     weights = load.load_format != "dummy"
     # Before the base's weights are read, and with the same words as everywhere.
     check_files(config, model.model, "vLLM", model.revision, load.download_dir, weights)
-
-
-def merge_adapters(weights: _Weights, total_layers: int, num_layers: int) -> _Weights:
-    """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
-
-    Args:
-        weights: the policy's tensors, `policy.*`, and the base's, `base.*`.
-        total_layers: L, of the base.
-        num_layers: n, of the tail.
-
-    Yields:
-        All tensors but the adapters', and after them the tail's.
-
-    Raises:
-        ValueError: an adapter stands beside a tensor that is quantised, or beside none.
-    """
-    adapters: dict[str, torch.Tensor] = {}
-    copied: dict[str, torch.Tensor] = {}
-    own = {f"base.model.layers.{total_layers - num_layers + i}.": i for i in range(num_layers)}
-    for name, tensor in weights:
-        if name.startswith("policy.tail."):
-            adapters[name.removeprefix("policy.tail.")] = tensor
-            continue
-        for prefix, i in own.items():
-            if name.startswith(prefix):
-                copied[f"layers.{i}.{name.removeprefix(prefix)}"] = tensor
-        if name == "base.model.norm.weight":
-            copied["norm.weight"] = tensor
-        yield name, tensor
-    for name in [name for name in adapters if ".lora_A." in name]:
-        down = adapters[name]  # (r, in)
-        up = adapters[name.replace(".lora_A.", ".lora_B.")]  # (out, r)
-        module = name.partition(".lora_A.")[0]
-        weight = copied.get(f"{module}.weight")
-        if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
-            raise ValueError(
-                f"the policy's adapter of {module} cannot be merged: the base's checkpoint holds "
-                "its weight quantised. Serve a policy with --tuning layers or attention, or "
-                "generate with transformers"
-            )
-        change = ADAPTER_SCALE * (up.float() @ down.float())  # (out, in)
-        copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
-    yield from ((f"policy.tail.{name}", tensor) for name, tensor in copied.items())
 
 
 def _for_base(config: VllmConfig, architectures: list[str]) -> VllmConfig:

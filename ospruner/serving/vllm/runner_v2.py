@@ -90,12 +90,11 @@ class _Request(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of logits: its place there, its slot, its position, and the token at that."""
+    """A row of logits: its place there, its slot, and its last token's position."""
 
     place: int
     slot: int
     position: int
-    token: int
 
 
 class V2Processor(LogitsProcessor):
@@ -176,51 +175,51 @@ class V2Processor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """One step: decides where steps of thinking have ended, and shapes the logits (B, V)."""
-        here = [self._here.get(slot) for slot in ctx.idx_mapping_np.tolist()]
-        if not any(here):
+        if not any(slot in self._here for slot in ctx.idx_mapping_np.tolist()):
             return logits
         rows, totals, last = self._copied(ctx)
-        for request, total, tokens in zip(here, totals, last, strict=True):
-            if request is not None:
-                served = request.served
-                known = len(tokens) - total
-                end = max(0, min(total, request.most_tokens) + known)
-                for token in tokens[served.taken + known : end]:
-                    served.take(token)
-                served.said.clear()
-        level = [
-            (row, request.served)
-            for row, request, total in zip(rows[0], here, totals, strict=True)
-            # The rows of a prefill's parts are not sampled from.
-            if request is not None and row.position + 1 >= total
-        ]
+        firsts = [place for place, row in enumerate(rows) if row[0] == 0]  # of each request
+        standing: dict[int, ServedRow] = {}  # by slot
+        level: list[tuple[_Row, ServedRow]] = []
+        for place, total, tokens in zip(firsts, totals, last, strict=True):
+            _, slot, position, _ = rows[place]
+            request = self._here.get(slot)
+            if request is None:
+                continue
+            served, start = request.served, total - len(tokens)
+            for token in tokens[served.taken - start : max(0, request.most_tokens - start)]:
+                served.take(token)
+            served.said.clear()
+            if position + 1 < total:
+                continue  # a part of a prefill, whose row is not sampled from
+            standing[slot] = served
+            if served.row.at_boundary or not served.thinks:  # nothing is done about all others
+                level.append((_Row(place, slot, position), served))
         self._step(logits, level)
-        if len(rows) > 1:
-            self._draft(logits, rows[1:], {row.slot: served for row, served in level})
+        if len(rows) > len(firsts):
+            self._draft(logits, rows, standing)
         return logits
 
-    def _copied(self, ctx: LogitsContext) -> tuple[list[list[_Row]], list[int], list[list[int]]]:
+    def _copied(
+        self, ctx: LogitsContext
+    ) -> tuple[list[tuple[int, int, int, int]], list[int], list[list[int]]]:
         """What a step's rows say, in one copy to the host.
 
         Returns:
-            The rows, by how many drafted tokens end with them; and of each request of the batch how
-            many tokens it has, and the last of these.
+            Of each row of logits how many drafted tokens end with it, its slot, its position and
+            the token there; of each request how many tokens it has, and the last of these.
         """
         slots = ctx.idx_mapping.long()
         totals = self._runner.total_len.gpu[slots].long()
         places = (totals[:, None] + self._last).clamp(min=0)
         last = self._runner.all_token_ids.gpu[slots[:, None], places]
         columns = (ctx.expanded_local_pos, ctx.expanded_idx_mapping, ctx.pos, ctx.input_ids)
-        told = torch.cat([*(one.long() for one in (*columns, totals)), last.long().flatten()])
-        numbers, count, size = told.tolist(), len(ctx.pos), len(totals)
-        drafts, *others = (numbers[i * count : (i + 1) * count] for i in range(len(columns)))
-        rows: list[list[_Row]] = [[] for _ in range(1 + max(drafts))]
-        for place, (draft, *row) in enumerate(zip(drafts, *others, strict=True)):
-            rows[draft].append(_Row(place, *row))
-        numbers = numbers[len(columns) * count :]
-        each = len(self._last)
-        tokens = [numbers[size + i * each : size + (i + 1) * each] for i in range(size)]
-        return rows, numbers[:size], tokens
+        told = torch.cat([*(one.long() for one in columns), totals, last.long().flatten()]).tolist()
+        count, size, each = len(ctx.pos), len(totals), len(self._last)
+        drafts, own, positions, tokens = (told[i * count : (i + 1) * count] for i in range(4))
+        told = told[4 * count :]
+        ends = [told[i : i + each] for i in range(size, len(told), each)]
+        return list(zip(drafts, own, positions, tokens, strict=True)), told[:size], ends
 
     def _step(self, logits: torch.Tensor, level: Sequence[tuple[_Row, ServedRow]]) -> None:
         """Decides on rows that have ended a step, and shapes the logits of all of them."""
@@ -234,27 +233,32 @@ class V2Processor(LogitsProcessor):
         self._core.shape(logits, ((row.place, served) for row, served in level))
 
     def _draft(
-        self, logits: torch.Tensor, levels: list[list[_Row]], standing: dict[int, ServedRow]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[tuple[int, int, int, int]],
+        standing: dict[int, ServedRow],
     ) -> None:
         """The rows after drafted tokens, as if these were accepted.
 
         Args:
             logits: in place.
-            levels: the rows after the first drafted tokens, after the second, and so on.
+            rows: as `_copied` gives them.
             standing: by slot, those whose tokens stand.
         """
-        drafts: dict[int, list[int]] = {}
-        for row in (row for rows in levels for row in rows if row.slot in standing):
-            drafts.setdefault(row.slot, []).append(row.token)
         ahead = {
             slot: standing[slot].ahead()
-            for slot, tokens in drafts.items()
-            if any(map(standing[slot].may_turn, tokens))
+            for slot in {
+                slot
+                for draft, slot, _, token in rows
+                if draft and slot in standing and standing[slot].may_turn(token)
+            }
         }
-        for rows in levels:
-            level = [(row, ahead[row.slot]) for row in rows if row.slot in ahead]
-            for row, served in level:
-                served.take(row.token)
+        for depth in range(1, 1 + max(draft for draft, *_ in rows)):
+            level = []
+            for place, (draft, slot, position, token) in enumerate(rows):
+                if draft == depth and slot in ahead:
+                    ahead[slot].take(token)
+                    level.append((_Row(place, slot, position), ahead[slot]))
             self._step(logits, level)
 
     def _ask(self, rows: Sequence[_Row]) -> torch.Tensor:

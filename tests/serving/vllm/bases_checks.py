@@ -118,7 +118,9 @@ BASES: dict[str, Callable[[], PreTrainedModel]] = {
 def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerForCausalLM]]:
     """Makes a random base and a policy on it, saved in `tmp_path`."""
 
-    def made(base_type: str, num_layers: int, tuning: str = "layers") -> OSPrunerForCausalLM:
+    def made(
+        base_type: str, num_layers: int, tuning: str = "layers", adapter_rank: int = 0
+    ) -> OSPrunerForCausalLM:
         torch.manual_seed(0)
         base = BASES[base_type]().eval()
         with torch.no_grad():
@@ -133,6 +135,7 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerF
             num_layers,
             tuning,
             base_model_name_or_path=str(tmp_path / "base"),
+            adapter_rank=adapter_rank,
         )
         perturb(model)
         model.save_pretrained(tmp_path / "policy")
@@ -193,10 +196,14 @@ def test_base(
     check(make(base_type, num_layers), tmp_path)
 
 
-@pytest.mark.parametrize("base_type", ["llama", "qwen3_moe"])
-def test_adapters(make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str) -> None:
+@pytest.mark.parametrize(
+    ("base_type", "tuning"), [("llama", "layers"), ("qwen3_moe", "layers"), ("qwen3", "queries")]
+)
+def test_adapters(
+    make: Callable[..., OSPrunerForCausalLM], tmp_path: Path, base_type: str, tuning: str
+) -> None:
     """Merged where they are loaded, into copies of the base's layers."""
-    check(make(base_type, 2, "lora"), tmp_path)
+    check(make(base_type, 2, tuning, adapter_rank=4), tmp_path)
 
 
 @pytest.mark.parametrize("base_type", BASES)

@@ -1,4 +1,4 @@
-"""Ends of thinking that are several tokens inside vLLM; how replies are split. By test_plugin.py."""
+"""Ends of thinking of several tokens in vLLM, and how replies are split; run by test_plugin.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vllm.reasoning import ReasoningParserManager
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.formats_ospruner import HARMONY
 from ospruner.demo.shipped import Reasoner
+from ospruner.formats import HARMONY, follow
 from ospruner.serving.vllm.parser import HarmonyThinkingParser, MarkerThinkingParser
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, MARKER_PARSER, PARSER, register
 from ospruner.serving.vllm.vllm_server import vllm_command
+from ospruner.train.untrained import untrained
 
 from .plugin_checks import environment as environment
 from .plugin_checks import greedy, record, run, start_policy
@@ -38,7 +39,7 @@ NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0}
 
 def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
     """A policy whose format takes the reasoner's own last words for the end of its thinking."""
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         base_model_name_or_path=str(reasoner.folder),
@@ -83,7 +84,7 @@ def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, n
             parser = MarkerThinkingParser(AutoTokenizer.from_pretrained(tmp_path))
             if told["reason"] != "length":
                 assert parser.count_reasoning_tokens(ids) == told["thinking_tokens"]
-            state = fmt.follow(prompts[i], ids)
+            state = follow(fmt, prompts[i], ids)
             after = state.thinking_tokens + state.end_tokens
             assert parser.extract_content_ids(ids) == (ids[after:] if state.ended else [])
     assert ended >= 4

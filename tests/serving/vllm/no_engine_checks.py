@@ -20,21 +20,21 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from modeling_ospruner import OSPrunerForCausalLM
-from modeling_ospruner.configuration_ospruner import price_logits, price_places
-from modeling_ospruner.states_ospruner import BREAK, VISIBLE
+from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
+from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.demo.shipped import Reasoner
-from ospruner.serving.policies import check_base_weights
+from ospruner.serving.policies import check_base_weights, merge_adapters
 from ospruner.serving.requests import DEFAULTS
 from ospruner.serving.vllm.model import (
     STOP_HEAD,
     StopHead,
     check_start,
-    merge_adapters,
 )
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.serving.vllm.processor import StopProcessor
 from ospruner.serving.vllm.runner_v1 import V1Processor
 from ospruner.serving.vllm.runner_v2 import V2Processor
+from ospruner.train.untrained import untrained
 
 from ...broken_tensors import BROKEN, break_tensors
 from ..sglang.test_stopper import MOST, SLOTS, Request, by_rows, make_request, said
@@ -326,7 +326,7 @@ def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalL
 def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_path: Path) -> None:
     """One tail and one head for all: each row is compared at its own price."""
     named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model, reasoner.tokenizer, tuning="layers", price_range=(5e-5, 1e-2), **named
     )
     model.config.price = 1e-3
@@ -459,7 +459,7 @@ def test_slots_of_runner_v2_stop_as_rows_do(
     reasoner: Reasoner, tmp_path: Path, drafts: int
 ) -> None:
     """Through slots that are used again, preempted in between, and ahead of what stands."""
-    model = OSPrunerForCausalLM.untrained(
+    model = untrained(
         reasoner.model, reasoner.tokenizer, 1, base_model_name_or_path=str(reasoner.folder)
     )
     model.save_pretrained(tmp_path)
