@@ -1,17 +1,15 @@
-"""What `ospruner serve` does for any engine: it looks at the policy, and writes its options."""
+"""What `ospruner serve` does for any engine: it looks at the policy and the options."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 
 from .requests import StopRequest
 
-__all__ = ["engine_options", "served_policy", "value_of"]
+__all__ = ["served_policy", "value_of"]
 
 
 def served_policy(
@@ -45,20 +43,3 @@ def value_of(name: str, arguments: Sequence[str]) -> str | None:
         if one.startswith(f"{name}="):
             return one.partition("=")[2]
     return None
-
-
-def engine_options(engine_args: Mapping[str, Any], says_no: bool) -> list[str]:
-    """Arguments of an engine as options of its server: `--tensor-parallel-size 2`.
-
-    Args:
-        engine_args: by their names in the engine's own class.
-        says_no: whether False is written `--no-x`, as vLLM wants it; else a flag is left out.
-    """
-    options: list[str] = []
-    for name, value in engine_args.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            options += [f"--{option}"] if value else [f"--no-{option}"] if says_no else []
-        else:
-            options += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-    return options

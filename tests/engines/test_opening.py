@@ -17,7 +17,6 @@ from ospruner.engines.opening import (
     parse_engine_args,
 )
 from ospruner.engines.transformers.engine import TransformersEngine
-from ospruner.serving.launch import engine_options
 
 
 def test_values_have_the_types_that_they_say() -> None:
@@ -102,18 +101,3 @@ def test_vllm_refuses_what_its_engine_lacks(
 ) -> None:
     with pytest.raises(ValueError, match=r"\['tensor_paralel_size'\]: vLLM's EngineArgs has none"):
         opened("vllm", tiny_base_dir, tiny_tokenizer, tensor_paralel_size=2)
-
-
-def test_the_server_is_given_them_as_its_options() -> None:
-    given = parse_engine_args(
-        [
-            "tensor_parallel_size=2",
-            "enforce_eager=true",
-            "enable_prefix_caching=false",
-            "dtype=half",
-        ]
-    )
-    assert engine_options(given, says_no=True) == [
-        *("--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching"),
-        *("--dtype", "half"),
-    ]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from ospruner.cli import app
-from ospruner.serving.launch import engine_options
 from ospruner.serving.requests import CONTROL, ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 from ospruner.serving.vllm import vllm_server
 
@@ -87,14 +86,6 @@ def test_old_names_and_other_peoples_keys() -> None:
     for gone in ("stop_length_penalty", "stop_domain"):
         with pytest.raises(ValueError, match=rf"no \['{gone}'\]; the policy's keys are .*stop_pri"):
             StopRequest({gone: 1e-4})
-
-
-def test_engine_arguments_are_given_as_options() -> None:
-    given_ = {"tp_size": 2, "trust_remote_code": True, "enable_metrics": False, "dtype": "half"}
-    common = ["--tp-size", "2", "--trust-remote-code"]
-    assert engine_options(given_, says_no=False) == [*common, "--dtype", "half"]
-    vllm = [*common, "--no-enable-metrics", "--dtype", "half"]
-    assert engine_options(given_, says_no=True) == vllm
 
 
 REQUESTED: dict[str, tuple[dict[str, Any], Any]] = {
@@ -187,7 +178,7 @@ SERVED = {
     "--max-thinking-tokens": "90",
     "--control": "0.1",
     "--opt-in": None,
-    "--engine-arg": "seed=1",
+    "--dtype": "half",
 }
 
 
@@ -197,7 +188,7 @@ def test_every_option_of_serve_changes_what_is_served(monkeypatch: pytest.Monkey
     commands: Any = typer.main.get_command(app)
     serve = commands.commands["serve"]
     known = {one.opts[0] for one in serve.params if one.opts[0].startswith("-")}
-    assert known == {*SERVED, "--engine"}  # which says whose server it is
+    assert known == {*SERVED, "--engine"} - {"--dtype"}  # whose server it is; its own option
     serve.main(["org/policy"], standalone_mode=False)
     for option, value in SERVED.items():
         given_ = [option] if value is None else [option, value]

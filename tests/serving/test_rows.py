@@ -56,8 +56,14 @@ def compiled(form: ReasoningFormat) -> TokenFormat:
         kinds=bytes(0 if i < MARKERS else kind_of(piece) for i, piece in enumerate(PIECES)),
         brace_texts={i: text for i, text in enumerate(PIECES) if re.search(r"[{}\\]", text)},
         think_start_ids=ids_of(*start),
+        wind_down_ids=(),
+        header_ids=(),
+        opening_ids=(),
         call_ids=frozenset(ids_of("<tool_call>")),
         displays=displays if form.name == "plain" else None,
+        end_marker=None,
+        start_marker=None,
+        closing_rests={},
     )
 
 
@@ -69,7 +75,7 @@ def served(fmt: TokenFormat, prompt: list[int], place: float | None = None, **sa
     config = OSPrunerConfig()
     settings = StopPolicyConfig(**said).with_defaults(config)
     eos = frozenset({*fmt.eos_ids, *ids_of("<eos2>")})
-    plan = RowPlan(settings, fmt, eos)
+    plan = RowPlan(settings, fmt, eos, priced=place is not None)
     return ServedRow(Admitted(plan, 3, IDS["<eos>"], False, place, None, None), prompt)
 
 
