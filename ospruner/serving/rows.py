@@ -93,10 +93,10 @@ class ServedRow:
         if length - 1 <= self.taken <= length:
             return
         old = self.record
-        prices = old.prices if self.admitted.plan.priced else [None] * len(old.step_ends)
+        prices: Sequence[float | None] = old.prices or [None] * len(old.step_ends)
         self._begin(prompt_ids)
         told = zip(old.step_ends, old.probabilities, prices, strict=True)
-        self.said = {len(prompt_ids) + end: Said(*said) for end, *said in told}
+        self.said = {len(prompt_ids) + end: Said(signal, price) for end, signal, price in told}
         for token in text_ids:
             self.take(token)
 

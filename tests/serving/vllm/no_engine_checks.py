@@ -282,7 +282,7 @@ class Batch:
 def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalLM) -> None:
     """As where steps are scheduled ahead; also if it leaves and comes back in one step."""
     fmt, batch = model.token_format, Batch(model)
-    ids = model.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)  # type: ignore[union-attr]
+    ids = model.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)
     word = next(i for i, kind in enumerate(fmt.kinds) if kind == VISIBLE)
     end = next(i for i, kind in enumerate(fmt.kinds) if kind & BREAK)
     extra = {"stop_mode": "threshold", "stop_threshold": 0.5}

@@ -159,7 +159,7 @@ def test_a_natural_end_gets_the_box_too(
         assert ids[at : at + len(forced)] == forced
         assert ids[-1] in fmt.eos_ids
         assert ids.count(fmt.think_end_id) == 1
-        assert "}" in model.tokenizer.decode(ids[-2])  # type: ignore[union-attr]
+        assert "}" in model.tokenizer.decode(ids[-2])
 
 
 def test_several_texts_of_one_prompt_stop_on_their_own(
