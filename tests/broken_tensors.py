@@ -41,13 +41,13 @@ def _infinite(tensors: Tensors) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Tensors], None], str]] = {
-    "shape": (_misshape, r"another shape or dtype: \['policy.head.bias F32 \(3,\) instead of flo"),
-    "missing": (_missing, r"missing: \['policy.head.weight'\]"),
-    "unknown": (_unknown, r"unknown: \['policy.extra'\]"),
-    "integers": (_integers, r"policy.head.weight I32 \(1, \d+\) instead of floats \(1, "),
-    "packed": (_packed, r"policy.head.weight F8_E4M3 \(1, \d+\) instead of floats \(1, "),
-    "NaN": (_nan, r"holds NaN or infinite values in \['policy.tail"),
-    "infinite": (_infinite, r"holds NaN or infinite values in \['policy.tail"),
+    "shape": (_misshape, r"another shape or dtype: \['head.bias torch.float32 \(3,\) instead of"),
+    "missing": (_missing, r"missing: \['head.weight'\]"),
+    "unknown": (_unknown, r"unknown: \['extra'\]"),
+    "integers": (_integers, r"head.weight torch.int32 \(1, \d+\) instead of \(1, "),
+    "packed": (_packed, r"head.weight torch.float8_e4m3fn \(1, \d+\) instead of \(1, "),
+    "NaN": (_nan, r"holds NaN or infinite values in \['tail."),
+    "infinite": (_infinite, r"holds NaN or infinite values in \['tail."),
 }
 """By name: how to break a policy's tensors, and what is said of it."""
 
