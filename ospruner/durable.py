@@ -12,23 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = [
-    "LOCK",
-    "DamagedError",
-    "append_durably",
-    "checked_line",
-    "lock_folder",
-    "partial_of",
-    "read_checked",
-    "read_checked_line",
-    "replace_file",
-    "replacing",
-    "room_needed",
-    "sync_file",
-    "sync_folder",
-    "write_checked",
-]
-
 LOCK = ".lock"
 _CHECKSUM = "checksum"
 
@@ -88,27 +71,27 @@ def append_durably(path: Path, content: bytes) -> None:
             raise
 
 
-def partial_of(path: Path) -> Path:
-    """Where a file is written before it takes its place."""
-    return path.with_name(f".{path.name}.partial")
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write, which takes the path's place, atomically and durably, when all went well.
 
     Whatever fails leaves the path as it was, and no partial file behind.
     """
-    partial = partial_of(path)
+    partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
             yield file
-            sync_file(file)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)  # makes the renaming durable
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -117,24 +100,10 @@ def replace_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def sync_file(file: IO[bytes]) -> None:
-    """Makes what was written to a file durable."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_checked(path: Path, values: Mapping[str, Any]) -> None:
     """Writes JSON values with a checksum of them, as `replace_file` does."""
-    text = json.dumps(_with_checksum(values), indent=2, ensure_ascii=False) + "\n"
+    checked = {**values, _CHECKSUM: _checksum_of(values)}
+    text = json.dumps(checked, indent=2, ensure_ascii=False) + "\n"
     replace_file(path, text.encode())
 
 
@@ -148,46 +117,28 @@ def read_checked(path: Path, way_out: str) -> dict[str, Any]:
     Raises:
         DamagedError: the values are not those that were written.
     """
-    return _checked(path.read_bytes(), str(path), way_out)
-
-
-def checked_line(values: Mapping[str, Any]) -> bytes:
-    """JSON values with a checksum of them, as one line."""
-    return json.dumps(_with_checksum(values), ensure_ascii=False).encode() + b"\n"
-
-
-def read_checked_line(line: bytes, where: str, way_out: str) -> dict[str, Any]:
-    """The values of `checked_line`; raises as `read_checked` does."""
-    return _checked(line, where, way_out)
-
-
-def _with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**values, _CHECKSUM: _checksum_of(values)}
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged, it is no JSON ({error}): {way_out}") from error
+    if not isinstance(values, dict) or _CHECKSUM not in values:
+        what = "has no checksum" if isinstance(values, dict) else f"holds a {type(values).__name__}"
+        raise DamagedError(f"{path} is damaged, or not ours (it {what}): {way_out}")
+    stated = values.pop(_CHECKSUM)
+    try:
+        whole: bool = stated == _checksum_of(values)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged ({error}): {way_out}") from error
+    if not whole:
+        raise DamagedError(
+            f"{path} is damaged, or was edited by hand (its checksum does not fit what it says): "
+            f"{way_out}"
+        )
+    found: dict[str, Any] = values
+    return found
 
 
 def _checksum_of(values: Mapping[str, Any]) -> str:
     """Of the values, not of their spelling: reading and writing them keeps it."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _checked(content: bytes, where: str, way_out: str) -> dict[str, Any]:
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where} is damaged, it is no JSON ({error}): {way_out}") from error
-    if not isinstance(values, dict) or _CHECKSUM not in values:
-        what = "has no checksum" if isinstance(values, dict) else f"holds a {type(values).__name__}"
-        raise DamagedError(f"{where} is damaged, or not ours (it {what}): {way_out}")
-    stated = values.pop(_CHECKSUM)
-    try:
-        whole: bool = stated == _checksum_of(values)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{where} is damaged ({error}): {way_out}") from error
-    if not whole:
-        raise DamagedError(
-            f"{where} is damaged, or was edited by hand (its checksum does not fit what it says): "
-            f"{way_out}"
-        )
-    found: dict[str, Any] = values
-    return found

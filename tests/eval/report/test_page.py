@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ospruner.durable import checked_line
 from ospruner.eval.report.page import write_report
 from ospruner.eval.report.summary import never_right, never_right_told
 
 from ..evaluations import make_evaluation
+from .test_panels import finished_run
 
 
 class Page(HTMLParser):
@@ -52,19 +52,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_evaluation(benchmark="MATH-500", seed=1).save(folder / "math")
     run = folder.parent / "run"
     run.mkdir(exist_ok=True)
-    lines = []
-    for number, penalty in enumerate((1e-4, 5e-5, 0.0)):
-        lines.append({"stage": f"s{number}", "price": penalty, "epoch": 1})
-        lines.append(
-            {
-                "validation": {
-                    "name": f"s{number}", "price": penalty,
-                    "accuracy": 0.6 + 0.05 * number, "tokens": 100.0 + 40 * number,
-                    "full_accuracy": 0.75, "full_tokens": 300.0,
-                }
-            }
-        )  # fmt: skip
-    (run / "log.jsonl").write_bytes(b"".join(map(checked_line, lines)))
+    finished_run(run, (1e-4, 5e-5, 0.0))
     paths = write_report(folder, dynamics=[run], prices=[1e-4], title="A <test> & more")
     return {path.name: path for path in paths}
 
