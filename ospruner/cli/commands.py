@@ -29,8 +29,25 @@ labels_app = typer.Typer(
     cls=LazyGroup, help="Import labelled traces, grade them again.", no_args_is_help=True
 )
 
+
+def _in_a_folder(file: Path | None) -> Path | None:
+    """Makes the folder of a file that is written after the work, before it."""
+    if file is not None:
+        try:
+            file.absolute().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be written ({error}).") from error
+    return file
+
+
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write every number to this file too.", dir_okay=False)
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Write every number to this file too.",
+        dir_okay=False,
+        callback=_in_a_folder,
+    ),
 ]
 Base = Annotated[str | None, typer.Option(help="The base, if it is no longer where labels say.")]
 Device = Annotated[str | None, typer.Option(help="Torch device; default: the best.")]
@@ -41,7 +58,9 @@ States = Annotated[
         file_okay=False,
     ),
 ]
-Out = Annotated[Path, typer.Option(help="Folder of the run; a stopped run continues.")]
+Out = Annotated[
+    Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
+]
 Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the Hub.")]
 MAKE, USE, SHARE = "Make a policy", "Use it", "Share and look"
 
@@ -72,7 +91,9 @@ PLAN = Fields("ospruner.doctor.plan:Workload")
 
 @app.command(rich_help_panel=MAKE)
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Folder; default: runs/demo.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; default: runs/demo.", file_okay=False)
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The proof: 3 seeds, an hour.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
@@ -205,7 +226,9 @@ def compare(
     choose_on: Annotated[
         str | None, typer.Option(help="Labels of other problems, on which choices are made.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for numbers, picture, page.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for numbers, picture, page.", file_okay=False)
+    ] = None,
     prices: Annotated[
         str, typer.Option(help="Of a token, for policies of every price: 5e-5,1e-4, or all.")
     ] = "",
@@ -233,14 +256,16 @@ def compare(
 
     said = fields_of(context, COMPARING)
     names = {name: said.get(name) for name in ("model", "benchmark")}
-    if not methods:
+    earlier = labels is not None and any(Path(labels).rglob("evaluation.json"))
+    if not methods and (paper or earlier or labels is None):
         if labels is None and not paper:
             raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
         print_comparison(labels, console, paper=paper, json_file=json_file, **names)
         for path in [] if labels is None else write_report(labels, out=out):
             console.print(f"Wrote {path}", soft_wrap=True)
         return
-    assert labels is not None  # methods come after it
+    assert labels is not None  # see above
+    methods = methods or []
     sampling = {name: said[name] for name in ONLINE if name in said}
     if sampling and not online:
         raise typer.BadParameter(f"{', '.join(sampling)}: fields of --online; say that, too.")
@@ -574,7 +599,6 @@ def _bars(name: str) -> Any:
 
 def _write(numbers: Any, file: Path | None) -> None:
     if file is not None:
-        file.absolute().parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
 
 
