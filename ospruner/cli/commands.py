@@ -215,8 +215,7 @@ def compare(
     labels: Annotated[
         str | None,
         typer.Argument(
-            help="Labels to measure on, or whose problems to ask; without methods, a folder of "
-            "earlier comparisons."
+            help="Labels to measure on; without methods, a folder of earlier comparisons."
         ),
     ] = None,
     methods: Annotated[
@@ -232,7 +231,11 @@ def compare(
     prices: Annotated[
         str, typer.Option(help="Of a token, for policies of every price: 5e-5,1e-4, or all.")
     ] = "",
-    online: Annotated[bool, typer.Option("--online", help="Generate, and measure.")] = False,
+    online: Annotated[
+        bool, typer.Option("--online", help="Generate on the labels' problems; a run continues.")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="With --online: of each problem.")] = 16,
+    seed: Annotated[int, typer.Option(help="With --online: of the sampling.")] = 0,
     paper: Annotated[
         bool, typer.Option("--paper", help="Without methods: beside the paper's numbers.")
     ] = False,
@@ -246,50 +249,40 @@ def compare(
     json_file: JsonFile = None,
 ) -> None:
     """Compare policies and rules on labels, exactly; or by generating."""
+    from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.page import write_report
     from ospruner.eval.report.summary import parse_lambdas, print_comparison, print_results
     from ospruner.eval.report.terminal import frontier_tables
 
-    from .comparing import ONLINE
-
     said = fields_of(context, COMPARING)
-    names = {name: said.get(name) for name in ("model", "benchmark")}
     earlier = labels is not None and any(Path(labels).rglob("evaluation.json"))
     if not methods and (paper or earlier or labels is None):
         if labels is None and not paper:
             raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
+        names = {name: said.get(name) for name in ("model", "benchmark")}
         print_comparison(labels, console, paper=paper, json_file=json_file, **names)
         for path in [] if labels is None else write_report(labels, out=out):
             console.print(f"Wrote {path}", soft_wrap=True)
         return
-    assert labels is not None  # see above
-    methods = methods or []
-    sampling = {name: said[name] for name in ONLINE if name in said}
-    if sampling and not online:
-        raise typer.BadParameter(f"{', '.join(sampling)}: fields of --online; say that, too.")
+    said["rewards_at"] = parse_lambdas(str(said.pop("rewards_at", ""))) or None
+    variant = charged_variant(said.pop("charge", "thinking"))
     chosen = parse_prices({"all": "frontier"}.get(prices, prices))
-    rewards_at = parse_lambdas(str(said.get("rewards_at", "")))
-    variant = charged_variant(said.get("charge", "thinking"))
     target = out or Path("runs/compare")
-    more = {name: said[name] for name in ("train", "replicates") if name in said}
-    more |= {"online": True, "out": target, **sampling} if online else {}
-    from ospruner.comparing import compare
-
-    with _bars("online" if online else "compare") as bars:
+    with _bars("compare") as bars:
         report = compare(
-            labels, methods, choose_on=choose_on, prices=chosen, base=base, limit=limit,
-            across_tasks=across_tasks, device=device, states=states, progress=bars,
-            variant=variant, rewards_at=rewards_at or None, **names, **more,
+            labels, methods or [], choose_on=choose_on, prices=chosen, base=base, limit=limit,
+            across_tasks=across_tasks, device=device, states=states, variant=variant,
+            online=online, samples=samples, seed=seed, out=target if online else None,
+            progress=bars, **said,
         )  # fmt: skip
     report.save(target)
-    results = report.results
-    print_results(results, console)
-    for table in frontier_tables(results) if results.frontiers else ():
+    print_results(report.results, console)
+    for table in frontier_tables(report.results) if report.results.frontiers else ():
         console.print(table)
     if json_file is not None:
-        results.save(json_file)
+        report.results.save(json_file)
     page = write_report(target)[0]
     console.print(f"Numbers: {target / 'results.json'}; page: {page}", soft_wrap=True)
 
