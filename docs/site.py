@@ -20,7 +20,7 @@ API = (
     ("Rules", "ospruner.rules.families", ("Family", "StopRule", "parse_rule")),
     ("Comparing", "ospruner.comparing", ("compare",)),
     ("Promises", "ospruner.calibrating", ("calibrate",)),
-    ("Formats", "modeling_ospruner", ("ReasoningFormat", "TokenFormat", "guess")),
+    ("Formats", "modeling_ospruner", ("ReasoningFormat", "TokenFormat")),
     ("Engines", "ospruner.engines.opening", ("EngineOptions", "open_engine")),
     ("Labels", "ospruner.train.labels.label", ("LabelConfig", "label")),
     (

@@ -359,7 +359,7 @@ def _methods(
             rules.append("learnstop")
         elif one == "learnstop" or not isinstance(one, str):
             rules.append(one)
-        elif is_rule(one):
+        elif is_rule(one) or (":" in one and not Path(one.partition("@")[0]).exists()):
             rules.append(parse_rule(one, split.same))
         else:
             policies.append(one)
