@@ -139,7 +139,8 @@ def test_a_row_is_decided_shaped_and_told_once() -> None:
         one.take(token)
         two.take(token)
     said = core.hear([one, two], torch.tensor([[2.0], [torch.nan]]))
-    assert said[0][:2] == (pytest.approx(torch.tensor(2.0).sigmoid().item()), None)
+    assert said[0].signal == pytest.approx(torch.tensor(2.0).sigmoid().item())
+    assert said[0].price is None
     core.decide([one, two], said)
     logits = torch.zeros(3, len(PIECES))
     core.shape(logits, [(2, one), (0, two)])
