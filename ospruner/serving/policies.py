@@ -186,7 +186,7 @@ def merge_adapters(weights: Weights, total_layers: int, num_layers: int) -> Weig
         if weight is None or not weight.is_floating_point() or weight.itemsize < 2:
             raise ValueError(
                 f"the policy's adapter of {module} cannot be merged: the base's checkpoint holds "
-                "its weight quantised. train the policy with adapter_rank 0"
+                "its weight quantised: train the policy with adapter_rank 0"
             )
         change = ADAPTER_SCALE * (up.float() @ down.float())  # (out, in)
         copied[f"{module}.weight"] = (weight.float() + change.to(weight.device)).to(weight.dtype)
