@@ -23,11 +23,10 @@ from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.text import markdown_table
 
 
-def about_of(folder: Path, seed: int, size: str, processes: int | None) -> dict[str, Any]:
+def about_of(folder: Path, seed: int, size: str) -> dict[str, Any]:
     """What one seed's demo says of itself; it is run where it is not finished."""
     if not (folder / "side_by_side.json").is_file() or not (folder / RESULTS_FILE).is_file():
         options = [] if size == "standard" else [f"--{size}"]
-        options += [] if processes is None else ["--processes", str(processes)]
         command = [sys.executable, "-m", "ospruner.cli", "demo", "--out", str(folder), *options]
         subprocess.run([*command, "--seed", str(seed)], check=True)
     about = Results.read(folder / RESULTS_FILE).about
@@ -53,7 +52,6 @@ def main() -> None:
     parser.add_argument("--seeds", default="0-9", help="FIRST-LAST")
     parser.add_argument("--size", default="standard", choices=("quick", "standard"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo-seeds"))
-    parser.add_argument("--processes", type=int, help="of each demo; by default one a core")
     parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file")
     args = parser.parse_args()
@@ -65,7 +63,7 @@ def main() -> None:
     made_by = {}
     for seed in range(first, last + 1):
         folder = args.out / f"{args.size}-seed{seed}"
-        about = about_of(folder, seed, args.size, args.processes)
+        about = about_of(folder, seed, args.size)
         found[str(seed)] = {claim["claim"]: claim["holds"] for claim in about["claims"]}
         made_by[str(seed)] = {name: about["run"][name] for name in ("git_commit", "created_utc")}
     print(markdown(found))
