@@ -259,7 +259,9 @@ def test_free_answers_have_the_room_that_the_labels_give(
     assert ended.any()
     np.testing.assert_array_equal(full.correct[ended], online.natural_correct[ended])
     replayed = compare(tmp_path, ["budget:40"]).evaluation.rules[1].outcome
-    np.testing.assert_array_equal(budget.answer_tokens, replayed.answer_tokens)
+    early = budget.tokens < full.tokens  # after its own end the model writes the closing's rest
+    assert early.any()
+    np.testing.assert_array_equal(budget.answer_tokens[early], replayed.answer_tokens[early])
 
 
 @pytest.mark.slow
