@@ -228,10 +228,7 @@ def find_evaluations(folder: str | Path) -> list[Evaluation]:
             )
         found[evaluation.name] = path.parent, evaluation
     if not found:
-        raise ValueError(
-            f"{folder} holds no evaluation: make one with `ospruner eval replay` or "
-            "`ospruner eval online`"
-        )
+        raise ValueError(f"{folder} holds no evaluation: make one with `ospruner compare`")
     return [evaluation for _, evaluation in found.values()]
 
 

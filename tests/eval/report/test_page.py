@@ -52,7 +52,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_evaluation(benchmark="MATH-500", seed=1).save(folder / "math")
     run = folder.parent / "run"
     run.mkdir(exist_ok=True)
-    finished_run(run, (1e-4, 5e-5, 0.0))
+    finished_run(run, [1e-4, 5e-5, 0.0])
     paths = write_report(folder, dynamics=[run], prices=[1e-4], title="A <test> & more")
     return {path.name: path for path in paths}
 
@@ -113,10 +113,10 @@ def test_measured_stands_beside_published(written: dict[str, Path]) -> None:
 
 
 def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no evaluation: make one with `ospruner eval rep"):
+    with pytest.raises(ValueError, match="holds no evaluation: make one with `ospruner comp"):
         write_report(tmp_path)
     make_evaluation().save(tmp_path / "one")
-    with pytest.raises(ValueError, match="has no log.jsonl: give the folder of a training run"):
+    with pytest.raises(ValueError, match=r"has no trainer_state\.json: give the folder of a fin"):
         write_report(tmp_path, dynamics=[tmp_path])
 
 
