@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SIGNALS", "bin_of", "distribution", "observed"]
-
-SIGNALS = {
-    "thinking_tokens": "thinking tokens",
-    "first_step": "what the policy says at the first step",
-}
-"""What is compared. The second is the price of indifference, of a policy of one lambda the stop
-probability: it does not depend on where requests stop."""
+__all__ = ["bin_of", "distribution", "observed"]
 
 _BINS = 10
 
@@ -55,7 +48,11 @@ def bin_of(edges: Sequence[float], value: float) -> int:
 
 
 def observed(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a `StopRecord`, as a dict, says of the `SIGNALS`; what it does not say is left out."""
+    """What a `StopRecord`, as a dict, says of thinking tokens and of the first step.
+
+    Of that the price of indifference, with a policy of one lambda the stop probability: it does not
+    depend on where requests stop. What is not said is left out.
+    """
     found = {"thinking_tokens": float(record["thinking_tokens"])}
     said = record["prices"] or record["probabilities"]
     # JSON has no inf and no NaN: the server's route writes "inf" and null.
