@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) 
     return [problem in chosen for problem in problem_ids]
 
 
-LabelSource = str | Path | Dataset | DatasetDict | Labels | Sequence[str | Path]
+LabelSource: TypeAlias = str | Path | Dataset | DatasetDict | Labels | Sequence[str | Path]
 
 
 def labels_of(source: LabelSource) -> Labels:
