@@ -59,7 +59,7 @@ def labels_of(source: LabelSource) -> Labels:
     if isinstance(source, Labels):
         return source
     single = isinstance(source, str | Path | Dataset | DatasetDict)
-    return load_mix([source] if single else source)  # type: ignore[list-item, arg-type]
+    return load_mix([source] if single else source)  # type: ignore[arg-type]
 
 
 def split_labels(
