@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
+from .numbers import compared
 from .pool import GradingPool, Verdict
 
 __all__ = [
@@ -33,6 +34,9 @@ MAX_ANSWER_CHARS = 1_000
 """Longer answers stay ungraded: the longest reference of our benchmarks has 53 characters."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_AND = r"(?:\band\b|\bor\b|\\text\{ *(?:and|or) *\})"
+_JOINED = re.compile(rf"[\s$]*(?:[,;]|{_AND})[\s$]*(?:{_AND}[\s$]*)?")
+_ROOT = re.compile(r"\\sqrt\s*\{\s*(?:\\[dt]?frac\s*\{1\}\s*\{(\w+)\}|1\s*/\s*(\w+))\s*\}")
 _INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)")
 
 
@@ -61,10 +65,11 @@ def read_box(text: str) -> str | None:
 def extract_boxed(text: str) -> str | None:
     r"""The content of the last closed `\boxed{...}` (or `\fbox{...}`), braces balanced.
 
-    A box inside the last one is part of its content. None where there is no closed box. One pass,
-    so that a text of nothing but opening boxes is no trap.
+    Boxes that only a comma or a word such as "and" parts are read together: `\boxed{1} or
+    \boxed{2}` is `1, 2`. A box inside the last one is part of its content. None where there is no
+    closed box. One pass, so that a text of nothing but opening boxes is no trap.
     """
-    answer = None
+    answer, before = None, 0  # what was read so far, and where it ended
     open_braces: list[int | None] = []  # where a box's content starts; None for a plain brace
     position = 0
     while position < len(text):
@@ -80,7 +85,12 @@ def extract_boxed(text: str) -> str | None:
         elif character == "}" and open_braces:
             start = open_braces.pop()
             if start is not None:
-                answer = text[start:position].strip()  # an enclosing box closes later and wins
+                content = text[start:position].strip()
+                opened = text.rfind("\\", 0, start)
+                joined = answer is not None and _JOINED.fullmatch(text, before, opened)
+                # An enclosing box closes later, and wins.
+                answer = f"{answer}, {content}" if joined else content
+                before = position + 1
         position += 1
     return answer
 
@@ -184,12 +194,15 @@ def _at_once(reference: str, answer: str) -> Verdict | None:
         return Verdict(True)
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
         return Verdict(int(reference.replace(",", "")) == int(answer.replace(",", "")))
-    return None
+    same = compared(reference, answer)
+    return None if same is None else Verdict(same)
 
 
 @lru_cache(maxsize=200_000)
 def _ask(reference: str, answer: str) -> Verdict:
-    return _POOL.compare(reference, answer, TIME_LIMIT_SECONDS)
+    # sympy holds the root of 1/n and 1 over that of n to differ, as for n < 0 they do.
+    texts = (_ROOT.sub(r"\\frac{1}{\\sqrt{\1\2}}", text) for text in (reference, answer))
+    return _POOL.compare(*texts, TIME_LIMIT_SECONDS)
 
 
 _POOL = GradingPool()

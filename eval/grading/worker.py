@@ -47,7 +47,11 @@ def _readings(text: str, seconds: int) -> tuple[list[Any], str | None]:
 
 def _match(gold: Any, target: Any, seconds: int) -> tuple[bool, str | None]:
     try:
-        return bool(verify(gold, target, timeout_seconds=seconds, raise_on_error=True)), None
+        # In both orders: it reads `x > 2` as an interval where that is the reference alone.
+        pairs = ((gold, target), (target, gold))
+        return any(
+            verify(*pair, timeout_seconds=seconds, raise_on_error=True) for pair in pairs
+        ), None
     except TimeoutException:
         return False, "time limit"
     except Exception:  # noqa: BLE001 - such as recursion or memory running out

@@ -13,10 +13,21 @@ from .task import Task
 
 __all__ = ["Choice", "Exact"]
 
-_LETTER = re.compile(r"(?:option|answer|choice)?[\s:*({\[]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
 _LISTED = re.compile(r"^[ \t]*[(\[]?([A-Z])[.):\]][ \t]", re.MULTILINE)
-_TEXTED = re.compile(r"^\\(?:text|mathrm|textbf|mathbf)\{(.*)\}$")
-_SAID_LAST = re.compile(r"answer(?:\s+is)?\s*:?[\s*({\[]*([A-Z])(?![A-Za-z])", re.IGNORECASE)
+_WRAPPED = re.compile(
+    r"\\(?:text|mathrm|textbf|mathbf|textit|boxed)\s*\{(.*)\}|\$(.*)\$|\\\((.*)\\\)|\*\*(.*)\*\*"
+)
+_NAMED = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|answer|choice)(?:\s+is)?\s*:?\s*)?"
+    r"[(\[{*]*([A-Z])(?P<behind>[)\]}*]+[.:]?|[.:])?(?:\s+(?P<rest>.*))?",
+    re.IGNORECASE | re.DOTALL,
+)
+_ANOTHER = re.compile(r"(?:and|or|,|/|&)\s*[(\[]?[A-Z]\b", re.IGNORECASE)
+# A letter in prose is upper-case or in brackets: no article, no "I".
+_SAID = re.compile(
+    r"(?i:answer(?:\s+is)?)(?:[\s$*:]|\\[a-z]+\{)*"
+    r"(?:[(\[]([A-Za-z])[)\]]|(?!I\s+[a-z])([A-Z])(?![A-Za-z']))"
+)
 
 
 class Choice(Task):
@@ -122,8 +133,8 @@ class Choice(Task):
         """The letter in the last box, or after the last "answer is"; None where there is none."""
         if boxed := super().read_free(text):
             return _letter(boxed) or boxed
-        said = _SAID_LAST.findall(text)
-        return said[-1].upper() if said else None
+        said = _SAID.findall(unicodedata.normalize("NFKC", text))
+        return (said[-1][0] or said[-1][1]).upper() if said else None
 
     def grade(self, answer: str | None, problem: Problem) -> float | None:
         """Whether it is the right letter; what is no letter is wrong."""
@@ -141,12 +152,14 @@ class Choice(Task):
 
 
 def _letter(text: str) -> str | None:
-    r"""The letter that an answer such as `B`, `(b)`, `\text{B}` or `B. 42` names."""
-    text = text.strip()
-    if inner := _TEXTED.match(text):
-        text = inner[1].strip()
-    found = _LETTER.match(text)
-    return found[1].upper() if found else None
+    r"""The one letter that an answer such as `B`, `(b)`, `\textbf{(B)}`, `$B$` or `B. 42` names."""
+    text = unicodedata.normalize("NFKC", text).strip()
+    while inner := _WRAPPED.fullmatch(text):
+        text = next(group for group in inner.groups() if group is not None).strip()
+    found = _NAMED.fullmatch(text)
+    if found is None or (found["rest"] and not found["behind"]):  # "a dog", "I think"
+        return None
+    return None if found["rest"] and _ANOTHER.match(found["rest"]) else found[1].upper()
 
 
 def _listed(text: str) -> list[str]:
@@ -181,7 +194,8 @@ class Exact(Task):
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_DROPPED = re.compile(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|[^\w\s.,+\-*/=<>%^]|_")
+_TEXTED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{(.*)\}")
+_STOPS = re.compile(r"(?<!\d)[.,](?!\d)|[.,](?!\d)|_")
 
 
 def normalised(text: str) -> str:
@@ -190,8 +204,14 @@ def normalised(text: str) -> str:
     Signs of arithmetic and a number's points and commas stay.
     """
     text = text.strip()
-    if inner := _TEXTED.match(text):
+    if inner := _TEXTED.fullmatch(text):
         text = inner[1]
-    text = unicodedata.normalize("NFKC", text).casefold()
-    kept = " ".join(_DROPPED.sub(" ", text).split())
+    text = unicodedata.normalize("NFKC", text).replace("−", "-").casefold()
+    signs = (c if c.isalnum() or c in ".,+-*/=<>%^" or _is_sign(c) else " " for c in text)
+    kept = " ".join(_STOPS.sub(" ", "".join(signs)).split())
     return " ".join(_ARTICLES.sub(" ", kept).split()) or kept
+
+
+def _is_sign(character: str) -> bool:
+    """Of mathematics, a degree, or a currency: what an answer means, and no punctuation."""
+    return unicodedata.category(character) in ("Sm", "Sc", "Mn", "Mc") or character == "°"

@@ -51,6 +51,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (r"\boxed{}", ""),
         (r"\boxed{never closed", None),
         (r"\boxed{5} then \boxed{6", "5"),
+        (r"\boxed{1}, \boxed{2} and $\boxed{3}$", "1, 2, 3"),
+        (r"\boxed{1} or \boxed{2}", "1, 2"),
+        (r"\boxed{1}. So \boxed{2}", "2"),
         (r"} \boxed{1 \boxed{5}", "5"),
         (r"{a \boxed{6}", "6"),
         (r"\\boxed{7}", None),
@@ -321,3 +324,20 @@ def test_real_references_are_equal_to_themselves_spelt_otherwise(
     verdicts += [grade(rf"{{{answer}}}", answer) for answer in answers]
     assert verdicts.count(True) >= 0.95 * len(verdicts)
     assert max(len(answer) for answer in answers) < MAX_ANSWER_CHARS
+
+
+def test_a_table_of_verdicts() -> None:
+    """Verdicts by kind; what Math-Verify gives by itself stands beside them (`compare` is it)."""
+    lines = Path(__file__).with_name("grades.tsv").read_text("utf-8").splitlines()[1:]
+    rows = [re.sub(r"\\(u2009|xa0)", " ", line).split("\t") for line in lines]
+    assert len(rows) >= 150
+    pairs = [(reference, answer) for _, reference, answer, _, _ in rows]
+    words = {True: "right", False: "wrong", None: "none"}
+    verdicts = [words[verdict.correct] for verdict in compare_many(pairs)]
+    assert [row for row, said in zip(rows, verdicts, strict=True) if said != row[3]] == []
+    other = [(answer, reference) for reference, answer in pairs]
+    verdicts = [words[verdict.correct] for verdict in compare_many(other)]
+    assert [row for row, said in zip(rows, verdicts, strict=True) if said != row[3]] == []
+    some = rows[::8]
+    alone = [words[boxed._POOL.compare(row[1], row[2], 5).correct] for row in some]
+    assert alone == [row[4] for row in some]

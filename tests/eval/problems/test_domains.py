@@ -41,7 +41,9 @@ def test_mathematics_is_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("text", "letter"),
     [("b}", "B"), ("(B)}", "B"), (r"\text{C}}", "C"), ("B. 42}", "B"), ("Option d}", "D"),
-     ("Boron}", "Boron"), ("42}", "42")],
+     ("Boron}", "Boron"), ("42}", "42"), (r"\textbf{(C)}}", "C"), ("$C$}", "C"), ("Ｂ}", "B"),
+     ("a dog}", "a dog"), ("I think}", "I think"), ("A and B}", "A and B"), ("A, C}", "A, C"),
+     ("(A) or (B)}", "(A) or (B)"), ("B) blue}", "B"), ("the correct answer is d}", "D")],
 )  # fmt: skip
 def test_a_choice_is_a_letter(text: str, letter: str) -> None:
     task = Choice()
@@ -57,6 +59,11 @@ def test_choices_are_compared_by_letter_and_read_from_prose() -> None:
     assert task.read_free("I say \\boxed{A}, no, \\boxed{C}.") == "C"
     assert task.read_free("Therefore the answer is (B).") == "B"
     assert task.read_free("Nobody knows.") is None
+    assert task.read_free("Answer: C\nThe answer is a bit long.") == "C"
+    assert task.read_free("**Answer:** $\\textbf{D}$, and the answer is I think clear") == "D"
+    assert task.grade("A and B", B) is False
+    with pytest.raises(ValueError, match="its answer is 'B and C'; of a choice it must be the let"):
+        task.grade("B", Problem("q", "?", "B and C"))
     assert task.grade_many([("", B), ("B", B)]) == [Grade(None, "no answer"), Grade(1.0)]
     with pytest.raises(ValueError, match="its answer is '42'; of a choice it must be the letter"):
         task.grade("B", Problem("q", "?", "42"))
@@ -117,6 +124,11 @@ def test_rows_of_arc_and_mmlu_become_choices(tmp_path: Path) -> None:
         (r"\text{blue}", "Blue", True),
         ("3.5", "35", False),
         ("-3", "3", False),
+        ("−3", "-3", True),
+        ("√2", "2", False),
+        ("x ≤ 3", "x ≥ 3", False),
+        ("5 €", "5 $", False),
+        ("20 °C", "20 C", False),
         ("cat", "feline || cat", True),
         ("a", "A", True),
         ("dog", "cat", False),
