@@ -24,6 +24,7 @@ from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.scoring import stop_logits, stop_probabilities, trunk
 from ospruner.train.untrained import untrained
 
+MOST_LINES = 3_100
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]
 
@@ -61,6 +62,14 @@ def test_flat_files_are_what_the_entry_files_import() -> None:
             waiting += get_relative_imports(str(package / f"{name}.py"))
     assert reached == {name.removesuffix(".py") for name in FLAT_FILES}
     assert len(FLAT_FILES) == len(set(FLAT_FILES))
+
+
+def test_the_uploaded_code_stays_small() -> None:
+    """Whoever says trust_remote_code=True may read it in an hour; it may shrink, and not grow."""
+    package = Path(sys.modules["modeling_ospruner"].__path__[0])
+    lines = sum(len((package / name).read_text("utf-8").splitlines()) for name in FLAT_FILES)
+    assert len(FLAT_FILES) <= 7
+    assert lines <= MOST_LINES
 
 
 def test_saves_the_policy_alone(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
