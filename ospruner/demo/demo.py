@@ -129,10 +129,10 @@ def run_demo(
     with Workers(count) as workers, PhaseBars(console) as bars:
         workers.run(labelling, bars)
         workers.run(training, bars)
-    folders = [config.output_dir for config in configs.values()]
+    folders = [str(config.output_dir) for config in configs.values()]
     policy, states = out / "policy", out / STATES
     ignored = shutil.ignore_patterns("checkpoint-*", ".*")
-    shutil.copytree(str(folders[0]), policy, dirs_exist_ok=True, ignore=ignored)
+    shutil.copytree(folders[0], policy, dirs_exist_ok=True, ignore=ignored)
     test, validation = (str(out / "labels" / split) for split in ("test", "validation"))
     named: Any = {"model": "embedded reasoner", "benchmark": "test problems", "states": states}
     with PhaseBars(console, "compare") as bars:
