@@ -319,12 +319,12 @@ def measure(case: Case, rounds: int, dtype: str = "float32") -> dict[str, Any]:
             for arm in times
         )
         ratio = paired_ratio(never[1], never[0])  # of time, the other way round
-        said = [("never_stop_ratio", ratio.median, ratio.low, ratio.high)]
+        said = {"never_stop_ratio": (ratio.median, ratio.low, ratio.high)}
         if saved:
-            one = paired_ratio(*early)
-            ends = ((1 - time) / saved for time in (one.median, one.high, one.low))
-            said.append(("time_saved_over_tokens_saved", *ends))
-        for name, value, low, high in said:
+            one = paired_ratio(early[0], early[1])
+            value, low, high = ((1 - time) / saved for time in (one.median, one.high, one.low))
+            said["time_saved_over_tokens_saved"] = value, low, high
+        for name, (value, low, high) in said.items():
             print(f"  {clock}: {name} {value:.3f} [{low:.3f}, {high:.3f}]", flush=True)
             found[f"{name}{suffix}"] = round(value, 4)
             found[f"{name}{suffix}_interval"] = [round(low, 4), round(high, 4)]
