@@ -208,7 +208,7 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
         passed.append(0)
         return counted
 
-    made._call = counting  # type: ignore[method-assign]
+    made._call = counting  # type: ignore[assignment, method-assign]
     one, other, _ = (made.run(how, asked, 0) for how in (None, never, rules.Budget(100)))
     full, policys, budgets = passed
     assert full == policys > budgets > 0
