@@ -211,6 +211,10 @@ class Task:
         """Whether pairs of answers mean the same, in order; by default `equal` of each."""
         return [self.equal(one, other) if one and other else None for one, other in pairs]
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two answers surely mean the same: what rules of agreement ask."""
+        return bool(one and other and self.equal(one, other))
+
     def _graded(self, answer: str, problem: Problem) -> Grade:
         if not answer:
             return Grade(None, "no answer")
