@@ -201,8 +201,8 @@ def _at_once(reference: str, answer: str) -> Verdict | None:
 @lru_cache(maxsize=200_000)
 def _ask(reference: str, answer: str) -> Verdict:
     # sympy holds the root of 1/n and 1 over that of n to differ, as for n < 0 they do.
-    texts = (_ROOT.sub(r"\\frac{1}{\\sqrt{\1\2}}", text) for text in (reference, answer))
-    return _POOL.compare(*texts, TIME_LIMIT_SECONDS)
+    one, other = (_ROOT.sub(r"\\frac{1}{\\sqrt{\1\2}}", text) for text in (reference, answer))
+    return _POOL.compare(one, other, TIME_LIMIT_SECONDS)
 
 
 _POOL = GradingPool()

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
+from modeling_ospruner.formats_ospruner import QWEN3
 from ospruner.eval.problems.problem import Problem, problems_from_rows, user_message
 from ospruner.eval.problems.sources import load_source
 
@@ -19,15 +20,10 @@ ROWS: list[dict[str, Any]] = [
 EXPECTED = [Problem("a", "1+1?", "2"), Problem("b", "2+2?", "4")]
 
 
-@dataclass(frozen=True)
-class Format:
-    user_instruction: str
-
-
 def test_user_message() -> None:
     problem = EXPECTED[0]
-    assert user_message(problem, Format("Box it.")) == "1+1?\n\nBox it."
-    assert user_message(problem, Format("")) == "1+1?"
+    assert user_message(problem, replace(QWEN3, user_instruction="Box it.")) == "1+1?\n\nBox it."
+    assert user_message(problem, replace(QWEN3, user_instruction="")) == "1+1?"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])

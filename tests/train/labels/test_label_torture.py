@@ -112,7 +112,8 @@ def wait_for_a_commit(folder: Path, pid: int) -> None:
 
 
 def size_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("data/*.parquet"))
+    """The traces that are committed: a shard counts once the manifest lists it."""
+    return read_manifest(folder)["traces"] if (folder / "manifest.json").exists() else 0
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -313,7 +314,7 @@ def test_grading_again_changes_all_or_nothing(
         assert [row["trace_ids"] for row in found] == [row["trace_ids"] for row in rows]
         if len(seen) % 8 == 0:
             regrade(folder)
-        assert code == 0
+    assert code == 0
     assert seen == sorted(seen)
     assert not seen[3]
     assert seen[-2]
