@@ -59,9 +59,9 @@ class Target:
             "run", head="price" if ends else "fixed", **chosen, seed=seed, learning_rate=1e-12
         )
         labels = reasoner.label_settings(seed)
-        self.model: OSPrunerForCausalLM = new_policy(
-            base, reasoner.tokenizer, config, labels, ends and tuple(ends)
-        )
+        model = new_policy(base, reasoner.tokenizer, config, labels, ends and tuple(ends))
+        assert isinstance(model, OSPrunerForCausalLM)
+        self.model = model
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
         self.optimizer = optimizer_of(self.model.policy, config)
         count = config.prices_per_batch

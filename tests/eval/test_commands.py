@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
@@ -26,6 +27,7 @@ def policy(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A policy that stops now and then: untrained, with a mild bias."""
     config = StopConfig("run", head="fixed", layers=1, tuning="layers", use_cpu=True)
     model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
+    assert isinstance(model, OSPrunerForCausalLM)
     torch.nn.init.constant_(model.policy.head.bias, -2.0)
     model.config.price = 1e-3
     folder = tmp_path_factory.mktemp("policy")

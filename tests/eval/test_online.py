@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from modeling_ospruner import OSPrunerForCausalLM
 from ospruner import rules
 from ospruner.comparing import compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
@@ -118,6 +119,7 @@ def untrained(reasoner: Reasoner, folder: Path, tuning: Literal["layers", "queri
     """A policy that stops now and then: with a mild bias."""
     config = StopConfig("run", head="fixed", layers=1, tuning=tuning, use_cpu=True)
     model = new_policy(reasoner.model, reasoner.tokenizer, config, reasoner.label_settings(0))
+    assert isinstance(model, OSPrunerForCausalLM)
     model.config.price = 1e-3
     torch.nn.init.constant_(model.policy.head.bias, -2.0)
     model.save_pretrained(folder)
