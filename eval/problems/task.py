@@ -215,10 +215,6 @@ class Task:
         """Whether two answers surely mean the same: what rules of agreement ask."""
         return bool(one and other and self.equal(one, other))
 
-    def same(self, one: str, other: str) -> bool:
-        """Whether two answers surely mean the same: what rules of agreement ask."""
-        return bool(one and other and self.equal(one, other))
-
     def _graded(self, answer: str, problem: Problem) -> Grade:
         if not answer:
             return Grade(None, "no answer")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from modeling_ospruner.formats_ospruner import QWEN3
 from ospruner.eval.problems.problem import Problem, problems_from_rows, user_message
 from ospruner.eval.problems.sources import load_source
+from ospruner.formats import QWEN3
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "problem": "1+1?", "answer": "2", "subject": "sums"},
