@@ -393,6 +393,14 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_policy(self, policy: str | os.PathLike[str], **hub: Any) -> None:
         """Switches to another saved policy of the same base, which stays; see `from_base`."""
+        mine, theirs = vars(self.config), vars(OSPrunerConfig.from_pretrained(policy, **hub))
+        names = ("base_model_name_or_path", "base_revision", "reasoning_format")
+        if differing := [name for name in names if mine[name] != theirs[name]]:
+            said = [f"{name} {theirs[name]!r} instead of {mine[name]!r}" for name in differing]
+            raise ValueError(
+                f"the policy {str(policy)!r} was made for another base or format: it has "
+                f"{'; '.join(said)}. Load it as a model of its own"
+            )
         other = type(self).from_base(self.base, policy, **hub)
         self.policy, self.config = other.policy, other.config
         self.token_format, self.tokenizer = other.token_format, other.tokenizer
@@ -487,7 +495,8 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         raise ValueError("generate_batch cannot stop: use generate, model.base, or vLLM")
 
 
-# Parts of policies by base, then by repository. No value refers to its base, which can be freed.
+# A policy with the state that it holds for, by base, then by repository. No value refers to its
+# base, which can be freed.
 _POLICIES: WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Any, ...]]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -512,19 +521,21 @@ def generate_on(
     inputs = arguments.pop("inputs", None)
     if stop_policy is False or stop_policy is None:
         return type(base).generate(base, inputs, **arguments)
-    files = [Path(repository, name) for name in ("config.json", WEIGHTS)]
+    name = os.path.abspath(repository) if os.path.isdir(repository) else repository
+    files = [Path(repository, file) for file in ("config.json", WEIGHTS)]
     written = tuple(file.stat().st_mtime_ns for file in files if file.exists())
-    key = (repository, hub.get("revision"), written, base.device, base.dtype)
+    kind = base.device, base.dtype, base.config._attn_implementation
+    state = hub.get("revision"), written, kind
     with _LOCK:
         known = _POLICIES.setdefault(base, {})
-        if key not in known:
+        if name not in known or known[name][0] != state:
             config = OSPrunerConfig.from_pretrained(repository, **hub)
-            config._attn_implementation = base.config._attn_implementation
             policy = load_policy(repository, config, base, hub)
-            tokenizer = AutoTokenizer.from_pretrained(repository, config=config, **hub)
+            tokenizer = load_tokenizer(repository, config, hub)
             literals = ReasoningFormat.from_dict(config.reasoning_format or {})
-            known[key] = config, policy, TokenFormat.compile(literals, tokenizer), tokenizer
-        config, policy, token_format, tokenizer = known[key]
+            token_format = TokenFormat.compile(literals, tokenizer)
+            known[name] = state, config, policy, token_format, tokenizer
+        _, config, policy, token_format, tokenizer = known[name]
     arguments.setdefault("tokenizer", tokenizer)
     settings = StopPolicyConfig.of(stop_policy).with_defaults(config)
     output, base.last_stop = generate_pruned(

@@ -222,7 +222,7 @@ WITHOUT_PACKAGE = """
 import importlib.util, json, sys
 base_folder, folder, packages, result, bias = sys.argv[1:]
 sys.path.append(packages)
-for name in ("modeling_ospruner", "ospruner", "ospruner.cli"):
+for name in ("modeling_ospruner", "ospruner"):
     assert importlib.util.find_spec(name) is None, name
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
