@@ -70,6 +70,10 @@ def refuse_unsupported(
             "the base is compiled by torch.compile, which skips hooks placed later in silence: "
             f"stop_policy needs it as it was loaded, {HINT}"
         )
+    if base.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base).__name__} is an encoder-decoder: stop_policy needs a decoder"
+        )
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(

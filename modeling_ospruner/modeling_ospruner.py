@@ -334,7 +334,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(policy, str | os.PathLike):
             raise TypeError(
                 f"from_base loads a saved policy and was given a {type(policy).__name__}; pass its "
-                "repository or folder. The package makes a fresh one: ospruner.train.new_policy"
+                "repository or folder. The package makes a fresh one: ospruner.train.untrained"
             )
         path = os.fspath(policy)
         if unknown := sorted(set(hub) - {*_BOTH, *_POLICY_ONLY}):

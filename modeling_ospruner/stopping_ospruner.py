@@ -206,9 +206,7 @@ class StopPolicyConfig:
             return cls(**stop_policy)
         if isinstance(stop_policy, RuleLike) and not isinstance(stop_policy, type):
             return cls(rule=stop_policy)
-        raise TypeError(
-            f"{_OWNER} is {stop_policy!r}; it must be True, False, a dict or a RuleLike"
-        )
+        raise TypeError(f"{_OWNER} is {stop_policy!r}; it must be True, False, a dict or a rule")
 
 
 def asked_price(owner: str, config: OSPrunerConfig, asked: float | None) -> float:

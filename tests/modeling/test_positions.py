@@ -138,8 +138,6 @@ def test_texts_that_pass_a_dynamic_switch_are_refused(
     long = torch.arange(20, 90)[None]
     with pytest.raises(ValueError, match=message):
         stop_logits(model, long)
-    with pytest.raises(ValueError, match=message):
-        model(input_ids=long, output_stop_probabilities=True)
     # Without the policy nothing is read.
     assert model.generate(prompt, stop_policy=False, max_new_tokens=60).shape[1] > 10
     base: Any = model.base

@@ -56,7 +56,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "mode": ({}, "sample", "threshold"),
     "threshold": ({}, 0.0, 1.0),
     "price": ({}, 0.0, 0.1),
-    "domain": ({}, "free", "dear"),
     "max_loss": ({}, 0.01, 0.02),
     "seed": ({"mode": "sample"}, 0, 1),
     "first_sample_index": ({"mode": "sample"}, 0, 4),
@@ -83,10 +82,6 @@ def test_every_setting_of_generate_changes_something(
     priced = untrained(
         model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1), tuning="layers"
     )
-    priced.config.domains = {
-        name: {"task": {"name": "math"}, "price": price}
-        for name, price in (("free", 0.0), ("dear", 0.1))
-    }
     fmt = model.token_format
     again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
     hot = {**SAMPLED, "temperature": 20.0}
@@ -96,7 +91,7 @@ def test_every_setting_of_generate_changes_something(
     }
     assert list(CHANGES) == [one.name for one in fields(StopPolicyConfig)]
     for name, (others, one, another) in CHANGES.items():
-        asked = priced if name in ("price", "domain") else model
+        asked = priced if name == "price" else model
         first, second = (
             outcome(asked, {**others, name: value}, **how.get(name, {})) for value in (one, another)
         )
