@@ -220,7 +220,7 @@ def test_text_is_streamed_as_it_is_returned(model: OSPrunerForCausalLM) -> None:
         model,
         inputs_for(model, 1),
         stop_policy=ALWAYS,
-        streamer=Keep(model.tokenizer, skip_prompt=True),  # type: ignore[arg-type]
+        streamer=Keep(model.tokenizer, skip_prompt=True),
     )
     assert model.tokenizer is not None
     assert "".join(said) == model.tokenizer.decode(output[0])
