@@ -265,7 +265,8 @@ def refuse_other_base(
             f"{config.base_revision}, the traces are of {base} at {revision}: a policy reads its "
             "own base's hidden states; label with its base, or train one for this base"
         )
-    theirs = [config.task or MATH_TASK]
+    own = dict(config.task or MATH_TASK)
+    theirs = [own, *own.pop("also", [])]  # of a mix several
     first = task is not None and _pinned(theirs[0]) == _pinned(task)
     if task is not None and _pinned(task) not in map(_pinned, theirs):
         named = dict.fromkeys(map(shown_task, theirs))

@@ -104,7 +104,10 @@ def new_policy(
             base_revision=settings.base_revision,
         )
     model.config.step_stride = settings.step_stride
-    model.config.task = None if settings.task == MATH_TASK else dict(settings.task)
+    task = dict(settings.task)
+    if others := [dict(one) for one in settings.domains.values() if one != settings.task]:
+        task["also"] = others  # of a mix: it was trained on these, too
+    model.config.task = None if task == MATH_TASK else task
     return _prepared(model.eval(), config)
 
 
