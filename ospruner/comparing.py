@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.engines.opening import device_named, load_tokenizer
+from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
 from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compare import Method, Report, Said
@@ -81,6 +81,7 @@ class Judged:
         self._said: dict[str, Predicted] = {}
         pinned = (self.settings.base_model, self.settings.base_revision)
         self.where = (base, None) if base else pinned
+        known_revision(*self.where)  # refuses a policy
         self.tokenizer = load_tokenizer(*self.where)
 
     @property
