@@ -81,8 +81,11 @@ def same(one: SavedPolicy, other: SavedPolicy) -> bool:
 
 
 def logged(out: Path) -> list[dict[str, Any]]:
-    """The log without what depends on the clock."""
-    kept = ("loss", "learning_rate", "eval_accuracy", "eval_tokens", "step")
+    """The log without what depends on the clock.
+
+    Nor the loss: transformers means it over the steps since the last log or the resuming.
+    """
+    kept = ("learning_rate", "eval_accuracy", "eval_tokens", "step")
     return [
         {k: v for k, v in entry.items() if k in kept}
         for entry in log_of(out)
