@@ -174,7 +174,7 @@ def other_code(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), ["tensors"], "has no model.safe"),
         (other_base, ["fits the policy"], "hidden_size 128 where the policy needs 48"),
         (foreign_base, ["base pinned", "repository"], "nobody/base at no revision"),
-        (unknown_key, ["configuration"], "OSPrunerConfig has no colour"),
+        (unknown_key, ["configuration"], "has no colour. Its fields are"),
         (unknown_key, ["configuration"], "pip install -U 'ospruner>=99.0'"),
         (no_format, ["reasoning format"], "missing: ['closing']"),
         (
