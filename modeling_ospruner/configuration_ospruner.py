@@ -332,3 +332,31 @@ def check_number(
         bracket = "(" if open_low else "["
         allowed = f"{bracket}{low}, inf)" if high == math.inf else f"{bracket}{low}, {high:.4g}]"
         raise ValueError(f"{owner}: {name} is {value}; it must lie in {allowed}")
+
+
+_POSITIONS = "max_position_embeddings"
+# Kinds of scaled rotary positions whose longest text the configuration names already.
+_NAMED_LENGTH = ("default", "llama3", "longrope", "su")
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest text, in tokens, that a base was made for; None where nothing limits it.
+
+    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
+
+    Args:
+        config: a base's.
+    """
+    fields = config.get_text_config().to_dict()
+    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS, _POSITIONS)}
+    trained = next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
+    if trained is None:
+        return None
+    scaled = fields.get("rope_parameters") or {}
+    kinds = [scaled, *(kind for kind in scaled.values() if isinstance(kind, dict))]
+    lengths = [
+        kind["factor"] * (kind.get(f"original_{_POSITIONS}") or trained)
+        for kind in kinds
+        if kind.get("factor") and kind.get("rope_type") not in _NAMED_LENGTH
+    ]
+    return max([trained, *map(int, lengths)])

@@ -21,6 +21,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -29,7 +30,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from .configuration_ospruner import check_length
+from .configuration_ospruner import check_length, max_positions
 from .formats_ospruner import TokenFormat
 from .policy_ospruner import LayerKeys, Reader, StoppingPolicy, price_places
 from .stopping_ospruner import (
@@ -97,11 +98,12 @@ def refuse_unsupported(
         )
     if config.eos_token_id is None:
         raise ValueError("the generation config has no eos_token_id, so rows cannot end: set it")
-    refuse_prompts(prompt, arguments.get("attention_mask"), base.config.get_text_config())
+    refuse_prompts(prompt, arguments.get("attention_mask"), base.config)
 
 
-def refuse_prompts(prompt: Any, mask: Any, config: Any) -> None:
-    """Refuses prompts that a base of this text configuration cannot read, by row."""
+def refuse_prompts(prompt: Any, mask: Any, base_config: PreTrainedConfig) -> None:
+    """Refuses prompts that a base of this configuration cannot read, by row."""
+    config = base_config.get_text_config()
     if not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32):
         kind = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
         raise TypeError(f"the prompt is {kind}; it must be a tensor of token ids (B, S)")
@@ -114,7 +116,7 @@ def refuse_prompts(prompt: Any, mask: Any, config: Any) -> None:
             f"{config.vocab_size - 1}: use its own tokenizer"
         )
     if mask is None:
-        return
+        mask = torch.ones_like(prompt)
     if not isinstance(mask, Tensor) or mask.shape != prompt.shape:
         raise ValueError("attention_mask must be a tensor of the shape of input_ids")
     if not ((mask == 0) | (mask == 1)).all():
@@ -125,6 +127,13 @@ def refuse_prompts(prompt: Any, mask: Any, config: Any) -> None:
         raise ValueError(
             f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
             "left: set tokenizer.padding_side = 'left'"
+        )
+    lengths, limit = mask.sum(-1), max_positions(base_config)
+    if limit is not None and int(lengths.max()) > limit:
+        raise ValueError(
+            f"the prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens; the base "
+            f"has {limit} positions (max_position_embeddings): shorten the prompt, or take a base "
+            "with a longer context"
         )
 
 

@@ -163,7 +163,7 @@ def stop_probabilities(
             f"input_ids has the shape {tuple(ids.shape)}; it must be (S,) or (B, S), not empty"
         )
     mask = None if attention_mask is None else attention_mask.view_as(rows).to(device)
-    refuse_prompts(rows, None, model.base.config.get_text_config())
+    refuse_prompts(rows, None, model.base.config)
     places = _step_columns(rows, mask, model.token_format, prompt_length)
     steps = max(len(row) for row in places)
     columns = torch.tensor([[*row, *[0] * (steps - len(row))] for row in places])  # (B, T)

@@ -153,6 +153,18 @@ def test_prompts(
     refused(model, ValueError, message, inputs, attention_mask=mask)
 
 
+def test_a_prompt_has_no_more_tokens_than_the_base_has_positions(
+    model: OSPrunerForCausalLM,
+) -> None:
+    limit = model.base.config.max_position_embeddings
+    ids = torch.full((2, limit + 1), int(PROMPT[0, 0]))
+    message = rf"prompt of row 1 has {limit + 1} tokens; the base has {limit} positions"
+    padded = torch.ones_like(ids)
+    padded[0, 0] = 0
+    refused(model, ValueError, message, ids, attention_mask=padded)
+    refused(model, ValueError, message.replace("row 1", "row 0"), ids)
+
+
 def test_prompts_of_another_type(model: OSPrunerForCausalLM, reasoner: Reasoner) -> None:
     encoded = reasoner.tokenizer("Find 7.", return_tensors="pt")
     refused(model, TypeError, "the prompt is BatchEncoding; it must be a tensor", encoded)

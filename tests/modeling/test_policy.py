@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import BloomConfig, GPT2Config, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
-from ospruner.bases import max_positions
+from modeling_ospruner.configuration_ospruner import max_positions
 from ospruner.train.untrained import fresh_layers
 
 
