@@ -188,7 +188,7 @@ def run_trunk(model: HasTrunk, texts: Sequence[IntArray], positions: Tensor) -> 
     else:
         ids, places = packed.input_ids, packed.position_ids
         guard = no_scores(None, device)
-    check_length(base.config, int(places.max()) + 1, "the text")
+    check_length(base.config, max(map(len, texts)), "the text")
     with guard, TrunkReader(base, len(model.policy.layers), queries) as reader:
         with suppress(TrunkDone):
             base.get_decoder()(

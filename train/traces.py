@@ -137,7 +137,7 @@ class LabelledTraces:
 
     def holds_states_of(self, model: HasTrunk) -> bool:
         """Whether all that the model's policy reads of these traces is kept."""
-        return self._kept_for == _trunk_of(model)
+        return self._kept_for is not None and self._kept_for == _trunk_of(model)
 
     def _run_trunk(self, model: HasTrunk, rows: IntArray) -> States:
         steps = int(self.table.num_steps[rows].max())

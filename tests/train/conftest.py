@@ -119,12 +119,10 @@ def make_trainer(
     ) -> StopTrainer:
         given = make_labels(64) if labels is None else labels
         held_out = make_labels(40, seed=1, prefix="v") if validation is None else validation
-        return StopTrainer(
-            StopConfig(str(out), **settings),
-            labels_of(given),
-            labels_of(held_out),
-            **{"model": tiny_base, "processing_class": tiny_tokenizer, "progress": quiet} | named,
-        )
+        kept = {"model": tiny_base, "processing_class": tiny_tokenizer, "progress": quiet}
+        more: dict[str, Any] = kept | named
+        config = StopConfig(str(out), **settings)
+        return StopTrainer(config, labels_of(given), labels_of(held_out), **more)
 
     return make
 
@@ -147,7 +145,7 @@ def fit(make_trainer: Callable[..., StopTrainer]) -> Callable[..., list[SavedPol
 
 def trained_on(labels: Any, out: Path, validation: Any = None, **fields: Any) -> SavedPolicy:
     """A small policy of labels: a head alone of one price, unless told otherwise."""
-    quick = {
+    quick: dict[str, Any] = {
         "head": "fixed", "prices": [1e-3], "layers": 0, "batch_size": 8, "num_train_epochs": 1,
         "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip

@@ -117,7 +117,7 @@ def test_what_is_left_out_follows_from_labels_and_base(make_labels: MakeLabels) 
         chosen = StopConfig("run", use_cpu=True, **fields)
         return chosen.settled(table, traces, magnitude=100.0, width=width)
 
-    passes = {n: settled(n).num_train_epochs for n in (40, 200, 1200, 40_000)}
+    passes = {n: settled(n).num_train_epochs or 0.0 for n in (40, 200, 1200, 40_000)}
     assert passes[40] == MOST_PASSES
     assert passes[1200] * -(-1200 // 32) >= STEPS
     assert list(passes.values()) == sorted(passes.values(), reverse=True)

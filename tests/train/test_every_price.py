@@ -60,8 +60,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("every-price")
     for split, count, seed in (("train", 60, 7), ("test", 60, 8)):
         Reasoner().label(draw_split(split, count, seed), folder / split, seed)  # type: ignore[arg-type]
-    priced = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 2}
-    trained_on(folder / "train", folder / "run", **priced, learning_rate=5e-4)
+    fields: dict[str, Any] = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 2}
+    trained_on(folder / "train", folder / "run", **fields, learning_rate=5e-4)
     trained_on(folder / "train", folder / "fixed")
     return folder
 
@@ -195,10 +195,10 @@ def test_a_price_at_which_the_policy_draws_is_promised_too(trained: Path, tmp_pa
 def test_for_nothing_the_reasoner_thinks_on_unless_stopping_costs_nothing(tmp_path: Path) -> None:
     for split, count in (("train", 600), ("validation", 200)):
         Reasoner().label(draw_split(split, count, 11), tmp_path / split, 11)  # type: ignore[arg-type]
-    priced = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 8}
+    fields: dict[str, Any] = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 8}
     trained_on(
         tmp_path / "train", tmp_path / "run", tmp_path / "validation", batch_size=32,
-        learning_rate=5e-4, head_learning_rate=3e-3, **priced,
+        learning_rate=5e-4, head_learning_rate=3e-3, **fields,
     )  # fmt: skip
     labels = tmp_path / "validation"
     replayed = compare(labels, [str(tmp_path / "run")], prices=[0.0, 1e-3]).evaluation

@@ -40,7 +40,7 @@ from ospruner.train.flashthink import Verifier
 from ospruner.train.optimiser import optimizer_of
 from ospruner.train.tail import FusedKernels, TrainedPolicy
 from ospruner.train.traces import LabelledTraces
-from ospruner.train.untrained import untrained
+from ospruner.train.untrained import set_trainable, untrained
 
 from .conftest import MakeLabels
 
@@ -254,7 +254,7 @@ def base_and_policy(name: str, fake: FakeTensorMode, tuning: str) -> Verifier:
     base = empty_base(AutoConfig.from_pretrained(BASES / name))
     policy = StoppingPolicy.empty(base, 2, queries=tuning == "queries")
     policy.float()
-    policy.set_trainable(tuning)
+    set_trainable(policy)
     config = OSPrunerConfig(text_config=plain_text_config(base.config), tuning=tuning)
     with fake:
         return Verifier(

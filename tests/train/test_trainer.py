@@ -65,11 +65,13 @@ def test_one_policy_of_every_price_beats_never_stopping_at_each(
     # For nothing, what helps is thought to the end; and tokens never rise with the price.
     assert replay(table, said.probabilities(0.0)).accuracy > full.accuracy - 0.01
     tokens = [
-        replay(table, said.probabilities(p)).mean_tokens for p in (0.0, *np.geomspace(*RANGE))
+        replay(table, said.probabilities(p)).mean_tokens
+        for p in (0.0, *np.geomspace(RANGE[0], RANGE[1]))
     ]
     assert tokens == sorted(tokens, reverse=True)
     assert tokens[0] > 1.3 * tokens[-1]
     # The default is the boldest price of 31 that loses a point at most, and the record says so.
+    assert model.config.prices is not None
     outcomes = {p: replay(table, said.probabilities(p)) for p in model.config.prices.grid()}
     kept = [p for p, one in outcomes.items() if one.accuracy >= full.accuracy - 0.01]
     assert model.config.price == saved.price == max(kept)
