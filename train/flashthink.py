@@ -124,7 +124,7 @@ class Verifier:
                 f"{folder} was trained on labels with step_stride {config.step_stride}, these have "
                 f"{label_settings.step_stride}: use labels of one stride"
             )
-        base = load_base(config, {}, {"trust_remote_code": False, "dtype": "auto"})
+        base = load_base(config, {}, {"dtype": "auto"})
         return cls(base, load_policy(str(folder), config, base, {}), config, ours)
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
