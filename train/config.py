@@ -197,6 +197,8 @@ class StopConfig(TrainingArguments):
                 f"{given} is {vars(self)[given]!r}, but method {self.method!r} is a classifier, "
                 "which has none: leave it out"
             )
+        if self.method != "flashthink" and self.verifier != VERIFIER:
+            raise ValueError(f"verifier is {self.verifier!r}, but only 'flashthink' has one")
         if self.max_steps > 0 or self.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"max_steps is {self.max_steps} and gradient_accumulation_steps "

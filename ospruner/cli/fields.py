@@ -92,7 +92,7 @@ def _whole(name: str, function: Any) -> Any:
     def called(**values: Any) -> None:
         said = {one.name: values.pop(one.name) for one in options}
         values["context"].meta[_SAID] = {
-            name: value for name, value in said.items() if value not in (None, False, [], ())
+            name: value for name, value in said.items() if not _unsaid(value)
         }
         function(**values)
 
@@ -119,6 +119,11 @@ def whole_commands(app: typer.Typer) -> dict[str, Any]:
 
     walk(typer.main.get_command(app), "")
     return found
+
+
+def _unsaid(value: object) -> bool:
+    """Whether an option was left out: a 0 was said, and is not the same as a flag's False."""
+    return value is None or value is False or value in ([], ())
 
 
 def fields_of(context: typer.Context, fields: Fields, **given: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_a_trace_ends_where_its_text_holds_the_marker(
 def test_what_a_server_takes_for_the_marker_is_looked_at(
     reasoner: Reasoner, traces: Traces, server: LocalServer
 ) -> None:
-    """`</think>` is one token here: a format that spells it out does not end with it."""
+    """Markers are found by their text: a token that holds more than the marker ends it, too."""
     whole = traces.sampled[0]
     fmt = reasoner.token_format
     spelled = TokenFormat.compile(
@@ -70,6 +70,5 @@ def test_what_a_server_takes_for_the_marker_is_looked_at(
     before = len(server.prompts)
     asking = OpenAIEngine(str(reasoner.folder), reasoner.tokenizer, [server.url])
     (told,) = asking.sample([traces.prompts[0]], GREEDY, spelled)
-    ids = [*whole.trace_ids, fmt.think_end_id, *whole.answer_ids]
-    assert (told.trace_ids, told.end_ids) == (ids, [])
-    assert len(server.prompts) == before + 2  # asked on after what it took for the marker
+    assert (told.trace_ids, told.end_ids) == (whole.trace_ids, [fmt.think_end_id])
+    assert len(server.prompts) > before

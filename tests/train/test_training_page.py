@@ -58,7 +58,7 @@ def test_every_command_runs(labelled: Path, repo_dir: Path, tiny_base_dir: Path)
             arguments += [
                 "--batch-size",
                 "8",
-                *([] if "--epochs" in arguments else ["--epochs", "2"]),
+                *([] if "--num-train-epochs" in arguments else ["--num-train-epochs", "2"]),
             ]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, f"{line}\n{result.output}"

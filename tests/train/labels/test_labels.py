@@ -163,7 +163,8 @@ WORKER = """
 import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from modeling_ospruner.formats_ospruner import DEEPSEEK_R1, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.formats import DEEPSEEK_R1
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
