@@ -93,6 +93,10 @@ def load_base(
 
 def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str) -> None:
     """Refuses a base of other sizes than those that the policy was made for, naming each."""
+    if config.text_config is None:
+        raise ValueError(
+            "the policy's config.json has no text_config, its base's configuration: copy it again"
+        )
     wanted, found = config.get_text_config(), base_config.get_text_config()
     differing = [
         f"{name} {vars(found).get(name)} where the policy needs {getattr(wanted, name)}"

@@ -162,7 +162,7 @@ def test_messages_in_troubleshooting_are_real(repo_dir: Path) -> None:
     page = (repo_dir / "docs" / "troubleshooting.md").read_text("utf-8")
     quoted = re.findall(r"^### `(.*?)`", page, re.MULTILINE)
     assert len(quoted) >= 15
-    folders = ("modeling_ospruner", "train", "eval", "hub_cards")
+    folders = ("modeling_ospruner", "ospruner", "train", "eval", "hub_cards")
     real = [text for folder in folders for text in messages_of(repo_dir / folder)]
     missing = [text for text in quoted if not any(_fits(text, one) for one in real)]
     assert missing == []

@@ -51,7 +51,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert "num_rows: 48" in labels
     assert "forced answer:" in trace
     assert "reference" in trace
-    assert stages.count("lam") == 3
+    assert "SavedPolicy(" in stages
     accuracies = [float(one) for one in re.findall(r"accuracy ([\d.]+)", compared)]
     tokens = [int(one) for one in re.findall(r"(\d+) tokens$", compared, re.MULTILINE)]
     assert len(accuracies) == len(tokens) == 6
