@@ -22,6 +22,7 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.serving.vllm.vllm_server import vllm_command
 
+from ...goldens import served
 from ...server_process import free_port, running_server
 from .plugin_replay import make_policy, make_prompts, replay
 
@@ -113,6 +114,12 @@ def test_chat_splits_thinking_and_answer(client: OpenAI) -> None:
     assert (reply.usage.completion_tokens_details.reasoning_tokens or 0) > 0
     parts = [part.choices[0].delta for part in client.chat.completions.create(**asked, stream=True)]
     assert "".join(part.content or "" for part in parts) == message.content
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_replies_are_those_of_the_first_house(client: OpenAI) -> None:
+    assert served.replies(client) == served.recorded()
 
 
 @needs_vllm
