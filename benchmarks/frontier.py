@@ -19,7 +19,6 @@ paired.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import os
 from collections.abc import Sequence
@@ -200,15 +199,11 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
         train=demo.splits["train"],
         prices=prices,
     )
-    frontiers = [
-        dataclasses.replace(one, method=ANNEALED if one.method == FRONTIER else one.method)
-        for one in found.frontiers
-    ]
     return Results(
         dataset="embedded reasoner, test problems",
         setting=f"replay of {len(demo.traces['test'])} traces, {len(runs)} training "
         f"seed{'s' * (len(runs) > 1)}",
-        frontiers=frontiers,
+        frontiers=found.frontiers.replace({"method": {FRONTIER: ANNEALED}}),
         about={
             "seeds": len(runs),
             "test_traces": len(demo.traces["test"]),

@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ospruner.eval.methods import EVERY_PRICE, FRONTIER, METHOD_NAMES
-from ospruner.eval.results import Frontier, Result, Results
+from ospruner.eval.results import Estimate, Results, prices_of
 from ospruner.eval.text import markdown_table, penalty_name
 
 DOCS = Path(__file__).resolve().parent
@@ -46,58 +47,55 @@ SPREAD = {
 }
 
 
-def measures(one: Result) -> list[str]:
+def measures(one: pd.Series) -> list[str]:
     """Accuracy, thinking tokens, reduction and AES of a row."""
-    return [
-        one.accuracy.text(100, 1),
-        one.tokens.text(1, 0),
-        one.reduction.text(100, 1),
-        one.aes.text(1, 2),
-    ]
+    shown = (("accuracy", 100, 1), ("tokens", 1, 0), ("reduction", 100, 1), ("aes", 1, 2))
+    return [Estimate.of(one, name).text(scale, digits) for name, scale, digits in shown]
 
 
-def named(one: Result, chosen: bool = False) -> str:
+def named(one: pd.Series, chosen: bool = False) -> str:
     """A row's method and parameter."""
-    name = f"{one.method}, {one.parameter_text}" if one.parameter_text else one.method
+    name = f"{one['method']}, {one['setting']}" if one["setting"] else one["method"]
     return f"**{name}** (chosen on validation)" if chosen else name
+
+
+def shown(results: Results, frame: pd.DataFrame) -> str:
+    """Some rows of the results."""
+    chosen = results.chosen
+    rows = [[named(one, place == chosen), *measures(one)] for place, one in frame.iterrows()]
+    return markdown_table(["", "accuracy %", "thinking tokens", "reduction %", "AES"], rows)
 
 
 def points(file: Content) -> str:
     """Every rule of the file, and the limits."""
     results = Results.from_dict(file)
-    rows = [
-        [named(one, place == results.chosen), *measures(one)]
-        for place, one in enumerate(results.results)
-    ]
-    rows += [[named(one), *measures(one)] for one in results.limits]
-    return markdown_table(["", "accuracy %", "thinking tokens", "reduction %", "AES"], rows)
+    return shown(results, results.frame)
 
 
-def next_to_prices(results: Results) -> list[Result]:
+def next_to_prices(results: Results) -> pd.DataFrame:
     """Of a policy of every price the rows next to the rewards' prices, or else every sixth."""
-    ours = [one for one in results.results if one.method == EVERY_PRICE]
-    asked = [price for price, _ in results.results[0].rewards]
-    near = {min(ours, key=lambda one: abs(float(one.parameter or 0) - price)) for price in asked}
-    return [one for one in ours if one in near] if asked else ours[::SHOWN_EVERY]
+    ours = results.rules[results.rules["method"] == EVERY_PRICE]
+    prices = prices_of(ours, "reward")
+    near = {(ours["parameter"] - price).abs().idxmin() for price in prices}
+    return ours.loc[sorted(near)] if prices else ours[::SHOWN_EVERY]
 
 
 def at_prices(file: Content) -> str:
     """As `points`; of a policy of every price only some rows, and the chosen one."""
     results = Results.from_dict(file)
-    chosen = None if results.chosen is None else results.results[results.chosen]
-    shown = [*next_to_prices(results), chosen]
-    ours = [one for one in results.results if one.method == EVERY_PRICE and one in shown]
-    full, *others = [one for one in results.results if one.method != EVERY_PRICE]
-    kept = [full, *ours, *others]
-    place = None if chosen is None else kept.index(chosen)
-    return points(replace(results, results=kept, chosen=place).to_dict())
+    rules = results.rules
+    ours = rules["method"] == EVERY_PRICE
+    wanted = rules.index.isin(next_to_prices(results).index) | (rules.index == results.chosen)
+    some = rules[ours & wanted]
+    kept = pd.concat([rules[~ours][:1], some, rules[~ours][1:], results.limits])
+    return shown(results, kept)
 
 
 def online(file: Content) -> str:
     """What real generation gives: accuracy, tokens and the seconds of each rule's whole answers."""
     rows = [
-        [named(one), *measures(one)[:3], one.time_ratio.text(100, 0)]
-        for one in Results.from_dict(file).results
+        [named(one), *measures(one)[:3], Estimate.of(one, "time_ratio").text(100, 0)]
+        for _, one in Results.from_dict(file).rules.iterrows()
     ]
     heads = ["", "accuracy %", "thinking tokens", "reduction %", "seconds, % of the full trace's"]
     return markdown_table(heads, rows)
@@ -130,21 +128,20 @@ def engines(file: Content) -> str:
 
 def areas(file: Content) -> str:
     """The area under each method's frontier, and what OS-Pruner has more."""
-    results = Results.from_dict(file)
-    rows = [
-        [one.method, one.area.text(100, 1), one.lead.text(100, 1, signed=True) if one.lead else ""]
-        for one in results.frontiers
-    ]
+    rows = []
+    for _, one in Results.from_dict(file).frontiers.iterrows():
+        lead = "" if pd.isna(one["lead"]) else Estimate.of(one, "lead").text(100, 1, signed=True)
+        rows.append([one["method"], Estimate.of(one, "area").text(100, 1), lead])
     return markdown_table(["", "area, %", "area of OS-Pruner minus this one, points"], rows)
 
 
 def gaps(file: Content) -> str:
     """The share of the gap in reward that each method closes, by price."""
-    results = Results.from_dict(file)
-    prices = [price for price, _ in results.frontiers[0].gap_closed]
+    frontiers = Results.from_dict(file).frontiers
+    prices = prices_of(frontiers, "gap")
     rows = [
-        [one.method, *(share.text(100, 1) for _, share in one.gap_closed)]
-        for one in results.frontiers
+        [one["method"], *(Estimate.of(one, name).text(100, 1) for name in prices.values())]
+        for _, one in frontiers.iterrows()
     ]
     heads = [f"λ={penalty_name(price)}" for price in prices]
     return markdown_table(["% of the gap closed", *heads], rows)
@@ -168,48 +165,38 @@ def readme(of_points: Content, of_areas: Content) -> str:
 
     Ours is the policy that was chosen on validation, or one policy at several prices.
     """
-    results, frontiers = Results.from_dict(of_points), Results.from_dict(of_areas)
-    by_method = {one.method: one for one in frontiers.frontiers}
+    results = Results.from_dict(of_points)
+    areas = Results.from_dict(of_areas).frontiers.set_index("method", drop=False)
 
-    def best(methods: list[str]) -> Frontier:
-        return max((by_method[name] for name in methods), key=lambda one: one.area.value)
+    def best(methods: list[str]) -> str:
+        return str(areas.loc[methods, "area"].idxmax())
 
-    def area(one: Frontier) -> str:
-        return one.area.text(100, 1)
+    def area(method: str) -> str:
+        return Estimate.of(areas.loc[method], "area").text(100, 1)
 
-    full, chosen = results.results[0], results.chosen
-    ours = next_to_prices(results) if chosen is None else [results.results[chosen]]
-    classifier = best([name for name in by_method if name in CLASSIFIERS])
-    untrained = best(
-        [
-            one.method
-            for one in frontiers.frontiers
-            if one.method not in (*OURS, *CLASSIFIERS, "fixed budget")
-        ]
-    )
-    tuned = {one.method: one for one in results.results}
-    of_classifier = [one for one in results.results if one.method == classifier.method]
-    its_rule = tuned.get(f"{classifier.method} (AES)") or max(
-        of_classifier, key=lambda one: one.aes.value, default=None
-    )
-    name, found = classifier.method, ["–"] * 4
-    if its_rule is not None:
-        name, found = named(replace(its_rule, method=name)), measures(its_rule)
-    everything = [*results.results, *results.limits]
-    budget = next(one for one in everything if one.method == "best fixed budget")
+    rules, chosen = results.rules, results.chosen
+    full = rules.iloc[0]
+    ours = next_to_prices(results) if chosen is None else rules.loc[[chosen]]
+    classifier = best([name for name in areas.index if name in CLASSIFIERS])
+    trained = (*OURS, *CLASSIFIERS, "fixed budget")
+    untrained = best([name for name in areas.index if name not in trained])
+    # The setting that validation chose, or else the best of all.
+    tuned = rules[rules["method"] == f"{classifier} (AES)"]
+    tuned = rules[rules["method"] == classifier] if tuned.empty else tuned[-1:]
+    name, found = classifier, ["–"] * 4
+    if len(tuned):
+        its_rule = tuned.loc[tuned["aes"].fillna(-1e9).idxmax()]
+        name, found = named(pd.Series({**its_rule, "method": classifier})), measures(its_rule)
+    budget = results.frame[results.frame["method"] == "best fixed budget"].iloc[0]
     rows = [
         [named(full), *measures(full)[:2], "0.0", "0.00", ""],
         *(
-            [f"**{named(one)}**", *measures(one), "" if k else area(by_method[one.method])]
-            for k, one in enumerate(ours)
+            [f"**{named(one)}**", *measures(one), "" if k else area(one["method"])]
+            for k, (_, one) in enumerate(ours.iterrows())
         ),
         [f"best classifier: {name}", *found, area(classifier)],
-        [f"best rule without training: {untrained.method}", *"––––", area(untrained)],
-        [
-            f"best budget: {budget.parameter_text}",
-            *measures(budget),
-            area(by_method["fixed budget"]),
-        ],
+        [f"best rule without training: {untrained}", *"––––", area(untrained)],
+        [f"best budget: {budget['setting']}", *measures(budget), area("fixed budget")],
     ]
     heads = ["", "accuracy %", "thinking tokens", "reduction %", "AES", "area %"]
     return markdown_table(heads, rows)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from ospruner.rules.families import Family, StopRule
 
 from .evaluation import Evaluation, trace_hash
-from .frontiers import frontier_points, frontiers, worth_asking
+from .frontiers import frontiers, worth_asking
 from .intervals import REPLICATES, Choice, Pick, Rule, pool_seeds
 from .learnstop import LEARN_STOP, learn_stop
 from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
@@ -31,11 +32,8 @@ from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
 from .report.tables import Table
 from .report.terminal import MAIN
-from .results import Frontier, Result, Results
+from .results import RESULTS_FILE, Results, frame_of
 from .table import FloatArray, TraceTable
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["Method", "Predict", "Report", "Said", "compare", "policy_thresholds", "replay_use"]
 
@@ -69,7 +67,8 @@ class Report:
 
     Attributes:
         evaluation: the outcomes, trace by trace.
-        frontiers: area, lead and closed gaps of each method; empty without traces to choose on.
+        frontiers: area, lead and closed gaps of each method, a row each (`Results.frontiers`);
+            empty without traces to choose on.
         points: (P, 2) mean tokens and accuracy of each method's frontier.
         left_out: why a method is not there, by its name.
         variant: which AES.
@@ -79,7 +78,7 @@ class Report:
     """
 
     evaluation: Evaluation
-    frontiers: list[Frontier] = field(default_factory=list)
+    frontiers: pd.DataFrame = field(default_factory=lambda: frame_of([], "frontiers"))
     points: dict[str, FloatArray] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     variant: AesVariant = AES_ABSOLUTE
@@ -90,22 +89,13 @@ class Report:
     def results(self) -> Results:
         """Every number with its interval, as the file holds it."""
         found = results_of(self.evaluation, variant=self.variant, prices=self.prices)
-        return dataclasses.replace(
-            found,
-            chosen=next((k for k, one in enumerate(found.results) if one.chosen), None),
-            frontiers=self.frontiers,
-            about={**found.about, "left_out": self.left_out},
-        )
+        about = {**found.about, "left_out": self.left_out}
+        return dataclasses.replace(found, frontiers=self.frontiers, about=about)
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A row for each rule and limit; see `Results.frame`."""
+        """A row for each rule and limit; see `Results`."""
         return self.results.frame
-
-    @property
-    def frontier_frame(self) -> pd.DataFrame:
-        """A row for each method; see `Results.frontier_frame`."""
-        return self.results.frontier_frame
 
     def plot(self, path: str | Path) -> None:
         """Draws accuracy over thinking tokens: whole methods where they were compared, else rules.
@@ -118,8 +108,7 @@ class Report:
         title = f"{self.results.dataset}: {self.results.setting}"
         if self.points:
             return save_frontiers(self.points, path, title=title)
-        limits: list[Result] = self.results.limits
-        return save_pareto([*self.results.results, *limits], path, title=title)
+        return save_pareto(self.frame, path, title=title)
 
     def to_latex(self) -> str:
         """The main numbers of rules and limits as a LaTeX table, each with its interval."""
@@ -129,7 +118,7 @@ class Report:
         """Writes outcomes, numbers and picture into a folder."""
         folder = Path(folder)
         self.evaluation.save(folder)
-        self.results.save(folder / "results.json")
+        self.results.save(folder / RESULTS_FILE)
         self.plot(folder / "pareto.png")
 
 
@@ -206,12 +195,8 @@ def compare(
     )
     if choose_on is None:
         return report
-    tables = choose_on.table, test.table
-    return dataclasses.replace(
-        report,
-        frontiers=frontiers(of_method, *tables, prices, replicates, seed),
-        points={name: frontier_points(of, *tables) for name, of in of_method.items()},
-    )
+    found = frontiers(of_method, choose_on.table, test.table, prices, replicates, seed)
+    return dataclasses.replace(report, frontiers=found[0], points=found[1])
 
 
 def same_setting(one: Rule, other: Rule) -> bool:

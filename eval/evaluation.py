@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ospruner.durable import replace_file
 
 from .intervals import Resampled, Rule
+from .methods import FRONTIER
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome
-from .results import Result
+from .results import best_rows, frame_of
 from .table import FloatArray, IntArray, TraceTable
 
 __all__ = ["Evaluation", "find_evaluations", "trace_hash"]
@@ -106,14 +108,26 @@ class Evaluation:
     @cached_property
     def resampled(self) -> Resampled:
         """Rules and limits on the same resamples of the problems: made once, however often read."""
-        return Resampled([*self.rules, *self.limits], self.full, self.problem_index)
+        return Resampled(self.rules, self.full, self.problem_index, self.limits)
 
-    def results(
-        self, *, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
-    ) -> tuple[list[Result], list[Result]]:
-        """Rules and limits with their numbers and intervals; see `Resampled.results`."""
-        found = self.resampled.results(variant, prices)
-        return found[: len(self.rules)], found[len(self.rules) :]
+    def frame(
+        self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
+    ) -> pd.DataFrame:
+        """Rules and limits with their numbers and intervals; see `Results`."""
+        return self.resampled.frame(variant, prices)
+
+    def differences(self, variant: AesVariant = AES_ABSOLUTE) -> pd.DataFrame:
+        """Paired differences of one method's best rule to every other method's.
+
+        The one is OS-Pruner where it is there, else the first after the full trace.
+        """
+        best = best_rows(self.frame(variant))
+        places = dict(zip(best["method"], best.index.tolist(), strict=True))
+        methods = [method for method in places if method != self.rules[0].method]
+        if not methods:
+            return frame_of([], "differences")
+        ours = places.pop(FRONTIER if FRONTIER in places else methods[0])
+        return self.resampled.differences(ours, list(places.values()), variant)
 
     def save(self, folder: str | Path) -> None:
         """Writes the evaluation into a folder; one of the same settings there is replaced.

@@ -10,25 +10,25 @@ mean accuracy over all lengths between the two trivial rules' own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from .intervals import REPLICATES, Rule, estimate, resampled_means
+from .intervals import REPLICATES, Rule, estimate, resampled_points
 from .limits import hindsight_oracle
-from .replay import Outcome, replay_full, replay_step
-from .results import Estimate, Frontier
+from .replay import replay_full, replay_step
+from .results import frame_of
 from .table import FloatArray, TraceTable
+from .text import penalty_name
 
-__all__ = ["area", "areas", "frontier_points", "frontiers", "hull", "worth_asking"]
+__all__ = ["area", "frontiers", "hull", "worth_asking"]
 
 
 def hull(points: FloatArray) -> list[int]:
-    """Numbers of the points (tokens, accuracy) on their upper concave hull, shortest first.
+    """Numbers of points (tokens, accuracy), (P, 2), on their upper concave hull, shortest first.
 
     The shortest and the longest are always on it.
-
-    Args:
-        points: (P, 2).
     """
     found: list[int] = []
     for k in np.lexsort((-points[:, 1], points[:, 0])).tolist():
@@ -54,85 +54,12 @@ def area(points: FloatArray) -> float:
     return float(widths @ heights / widths.sum())
 
 
-def _both(
-    rules: Sequence[Rule],
-    validation: TraceTable,
-    test: TraceTable,
-    replicates: int,
-    seed: int,
-    *limits: Outcome,
-) -> tuple[FloatArray, FloatArray]:
-    """(1 + B, 2 + R, 2) mean tokens and accuracy, on validation and on test traces.
-
-    First the two trivial rules, never stopping and stopping after the first step; last, on the
-    test traces alone, the limits.
-    """
-
-    def points(
-        blocks: Sequence[Sequence[Outcome]], table: TraceTable, problem_seed: int
-    ) -> FloatArray:
-        trivial = [(replay_full(table),), (replay_step(table, 1),)]
-        columns = [
-            [np.column_stack([one.tokens, one.correct]) for one in block]
-            for block in [*trivial, *blocks]
-        ]
-        found = resampled_means(columns, table.problem_index, replicates, seed, problem_seed)
-        return np.stack(found, axis=1)
-
-    return (
-        points([rule.validation for rule in rules], validation, ~seed & 0xFFFF),
-        points([*(rule.outcomes for rule in rules), *((one,) for one in limits)], test, seed),
-    )
-
-
 def _on_hull(chosen_on: FloatArray, measured: FloatArray) -> FloatArray:
     """The points measured of those that the other points choose, the two trivial rules at the ends.
 
     The ends stand for themselves: a frontier runs from one trivial rule to the other.
     """
     return measured[[0, *(k for k in hull(chosen_on) if k > 1), 1]]
-
-
-def frontier_points(rules: Sequence[Rule], validation: TraceTable, test: TraceTable) -> FloatArray:
-    """(P, 2) mean tokens and accuracy, on test traces, of the rules chosen on validation.
-
-    The two trivial rules are among them; by length.
-
-    Args:
-        rules: of one method, with their outcomes on both.
-        validation: the validation traces.
-        test: the test traces.
-    """
-    chosen_on, measured = _both(rules, validation, test, 1, 0)
-    points = _on_hull(chosen_on[0], measured[0])
-    ordered: FloatArray = points[np.argsort(points[:, 0], kind="stable")]
-    return ordered
-
-
-def areas(
-    methods: Sequence[Sequence[Rule]],
-    validation: TraceTable,
-    test: TraceTable,
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> FloatArray:
-    """(1 + B, M) area of each method: on all test traces, and on each resample.
-
-    A resample draws problems of both splits and training seeds anew, and each method chooses its
-    frontier again on what was drawn for validation.
-
-    Args:
-        methods: the rules of M methods.
-        validation: the validation traces, on which the frontiers are chosen.
-        test: the test traces.
-        replicates: resamples, B.
-        seed: of the resamples, which are the same for all methods.
-    """
-    found = np.empty((1 + replicates, len(methods)))
-    for number, rules in enumerate(methods):
-        both = zip(*_both(rules, validation, test, replicates, seed), strict=True)
-        found[:, number] = [area(_on_hull(*points)) for points in both]
-    return found
 
 
 def frontiers(
@@ -142,8 +69,12 @@ def frontiers(
     prices: Sequence[float] = (),
     replicates: int = REPLICATES,
     seed: int = 0,
-) -> list[Frontier]:
+) -> tuple[pd.DataFrame, dict[str, FloatArray]]:
     """Area, the first method's lead, and the share of the oracle's gap of each method.
+
+    A resample draws problems of both splits and training seeds anew, the same for all methods, and
+    each method chooses its frontier, and its rule at a price, again on what was drawn for
+    validation.
 
     Args:
         methods: rules by method, with outcomes on both; leads are the first one's.
@@ -152,44 +83,57 @@ def frontiers(
         prices: of a token, of the gaps.
         replicates: resamples.
         seed: of the resamples.
+
+    Returns:
+        The frame of `Results.frontiers`, and (P, 2) mean tokens and accuracy on the test traces of
+        each method's frontier, by length, the two trivial rules included.
     """
-    found = areas(list(methods.values()), validation, test, replicates, seed)
-    return [
-        Frontier(
-            name,
-            estimate(found[0, k], found[1:, k]),
-            estimate(found[0, 0] - found[0, k], found[1:, 0] - found[1:, k]) if k else None,
-            tuple(
-                (price, _gap_closed(rules, validation, test, price, replicates, seed))
-                for price in prices
-            ),
-        )
-        for k, (name, rules) in enumerate(methods.items())
-    ]
+    rows, points, first = [], {}, None
+    oracles = [(hindsight_oracle(test, price),) for price in prices]
+    for method, rules in methods.items():
+        trivial = [(replay_full(validation),), (replay_step(validation, 1),)]
+        chosen_on = resampled_points(
+            [*trivial, *(rule.validation for rule in rules)],
+            validation.problem_index, replicates, seed, validation=True,
+        )  # fmt: skip
+        trivial = [(replay_full(test),), (replay_step(test, 1),)]
+        measured = resampled_points(
+            [*trivial, *(rule.outcomes for rule in rules), *oracles],
+            test.problem_index, replicates, seed, validation=False,
+        )  # fmt: skip
+        own = slice(2 + len(rules))
+        lines = [_on_hull(*both) for both in zip(chosen_on, measured[:, own], strict=True)]
+        areas = np.array([area(line) for line in lines])
+        first = areas if first is None else first
+        row: dict[str, Any] = {"method": method} | estimate(areas).spread("area")
+        lead = np.full(2, np.nan) if first is areas else first - areas
+        row |= estimate(lead).spread("lead")
+        for price, oracle in zip(prices, range(own.stop, measured.shape[1]), strict=True):
+            rewards, there = (p[..., 1] - price * p[..., 0] for p in (measured, chosen_on))
+            share = _gap_closed(there, rewards[:, own], rewards[:, oracle])
+            row |= estimate(share).spread(f"gap@{penalty_name(price)}")
+        rows.append(row)
+        points[method] = lines[0][np.argsort(lines[0][:, 0], kind="stable")]
+    return frame_of(rows, "frontiers"), points
 
 
-def _gap_closed(
-    rules: Sequence[Rule],
-    validation: TraceTable,
-    test: TraceTable,
-    price: float,
-    replicates: int,
-    seed: int,
-) -> Estimate:
-    """How much of the reward between the full trace and the hindsight oracle a method gets.
+def _gap_closed(chosen_on: FloatArray, rewards: FloatArray, oracle: FloatArray) -> FloatArray:
+    """(1 + B,) how much of the reward between full trace and hindsight oracle a method gets.
 
     (R - R_full) / (R_oracle - R_full), with R = accuracy - lambda tokens on the test traces; 0 is
     the full trace, 1 the oracle, which no rule without hindsight can be sure of. Of the method's
     rules and the two trivial ones, which whoever has its rules has, too, the one of the highest
     reward on validation is taken, and again in each resample. On the validation traces no method is
     below 0; on test traces one may be, by as much as its choice was unlucky.
+
+    Args:
+        chosen_on: (1 + B, R) rewards on validation; the first rule never stops.
+        rewards: (1 + B, R) the same on the test traces.
+        oracle: (1 + B,) the oracle's there.
     """
-    oracle = hindsight_oracle(test, price)
-    both = _both(rules, validation, test, replicates, seed, oracle)
-    chosen_on, rewards = (points[..., 1] - price * points[..., 0] for points in both)
     taken = np.take_along_axis(rewards, chosen_on.argmax(axis=1)[:, None], axis=1)[:, 0]
-    share = (taken - rewards[:, 0]) / (rewards[:, -1] - rewards[:, 0])
-    return estimate(share[0], share[1:])
+    share: FloatArray = (taken - rewards[:, 0]) / (oracle - rewards[:, 0])
+    return share
 
 
 def worth_asking(table: TraceTable) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Outcomes of rules summarised: each number with its 95 % interval by problem and training seed.
+"""Outcomes of rules as a frame: each number with its 95 % interval by problem and training seed.
 
 Problems are resampled with all their traces, and with them the training seeds of a rule that has
 several. All rules of one `Resampled` see the same resamples, so that differences between them are
@@ -11,14 +11,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import pandas as pd
 
 from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
 from .replay import Outcome, pool
-from .results import Difference, Estimate, Named, Result
+from .results import Estimate, frame_of
 from .table import FloatArray, IntArray
+from .text import parameter_text, penalty_name
 
 __all__ = [
     "REPLICATES",
@@ -31,11 +33,14 @@ __all__ = [
     "pool_seeds",
     "resampled_means",
     "seed_weights",
-    "summarise",
 ]
 
 REPLICATES = 2_000
 _BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
+_MEANS = [one.name for one in dataclasses.fields(Outcome)]
+
+Numbers = dict[str, FloatArray]
+"""Numbers of one rule by name: on all traces, then on each resample, (1 + B,)."""
 
 Pick = Callable[[FloatArray, FloatArray, float, float], int]
 """The number of the candidate to take, from accuracy (C,) and mean tokens (C,) of all candidates
@@ -43,14 +48,14 @@ and those of the full traces (`metrics.best_aes`)."""
 
 
 @dataclass(frozen=True)
-class Rule(Named):
+class Rule:
     """One setting of a method, and what it does.
 
     Attributes:
         method: name of the method.
         outcome: of its training seeds the mean.
-        parameter: what picks it from its method.
-        parameter_name: what that is.
+        parameter: what picks it from its method: a price, threshold, budget ...
+        parameter_name: "λ", "threshold", "tokens", "step"; "" where there is none.
         seeds: each training seed's outcome, where there are several.
         validation: each training seed's outcome on the traces to choose on; empty where there are
             none.
@@ -64,6 +69,16 @@ class Rule(Named):
     seeds: tuple[Outcome, ...] = ()
     validation: tuple[Outcome, ...] = ()
     choice: Choice | None = None
+
+    @property
+    def setting(self) -> str:
+        """Such as "λ=5e-4", "≥.70", "110 tokens", or ""."""
+        return parameter_text(self.parameter, self.parameter_name)
+
+    @property
+    def name(self) -> str:
+        """Method and setting: "OS-Pruner λ=5e-4"."""
+        return f"{self.method} {self.setting}".strip()
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -95,23 +110,14 @@ class Choice:
             seed: of the resamples of problems, and of training seeds, which are those of the test.
         """
         blocks = [(self.base,), *(rule.validation for rule in self.candidates)]
-        points = _accuracy_and_tokens(blocks, self.problem_index, replicates, seed)
+        points = resampled_points(blocks, self.problem_index, replicates, seed, validation=True)
         return np.array(
-            [self.pick(p[1:, 0], p[1:, 1], float(p[0, 0]), float(p[0, 1])) for p in points]
+            [self.pick(p[1:, 1], p[1:, 0], float(p[0, 1]), float(p[0, 0])) for p in points]
         )
 
     def taken(self) -> Rule:
         """The candidate that validation chooses, with this choice."""
         return dataclasses.replace(self.candidates[int(self.picks(1)[0])], choice=self)
-
-
-def _accuracy_and_tokens(
-    blocks: Sequence[Sequence[Outcome]], problem_index: IntArray, replicates: int, seed: int
-) -> FloatArray:
-    """(1 + B, R, 2) on validation, whose problems are others than the test's: drawn anew."""
-    columns = [[np.column_stack([one.correct, one.tokens]) for one in block] for block in blocks]
-    found = resampled_means(columns, problem_index, replicates, seed, ~seed & 0xFFFF)
-    return np.stack(found, axis=1)
 
 
 def pool_seeds(rules: Sequence[Rule]) -> tuple[list[Rule], list[list[int]]]:
@@ -128,17 +134,12 @@ def pool_seeds(rules: Sequence[Rule]) -> tuple[list[Rule], list[list[int]]]:
         groups.setdefault((rule.method, rule.parameter), []).append(number)
     pooled = []
     for numbers in groups.values():
-        of_group = [rules[k] for k in numbers]
-        outcomes = tuple(rule.outcome for rule in of_group)
-        if len(outcomes) > 1:
-            validation = tuple(one for rule in of_group for one in rule.validation)
-            pooled.append(
-                dataclasses.replace(
-                    of_group[0], outcome=pool(outcomes), seeds=outcomes, validation=validation
-                )
-            )
-        else:
-            pooled.append(of_group[0])
+        rule = rules[numbers[0]]
+        if len(numbers) > 1:
+            seeds = tuple(rules[k].outcome for k in numbers)
+            there = tuple(one for k in numbers for one in rules[k].validation)
+            rule = dataclasses.replace(rule, outcome=pool(seeds), seeds=seeds, validation=there)
+        pooled.append(rule)
     return pooled, list(groups.values())
 
 
@@ -173,30 +174,34 @@ def resampled_means(
     return found
 
 
+def resampled_points(
+    blocks: Sequence[Sequence[Outcome]],
+    problem_index: IntArray,
+    replicates: int,
+    seed: int,
+    *,
+    validation: bool,
+) -> FloatArray:
+    """(1 + B, R, 2) mean tokens and accuracy of each rule, whose seeds' outcomes a block holds.
+
+    On validation, whose problems are others than the test's, problems are drawn anew.
+    """
+    columns = [[np.column_stack([one.tokens, one.correct]) for one in block] for block in blocks]
+    drawn = ~seed & 0xFFFF if validation else seed
+    return np.stack(resampled_means(columns, problem_index, replicates, seed, drawn), axis=1)
+
+
 def bootstrap_means(
     values: FloatArray, problem_index: IntArray, replicates: int = REPLICATES, seed: int = 0
 ) -> FloatArray:
-    """Means over traces in each resample of the problems.
+    """(B, K) means over traces in each resample of the problems.
 
     Args:
         values: (N, K) K quantities of each trace.
         problem_index: (N,) the problem of each trace, 0 .. P-1.
         replicates: how many resamples, B.
         seed: the resamples depend on it, on P and on B only.
-
-    Returns:
-        (B, K) mean of each quantity.
-
-    Raises:
-        ValueError: shapes do not fit, there is no trace, or replicates < 1.
     """
-    if values.ndim != 2 or len(values) != len(problem_index) or not len(values):
-        raise ValueError(
-            f"values has shape {values.shape} for {len(problem_index)} traces; "
-            "it must be (N, K) with at least one trace"
-        )
-    if replicates < 1:
-        raise ValueError(f"replicates is {replicates}; it must be at least 1")
     problems = int(problem_index.max()) + 1
     sums = np.zeros((problems, values.shape[1] + 1))  # (P, K+1), the last counts traces
     np.add.at(sums, problem_index, np.column_stack([values, np.ones(len(values))]))
@@ -217,11 +222,6 @@ def seed_weights(seeds: int, replicates: int = REPLICATES, seed: int = 0) -> Flo
     """(1 + B, S) how much each training seed counts: alike, then in each resample of the seeds.
 
     Methods of as many seeds get the same weights, so that differences stay paired.
-
-    Args:
-        seeds: S.
-        replicates: B.
-        seed: of the resamples.
     """
     rng = np.random.default_rng([seed, 1 + seeds])
     drawn = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=replicates)
@@ -236,39 +236,29 @@ def bootstrap_interval(
     replicates: int = REPLICATES,
     seed: int = 0,
 ) -> Estimate:
-    """A mean over traces with its interval by problem.
+    """The mean over traces of values (N,) with its percentile interval by problem.
 
-    Args:
-        values: (N,) a quantity of each trace.
-        problem_index: (N,) the problem of each trace.
-        level: coverage, in (0, 1).
-        replicates: resamples.
-        seed: of the resamples.
-
-    Returns:
-        The mean and its percentile interval. One problem alone, or one that never varies, has no
-        width: it is an interval of this sample, not of all that may happen.
-
-    Raises:
-        ValueError: `level` outside (0, 1), or see `bootstrap_means`.
+    One problem alone, or one that never varies, has no width: it is an interval of this sample, not
+    of all that may happen.
     """
     resampled = bootstrap_means(values[:, None], problem_index, replicates, seed)
-    return estimate(values.mean(), resampled[:, 0], level)
+    return estimate(np.append(values.mean(), resampled), level)
 
 
-def estimate(value: npt.ArrayLike, resampled: FloatArray, level: float = 0.95) -> Estimate:
-    """The value with the percentile interval of its resampled values, (B,); NaNs are left out.
+def estimate(values: FloatArray, level: float = 0.95) -> Estimate:
+    """The first of (1 + B,) values with the percentile interval of the others, NaNs left out.
 
     Raises:
         ValueError: `level` outside (0, 1).
     """
     if not 0.0 < level < 1.0:
         raise ValueError(f"level is {level!r}; it must lie strictly between 0 and 1")
+    value, resampled = float(values[0]), values[1:]
     finite = resampled[~np.isnan(resampled)]
     if not finite.size:
-        return Estimate(float(value), float("nan"), float("nan"))  # type: ignore[arg-type]
+        return Estimate(value, float("nan"), float("nan"))
     low, high = np.quantile(finite, [(1 - level) / 2, (1 + level) / 2])
-    return Estimate(float(value), float(low), float(high))  # type: ignore[arg-type]
+    return Estimate(value, float(low), float(high))
 
 
 class Resampled:
@@ -278,6 +268,7 @@ class Resampled:
         rules: rules and their outcomes on the same N traces.
         base: the full traces' outcome, to which reductions and AES refer.
         problem_index: (N,) the problem of each trace, 0 .. P-1.
+        limits: what rules are measured against.
         replicates: bootstrap resamples, B.
         seed: of the resamples.
 
@@ -290,128 +281,106 @@ class Resampled:
         rules: Sequence[Rule],
         base: Outcome,
         problem_index: IntArray,
+        limits: Sequence[Rule] = (),
+        *,
         replicates: int = REPLICATES,
         seed: int = 0,
     ) -> None:
-        for rule in rules:
+        self.rules, self.limits = list(rules), list(limits)
+        self.base, self.problem_index = base, problem_index
+        for rule in self.rules:
             if len(rule.outcome) != len(base):
                 raise ValueError(
                     f"{rule.method}: an outcome of {len(rule.outcome)} traces, the full traces are "
                     f"{len(base)}"
                 )
-        self.rules = list(rules)
-        self.base = base
-        self.problem_index = problem_index
         self._how = (problem_index, replicates, seed)
 
     @cached_property
-    def _means(self) -> list[_Means]:
+    def _means(self) -> list[Numbers]:
         """Of the full traces and of each rule; a resample chooses again what was chosen."""
-        blocks = [(self.base,), *(rule.outcomes for rule in self.rules)]
-        found = resampled_means([[one.columns() for one in block] for block in blocks], *self._how)
-        for number, rule in enumerate(self.rules, start=1):
+        everything = [*self.rules, *self.limits]
+        found = self._means_of([(self.base,), *(rule.outcomes for rule in everything)])
+        for number, rule in enumerate(everything, start=1):
             if rule.choice is not None:
                 picks = rule.choice.picks(*self._how[1:])
                 taken, place = np.unique(picks, return_inverse=True)
-                candidates = [rule.choice.candidates[int(k)].outcomes for k in taken]
-                columns = [[one.columns() for one in block] for block in candidates]
-                means = np.stack(resampled_means(columns, *self._how))  # (U, 1 + B, K)
+                blocks = [rule.choice.candidates[int(k)].outcomes for k in taken]
+                means = np.stack(self._means_of(blocks))  # (U, 1 + B, K)
                 found[number] = means[place, np.arange(len(picks))]
-        return [_Means(means) for means in found]
+        return [dict(zip(_MEANS, means.T, strict=True)) for means in found]
 
-    def results(
+    def _means_of(self, blocks: Sequence[Sequence[Outcome]]) -> list[FloatArray]:
+        return resampled_means([[one.columns() for one in block] for block in blocks], *self._how)
+
+    def frame(
         self, variant: AesVariant = AES_ABSOLUTE, prices: Sequence[float] = ()
-    ) -> list[Result]:
-        """Accuracy, tokens, reduction, AES and more of each rule.
+    ) -> pd.DataFrame:
+        """A row for each rule and each limit; see `Results`.
 
         Args:
             variant: which AES, and what it and rewards charge.
             prices: of a token, at which to give the expected reward.
         """
         full, *means = self._means
-        problems = len(np.unique(self.problem_index))
-        found = []
-        for rule, ours in zip(self.rules, means, strict=True):
-            charged = ours.charged(full, variant)
-            found.append(
-                Result(
-                    method=rule.method,
-                    parameter=rule.parameter,
-                    parameter_name=rule.parameter_name,
-                    **{name: _estimate(x) for name, x in ours.against(full, variant).items()},
-                    rewards=tuple(
-                        (price, _estimate(reward(ours.of["correct"], charged, price)))
-                        for price in prices
-                    ),
-                    aes_label=variant.label,
-                    traces=len(self.base),
-                    problems=problems,
-                    chosen=rule.choice is not None,
-                )
+        rows: list[dict[str, Any]] = []
+        for rule, own in zip([*self.rules, *self.limits], means, strict=True):
+            row: dict[str, Any] = {
+                "kind": "rule" if len(rows) < len(self.rules) else "limit",
+                "method": rule.method,
+                "parameter": rule.parameter,
+                "parameter_name": rule.parameter_name,
+                "setting": rule.setting,
+                "chosen": rule.choice is not None,
+            }
+            for name, values in _numbers(own, full, variant, prices).items():
+                row |= estimate(values).spread(name)
+            problems = len(np.unique(self.problem_index))
+            rows.append(
+                row | {"aes_label": variant.label, "traces": len(self.base), "problems": problems}
             )
-        return found
+        return frame_of(rows)
 
-    def difference(self, a: int, b: int, variant: AesVariant = AES_ABSOLUTE) -> Difference:
-        """Paired differences of two rules, by their numbers, a - b."""
-        full, ours, theirs = (self._means[k] for k in (0, 1 + a, 1 + b))
-        left, right = ours.against(full, variant), theirs.against(full, variant)
-        numbers = {
-            name: _estimate(left[name] - right[name])
-            for name in ("accuracy", "tokens", "reduction", "aes")
-        }
-        return Difference(self.rules[a].name, self.rules[b].name, **numbers)
-
-
-def summarise(
-    rules: Sequence[Rule],
-    base: Outcome,
-    problem_index: IntArray,
-    *,
-    variant: AesVariant = AES_ABSOLUTE,
-    prices: Sequence[float] = (),
-    replicates: int = REPLICATES,
-    seed: int = 0,
-) -> list[Result]:
-    """The numbers of rules, see `Resampled`."""
-    return Resampled(rules, base, problem_index, replicates, seed).results(variant, prices)
+    def differences(
+        self, one: int, others: Sequence[int], variant: AesVariant = AES_ABSOLUTE
+    ) -> pd.DataFrame:
+        """Paired differences of a rule to others, by their numbers: the one less each."""
+        full, *means = self._means
+        left = _numbers(means[one], full, variant)
+        rows = []
+        for other in others:
+            right = _numbers(means[other], full, variant)
+            row: dict[str, Any] = {"rule": self.rules[one].name, "other": self.rules[other].name}
+            for name in ("accuracy", "tokens", "reduction", "aes"):
+                row |= estimate(left[name] - right[name]).spread(name)
+            rows.append(row)
+        return frame_of(rows, "differences")
 
 
-class _Means:
-    """The means of one rule's columns, on all traces and on each resample: (1 + B, K)."""
-
-    def __init__(self, means: FloatArray) -> None:
-        self.of = dict(zip([f.name for f in dataclasses.fields(Outcome)], means.T, strict=True))
-
-    @property
-    def generated(self) -> FloatArray:
-        """Thinking and answer tokens."""
-        return self.of["tokens"] + self.of["answer_tokens"]
-
-    def charged(self, full: _Means, variant: AesVariant) -> FloatArray:
-        """The length that AES and rewards see."""
-        own, base = self.of, full.of
-        return charged_tokens(
-            variant.charge, own["tokens"], own["flops"], base["tokens"], base["flops"]
-        )
-
-    def against(self, full: _Means, variant: AesVariant) -> dict[str, FloatArray]:
-        """The fields of `Result` by name, as arrays."""
-        own, base = self.of, full.of
-        kept = ("tokens", "answer_tokens", "helped", "harmed", "truncated", "probe_tokens", "flops")
-        return {name: own[name] for name in kept} | {
-            "accuracy": own["correct"],
-            "reduction": reduction(own["tokens"], base["tokens"]),
-            "aes": variant(
-                own["correct"], self.charged(full, variant), base["correct"], base["tokens"]
-            ),
-            "generated_tokens": self.generated,
-            "total_reduction": reduction(self.generated, full.generated),
-            "time_ratio": own["seconds"] / base["seconds"],
-            "tokens_per_second": self.generated / own["seconds"],
-            "flops_ratio": own["flops"] / base["flops"],
-        }
-
-
-def _estimate(values: FloatArray) -> Estimate:
-    """Of (1 + B,): on all traces, and on each resample."""
-    return estimate(float(values[0]), values[1:])
+def _numbers(
+    own: Numbers, full: Numbers, variant: AesVariant, prices: Sequence[float] = ()
+) -> Numbers:
+    """The numbers of a frame's row from a rule's means and those of the full traces."""
+    generated, of_full = (one["tokens"] + one["answer_tokens"] for one in (own, full))
+    paid = charged_tokens(
+        variant.charge, own["tokens"], own["flops"], full["tokens"], full["flops"]
+    )
+    return {
+        "accuracy": own["correct"],
+        "tokens": own["tokens"],
+        "reduction": reduction(own["tokens"], full["tokens"]),
+        "aes": variant(own["correct"], paid, full["correct"], full["tokens"]),
+        **{
+            name: own[name]
+            for name in ("answer_tokens", "helped", "harmed", "truncated", "probe_tokens")
+        },
+        "generated_tokens": generated,
+        "total_reduction": reduction(generated, of_full),
+        "time_ratio": own["seconds"] / full["seconds"],
+        "tokens_per_second": generated / own["seconds"],
+        "flops": own["flops"],
+        "flops_ratio": own["flops"] / full["flops"],
+        **{
+            f"reward@{penalty_name(price)}": reward(own["correct"], paid, price) for price in prices
+        },
+    }

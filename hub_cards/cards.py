@@ -20,7 +20,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
-from ospruner.eval.results import RESULTS_FILE, Results
+from ospruner.eval.results import RESULTS_FILE, Estimate, Results
 from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS
 from ospruner.eval.text import markdown_table
 from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
@@ -135,7 +135,7 @@ def policy_card(
         provenance=record,
         warning=without_paths(record.details.get("warning", "")),
         settings=_settings(details),
-        results=results_markdown(results) if results is not None and results.results else "",
+        results=results_markdown(results) if results is not None and len(results.rules) else "",
         picture=PICTURE_FILE if (folder / PICTURE_FILE).is_file() else None,
         custom_generate=on_hub and (folder / CUSTOM_GENERATE).is_file(),
         license_known=license is not None,
@@ -232,53 +232,53 @@ def read_policy_config(folder: Path) -> OSPrunerConfig:
 
 def results_markdown(results: Results) -> str:
     """What was measured, and every rule and limit in GitHub's markdown; the chosen one is bold."""
-    first = results.results[0]
-    rows = []
-    for number, one in enumerate([*results.results, *results.limits]):
-        name = f"**{one.name}**" if number == results.chosen else one.name
-        shown = (
-            (one.accuracy, 100, 1),
-            (one.tokens, 1, 0),
-            (one.reduction, 100, 1),
-            (one.aes, 1, 2),
+    first, rows = results.rules.iloc[0], []
+    for number, one in results.frame.iterrows():
+        name = f"{one['method']} {one['setting']}".strip()
+        shown = (("accuracy", 100, 1), ("tokens", 1, 0), ("reduction", 100, 1), ("aes", 1, 2))
+        rows.append(
+            [
+                f"**{name}**" if number == results.chosen else name,
+                *(Estimate.of(one, column).text(scale, digits) for column, scale, digits in shown),
+            ]
         )
-        rows.append([name, *(value.text(scale, digits) for value, scale, digits in shown)])
     table = markdown_table(["method", "accuracy %", "thinking tokens", "saved %", "AES"], rows)
     return (
-        f"{results.dataset}: {results.setting}; {first.traces:,} traces of {first.problems:,} "
-        f"problems. Brackets are 95 % intervals by problem; AES {first.aes_label}.\n\n{table}"
+        f"{results.dataset}: {results.setting}; {first['traces']:,} traces of "
+        f"{first['problems']:,} problems. Brackets are 95 % intervals by problem; AES "
+        f"{first['aes_label']}.\n\n{table}"
     )
 
 
 def _eval_results(results: Results, row: int) -> list[EvalResult]:
     """One rule's numbers with their intervals, for the index that the Hub reads."""
-    one = results.results[row]
+    one = results.rules.loc[row]
     metrics = (
-        ("accuracy", "Pass@1, %", one.accuracy, 100),
-        ("thinking_tokens", "Thinking tokens", one.tokens, 1),
-        ("reduction", "Thinking tokens saved, %", one.reduction, 100),
-        ("aes", f"AES ({one.aes_label})", one.aes, 1),
+        ("accuracy", "Pass@1, %", "accuracy", 100),
+        ("thinking_tokens", "Thinking tokens", "tokens", 1),
+        ("reduction", "Thinking tokens saved, %", "reduction", 100),
+        ("aes", f"AES ({one['aes_label']})", "aes", 1),
     )
-    return [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Reasoning with a stopping policy",
-            dataset_type=re.sub(r"[^\w./-]+", "-", results.dataset),  # all that the Hub takes
-            dataset_name=results.dataset,
-            metric_type=kind,
-            metric_name=f"{label} ({results.setting})",
-            metric_value=round(scale * number.value, 4),
-            metric_args={
-                "interval_95_by_problem": [
-                    round(scale * number.low, 4),
-                    round(scale * number.high, 4),
-                ],
-                "traces": one.traces,
-                "problems": one.problems,
-            },
+    found = []
+    for kind, label, column, scale in metrics:
+        value, low, high = (round(scale * number, 4) for number in Estimate.of(one, column))
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                task_name="Reasoning with a stopping policy",
+                dataset_type=re.sub(r"[^\w./-]+", "-", results.dataset),  # all that the Hub takes
+                dataset_name=results.dataset,
+                metric_type=kind,
+                metric_name=f"{label} ({results.setting})",
+                metric_value=value,
+                metric_args={
+                    "interval_95_by_problem": [low, high],
+                    "traces": int(one["traces"]),
+                    "problems": int(one["problems"]),
+                },
+            )
         )
-        for kind, label, number, scale in metrics
-    ]
+    return found
 
 
 def _settings(details: Mapping[str, Any], nested: bool = True) -> dict[str, str]:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from ospruner.eval.results import Estimate, Result
+from ospruner.eval.results import Estimate
+from ospruner.eval.text import parameter_text
+
+
+def around(value: float, half: float) -> Estimate:
+    return Estimate(value, value - half, value + half)
 
 
 def make_result(
@@ -15,30 +21,36 @@ def make_result(
     parameter_name: str = "",
     chosen: bool = False,
     problems: int = 1500,
-) -> Result:
-    def around(value: float, half: float) -> Estimate:
-        return Estimate(value, value - half, value + half)
-
-    return Result(
-        method=method,
-        parameter=parameter,
-        parameter_name=parameter_name,
-        accuracy=around(accuracy, 0.02),
-        tokens=around(tokens, 5),
-        reduction=around(1 - tokens / 200, 0.01),
-        aes=around(1 - tokens / 200 + 3 * (accuracy - 0.6), 0.05),
-        answer_tokens=around(6, 0.1),
-        helped=around(0.1, 0.01),
-        harmed=around(0.05, 0.01),
-        truncated=around(0.0, 0.0),
-        probe_tokens=around(0.0, 0.0),
-        generated_tokens=around(tokens + 6, 5),
-        total_reduction=around(1 - tokens / 200, 0.01),
-        time_ratio=Estimate(math.nan, math.nan, math.nan),
-        tokens_per_second=Estimate(math.nan, math.nan, math.nan),
-        rewards=((0.001, around(accuracy - 0.001 * tokens, 0.02)),),
-        aes_label="absolute, α=1, β=3, γ=5",
-        traces=1500,
-        problems=problems,
-        chosen=chosen,
-    )
+    kind: str = "rule",
+) -> dict[str, Any]:
+    """A row of a frame of results (`frame_of`)."""
+    numbers = {
+        "accuracy": around(accuracy, 0.02),
+        "tokens": around(tokens, 5),
+        "reduction": around(1 - tokens / 200, 0.01),
+        "aes": around(1 - tokens / 200 + 3 * (accuracy - 0.6), 0.05),
+        "answer_tokens": around(6, 0.1),
+        "helped": around(0.1, 0.01),
+        "harmed": around(0.05, 0.01),
+        "truncated": around(0.0, 0.0),
+        "probe_tokens": around(0.0, 0.0),
+        "generated_tokens": around(tokens + 6, 5),
+        "total_reduction": around(1 - tokens / 200, 0.01),
+        "reward@1e-3": around(accuracy - 0.001 * tokens, 0.02),
+        **dict.fromkeys(
+            ("time_ratio", "tokens_per_second", "flops", "flops_ratio"),
+            Estimate(math.nan, math.nan, math.nan),
+        ),
+    }
+    columns = {key: x for name, one in numbers.items() for key, x in one.spread(name).items()}
+    return columns | {
+        "kind": kind,
+        "method": method,
+        "parameter": parameter,
+        "parameter_name": parameter_name,
+        "setting": parameter_text(parameter, parameter_name),
+        "chosen": chosen,
+        "aes_label": "absolute, α=1, β=3, γ=5",
+        "traces": 1500,
+        "problems": problems,
+    }

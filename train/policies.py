@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
-from ospruner.eval.intervals import Rule, summarise
+from ospruner.eval.intervals import Resampled, Rule
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.results import RESULTS_FILE, Results
@@ -208,12 +208,13 @@ def _results(
         else Rule(method, outcome, price, "λ")
         for price, outcome in outcomes.items()
     ]
+    frame = Resampled([Rule(FULL, full), *uses], full, table.problem_index).frame()
+    frame["chosen"] = frame.index == 1 + list(outcomes).index(config.price)
     return Results(
         dataset="validation traces",
         setting="replay by `ospruner train`, problems of the kind it was trained on, one training "
         "seed",
-        results=summarise([Rule(FULL, full), *uses], full, table.problem_index),
-        chosen=1 + list(outcomes).index(config.price),
+        frame=frame,
     )
 
 

@@ -173,7 +173,7 @@ def _section(
     )
     if of_probabilities(one):
         section.notes.append("Accuracy is the mean probability of the right answer.")
-    if told := never_right_told(found.results, found.about):
+    if told := never_right_told(found):
         section.notes.append(told)
     tables = [
         Table.of(
@@ -187,16 +187,17 @@ def _section(
             caption="Changed answers, further tokens and time; – is not measured",
         ),
     ]
-    if differences and found.differences:
-        frame = found.difference_frame
+    if differences and len(found.differences):
+        frame = found.differences
         caption = (
-            f"{found.differences[0].rule} less each other method at its best AES, paired. "
+            f"{frame['rule'][0]} less each other method at its best AES, paired. "
             f"{DIFFERENCES_CAPTION}"
         )
         tables.append(Table.of(frame, DIFFERENCES, frame["other"].tolist(), caption=caption))
     if one.settings["model"] in MODELS and one.settings["benchmark"] in BENCHMARKS:
-        pairs = compare_with_paper(one, variant=variant)
+        measured, cells = compare_with_paper(one, variant=variant)
         caption = "Measured beside published, same model, benchmark, method and parameter"
-        tables.append(comparison_table(pairs, one.settings["answer"] == "free", caption=caption))
+        free = one.settings["answer"] == "free"
+        tables.append(comparison_table(measured, cells, free, caption=caption))
     section.tables += [table.html() for table in tables]
     return section

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 
 from ..evaluation import Evaluation
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
-from ..results import Result
-from .tables import AVERAGE, Column, Table, frame_of
+from .tables import AVERAGE, Column, Table
 
 __all__ = [
     "AVERAGE",
@@ -173,7 +173,7 @@ def compare_with_paper(
     model: str | None = None,
     benchmark: str | None = None,
     variant: AesVariant = AES_ABSOLUTE,
-) -> list[tuple[Result, PaperCell | None]]:
+) -> tuple[pd.DataFrame, list[PaperCell | None]]:
     """Measured results beside the published ones of the same method and parameter.
 
     Args:
@@ -183,7 +183,8 @@ def compare_with_paper(
         variant: which AES.
 
     Returns:
-        Each measured result with the published cell; None where the paper has none.
+        The measured rules (`Results.rules`) and the published cell of each; None where the paper
+        has none.
 
     Raises:
         ValueError: the paper has no such model or benchmark.
@@ -191,34 +192,40 @@ def compare_with_paper(
     settings = evaluation.settings
     name = benchmark or settings["benchmark"]
     published = find_published(model or settings["model"], name, settings["answer"])
-    pairs = []
-    for result in evaluation.results(variant=variant)[0]:
-        method = _OURS.get(result.method, result.method)
-        cell = next(
-            (
-                row.cells[name]
-                for row in published
-                if row.method == method and _same(row.parameter, result.parameter)
-            ),
-            None,
+    frame = evaluation.frame(variant)
+    frame = frame[frame["kind"] == "rule"]
+    cells = []
+    for method, parameter in zip(frame["method"], frame["parameter"], strict=True):
+        wanted = _OURS.get(method, method), None if math.isnan(parameter) else parameter
+        cells.append(
+            next(
+                (
+                    row.cells[name]
+                    for row in published
+                    if row.method == wanted[0] and _same(row.parameter, wanted[1])
+                ),
+                None,
+            )
         )
-        pairs.append((result, cell))
-    return pairs
+    return frame, cells
 
 
 def comparison_table(
-    pairs: Sequence[tuple[Result, PaperCell | None]], free: bool = False, **more: Any
+    frame: pd.DataFrame, cells: Sequence[PaperCell | None], free: bool = False, **more: Any
 ) -> Table:
     """Measured beside published, one row a rule; a published number has no interval.
 
     Args:
-        pairs: of `compare_with_paper`.
+        frame: of `compare_with_paper`.
+        cells: of the same.
         free: lengths are of thinking and answer together.
         more: of `Table`.
     """
-    frame = frame_of([result for result, _ in pairs])
-    for name in ("accuracy_percent", "length_tokens", "reduction_percent"):
-        frame[name] = [math.nan if cell is None else getattr(cell, name) for _, cell in pairs]
+    published = {
+        name: [math.nan if cell is None else vars(cell)[name] for cell in cells]
+        for name in ("accuracy_percent", "length_tokens", "reduction_percent")
+    }
+    frame = frame.assign(**published).astype(dict.fromkeys(published, float))
     length, saved = ("generated_tokens", "total_reduction") if free else ("tokens", "reduction")
     columns = (
         Column("accuracy %", "accuracy", 100, 1),

@@ -18,10 +18,8 @@ import pandas as pd
 from ospruner.durable import read_checked
 
 from ..methods import EVERY_PRICE, FRONTIER, FULL, LIMIT, ORACLE
-from ..results import Result
 from ..table import FloatArray
 from ..text import penalty_name
-from .tables import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,23 +62,17 @@ _HORIZONTAL = {1: "left", 0: "center", -1: "right"}
 _VERTICAL = {1: "bottom", 0: "center", -1: "top"}
 
 
-def save_pareto(
-    results: Sequence[Result], path: str | Path, *, title: str = "", chosen: Result | None = None
-) -> None:
-    """Draws results on the same traces into a file (PNG, or what its suffix says).
+def save_pareto(frame: pd.DataFrame, path: str | Path, *, title: str = "") -> None:
+    """Draws rules and limits on the same traces into a file (PNG, or what its suffix says).
 
     Args:
-        results: rules and limits; see `draw_pareto`.
+        frame: see `draw_pareto`.
         path: the file to write.
         title: above the picture.
-        chosen: one of the results to ring, the one chosen on validation.
 
     Raises:
         ValueError: no results.
     """
-    frame = frame_of(results)
-    if chosen is not None:
-        frame["chosen"] = [one is chosen or one == chosen for one in results]
     figure = _figure(7.2, 4.8, 200)
     axes = figure.add_subplot()
     draw_pareto(axes, frame)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,14 @@ from ospruner.durable import replace_file
 
 from ..evaluation import Evaluation, find_evaluations
 from ..intervals import bootstrap_interval
-from ..methods import FRONTIER, ORACLE
+from ..methods import ORACLE
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
-from ..results import (
-    RESULTS_FILE,
-    Difference,
-    Estimate,
-    Result,
-    Results,
-    best_rows,
-)
+from ..results import RESULTS_FILE, Estimate, Results, best_rows
 from .paper import compare_with_paper, comparison_table, table_1_scores
 from .tables import Column, Table, best_aes_table
 from .terminal import costs_tables, differences_table, results_table
 
 __all__ = [
-    "differences_of",
     "never_right",
     "never_right_told",
     "of_probabilities",
@@ -59,32 +51,13 @@ def parse_lambdas(text: str) -> tuple[float, ...]:
     return values
 
 
-def differences_of(
-    evaluation: Evaluation, results: Sequence[Result], *, variant: AesVariant = AES_ABSOLUTE
-) -> list[Difference]:
-    """Paired differences of one method's best row to every other method's.
-
-    The one is OS-Pruner where it is there, else the first after the full trace.
-    """
-    best = best_rows(results)
-    methods = [method for method in best if method != results[0].method]
-    if not methods:
-        return []
-    ours = FRONTIER if FRONTIER in best else methods[0]
-    return [
-        evaluation.resampled.difference(best[ours], number, variant)
-        for method, number in best.items()
-        if method != ours
-    ]
-
-
 def print_results(results: Results, console: Console, *, differences: bool = False) -> None:
     """The results, their costs and, where asked for, the paired differences as tables."""
     title = f"{results.dataset}: {results.setting}"
-    console.print(results_table(results.results, results.limits, title=title))
+    console.print(results_table(results.frame, title=title))
     for table in costs_tables(results):
         console.print(table)
-    if differences and results.differences:
+    if differences and len(results.differences):
         console.print(differences_table(results.differences))
     natural = results.natural_accuracy
     if natural is not None:
@@ -92,7 +65,7 @@ def print_results(results: Results, console: Console, *, differences: bool = Fal
             f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
             "mixed with forced ones)."
         )
-    if told := never_right_told(results.results, results.about):
+    if told := never_right_told(results):
         console.print(told)
 
 
@@ -103,7 +76,6 @@ def results_of(
     prices: Sequence[float] = (),
 ) -> Results:
     """Every number of an evaluation with its interval."""
-    results, limits = evaluation.results(variant=variant, prices=prices)
     settings = evaluation.settings
     return Results(
         dataset=settings["benchmark"],
@@ -115,9 +87,8 @@ def results_of(
                 *(["probabilities of right answers"] if of_probabilities(evaluation) else []),
             ]
         ),
-        results=results,
-        limits=limits,
-        differences=differences_of(evaluation, results, variant=variant),
+        frame=evaluation.frame(variant, prices),
+        differences=evaluation.differences(variant),
         natural_accuracy=_natural(evaluation),
         about={"settings": settings, **never_right(evaluation)},
     )
@@ -157,24 +128,17 @@ def never_right(evaluation: Evaluation) -> dict[str, Any]:
     return {"never_right": found}
 
 
-def never_right_told(results: Sequence[Result], about: Mapping[str, Any]) -> str:
-    """The same in a line, for the row of the best AES of each method; "" where it is not known.
-
-    Args:
-        results: of the evaluation.
-        about: what `never_right` gives, among other things.
-    """
-    found = about.get("never_right")
+def never_right_told(results: Results) -> str:
+    """The same in a line, for the row of the best AES of each method; "" where it is not known."""
+    found = results.about.get("never_right")
     if found is None:
         return ""
-    best: dict[str, Result] = {}
-    for result in results:
-        if result.method not in best or result.aes.value > best[result.method].aes.value:
-            best[result.method] = result
+    best = best_rows(results.frame)
+    names = (best["method"] + " " + best["setting"]).str.strip()
     shares = [
-        f"{result.name} {100 * found['saved'][result.name]:.0f} %"
-        for result in best.values()
-        if found["saved"].get(result.name) is not None
+        f"{name} {100 * found['saved'][name]:.0f} %"
+        for name in names
+        if found["saved"].get(name) is not None
     ]
     return (
         f"{100 * found['traces']:.1f} % of the traces are right at no step; they are "
@@ -236,11 +200,11 @@ def print_comparison(
     elif paper:
         found = []
         for one in find_evaluations(folder):
-            pairs = compare_with_paper(one, model=model, benchmark=benchmark)
+            frame, cells = compare_with_paper(one, model=model, benchmark=benchmark)
             free = one.settings["answer"] == "free"
-            table = comparison_table(pairs, free, caption="– where the paper has no number")
-            console.print(table.rich(one.name))
-            published = [None if cell is None else vars(cell) for _, cell in pairs]
+            caption = "– where the paper has no number"
+            console.print(comparison_table(frame, cells, free, caption=caption).rich(one.name))
+            published = [None if cell is None else vars(cell) for cell in cells]
             results = results_of(one)
             about = {**results.about, "published": published}
             found.append(replace(results, about=about).to_dict())

@@ -21,7 +21,7 @@ from ..compute import flops_scale
 from ..evaluation import Evaluation
 from ..methods import FULL
 from ..metrics import AES_ABSOLUTE, AesVariant
-from ..results import Estimate, Result, Results
+from ..results import ENDS, Estimate, prices_of
 from ..schema import MATH_TASK
 from ..text import markdown_table, number_text
 
@@ -35,7 +35,6 @@ __all__ = [
     "by_domain",
     "chosen_parameters",
     "compute_column",
-    "frame_of",
     "full_table",
     "grid_frame",
     "price_columns",
@@ -43,7 +42,6 @@ __all__ = [
 
 AVERAGE = "AVERAGE"
 MODEL, BENCHMARK = "model", "benchmark"
-ENDS = ("", "_low", "_high")
 Interval = Literal["brackets", "half", "none"]
 
 
@@ -77,14 +75,9 @@ COMPUTE_CAPTION = "Comp: all that was computed, in % of the full trace's operati
 
 def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> list[Column]:
     """A column for each price at which a frame has numbers: "reward" or "gap"."""
-    names = [name for name in frame.columns if name.startswith(f"{kind}@")]
-    ends = ("_low", "_high")
     before = "reward\n" if kind == "reward" else ""
-    return [
-        Column(f"{before}λ={name.partition('@')[2]}", name, scale, digits)
-        for name in names
-        if not name.endswith(ends)
-    ]
+    names = prices_of(frame, kind).values()
+    return [Column(f"{before}λ={one.partition('@')[2]}", one, scale, digits) for one in names]
 
 
 def compute_column(frame: pd.DataFrame) -> list[Column]:
@@ -93,11 +86,6 @@ def compute_column(frame: pd.DataFrame) -> list[Column]:
         return []
     scale, unit = flops_scale(float(frame["flops"].max()))
     return [Column(f"compute\n{unit}", "flops", 1 / scale, 1)]
-
-
-def frame_of(results: Sequence[Result], limits: Sequence[Result] = ()) -> pd.DataFrame:
-    """As `Results.frame`, of rules and limits by themselves."""
-    return Results(dataset="-", setting="-", results=[*results], limits=[*limits]).frame
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +320,7 @@ def grid_frame(
         name = f"{domain}: {one.settings['benchmark']}" if several else one.settings["benchmark"]
         if (one.settings["model"], name) in found:
             name = f"{name} ({one.settings['mode']})"
-        frame = frame_of(*one.results(variant=variant))
+        frame = one.frame(variant)
         key = one.settings["model"], name
         found[key] = frame.assign(**dict(zip((MODEL, BENCHMARK), key, strict=True)))
     if not found:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import pandas as pd
 from rich.table import Table as RichTable
 
-from ..results import Difference, Result, Results
-from .tables import Column, Table, compute_column, frame_of, price_columns
+from ..results import Results
+from .tables import Column, Table, compute_column, price_columns
 
 __all__ = [
     "COSTS",
@@ -51,36 +50,35 @@ _PRICES_A_TABLE = 4  # in 80 columns
 _HALF = "± wider half of the 95 % interval by problem"
 
 
-def results_table(
-    results: Sequence[Result], limits: Sequence[Result] = (), *, title: str = ""
-) -> RichTable:
+def results_table(frame: pd.DataFrame, *, title: str = "") -> RichTable:
     """The results, one rule a row, every number with its 95 % interval by problem.
 
     Args:
-        results: rules, in the order to show them; the highest AES is bold.
-        limits: what no rule can reach, or none should need, shown below a line.
+        frame: rules, in the order to show them, of which the highest AES is bold, and limits, shown
+            below a line; see `Results`.
         title: above the table.
 
     Raises:
         ValueError: no results, or results of different AES variants.
     """
-    labels = {result.aes_label for result in (*results, *limits)}
+    labels = set(frame["aes_label"])
     if len(labels) != 1:
         raise ValueError(
             f"the results use these AES: {sorted(labels) or 'none, for there are no results'}; "
             "a table shows results of one variant"
         )
-    frame = frame_of(results, limits)
-    first = results[0]
+    frame = frame.reset_index(drop=True)
+    first = frame.iloc[0]
     caption = (
         f"{first.traces:,} traces of {first.problems:,} problems; {_HALF}; AES {first.aes_label}"
     )
     # Operations without their interval, which results.json holds: names need the width.
     frame[["flops_low", "flops_high"]] = float("nan")
     table = Table.of(frame, (*MAIN, *compute_column(frame)), caption=caption, corner="method")
-    scores = frame["aes"][: len(results)]
+    rules = frame["kind"] == "rule"
+    scores = frame["aes"][rules]
     best = None if scores.isna().all() else int(scores.fillna(-float("inf")).argmax())
-    return table.rich(title, best, len(results) - 1 if limits else -1)
+    return table.rich(title, best, -1 if rules.all() else int(rules.sum()) - 1)
 
 
 def costs_tables(results: Results) -> tuple[RichTable, RichTable]:
@@ -89,7 +87,7 @@ def costs_tables(results: Results) -> tuple[RichTable, RichTable]:
     Returns:
         Help and harm, answers, probes and caps; rewards at each price, and time where measured.
     """
-    frame = results.frame.query("kind == 'rule'")
+    frame = results.rules
     costs = Table.of(frame, COSTS, corner="method")
     timed = not frame["time_ratio"].isna().all()
     columns = [*SAVED, *price_columns(frame, "reward", 1, 3), *(TIME if timed else ())]
@@ -101,22 +99,21 @@ def costs_tables(results: Results) -> tuple[RichTable, RichTable]:
     )
 
 
-def differences_table(differences: Sequence[Difference]) -> RichTable:
+def differences_table(differences: pd.DataFrame) -> RichTable:
     """Paired differences of one rule to others, one a row."""
-    found = Results(dataset="-", setting="-", differences=[*differences]).difference_frame
     table = Table.of(
-        found,
+        differences,
         DIFFERENCES,
-        found["other"].tolist(),
+        differences["other"].tolist(),
         caption=f"{_HALF}. {DIFFERENCES_CAPTION}",
         corner="method",
     )
-    return table.rich(f"{differences[0].rule} less each other, paired")
+    return table.rich(f"{differences['rule'][0]} less each other, paired")
 
 
 def frontier_tables(results: Results) -> list[RichTable]:
     """Areas, the first method's lead over each other, and the shares of the oracle's gap."""
-    frame = results.frontier_frame
+    frame = results.frontiers
     methods = frame["method"].tolist()
     left_out = results.about.get("left_out") or {}
     areas = Table.of(

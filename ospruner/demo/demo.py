@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +31,7 @@ from ospruner.eval.calibration import Calibration
 from ospruner.eval.compare import Report
 from ospruner.eval.methods import EVERY_PRICE
 from ospruner.eval.report.terminal import results_table
-from ospruner.eval.results import RESULTS_FILE, Result, Results
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.cards import CARD_FILE, License, policy_card
 from ospruner.progress import PhaseBars, Progress
@@ -260,57 +262,60 @@ def _results(
 
 def claims(results: Results, kept: Report | None, max_loss: float) -> list[tuple[str, bool, str]]:
     """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""
-    frontier = [one.tokens.value for one in results.results if one.method == EVERY_PRICE]
+    rules = results.rules
+    frontier = rules["tokens"][rules["method"] == EVERY_PRICE].tolist()
     falls = f"{frontier[0]:.0f} to {frontier[-1]:.0f} over {len(frontier)} prices"
     told = [
         ("thinking tokens fall as their price rises", frontier == sorted(frontier)[::-1], falls)
     ]
-    full = results.results[0]
-    if full.problems < MIN_PROBLEMS:
+    full = rules.iloc[0]
+    if full["problems"] < MIN_PROBLEMS:
         return told
     if kept is not None:
-        one = kept.results.results[1]
-        loss, saved = full.accuracy.value - one.accuracy.value, one.reduction.value
+        one = kept.results.rules.iloc[1]
+        loss, saved = full["accuracy"] - one["accuracy"], one["reduction"]
         points = f"the promise of at most {100 * max_loss:g} points lost is kept"
         least = f"and saves at least {100 * MIN_SAVED:.0f} % of the thinking tokens"
         told += [
             (points, loss <= max_loss, f"{-100 * loss:+.2f} points"),
             (least, saved >= MIN_SAVED, f"{100 * saved:.1f} %"),
         ]
-    ours = chosen_of(results)
-    for rival in (*others_chosen(results), *results.limits[:1]):  # the best fixed budget
-        numbers = f"{ours.aes.value:.3f} against {rival.aes.value:.3f}"
-        told.append((f"AES above {rival.method}", ours.aes.value > rival.aes.value, numbers))
+    ours = chosen_of(results)["aes"]
+    rivals = pd.concat([others_chosen(results), results.limits[:1]])  # the best fixed budget
+    for rival, aes in zip(rivals["method"], rivals["aes"], strict=True):
+        told.append((f"AES above {rival}", ours > aes, f"{ours:.3f} against {aes:.3f}"))
     return told
 
 
-def chosen_of(results: Results) -> Result:
+def chosen_of(results: Results) -> pd.Series:
     """OS-Pruner at the price that validation chose."""
     assert results.chosen is not None  # there were labels to choose on
-    return results.results[results.chosen]
+    return results.rules.loc[results.chosen]
 
 
-def others_chosen(results: Results) -> list[Result]:
+def others_chosen(results: Results) -> pd.DataFrame:
     """Each baseline at the threshold that validation chose."""
-    return [one for one in results.results if one.chosen and one.method != EVERY_PRICE]
+    rules = results.rules
+    return rules[rules["chosen"].astype(bool) & (rules["method"] != EVERY_PRICE)]
 
 
 def _print(
     results: Results, kept: Report | None, found: Calibration, size: DemoSize, console: Console
 ) -> None:
     ours = chosen_of(results)
-    frontier = [one for one in results.results if one.method == EVERY_PRICE]
-    some = [one for n, one in enumerate(frontier) if n % SHOWN_EVERY == 0 or one == ours]
-    rows = [results.results[0], *some, *others_chosen(results)]
+    rules = results.rules
+    frontier = rules[rules["method"] == EVERY_PRICE]
+    some = frontier[(np.arange(len(frontier)) % SHOWN_EVERY == 0) | frontier["chosen"]]
+    rows = [rules[:1], some, others_chosen(results)]
     if kept is not None:
-        promised = dataclasses.replace(kept.results.results[1], method=f"{EVERY_PRICE} (promise)")
-        rows.append(promised)
+        rows.append(kept.results.rules[1:2].assign(method=f"{EVERY_PRICE} (promise)"))
     title = f"{results.dataset}: {results.setting}"
     console.print()
-    console.print(results_table(rows, results.limits, title=title))
+    console.print(results_table(pd.concat([*rows, results.limits]), title=title))
     console.print(
         f"One policy knows all {len(frontier)} prices λ of a token; the table shows some, the "
-        f"picture and the file all. Validation chose {ours.name} and each baseline's threshold, by "
+        f"picture and the file all. Validation chose "
+        f"{ours['method']} {ours['setting']} and each baseline's threshold, by "
         "AES."
     )
     console.print(f"Calibrated on validation: {found.told(size.max_loss, CONFIDENCE)}")
@@ -318,9 +323,10 @@ def _print(
     for one in results.about["claims"]:
         table.add_row(one["claim"], one["numbers"], "holds" if one["holds"] else "DOES NOT HOLD")
     console.print(table)
-    if ours.problems < MIN_PROBLEMS:
+    if ours["problems"] < MIN_PROBLEMS:
         console.print(
-            f"{ours.problems} test problems are too few to claim more: leave --quick out for that."
+            f"{ours['problems']} test problems are too few to claim more: leave --quick out for "
+            "that."
         )
 
 
@@ -372,10 +378,11 @@ def generate_side_by_side(
             f"{saved:.0%}",
         )
     console.print(table)
-    ours, full = chosen_of(results), results.results[0]
-    right, broken = full.accuracy.value * full.traces, ours.harmed.value * full.traces
+    ours, full = chosen_of(results), results.rules.iloc[0]
+    traces = full["traces"]
+    right, broken = full["accuracy"] * traces, ours["harmed"] * traces
     console.print(
-        f"Of all {full.traces} test answers {right:.0f} are right without the policy. In the mean "
+        f"Of all {traces} test answers {right:.0f} are right without the policy. In the mean "
         f"it keeps {right - broken:.0f} of these and breaks {broken:.0f}; of the wrong ones it "
-        f"mends {ours.helped.value * full.traces:.0f}."
+        f"mends {ours['helped'] * traces:.0f}."
     )

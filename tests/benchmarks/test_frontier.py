@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ospruner.demo import demo
 from ospruner.eval.learnstop import LEARN_STOP
-from ospruner.eval.results import Results
+from ospruner.eval.results import Results, prices_of
 from ospruner.rules import FAMILIES
 
 SIZE = demo.DemoSize("tiny", train=34, validation=10, test=10, seeds=2, epochs=2, max_loss=0.5)
@@ -42,10 +42,9 @@ def test_it_reads_a_demo(
     trained = {"OS-Pruner, one policy", "OS-Pruner, annealed", "probe", "convergence"}
     free = {family.method for name, family in FAMILIES.items() if name != "step"} | {LEARN_STOP}
     frontiers = Results.read(file).frontiers
-    assert {one.method for one in frontiers} == trained | free
-    assert [one.method for one in frontiers if one.lead is None] == ["OS-Pruner, one policy"]
-    for one in frontiers:
-        assert [penalty for penalty, _ in one.gap_closed] == [5e-4, 2e-4, 1e-4]
+    assert set(frontiers["method"]) == trained | free
+    assert frontiers["method"][frontiers["lead"].isna()].tolist() == ["OS-Pruner, one policy"]
+    assert list(prices_of(frontiers, "gap")) == [5e-4, 2e-4, 1e-4]
     of_one_price = ["lam5e-3", "lam1e-3", "lam5e-4", "lam2e-4"]
     spreads = about["seed_spread"]
     first, *_, last = list(spreads)[:7]
@@ -54,7 +53,7 @@ def test_it_reads_a_demo(
     for spread in (spreads[name] for name in of_one_price):
         assert spread["accuracy_points"] > 0
         assert spread["accuracy_standard_error"] > 0
-    assert all(0 <= one.area.value <= 1 for one in frontiers)
+    assert frontiers["area"].between(0, 1).all()
     assert "DOES NOT HOLD" in printed
     (run / "policies" / "seed1").rename(tmp_path / "seed1")
     monkeypatch.setattr(sys, "argv", [str(script), "--run", str(run)])

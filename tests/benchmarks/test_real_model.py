@@ -52,8 +52,8 @@ def test_from_labels_to_seconds_and_nothing_twice(run_script: RunScript, tmp_pat
     for name in ("gsm8k", "math500"):
         names = {one.method for one in Results.from_dict(found["frontier"][name]).frontiers}
         assert {"OS-Pruner, one policy", "probe", "answer agreement", "fixed budget"} <= names
-        assert Results.from_dict(found["replay"][name]).results[0].name == "full trace"
-    assert Results.from_dict(found["online"]["gsm8k"]).results[0].time_ratio.value == 1
+        assert Results.from_dict(found["replay"][name]).frame["method"][0] == "full trace"
+    assert Results.from_dict(found["online"]["gsm8k"]).frame["time_ratio"][0] == 1
     assert all(arm["thinking_tokens_per_second"] > 0 for arm in found["engines"]["arms"].values())
     assert "$ ospruner train" in printed
     again, printed = run_script("real_model.py", *arguments)

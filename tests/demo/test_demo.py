@@ -12,7 +12,7 @@ from modeling_ospruner import OSPrunerConfig
 from ospruner.cli import app
 from ospruner.demo.demo import PRICES, QUICK, STANDARD, claims, policy_at_hand, run_demo
 from ospruner.eval.methods import EVERY_PRICE, FULL
-from ospruner.eval.results import Results
+from ospruner.eval.results import Results, frame_of
 from ospruner.eval.table import TraceTable
 from ospruner.hub_cards.verify import verify
 from ospruner.train.labels.loading import load_labels
@@ -35,15 +35,16 @@ def test_prints_and_writes_what_it_found(demo_run: DemoRun) -> None:
     for words in ("accuracy %", "hindsight", "best fixed", "stop_policy=True", "test answers"):
         assert words in demo_run.printed
     found = Results.read(out / "results.json")
-    results, full = found.results, found.results[0]
-    assert full.method == FULL
+    rules = found.rules
+    full = rules.iloc[0]
+    assert full["method"] == FULL
     labels = TraceTable.from_dataset(load_labels(out / "labels" / "test").traces)
-    assert full.accuracy.value == pytest.approx(labels.full_correct.mean())
-    assert full.tokens.value == pytest.approx(labels.full_tokens.mean())
-    frontier = [r for r in results if r.method == EVERY_PRICE]
+    assert full["accuracy"] == pytest.approx(labels.full_correct.mean())
+    assert full["tokens"] == pytest.approx(labels.full_tokens.mean())
+    frontier = rules[rules["method"] == EVERY_PRICE]
     known = OSPrunerConfig.from_pretrained(out / "policy").prices
     assert known is not None
-    assert [r.parameter for r in frontier] == list(known.grid())
+    assert frontier["parameter"].tolist() == list(known.grid())
     assert [known.low, known.high] == PRICES
     (claim,) = found.about["claims"]
     assert claim["holds"], "thinking tokens fall as their price rises"
@@ -57,7 +58,7 @@ def test_prints_and_writes_what_it_found(demo_run: DemoRun) -> None:
     assert {"git_commit", "git_modified", "python", "platform"} <= set(run)
     assert Results.read(out / "policy" / "results.json").to_dict() == found.to_dict()
     assert found.chosen is not None
-    assert results[found.chosen].method == EVERY_PRICE
+    assert rules["method"][found.chosen] == EVERY_PRICE
     promises = OSPrunerConfig.from_pretrained(out / "policy").calibrations
     assert (promises is None) == ("No setting keeps the promise" in found.about["promise"])
     assert not (out / "states").exists()
@@ -113,9 +114,9 @@ def test_claims_are_of_the_chosen_rows() -> None:
             make_result(EVERY_PRICE, ours, 100, 1e-3, "λ", chosen=True),
             make_result("probe", 0.69, 100, 0.7, "threshold", chosen=True),
             make_result("probe", 0.99, 100, 0.9, "threshold"),
+            make_result("best fixed budget", 0.6, 100, 120, "tokens", kind="limit"),
         ]
-        limits = [make_result("best fixed budget", 0.6, 100, 120, "tokens")]
-        return Results(dataset="d", setting="s", results=rows, limits=limits, chosen=2)
+        return Results(dataset="d", setting="s", frame=frame_of(rows))
 
     held = {claim: kept for claim, kept, _ in claims(results(0.7, 1500), None, 0.02)}
     assert held == {

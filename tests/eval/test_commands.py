@@ -55,35 +55,33 @@ def test_the_commands_replay_report_and_compare(
     assert "OS-Pruner" in text
     assert "less each other" not in text
     found = Results.read(numbers)
-    assert [r.method for r in found.results] == [
-        "full trace", "OS-Pruner", "fixed budget", "answer entropy",
-    ]  # fmt: skip
-    assert found.results[3].probe_tokens.value > 0
+    frame = found.rules.set_index("method")
+    assert frame.index.tolist() == ["full trace", "OS-Pruner", "fixed budget", "answer entropy"]
+    assert frame["probe_tokens"]["answer entropy"] > 0
     assert found.natural_accuracy is not None
     assert found.natural_accuracy.value >= 0
     assert Results.read(Path(out) / "results.json").to_dict() == found.to_dict()
-    for result in found.results[1:]:
-        # The tail and trial answers cost more compute than they are charged in tokens.
-        assert result.flops_ratio.value > 0
-        assert "of compute" not in result.aes_label
-    full, budget, entropy = (found.results[k] for k in (0, 2, 3))
-    assert full.flops_ratio.value == 1
-    assert entropy.flops.value > 0 < budget.flops.value < full.flops.value
+    assert (frame["flops_ratio"] > 0).all()
+    assert frame["flops_ratio"]["full trace"] == 1
+    assert 0 < frame["flops"]["fixed budget"] < frame["flops"]["full trace"]
+    assert not frame["aes_label"].str.contains("of compute").any()
     assert "FLOP" in text
     run(*common, *rules, "--out", out, "--json", numbers, "--set", "charge=compute")
-    paid = Results.read(numbers).results
-    assert paid[3].aes.value < found.results[3].aes.value
-    assert paid[3].rewards[0][1].value < found.results[3].rewards[0][1].value
-    assert paid[3].tokens == found.results[3].tokens
+    paid = Results.read(numbers).rules.set_index("method").loc["answer entropy"]
+    free = frame.loc["answer entropy"]
+    # Trial answers cost more compute than they are charged in tokens.
+    assert paid["aes"] < free["aes"]
+    assert paid["reward@1e-3"] < free["reward@1e-3"]
+    assert paid["tokens"] == free["tokens"]
     twin = shutil.copytree(policy, tmp_path / "twin")
     seeds = [*common, str(twin), "--out", str(tmp_path / "seeds")]
     run(*seeds, "entropy:0.4", "--json", numbers)
-    pooled = Results.read(numbers).results
-    assert [r.method for r in pooled] == ["full trace", "OS-Pruner", "answer entropy"]
-    assert pooled[1].tokens == found.results[1].tokens  # the same policy twice
+    pooled = Results.read(numbers).rules
+    assert pooled["method"].tolist() == ["full trace", "OS-Pruner", "answer entropy"]
+    assert pooled["tokens"][1] == frame["tokens"]["OS-Pruner"]  # the same policy twice
     stored = Evaluation.load(tmp_path / "seeds")
     assert [len(rule.seeds) for rule in stored.rules] == [0, 2, 0]
-    assert stored.results()[0][1].aes == pooled[1].aes
+    assert stored.frame()["aes"][1] == pooled["aes"][1]
     with pytest.raises(ValueError, match="charge is 'money'"):
         run(*common, "--out", out, "--set", "charge=money")
     run(*common, *rules, "--out", out)
@@ -94,7 +92,7 @@ def test_the_commands_replay_report_and_compare(
     run(out, "--json", numbers)
     (again,) = (Results.from_dict(one) for one in json.loads(Path(numbers).read_text()))
     assert (again.dataset, again.setting) == ("toy", found.setting)
-    assert [r.name for r in again.results] == [r.name for r in found.results]
+    assert again.rules["setting"].tolist() == found.rules["setting"].tolist()
     with pytest.raises(ValueError, match="other settings.*'benchmark': 'toy'|benchmark: 'toy'"):
         run("--set", "benchmark=other", *common[2:], "--out", out)
     with pytest.raises(ValueError, match="limit is 0; it must be at least 1"):

@@ -106,7 +106,7 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
 
 
 def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> None:
-    frame = report.frontier_frame
+    frame = report.frontiers
     assert list(frame.method) == [
         "OS-Pruner", "probe", "fixed budget", "answer entropy", "ES-CoT", "LearnStop",
     ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_a_report_is_drawn_written_and_read(report: Report, tmp_path: Path) -> N
     plain = compare(TEST, [rules.Budget(40)])
     plain.plot(tmp_path / "rules.png")
     assert (tmp_path / "rules.png").stat().st_size > 1000
-    assert plain.frontier_frame.empty
+    assert plain.frontiers.empty
 
 
 def test_shuffled_test_labels_change_no_choice(report: Report) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from ospruner.eval.frontiers import areas, frontier_points, frontiers, hull, worth_asking
+from ospruner.eval.frontiers import frontiers, hull, worth_asking
 from ospruner.eval.intervals import Rule
 from ospruner.eval.limits import hindsight_oracle
 from ospruner.eval.replay import Outcome, pool, replay_at, replay_full, replay_step
@@ -61,8 +61,8 @@ def method(
 def gap_closed(
     rules: list[Rule], price: float, table: TraceTable = TABLE, replicates: int = 200
 ) -> Estimate:
-    (found,) = frontiers({"m": rules}, table, table, [price], replicates)
-    return found.gap_closed[0][1]
+    frame, _ = frontiers({"m": rules}, table, table, [price], replicates)
+    return Estimate(*frame.filter(like="gap@").iloc[0])
 
 
 def test_the_hull_leaves_out_what_a_mixture_beats() -> None:
@@ -74,16 +74,17 @@ def test_the_hull_leaves_out_what_a_mixture_beats() -> None:
 
 def test_areas_are_means_over_the_lengths_between_the_trivial_rules() -> None:
     methods = {"oracle": method([ORACLE]), "fixed": method([at(2), at(4)]), "nothing": []}
-    found = areas(list(methods.values()), TABLE, TABLE, replicates=200)
+    found, points = frontiers(methods, TABLE, TABLE, replicates=200)
     # oracle: 28 tokens, accuracy 1; the line from (10, 0) to it, then flat to (50, 1)
-    assert found[0] == pytest.approx([(18 * 0.5 + 22) / 40, (10 * 0.3 + 20 * 0.8 + 10) / 40, 0.5])
-    best, fixed, nothing = frontiers(methods, TABLE, TABLE, replicates=200)
-    assert (best.method, best.lead, best.area.value) == ("oracle", None, found[0, 0])
-    assert fixed.lead is not None
-    assert nothing.lead is not None
-    assert fixed.lead.value == pytest.approx(found[0, 0] - found[0, 1])
-    assert fixed.lead.low <= fixed.lead.value <= fixed.lead.high
-    assert fixed.lead.low < fixed.lead.high
+    areas = [(18 * 0.5 + 22) / 40, (10 * 0.3 + 20 * 0.8 + 10) / 40, 0.5]
+    assert found["area"].tolist() == pytest.approx(areas)
+    assert found["method"].tolist() == list(methods)
+    assert points["fixed"][:, 0].tolist() == [10, 20, 40, 50]
+    assert found["lead"].isna().tolist() == [True, False, False]
+    fixed = Estimate.of(found.loc[1], "lead")
+    assert fixed.value == pytest.approx(areas[0] - areas[1])
+    assert fixed.low <= fixed.value <= fixed.high
+    assert fixed.low < fixed.high
 
 
 def test_the_frontier_is_chosen_on_validation() -> None:
@@ -91,9 +92,10 @@ def test_the_frontier_is_chosen_on_validation() -> None:
     bad = replay_at(TABLE, np.zeros(len(TABLE), dtype=int))
     worse = replace(ORACLE, correct=bad.correct)
     lucky, fooled = method([ORACLE], [worse]), method([worse], [ORACLE])
-    found = areas([lucky, fooled, []], TABLE, TABLE, replicates=1)[0]
-    assert found[0] == pytest.approx(found[2])
-    assert found[1] < found[2] - 0.1
+    found, _ = frontiers({"lucky": lucky, "fooled": fooled, "none": []}, TABLE, TABLE, replicates=1)
+    areas = found["area"]
+    assert areas[0] == pytest.approx(areas[2])
+    assert areas[1] < areas[2] - 0.1
 
 
 def test_gap_closed() -> None:
@@ -105,10 +107,7 @@ def test_gap_closed() -> None:
     fourth = gap_closed(method([at(4)]), price)
     assert fourth.value == pytest.approx(0.05 / 0.11)
     assert fourth.low <= fourth.value <= fourth.high
-
-
-def test_a_method_may_always_do_nothing() -> None:
-    """Rules that are worse than never stopping are not taken: no method is below 0 by its rules."""
+    # Rules that are worse than never stopping are not taken: no method is below 0 by its rules.
     bad = replay_at(TABLE, np.ones(len(TABLE), dtype=int))  # at step 2: .6 - .02, never: 1 - .05
     assert gap_closed(method([bad]), 0.001).value == 0
     # Where tokens are dear, stopping at once is the best: R = -.5 at once, 1 - 2.5 in full; the
@@ -127,7 +126,8 @@ def test_shuffled_test_labels_change_no_choice() -> None:
         rules = method(
             [replay_step(table, k) for k in steps], [replay_step(validation, k) for k in steps]
         )
-        tokens.append(frontier_points(rules, validation, table)[:, 0].tolist())
+        _, points = frontiers({"m": rules}, validation, table, replicates=1)
+        tokens.append(points["m"][:, 0].tolist())
     assert tokens[0] == tokens[1]
 
 
@@ -143,9 +143,9 @@ def test_in_each_resample_the_choice_is_made_again() -> None:
     closed = gap_closed(rules, 0.02, table, 400)
     assert closed.value == pytest.approx(1)  # with the oracle, which stops there, too
     assert closed.low < 0  # where the draw of validation problems prefers the other
-    found = areas([rules], table, table, replicates=400)
-    assert found[1:].max() == pytest.approx(found[0, 0])
-    assert found[1:].min() < found[0, 0] - 0.1
+    area = Estimate.of(frontiers({"m": rules}, table, table, replicates=400)[0].loc[0], "area")
+    assert area.high == pytest.approx(area.value)
+    assert area.low < area.value - 0.1
 
 
 def test_training_seeds_are_resampled() -> None:

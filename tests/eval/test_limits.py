@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ospruner.eval.intervals import summarise
+from ospruner.eval.intervals import Resampled
 from ospruner.eval.limits import (
     StoppingProblem,
     best_fixed,
@@ -196,9 +196,9 @@ def test_best_fixed_rules_are_chosen_again_in_each_resample() -> None:
     assert chosen.choice is not None
     assert len(set(chosen.choice.picks(200).tolist())) > 1
     held = replace(chosen, choice=None)
-    with_choice, without = summarise([chosen, held], replay_full(test), test.problem_index)
-    assert with_choice.tokens.value == without.tokens.value
-    wide, narrow = (one.tokens.high - one.tokens.low for one in (with_choice, without))
+    frame = Resampled([chosen, held], replay_full(test), test.problem_index).frame()
+    assert frame["tokens"][0] == frame["tokens"][1]
+    wide, narrow = frame["tokens_high"] - frame["tokens_low"]
     assert wide > narrow
 
 

@@ -89,13 +89,13 @@ def test_an_interrupted_run_continues_where_it_was(tmp_path: Path) -> None:
 
 def test_what_rows_say_is_what_results_say(tmp_path: Path) -> None:
     evaluation = evaluate(tmp_path, Counting())
-    full, budget = evaluation.results()[0]
-    assert (full.traces, full.problems) == (2 * len(PROBLEMS), len(PROBLEMS))
-    assert (budget.method, budget.parameter) == ("fixed budget", 40)
-    assert full.accuracy.value == 0.5
-    assert (full.tokens.value, budget.tokens.value) == (100.5, 40.5)
-    assert budget.time_ratio.value == pytest.approx(0.4)
-    assert budget.tokens_per_second.value == pytest.approx((40.5 + 4) / 4)
+    full, budget = (row for _, row in evaluation.frame().iterrows())
+    assert (full["traces"], full["problems"]) == (2 * len(PROBLEMS), len(PROBLEMS))
+    assert (budget["method"], budget["parameter"]) == ("fixed budget", 40)
+    assert full["accuracy"] == 0.5
+    assert (full["tokens"], budget["tokens"]) == (100.5, 40.5)
+    assert budget["time_ratio"] == pytest.approx(0.4)
+    assert budget["tokens_per_second"] == pytest.approx((40.5 + 4) / 4)
 
 
 def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> None:
@@ -284,9 +284,9 @@ def test_samples_lie_where_replay_expects_them(
             less = by_problem - vars(other.outcome)[name]
             difference = bootstrap_interval(less, np.arange(48), level=0.999)
             assert difference.low <= 0 <= difference.high, (one.method, name, difference)
-    results = online.results()[0]
-    assert 0 < results[1].time_ratio.value < 5
-    assert results[1].tokens_per_second.low > 0
+    row = online.frame().loc[1]
+    assert 0 < row["time_ratio"] < 5
+    assert row["tokens_per_second_low"] > 0
 
 
 def test_what_cannot_be_generated_is_refused_at_once(

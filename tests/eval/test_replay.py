@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ from ospruner.eval.intervals import (
     Rule,
     pool_seeds,
     seed_weights,
-    summarise,
 )
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE, charged_variant
 from ospruner.eval.replay import (
@@ -25,8 +26,16 @@ from ospruner.eval.replay import (
     replay_full,
     replay_step,
 )
-from ospruner.eval.results import Results
+from ospruner.eval.results import Estimate
 from ospruner.eval.table import FloatArray, TraceTable
+
+
+def summarise(
+    rules: Sequence[Rule], base: Outcome, index: Any, seed: int = 0, **more: Any
+) -> list[Any]:
+    """The rows of a frame of rules."""
+    frame = Resampled(rules, base, index, seed=seed).frame(**more)
+    return [row for _, row in frame.iterrows()]
 
 
 def make_table(seed: int, traces: int = 40, steps: int = 8, per_problem: int = 2) -> TraceTable:
@@ -107,9 +116,9 @@ def test_what_was_chosen_is_chosen_again_in_each_resample() -> None:
     assert picks[0] == 0
     assert 0.3 < picks.mean() < 0.5  # where both are as accurate, the first
     (found,) = summarise([even], full, table.problem_index)
-    assert found.tokens.value == plain[0].tokens.value
-    assert found.tokens.high == pytest.approx(plain[1].tokens.high, rel=0.05)
-    assert found.tokens.low == pytest.approx(plain[0].tokens.low, rel=0.05)
+    assert found["tokens"] == plain[0]["tokens"]
+    assert found["tokens_high"] == pytest.approx(plain[1]["tokens_high"], rel=0.05)
+    assert found["tokens_low"] == pytest.approx(plain[0]["tokens_low"], rel=0.05)
 
 
 def test_expectation_equals_simulation() -> None:
@@ -229,30 +238,27 @@ def test_summarise_and_compare() -> None:
     full, early = replay_full(table), replay_step(table, 2)
     rules = [Rule("full trace", full), Rule("step", early, 2, "step")]
     base, result = summarise(rules, full, table.problem_index, seed=1)
-    assert (base.reduction.value, base.reduction.low, base.reduction.high) == (0, 0, 0)
-    assert base.aes.value == 0
-    assert result.accuracy.value == pytest.approx(early.accuracy)
-    assert result.tokens.value == pytest.approx(early.mean_tokens)
-    assert result.reduction.value == pytest.approx(1 - early.mean_tokens / full.mean_tokens)
+    assert (base["reduction"], base["reduction_low"], base["reduction_high"]) == (0, 0, 0)
+    assert base["aes"] == 0
+    assert result["accuracy"] == pytest.approx(early.accuracy)
+    assert result["tokens"] == pytest.approx(early.mean_tokens)
+    assert result["reduction"] == pytest.approx(1 - early.mean_tokens / full.mean_tokens)
     expected = AES_ABSOLUTE(early.accuracy, early.mean_tokens, full.accuracy, full.mean_tokens)
-    assert result.aes.value == pytest.approx(float(expected))
+    assert result["aes"] == pytest.approx(float(expected))
     assert (result.traces, result.problems) == (400, 200)
-    for number in (result.accuracy, result.tokens, result.reduction, result.aes):
+    for name in ("accuracy", "tokens", "reduction", "aes"):
+        number = Estimate.of(result, name)
         assert number.low < number.value < number.high
 
-    difference = Resampled(rules, full, table.problem_index, seed=1).difference(1, 0)
+    difference = Resampled(rules, full, table.problem_index, seed=1).differences(1, [0]).loc[0]
     assert (difference.rule, difference.other) == ("step step 2", "full trace")
-    assert difference.accuracy.value == pytest.approx(early.accuracy - full.accuracy)
-    assert difference.aes.value == pytest.approx(result.aes.value)
-    assert difference.aes.low == pytest.approx(result.aes.low)  # the same resamples
-    assert difference.reduction.high == pytest.approx(result.reduction.high)
-    whole = Results(
-        dataset="made up", setting="400 traces", results=[base, result], differences=[difference]
-    )
-    assert Results.from_dict(whole.to_dict()).to_dict() == whole.to_dict()
+    assert difference["accuracy"] == pytest.approx(early.accuracy - full.accuracy)
+    assert difference["aes"] == pytest.approx(result["aes"])
+    assert difference["aes_low"] == pytest.approx(result["aes_low"])  # the same resamples
+    assert difference["reduction_high"] == pytest.approx(result["reduction_high"])
     relative = summarise(rules, full, table.problem_index, variant=AES_RELATIVE)[1]
-    assert relative.aes_label == "relative, α=1, β=3, γ=7"
-    assert relative.aes.value != result.aes.value
+    assert relative["aes_label"] == "relative, α=1, β=3, γ=7"
+    assert relative["aes"] != result["aes"]
 
 
 def test_a_baseline_that_is_never_right_gives_no_relative_score() -> None:
@@ -261,9 +267,9 @@ def test_a_baseline_that_is_never_right_gives_no_relative_score() -> None:
     base = replace(replay_full(table), correct=zeros)
     rules = [Rule("step", replay_step(table, 1))]
     result = summarise(rules, base, table.problem_index, variant=AES_RELATIVE)[0]
-    assert np.isnan(result.aes.value)
-    assert np.isnan(result.aes.low)
-    assert not np.isnan(result.accuracy.low)
+    assert np.isnan(result["aes"])
+    assert np.isnan(result["aes_low"])
+    assert not np.isnan(result["accuracy_low"])
 
 
 def test_summarise_refuses_other_traces() -> None:
@@ -285,25 +291,23 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
     free = Rule("free", replay_at(table, stops))
     paid = Rule("paid", replay_at(table, stops, probe_tokens=probes, probe_flops=more_flops))
     less, more = summarise([free, paid], full, table.problem_index, prices=(1e-2,))
-    for name in ("tokens", "reduction", "aes", "rewards", "total_reduction"):
-        assert getattr(more, name) == getattr(less, name), name
-    assert more.probe_tokens.value == 7
+    for name in ("tokens", "reduction", "aes", "reward@1e-2", "total_reduction"):
+        assert more[name] == less[name], name
+    assert more["probe_tokens"] == 7
     first = float(table.lengths[:, 0].mean())
-    assert more.flops.value == pytest.approx(150 + first)
-    assert less.rewards[0][1].value == pytest.approx(less.accuracy.value - 0.01 * first)
+    assert more["flops"] == pytest.approx(150 + first)
+    assert less["reward@1e-2"] == pytest.approx(less["accuracy"] - 0.01 * first)
     # By compute the full trace pays its thinking tokens, the others their share of its compute.
     variant = charged_variant("compute")
     less, more = summarise([free, paid], full, table.problem_index, variant=variant, prices=(1e-2,))
     price = full.mean_tokens / (100 + full.mean_tokens)
-    assert more.rewards[0][1].value == pytest.approx(
-        more.accuracy.value - 0.01 * price * (150 + first)
-    )
-    assert less.aes.value - more.aes.value == pytest.approx(50 / (100 + full.mean_tokens))
-    assert more.aes_label == "absolute, α=1, β=3, γ=5, of compute"
+    assert more["reward@1e-2"] == pytest.approx(more["accuracy"] - 0.01 * price * (150 + first))
+    assert less["aes"] - more["aes"] == pytest.approx(50 / (100 + full.mean_tokens))
+    assert more["aes_label"] == "absolute, α=1, β=3, γ=5, of compute"
     both = Resampled([free, paid], full, table.problem_index)
-    between = both.difference(0, 1, variant)
-    assert between.aes.value == pytest.approx(less.aes.value - more.aes.value)
-    assert both.difference(0, 1).aes.value == 0
+    between = both.differences(0, [1], variant).loc[0]
+    assert between["aes"] == pytest.approx(less["aes"] - more["aes"])
+    assert both.differences(0, [1])["aes"][0] == 0
     uncounted = make_table(9)
     with pytest.raises(ValueError, match="charge is 'compute', but .* not counted"):
         summarise(
@@ -364,14 +368,14 @@ def test_seeds_of_one_policy_are_one_rule_with_a_wider_interval() -> None:
     alone = Rule("x", one)
     two, twins, single = summarise([rules[1], same, alone], full, table.problem_index)
     middle = (one.accuracy + better.accuracy) / 2
-    assert two.accuracy.value == pytest.approx(middle)
+    assert two["accuracy"] == pytest.approx(middle)
     # Of two seeds drawn with replacement half the draws hold one of them twice.
-    assert two.accuracy.low < one.accuracy + 0.03
-    assert two.accuracy.high > better.accuracy - 0.03
-    assert twins.accuracy.value == single.accuracy.value
-    assert twins.accuracy.low == pytest.approx(single.accuracy.low)
-    between = Resampled([rules[1], alone], full, table.problem_index).difference(0, 1)
-    assert between.accuracy.low <= 0.01 < between.accuracy.value < between.accuracy.high
+    assert two["accuracy_low"] < one.accuracy + 0.03
+    assert two["accuracy_high"] > better.accuracy - 0.03
+    assert twins["accuracy"] == single["accuracy"]
+    assert twins["accuracy_low"] == pytest.approx(single["accuracy_low"])
+    between = Resampled([rules[1], alone], full, table.problem_index).differences(0, [1]).loc[0]
+    assert between["accuracy_low"] <= 0.01 < between["accuracy"] < between["accuracy_high"]
 
 
 def test_the_seeds_weights() -> None:

@@ -1,4 +1,4 @@
-"""The one file of results: whole or not at all, of one version, without NaN in its JSON."""
+"""Frames of results and their file; evaluations and their folder; numbers and names as text."""
 
 from __future__ import annotations
 
@@ -8,22 +8,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from ospruner.eval.results import Difference, Estimate, Frontier, Results
+from ospruner.eval.evaluation import Evaluation, find_evaluations
+from ospruner.eval.report.summary import parse_lambdas, save_evaluation
+from ospruner.eval.results import Estimate, Results, best_rows, frame_of, prices_of
+from ospruner.eval.text import markdown_table, parameter_text, penalty_name
 
 from ..made_results import make_result
+from .evaluations import make_evaluation
 
-SOME = Estimate(0.1, 0.05, 0.2)
-NONE = Estimate(math.nan, math.nan, math.nan)
+SOME, NONE = Estimate(0.1, 0.05, 0.2), Estimate(math.nan, math.nan, math.nan)
 WHOLE = Results(
     dataset="MATH-500",
     setting="made up",
-    results=[make_result("full trace", 0.6, 200), make_result("OS-Pruner", 0.6, 90, 5e-5, "λ")],
-    limits=[replace(make_result("hindsight oracle", 0.8, 50), aes=NONE)],
-    chosen=1,
-    differences=[Difference("OS-Pruner λ=5e-5", "full trace", SOME, SOME, SOME, NONE)],
-    frontiers=[Frontier("OS-Pruner", SOME, None, ((1e-4, SOME),)), Frontier("p", SOME, SOME, ())],
+    frame=frame_of(
+        [
+            make_result("full trace", 0.7, 200),
+            make_result("OS-Pruner", 0.69, 110, 5e-5, "λ", chosen=True),
+            make_result("hindsight oracle", 0.8, 50, kind="limit") | NONE.spread("aes"),
+        ]
+    ),
+    differences=frame_of(
+        [{"rule": "OS-Pruner λ=5e-5", "other": "full trace", **SOME.spread("tokens")}],
+        "differences",
+    ),
+    frontiers=frame_of(
+        [
+            {"method": "OS-Pruner", **SOME.spread("area"), **NONE.spread("lead")},
+            {"method": "p", **SOME.spread("area"), **SOME.spread("lead")},
+        ],
+        "frontiers",
+    ),
     natural_accuracy=SOME,
     about={"seed": 3},
 )
@@ -33,34 +51,60 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     WHOLE.save(path)
     WHOLE.save(path)  # replaced
-    assert Results.read(path) == WHOLE
+    found = Results.read(path)
+    assert found.to_dict() == WHOLE.to_dict()
+    for name in ("frame", "differences", "frontiers"):
+        pd.testing.assert_frame_equal(vars(found)[name], vars(WHOLE)[name])
+    assert (found.natural_accuracy, found.chosen, len(found.limits)) == (SOME, 1, 1)
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
     content = json.loads(path.read_text("utf-8"), parse_constant=lambda name: pytest.fail(name))
-    assert content["limits"][0]["aes"] == {"value": None, "low": None, "high": None}
-    assert math.isnan(Results.read(path).limits[0].aes.low)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    WHOLE.save(path)
-    before = path.read_bytes()
+    assert content["frame"][2]["aes"] is None
+    assert Results(dataset="d", setting="s").chosen is None
     for about in ({"folder": tmp_path}, {"loss": math.inf}):
         with pytest.raises((TypeError, ValueError)):
             replace(WHOLE, about=about).save(path)
-    assert path.read_bytes() == before
+    assert Results.read(path).to_dict() == WHOLE.to_dict()  # a failed write leaves the old file
+
+
+def test_files_of_version_1_are_read() -> None:
+    number = SOME._asdict()
+    rows = [
+        {"method": "OS-Pruner", "parameter": p, "parameter_name": "λ", "accuracy": number,
+         "aes": dict.fromkeys(number), "rewards": [[1e-3, number]]}
+        for p in (1e-4, 5e-5)
+    ]  # fmt: skip
+    found = Results.from_dict(
+        {
+            "format": "ospruner-results", "version": 1, "dataset": "d", "setting": "s",
+            "results": rows, "limits": rows[:1], "chosen": 1, "differences": [],
+            "frontiers": [
+                {"method": "a", "area": number, "lead": None, "gap_closed": [[0.5, number]]},
+                {"method": "b", "area": number, "lead": number, "gap_closed": [[0.5, number]]},
+            ],
+            "natural_accuracy": number, "about": {},
+        }
+    )  # fmt: skip
+    assert found.frame["kind"].tolist() == ["rule", "rule", "limit"]
+    assert found.frame["chosen"].tolist() == [False, True, False]
+    assert found.frame["setting"][0] == "λ=1e-4"
+    assert Estimate.of(found.frame.loc[1], "accuracy") == SOME
+    assert math.isnan(found.frame["aes"][1])
+    assert prices_of(found.frame, "reward") == {1e-3: "reward@1e-3"}
+    assert found.frontiers["lead"].isna().tolist() == [True, False]
+    assert Estimate.of(found.frontiers.loc[0], "gap@5e-1") == found.natural_accuracy == SOME
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ([], "has format None and version None, this version of ospruner reads 'ospruner-results'"),
-        ({"about": {}, "results": []}, "has format None"),
-        (WHOLE.to_dict() | {"version": 9}, "version 9, .* version 1: make the results again"),
+        (WHOLE.to_dict() | {"version": 9}, "version 9, .* version 2: make the results again"),
         (WHOLE.to_dict() | {"format": "other"}, "has format 'other'"),
+        (WHOLE.to_dict() | {"version": 1}, "no whole results"),
         (WHOLE.to_dict() | {"colour": "red"}, "no whole results .*colour"),
-        ({k: v for k, v in WHOLE.to_dict().items() if k != "limits"}, "no whole results .*limits"),
-        (WHOLE.to_dict() | {"results": [{"method": "x"}]}, "no whole results"),
-        (WHOLE.to_dict() | {"chosen": 7}, "chosen is 7; it must be a place in results, 0 to 1"),
+        ({k: v for k, v in WHOLE.to_dict().items() if k != "frame"}, "no whole results .*frame"),
+        (WHOLE.to_dict() | {"frame": [{"method": "x"}]}, "frame has no .*'kind'"),
+        (WHOLE.to_dict() | {"setting": " "}, "setting is empty"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: Any, complaint: str) -> None:
@@ -73,62 +117,86 @@ def test_other_files_are_refused(tmp_path: Path, content: Any, complaint: str) -
         Results.read(path)
 
 
-@pytest.mark.parametrize("name", ["demo-full", "frontier-full"])
-def test_the_documented_numbers_are_results(repo_dir: Path, name: str) -> None:
-    found = Results.read(repo_dir / "docs" / f"{name}.json")
-    assert found.results or found.frontiers
-
-
-def test_results_say_what_was_measured() -> None:
-    with pytest.raises(ValueError, match="setting is empty"):
-        Results(dataset="MATH-500", setting=" ")
-
-
-def test_numbers_as_text() -> None:
+def test_numbers_and_names_as_text() -> None:
     number = Estimate(0.7124, 0.7012, 0.7301)
     assert number.text(100, 1) == "71.2 [70.1, 73.0]"
     assert number.short_text(100, 1) == "71.2 ±1.8"  # the wider half
     assert Estimate(-0.0004, -0.004, math.nan).text(1, 2, signed=True) == "+0.00 [+0.00, –]"
     assert Estimate(12345.6, 12000, 12500).text(1, 0) == "12,346 [12,000, 12,500]"
-
-
-def test_names() -> None:
-    texts = [
-        make_result("m", 0.5, 9, parameter, name).name
-        for parameter, name in (
-            *((None, ""), (5e-3, "λ"), (0.7, "threshold"), (1.0, "threshold")),
-            *((110, "tokens"), (4, "step"), (0.4, "nats")),
-        )
-    ]
-    assert texts == [
-        "m",
-        "m λ=5e-3",
-        "m ≥.70",
-        "m ≥1.00",
-        "m 110 tokens",
-        "m step 4",
-        "m ≤0.4 nats",
-    ]
-
-
-def test_every_number_has_its_place_in_the_frame() -> None:
-    frame = WHOLE.frame
-    assert list(frame.kind) == ["rule", "rule", "limit"]
-    assert list(frame.columns[:6]) == [
-        "kind", "method", "parameter", "parameter_name", "setting", "chosen",
+    prices = (0.0, 5e-5, 1e-4, 2.5e-4, 0.05, 9.9999e-5, 9.99999999e-5, 1.0, 10.0)
+    assert " ".join(map(penalty_name, prices)) == ("0 5e-5 1e-4 2.5e-4 5e-2 9.9999e-5 1e-4 1e0 1e1")
+    parameters = (
+        *((None, ""), (5e-3, "λ"), (0.7, "threshold"), (1.0, "threshold")),
+        *((110, "tokens"), (4, "step"), (0.4, "nats")),
+    )
+    assert [parameter_text(*one) for one in parameters] == [
+        "", "λ=5e-3", "≥.70", "≥1.00", "110 tokens", "step 4", "≤0.4 nats",
     ]  # fmt: skip
-    ours = frame[frame.chosen].iloc[0]
-    result = WHOLE.results[1]
-    assert (ours.method, ours.setting) == ("OS-Pruner", "λ=5e-5")
-    for name, value in vars(result).items():
-        if isinstance(value, Estimate):
-            found = [ours[name], ours[f"{name}_low"], ours[f"{name}_high"]]
-            assert found == pytest.approx([value.value, value.low, value.high], nan_ok=True)
-    assert math.isnan(frame.aes_low[2])
-    (difference,) = WHOLE.difference_frame.itertuples()
-    assert (difference.other, difference.tokens_high) == ("full trace", 0.2)
-    frontiers = WHOLE.frontier_frame
-    assert frontiers["gap@1e-4_low"][0] == 0.05
-    assert math.isnan(frontiers.lead[0])
-    assert frontiers.lead[1] == 0.1
-    assert Results(dataset="d", setting="s").frame.empty
+    lines = markdown_table(["method", "accuracy"], [["P(stop|h)", "77.0\n(half)"]]).splitlines()
+    assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
+
+
+def test_an_evaluation_that_is_saved_is_loaded(tmp_path: Path) -> None:
+    evaluation = make_evaluation(with_views=True)
+    evaluation.save(tmp_path)
+    again = Evaluation.load(tmp_path)
+    for name in ("settings", "problem_ids", "traces", "families"):
+        assert vars(again)[name] == vars(evaluation)[name]
+    assert (len(again.rules), len(again.limits)) == (len(evaluation.rules), 1)
+    for one, other in zip(
+        [*again.rules, *again.limits], [*evaluation.rules, *evaluation.limits], strict=True
+    ):
+        assert (one.method, one.parameter) == (other.method, other.parameter)
+        np.testing.assert_array_equal(one.outcome.columns(), other.outcome.columns())
+    evaluation.save(tmp_path)  # the same settings: replaced
+    with pytest.raises(ValueError, match="other settings.*'GSM8K' there, 'AIME' asked for"):
+        make_evaluation(benchmark="AIME").save(tmp_path)
+    path = tmp_path / "evaluation.json"
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 9'))
+    with pytest.raises(ValueError, match="format_version 9; this version of ospruner reads 2"):
+        Evaluation.load(tmp_path)
+
+
+def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="settings lacks .'model'."):
+        make_evaluation(model="")
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="other files .thesis.tex. and no evaluation"):
+        make_evaluation().save(tmp_path)
+    with pytest.raises(ValueError, match="holds no evaluation"):
+        find_evaluations(tmp_path)
+    make_evaluation().save(tmp_path / "a")
+    make_evaluation(seed=1).save(tmp_path / "b")
+    with pytest.raises(ValueError, match="both hold DeepSeek-R1-Distill-Qwen-7B, GSM8K"):
+        find_evaluations(tmp_path)
+
+
+def test_an_evaluations_numbers_are_written_with_their_intervals(tmp_path: Path) -> None:
+    evaluation = make_evaluation()
+    saved = save_evaluation(evaluation, tmp_path, prices=[1e-4])
+    found = Results.read(tmp_path / "results.json")
+    assert found.to_dict() == saved.to_dict()
+    assert found.about["settings"] == evaluation.settings
+    assert found.natural_accuracy is not None
+    assert found.natural_accuracy.value == pytest.approx(found.frame["accuracy"][0])
+    row = found.frame.loc[1]
+    assert row["accuracy_low"] < row["accuracy"] < row["accuracy_high"]
+    assert row["reward@1e-4"] == pytest.approx(row["accuracy"] - 1e-4 * row["tokens"])
+    assert math.isnan(row["time_ratio"])  # not measured
+    # Paired differences are of the best row of a method to that of each other.
+    best = best_rows(found.frame).set_index("method")
+    assert best.index.tolist() == ["full trace", "OS-Pruner", "probe", "fixed budget"]
+    ours = best.loc["OS-Pruner"]
+    assert ours["aes"] == found.frame.query("method == 'OS-Pruner'")["aes"].max()
+    differences = found.differences.set_index("other")
+    assert len(differences) == 3
+    assert differences["rule"]["full trace"] == f"OS-Pruner {ours['setting']}"
+    assert differences["reduction"]["full trace"] == pytest.approx(ours["reduction"])
+
+
+def test_lambdas_are_numbers() -> None:
+    assert parse_lambdas("1e-4, 5e-5") == (1e-4, 5e-5)
+    assert parse_lambdas("") == ()
+    for bad in ("a", "-1", "nan"):
+        with pytest.raises(ValueError, match="give numbers >= 0 such as 1e-4,5e-5"):
+            parse_lambdas(bad)

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants
 
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
-from ospruner.eval.results import Results
+from ospruner.eval.results import Results, frame_of
 from ospruner.provenance import provenance
 from ospruner.train.untrained import untrained
 
@@ -79,11 +79,12 @@ def policy_dir(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> 
 RESULTS = Results(
     dataset="embedded reasoner, test",
     setting="made up",
-    results=[
-        make_result("full trace", 0.72, 205),
-        make_result("OS-Pruner", 0.712, 107, 5e-5, "λ"),
-    ],
-    chosen=1,
+    frame=frame_of(
+        [
+            make_result("full trace", 0.72, 205),
+            make_result("OS-Pruner", 0.712, 107, 5e-5, "λ", chosen=True),
+        ]
+    ),
     about={"labels": f"{REASONER}/labels"},
 )
 

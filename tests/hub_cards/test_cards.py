@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from modeling_ospruner import OSPrunerConfig
-from ospruner.eval.results import Results
+from ospruner.eval.results import Results, frame_of
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.cards import EXAMPLE, License, policy_card
 from ospruner.provenance import provenance
@@ -21,9 +21,13 @@ from ..made_results import make_result
 RESULTS = Results(
     dataset="MATH-500",
     setting="`ospruner compare`, one training seed",
-    results=[make_result("full trace", 0.774, 3214), make_result("P(stop|h)", 0.77, 1900)],
-    limits=[make_result("hindsight oracle", 0.8, 1500)],
-    chosen=1,
+    frame=frame_of(
+        [
+            make_result("full trace", 0.774, 3214),
+            make_result("P(stop|h)", 0.77, 1900, chosen=True),
+            make_result("hindsight oracle", 0.8, 1500, kind="limit"),
+        ]
+    ),
 )
 PROMISE = {
     "max_loss": 0.02, "confidence": 0.95, "mode": "threshold", "threshold": 0.7, "problems": 1500,

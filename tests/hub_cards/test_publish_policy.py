@@ -125,7 +125,7 @@ def test_card_is_that_of_the_repository(publisher: Publisher, run_dir: Path) -> 
     assert row in card.text
     published = Results.read(staged.path / "results.json")
     assert published.about == {"labels": "labels"}, "no folder of this machine"
-    assert published.results == Results.read(run_dir / "results.json").results
+    assert published.frame.equals(Results.read(run_dir / "results.json").frame)
     assert "](pareto.png)" in card.text
     assert "| settings: learning rate | 1e-05 |" in card.text
 

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from ospruner.eval.methods import EVERY_PRICE
-from ospruner.eval.results import (
-    NOT_MEASURED,
-    Estimate,
-    Frontier,
-    Result,
-    Results,
-)
+from ospruner.eval.results import Estimate, Results, frame_of
+
+from ..made_results import make_result
 
 
 def estimate(value: float) -> Estimate:
     return Estimate(value, value - 0.01, value + 0.01)
 
 
-def row(method: str, accuracy: float, parameter: float | None = None, name: str = "") -> Result:
-    measured = {
-        one.name: NOT_MEASURED
-        for one in fields(Result)
-        if one.type == "Estimate" and one.name not in ("accuracy", "flops", "flops_ratio")
-    }
-    known = {"rewards": (), "aes_label": "AES", "traces": 9, "problems": 9}
-    return Result(method, parameter, name, estimate(accuracy), **measured, **known)  # type: ignore[arg-type]
+def row(
+    method: str, accuracy: float, parameter: float | None = None, name: str = "", **more: Any
+) -> dict[str, Any]:
+    columns = make_result(method, accuracy, 100, parameter, name, **more)
+    return columns | estimate(accuracy).spread("accuracy")
+
+
+def areas_of(areas: dict[str, float]) -> Results:
+    rows = [{"method": name, **estimate(area).spread("area")} for name, area in areas.items()]
+    return Results(dataset="D", setting="S", frontiers=frame_of(rows, "frontiers"))
 
 
 @pytest.fixture
@@ -48,19 +46,15 @@ def test_the_pages_show_what_the_files_hold(tables: Any) -> None:
 
 def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
     """By area: convergence before the probe, entropy before agreement; our chosen price."""
-    results = Results(
-        dataset="D",
-        setting="S",
-        results=[
-            row("full trace", 0.7),
-            row("OS-Pruner", 0.6, 1e-3, "λ"),
-            row("OS-Pruner", 0.65, 1e-4, "λ"),
-            row("probe (AES)", 0.5, 0.8, "threshold"),
-            row("convergence (AES)", 0.4, 0.7, "threshold"),
-            row("best fixed budget", 0.3, 110, "tokens"),
-        ],
-        chosen=2,
-    )
+    rows = [
+        row("full trace", 0.7),
+        row("OS-Pruner", 0.6, 1e-3, "λ"),
+        row("OS-Pruner", 0.65, 1e-4, "λ", chosen=True),
+        row("probe (AES)", 0.5, 0.8, "threshold"),
+        row("convergence (AES)", 0.4, 0.7, "threshold"),
+        row("best fixed budget", 0.3, 110, "tokens"),
+    ]
+    results = Results(dataset="D", setting="S", frame=frame_of(rows))
     areas = {
         "OS-Pruner": 0.6,
         "probe": 0.4,
@@ -69,14 +63,7 @@ def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
         "answer entropy": 0.3,
         "fixed budget": 0.55,
     }
-    frontiers = Results(
-        dataset="D",
-        setting="S",
-        frontiers=[
-            Frontier(name, estimate(area), None if name == "OS-Pruner" else estimate(0.1), ())
-            for name, area in areas.items()
-        ],
-    )
+    frontiers = areas_of(areas)
     lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == [
         "full trace",
@@ -93,18 +80,16 @@ def test_readme_names_the_best_of_each_kind(tables: Any) -> None:
 
 def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> None:
     prices = [0.0, 1e-5, 9e-5, 1.2e-4, 9e-4, 2e-3]
-    asked = tuple((price, estimate(0.1)) for price in (1e-3, 1e-4))
-    results = Results(
-        dataset="D",
-        setting="S",
-        results=[
-            replace(row("full trace", 0.7), rewards=asked),
-            replace(row("probe", 0.45, 0.7, "threshold"), aes=estimate(0.1)),
-            replace(row("probe", 0.5, 0.8, "threshold"), aes=estimate(0.2)),
-            *(row(EVERY_PRICE, 0.6 - price, price, "λ") for price in prices),
-        ],
-        limits=[row("best fixed budget", 0.3, 110, "tokens")],
-    )
+    asked = estimate(0.1).spread("reward@1e-3") | estimate(0.1).spread("reward@1e-4")
+    rows = [
+        row("full trace", 0.7),
+        row("probe", 0.45, 0.7, "threshold") | estimate(0.1).spread("aes"),
+        row("probe", 0.5, 0.8, "threshold") | estimate(0.2).spread("aes"),
+        *(row(EVERY_PRICE, 0.6 - price, price, "λ") for price in prices),
+        row("best fixed budget", 0.3, 110, "tokens", kind="limit"),
+    ]
+    frame = frame_of([one | asked for one in rows])
+    results = Results(dataset="D", setting="S", frame=frame)
     lines = tables.at_prices(results.to_dict()).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == [
         "full trace",
@@ -114,19 +99,15 @@ def test_one_policy_is_shown_next_to_the_prices_of_the_rewards(tables: Any) -> N
         "probe, ≥.80",
         "best fixed budget, 110 tokens",
     ]
-    without = replace(results, results=[replace(o, rewards=()) for o in results.results], chosen=7)
+    frame = frame[[name for name in frame if not name.startswith("reward@")]]
+    without = replace(results, frame=frame.assign(chosen=frame.index == 7))
     lines = tables.at_prices(without.to_dict()).splitlines()[3:-3]
     assert [line.split("|")[1].strip() for line in lines] == [
         "OS-Pruner, one policy, λ=0",
         "**OS-Pruner, one policy, λ=9e-4** (chosen on validation)",
     ]
-    frontiers = Results(
-        dataset="D",
-        setting="S",
-        frontiers=[
-            Frontier(name, estimate(0.5), None if name == EVERY_PRICE else estimate(0.1), ())
-            for name in (EVERY_PRICE, "probe", "answer entropy", "fixed budget")
-        ],
+    frontiers = areas_of(
+        dict.fromkeys((EVERY_PRICE, "probe", "answer entropy", "fixed budget"), 0.5)
     )
     lines = tables.readme(results.to_dict(), frontiers.to_dict()).splitlines()[3:6]
     assert [line.split("|")[1].strip() for line in lines] == [

@@ -91,11 +91,11 @@ def test_train_save_replay_and_charge(
     more = never.outcome.flops - full.flops
     np.testing.assert_allclose(more[rows], work.read(0, read[rows, last[rows] - 1]))
     assert (full.flops > 0).all()
-    results = evaluation.results(prices=(1e-3,))[0]
-    assert (results[2].aes, results[2].rewards) == (results[0].aes, results[0].rewards)
-    paid = evaluation.results(variant=charged_variant("compute"))[0][2]
-    assert paid.aes.value == pytest.approx(1 - paid.flops_ratio.value)
-    assert paid.aes.value < 0
+    scores = evaluation.frame(prices=(1e-3,))[["aes", "reward@1e-3"]]
+    assert scores.loc[2].equals(scores.loc[0])
+    paid = evaluation.frame(charged_variant("compute")).loc[2]
+    assert paid["aes"] == pytest.approx(1 - paid["flops_ratio"])
+    assert paid["aes"] < 0
     assert verifier.config.base_model_name_or_path == str(tiny_base_dir)
     other = LabelSettings(base_model="org/other", reasoning_format=ours.settings.reasoning_format)
     with pytest.raises(ValueError, match=r"was trained on traces of .*reasoner.*these are of org"):

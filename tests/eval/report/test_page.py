@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ospruner.eval.report.page import write_report
-from ospruner.eval.report.summary import never_right, never_right_told
+from ospruner.eval.report.summary import never_right, never_right_told, results_of
 
 from ..evaluations import make_evaluation
 from .test_panels import finished_run
@@ -130,10 +130,10 @@ def test_what_is_saved_on_traces_that_are_never_right_is_told(written: dict[str,
     rule = evaluation.rules[1]
     saved = full - rule.outcome.tokens
     assert found["saved"][rule.name] == pytest.approx(saved[~ever].sum() / saved.sum())
-    results, _ = evaluation.results()
-    told = never_right_told(results, never_right(evaluation))
+    results = results_of(evaluation)
+    told = never_right_told(results)
     assert f"{100 * (1 - ever.mean()):.1f} % of the traces are right at no step" in told
     assert f"probe ≥.70 {100 * found['saved']['probe ≥.70']:.0f} %" in told or "probe ≥.90" in told
     assert told.partition(";")[0] in written["report.html"].read_text("utf-8")
     assert never_right(dataclasses.replace(evaluation, limits=[])) == {}
-    assert never_right_told(results, {}) == ""
+    assert never_right_told(dataclasses.replace(results, about={})) == ""

@@ -16,13 +16,12 @@ from ospruner.eval.report.pictures import (
     save_dynamics,
     save_panels,
 )
-from ospruner.eval.report.tables import frame_of
 
 from ..evaluations import make_evaluation
 
 
 def test_the_front_is_what_no_other_beats() -> None:
-    everything = frame_of(make_evaluation().results()[0])
+    everything = make_evaluation().frame()[:-1]
     on_front = front(everything)
     tokens, accuracy = on_front["tokens"].tolist(), on_front["accuracy"].tolist()
     assert tokens == sorted(tokens)
@@ -40,8 +39,7 @@ def test_the_front_is_what_no_other_beats() -> None:
 def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
     panels = {}
     for i, name in enumerate(("GSM8K", "MATH-500", "AIME", "other")):
-        results, limits = make_evaluation(benchmark=name, seed=i).results()
-        panels[name] = frame_of(results, limits)
+        panels[name] = make_evaluation(benchmark=name, seed=i).frame()
     save_panels(panels, [tmp_path / "a.png", tmp_path / "a.svg"], title="four")
     height, width, _ = imread(tmp_path / "a.png").shape
     assert width > height
@@ -52,7 +50,7 @@ def test_panels_are_drawn_side_by_side(tmp_path: Path) -> None:
 
 
 def test_methods_look_alike_in_all_panels() -> None:
-    one, other = (frame_of(make_evaluation(benchmark=n).results()[0]) for n in ("GSM8K", "AIME"))
+    one, other = (make_evaluation(benchmark=n).frame()[:-1] for n in ("GSM8K", "AIME"))
     fewer = other[other["method"] != "probe"]
     styles = assign_styles([*fewer["method"], *one["method"]])
     assert len(set(styles.values())) == len(styles) == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ospruner.eval.intervals import Rule, summarise
+from ospruner.eval.intervals import Resampled, Rule
 from ospruner.eval.metrics import AES_ABSOLUTE, AES_RELATIVE
 from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
@@ -104,21 +104,22 @@ def test_what_the_prose_says_of_math_500_is_another_row() -> None:
 
 
 def test_measured_stands_beside_published() -> None:
-    pairs = compare_with_paper(make_evaluation())
-    by_rule = {(r.method, r.parameter): cell for r, cell in pairs}
-    full, ours = by_rule["full trace", None], by_rule["OS-Pruner", 5e-5]
+    frame, cells = compare_with_paper(make_evaluation())
+    names = zip(frame["method"], frame["setting"], strict=True)
+    by_rule = dict(zip(names, cells, strict=True))
+    full, ours = by_rule["full trace", ""], by_rule["OS-Pruner", "λ=5e-5"]
     assert full is not None
     assert ours is not None
     assert (full.accuracy_percent, full.length_tokens) == (88.7, 1219)
     assert (ours.accuracy_percent, ours.length_tokens) == (88.0, 496)
-    assert by_rule["fixed budget", 200.0] is None
-    probe = by_rule["probe", 0.7]
+    assert by_rule["fixed budget", "200 tokens"] is None
+    probe = by_rule["probe", "≥.70"]
     assert probe is not None
     assert probe.length_tokens == 632
 
 
 def test_free_answers_are_compared_with_free_answers() -> None:
-    cell = compare_with_paper(make_evaluation(answer="free"))[0][1]
+    cell = compare_with_paper(make_evaluation(answer="free"))[1][0]
     assert cell is not None
     assert (cell.length_tokens, cell.answer_tokens) == (1443, 223)
 
@@ -145,8 +146,8 @@ def test_the_command_prints_both(tmp_path: Path) -> None:
     assert "59.3" in text
     numbers = json.loads((tmp_path / "out.json").read_text())
     measured, published = Results.from_dict(numbers[0]), numbers[0]["about"]["published"]
-    assert len(measured.results) == len(published)
-    assert measured.results[0].method == "full trace"
+    assert len(measured.rules) == len(published)
+    assert measured.rules["method"][0] == "full trace"
     assert published[0]["accuracy_percent"] == 88.7
     assert published[-1] is None
     assert "Each method at its best AES" in printed(tmp_path, False)
@@ -173,15 +174,15 @@ def test_flashthink_scores_what_the_paper_prints(benchmark: str) -> None:
     # The verifier reads the thinking and a prompt of 100 tokens.
     theirs = outcome(cell.accuracy_percent, cell.length_tokens, cell.length_tokens + 100)
     rules = [Rule("FlashThink", theirs)]
-    (result,) = summarise(rules, full, np.arange(n), prices=(1e-4,))
-    assert result.aes.value == pytest.approx(cell.aes, abs=0.0075)
+    result = Resampled(rules, full, np.arange(n)).frame(prices=(1e-4,)).iloc[0]
+    assert result["aes"] == pytest.approx(cell.aes, abs=0.0075)
     printed = cell.accuracy_percent / 100 - 1e-4 * cell.length_tokens
-    assert result.rewards[0][1].value == pytest.approx(printed)
+    assert result["reward@1e-4"] == pytest.approx(printed)
     charged = AES_ABSOLUTE(
         cell.accuracy_percent / 100, 2 * cell.length_tokens + 100,
         base.accuracy_percent / 100, base.length_tokens,
     )  # fmt: skip
-    assert charged < 0 < result.aes.value  # what it would be if it were charged for reading
+    assert charged < 0 < result["aes"]  # what it would be if it were charged for reading
 
 
 def test_flashthinks_free_rows_save_what_the_paper_prints() -> None:
@@ -204,10 +205,10 @@ def test_flashthinks_free_rows_save_what_the_paper_prints() -> None:
                 outcome.tokens[:], outcome.answer_tokens[:] = one.cot_tokens, one.answer_tokens
                 outcome.probe_tokens[:] = 5000 * (one is cell)
                 outcomes.append(outcome)
-            (result,) = summarise([Rule("FlashThink", outcomes[1])], outcomes[0], np.arange(5))
+            rules = [Rule("FlashThink", outcomes[1])]
+            result = Resampled(rules, outcomes[0], np.arange(5)).frame().iloc[0]
             # The paper's own rounding of lengths moves it by up to .31 (docs/paper-notes.md).
-            assert 100 * result.total_reduction.value == pytest.approx(
-                cell.reduction_percent, abs=0.35
-            )
+            saved = 100 * result["total_reduction"]
+            assert saved == pytest.approx(cell.reduction_percent, abs=0.35)
             found += 1
     assert found == 45

@@ -19,6 +19,7 @@ from ospruner.eval.report.tables import (
     chosen_parameters,
     full_table,
 )
+from ospruner.eval.results import Estimate
 
 from ..evaluations import make_evaluation
 
@@ -50,8 +51,8 @@ def test_best_rows_are_chosen_per_benchmark_and_averaged() -> None:
     assert list(table.numbers.index) == [(MODEL, method) for method in methods]
     ours = table.numbers.loc[(MODEL, "OS-Pruner")]
     for one in TWO:
-        scores = [r.aes.value for r in one.results()[0] if r.method == "OS-Pruner"]
-        assert ours[one.settings["benchmark"], "aes"] == max(scores)
+        scores = one.frame().query("method == 'OS-Pruner'")["aes"]
+        assert ours[one.settings["benchmark"], "aes"] == scores.max()
     singles, mean = [ours["GSM8K"], ours["MATH-500"]], ours[AVERAGE]
     assert mean["aes"] == pytest.approx(np.mean([one["aes"] for one in singles]))
     down = np.hypot(*(one["aes"] - one["aes_low"] for one in singles)) / 2
@@ -99,10 +100,10 @@ def test_compute_stands_beside_where_it_was_counted() -> None:
     table = best_aes_table([charged(one) for one in TWO])
     assert "Comp: all that was computed, in % of the full trace's operations" in table.caption
     assert (table.numbers.loc[(MODEL, "full trace")].xs("flops_ratio", level=1) == 1).all()
-    results = [r for r in charged(TWO[0]).results()[0] if r.method == "OS-Pruner"]
-    best = max(results, key=lambda r: r.aes.value)
+    results = charged(TWO[0]).frame().query("method == 'OS-Pruner'")
+    best = results.loc[results["aes"].idxmax()]
     ours = table.numbers.loc[(MODEL, "OS-Pruner")]["GSM8K", "flops_ratio"]
-    assert ours == best.flops_ratio.value
+    assert ours == best["flops_ratio"]
     assert heads(full_table([charged(one) for one in TWO], MODEL))[-1] == "Comp"
     assert "Comp" not in full_table(TWO, MODEL).caption
 
@@ -110,11 +111,9 @@ def test_compute_stands_beside_where_it_was_counted() -> None:
 def test_settings_chosen_on_validation_are_shown() -> None:
     chosen = chosen_parameters([make_evaluation(seed=7)])
     table = best_aes_table(TWO, chosen=chosen)
-    expected = next(
-        r for r in TWO[0].results()[0]
-        if (r.method, r.parameter_text) == ("OS-Pruner", chosen[MODEL, "OS-Pruner"])
-    )  # fmt: skip
-    assert table.numbers.loc[(MODEL, "OS-Pruner")]["GSM8K", "aes"] == expected.aes.value
+    frame = TWO[0].frame().set_index(["method", "setting"])
+    expected = frame.loc[("OS-Pruner", chosen[MODEL, "OS-Pruner"])]
+    assert table.numbers.loc[(MODEL, "OS-Pruner")]["GSM8K", "aes"] == expected["aes"]
     assert "chosen on validation" in table.caption
     with pytest.raises(ValueError, match="validation has no .* of other"):
         best_aes_table([make_evaluation(model="other")], chosen=chosen)
@@ -124,8 +123,9 @@ def test_csv_holds_every_number_with_its_interval() -> None:
     rows = list(csv.DictReader(io.StringIO(full_table(TWO, MODEL).csv())))
     assert len(rows) == 8
     row = {row["Method / Param"]: row for row in rows}["OS-Pruner λ=5e-5"]
-    result = next(r for r in TWO[0].results()[0] if r.parameter == 5e-5)
-    for end, value in zip(("", " low", " high"), vars(result.accuracy).values(), strict=True):
+    frame = TWO[0].frame()
+    result = Estimate.of(frame[frame["parameter"] == 5e-5].iloc[0], "accuracy")
+    for end, value in zip(("", " low", " high"), result, strict=True):
         assert float(row[f"GSM8K Acc{end}"]) == pytest.approx(100 * value)
     assert float(row["AVERAGE Acc low"]) < float(row["AVERAGE Acc"])
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +18,14 @@ from rich.table import Table
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.metrics import AES_RELATIVE
 from ospruner.eval.report.pictures import draw_pareto, label_points, save_pareto
-from ospruner.eval.report.tables import frame_of
 from ospruner.eval.report.terminal import differences_table, frontier_tables, results_table
-from ospruner.eval.results import Difference, Estimate, Frontier, Result, Results
+from ospruner.eval.results import Estimate, Results, frame_of
 from ospruner.eval.table import FloatArray
 
 from ...made_results import make_result
 
 
-def frontier(step: float = 12.0) -> list[Result]:
+def frontier(step: float = 12.0) -> list[dict[str, Any]]:
     penalties = [5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0]
     return [
         make_result(FRONTIER, 0.62 - 0.14 * 0.55**i, 40 + step * i, penalty, "λ")
@@ -40,7 +39,10 @@ RESULTS = [
     *(make_result("probe", 0.5 + t / 10, 150 * t, t, "threshold") for t in (0.7, 0.8, 0.9)),
     make_result("fixed budget", 0.59, 110, 110, "tokens"),
 ]
-LIMITS = [make_result(ORACLE, 0.8, 50), make_result(f"{ORACLE}, no loss", 0.62, 45)]
+LIMITS = [
+    make_result(ORACLE, 0.8, 50, kind="limit"),
+    make_result(f"{ORACLE}, no loss", 0.62, 45, kind="limit"),
+]
 
 
 def render(table: Table, width: int) -> str:
@@ -52,15 +54,17 @@ def render(table: Table, width: int) -> str:
 
 
 def test_results_table_holds_every_number_in_80_columns() -> None:
-    asymmetric = replace(RESULTS[-1], aes=Estimate(0.42, 0.37, 0.49))
-    text = render(results_table([*RESULTS[:-1], asymmetric], LIMITS, title="Test"), 80)
+    asymmetric = RESULTS[-1] | Estimate(0.42, 0.37, 0.49).spread("aes")
+    frame = frame_of([*RESULTS[:-1], asymmetric, *LIMITS])
+    text = render(results_table(frame, title="Test"), 80)
     lines = text.splitlines()
     row = next(line for line in lines if "fixed budget" in line)
     # One line a rule; ± is the wider half of an interval.
     for part in ("fixed budget 110 tokens", "59.0 ±2.0", "110 ±5", "45.0 ±1.0", "0.42 ±0.07"):
         assert part in row
     for result in (*RESULTS, *LIMITS):
-        assert sum(result.name in line for line in lines) >= 1
+        name = f"{result['method']} {result['setting']}".strip()
+        assert sum(name in line for line in lines) >= 1
     assert len(lines) <= len(RESULTS) + len(LIMITS) + 9
     assert "1,500 traces of 1,500 problems" in text
     assert "AES absolute, α=1, β=3, γ=5" in text.replace("\n", " ")
@@ -72,31 +76,31 @@ def test_results_table_holds_every_number_in_80_columns() -> None:
 
 def test_the_longest_names_of_the_demo_fit_80_columns() -> None:
     wide = make_result("convergence (1 point)", 0.5, 1234, 0.95, "threshold")
-    wide = replace(wide, aes=Estimate(-1.25, -1.5, -1.1))
+    wide |= Estimate(-1.25, -1.5, -1.1).spread("aes")
     long = [RESULTS[0], wide, make_result("fixed budget", 0.5, 1234, 12000, "tokens")]
-    lines = render(results_table(long, LIMITS), 80).splitlines()
+    lines = render(results_table(frame_of([*long, *LIMITS])), 80).splitlines()
     assert any("convergence (1 point) ≥.95" in line and "-1.25 ±0.25" in line for line in lines)
     assert any("fixed budget 12000 tokens" in line and "1,234 ±5" in line for line in lines)
 
 
 def test_results_table_refuses_mixed_scores_and_nothing() -> None:
-    other = replace(RESULTS[1], aes_label=AES_RELATIVE.label)
+    other = RESULTS[1] | {"aes_label": AES_RELATIVE.label}
     with pytest.raises(ValueError, match="results of one variant"):
-        results_table([RESULTS[0], other])
+        results_table(frame_of([RESULTS[0], other]))
     with pytest.raises(ValueError, match="there are no results"):
-        results_table([])
+        results_table(frame_of(RESULTS)[:0])
 
 
 def test_differences_table() -> None:
-    difference = Difference(
-        rule="OS-Pruner λ=5e-5",
-        other="convergence (1 point) ≥.95",
-        accuracy=Estimate(0.012, -0.001, 0.02),
-        tokens=Estimate(-17.2, -19, -15),
-        reduction=Estimate(0.078, 0.069, 0.086),
-        aes=Estimate(-0.001, -0.004, math.nan),
-    )
-    text = render(differences_table([difference]), 80)
+    difference = {
+        "rule": "OS-Pruner λ=5e-5",
+        "other": "convergence (1 point) ≥.95",
+        **Estimate(0.012, -0.001, 0.02).spread("accuracy"),
+        **Estimate(-17.2, -19, -15).spread("tokens"),
+        **Estimate(0.078, 0.069, 0.086).spread("reduction"),
+        **Estimate(-0.001, -0.004, math.nan).spread("aes"),
+    }
+    text = render(differences_table(frame_of([difference], "differences")), 80)
     row = next(line for line in text.splitlines() if "convergence (1 point) ≥.95" in line)
     assert "+1.2 ±1.3" in row
     assert "-17.2 ±2.2" in row
@@ -120,12 +124,12 @@ def test_labels_overlap_neither_each_other_nor_points(step: float) -> None:
     assert len(boxes) >= (8 if step == 12.0 else 1)
     names = [text.get_text() for text in axes.texts]
     assert len(set(names)) == len(names)
-    assert set(names) <= {result.parameter_text for result in frontier()}
+    assert set(names) <= {result["setting"] for result in frontier()}
     inside = axes.get_window_extent()
     points = {
-        r: axes.transData.transform((r.tokens.value, 100 * r.accuracy.value)) for r in results
+        (r["method"], r["setting"]): axes.transData.transform((r["tokens"], 100 * r["accuracy"]))
+        for r in results
     }
-    by_name = {result.parameter_text: result for result in frontier(step)}
     for i, (box, text) in enumerate(zip(boxes, axes.texts, strict=True)):
         assert not any(box.overlaps(other) for other in boxes[:i])
         assert not any(box.contains(x, y) for x, y in points.values())
@@ -133,7 +137,7 @@ def test_labels_overlap_neither_each_other_nor_points(step: float) -> None:
         assert box.x1 <= inside.x1
         # The nearest point is the label's own.
         nearest = min(gap(box, point) for point in points.values())
-        assert nearest >= gap(box, points[by_name[text.get_text()]]) - 1.0
+        assert nearest >= gap(box, points[FRONTIER, text.get_text()]) - 1.0
 
 
 def gap(box: Bbox, point: FloatArray) -> float:
@@ -144,14 +148,15 @@ def gap(box: Bbox, point: FloatArray) -> float:
 
 def test_save_pareto(tmp_path: Path) -> None:
     path = tmp_path / "pareto.png"
-    save_pareto([*RESULTS, *LIMITS], path, title="Test", chosen=RESULTS[4])
+    frame = frame_of([*RESULTS, *LIMITS])
+    save_pareto(frame.assign(chosen=frame.index == 4), path, title="Test")
     picture = imread(path)
     assert picture.shape[:2] == (960, 1440)
     blue = np.abs(picture[..., :3] - np.array([0, 0x72, 0xB2]) / 255).max(axis=2) < 0.01
     assert blue.sum() > 2000  # the frontier
     assert (picture[..., :3] > 0.99).all(axis=2).mean() > 0.8  # dark on light
     with pytest.raises(ValueError, match="results is empty"):
-        save_pareto([], path)
+        save_pareto(frame[:0], path)
 
 
 def test_every_method_has_a_mark_of_its_own() -> None:
@@ -165,16 +170,21 @@ def test_every_method_has_a_mark_of_its_own() -> None:
 @pytest.mark.parametrize("prices", [1, 4, 7])
 def test_shares_of_the_gap_keep_their_methods_names_in_80_columns(prices: int) -> None:
     share = Estimate(-0.334, -0.969, 0.051)
-    gaps = tuple((10.0**-k, share) for k in range(1, 1 + prices))
+    gaps = {
+        name: x for k in range(1, 1 + prices) for name, x in share.spread(f"gap@1e-{k}").items()
+    }
     names = ["OS-Pruner, one policy", "convergence", "Think Just Enough"]
     found = Results(
         dataset="d",
         setting="s",
         about={"left_out": {}},
-        frontiers=[
-            Frontier(name, share, share if number else None, gaps)
-            for number, name in enumerate(names)
-        ],
+        frontiers=frame_of(
+            [
+                {"method": name, **share.spread("area"), **share.spread("lead"), **gaps}
+                for name in names
+            ],
+            "frontiers",
+        ),
     )
     _, *tables = frontier_tables(found)
     lines = [line for table in tables for line in render(table, 80).splitlines()]
