@@ -279,7 +279,7 @@ def compare(
         )  # fmt: skip
     report.save(target)
     print_results(report.results, console)
-    for table in frontier_tables(report.results) if report.results.frontiers else ():
+    for table in frontier_tables(report.results) if len(report.frontiers) else ():
         console.print(table)
     if json_file is not None:
         report.results.save(json_file)
