@@ -3,7 +3,8 @@
 
 PYTHON ?= python3.11
 ARGS ?=
-# Test processes side by side; each computes on one thread. JOBS=0: one process, for debugging.
+# Test processes side by side, a file's tests in one of them, each on one thread. JOBS=0: no others,
+# for debugging.
 JOBS ?= 2
 
 VENV := .venv
@@ -34,7 +35,7 @@ demo: $(READY) ## the whole job on the embedded reasoner: label, train, evaluate
 	$(BIN)/ospruner demo $(ARGS)
 
 test: $(ENGINES) ## every test but the minutes-long ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(ENGINES) ## the minutes-long tests
 	$(BIN)/pytest -m slow $(ARGS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from filelock import FileLock
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -262,8 +264,18 @@ class DemoRun:
 
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
-    """`ospruner demo --quick`, once for all tests of the xdist group "demo"."""
-    out = tmp_path_factory.mktemp("demo") / "runs" / "demo-quick"
+    """`ospruner demo --quick`, once for all tests of all of pytest-xdist's workers."""
+    root = tmp_path_factory.getbasetemp()
+    root = root if _OWNS_HF_HOME else root.parent  # what the workers share
+    kept = root / "demo.pickle"
+    with FileLock(root / "demo.lock"):
+        if not kept.is_file():
+            kept.write_bytes(pickle.dumps(_run_demo(root / "runs" / "demo-quick")))
+    run: DemoRun = pickle.loads(kept.read_bytes())
+    return run
+
+
+def _run_demo(out: Path) -> DemoRun:
     command = [sys.executable, "-m", "ospruner.cli", "demo", "--quick", "--out", str(out)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first = subprocess.Popen(command, **quiet)

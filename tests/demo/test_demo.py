@@ -20,8 +20,6 @@ from ospruner.train.labels.loading import load_labels
 from ..conftest import DemoRun
 from ..made_results import make_result
 
-pytestmark = pytest.mark.xdist_group("demo")  # its quick run is made once
-
 
 def test_it_goes_on_where_it_was_killed(demo_run: DemoRun) -> None:
     assert len(demo_run.shards) == 3, "labels of each split stood there when it was killed"

@@ -117,7 +117,6 @@ def test_costs(run: Run, repo_dir: Path) -> None:
     assert "unique" in said[0]
 
 
-@pytest.mark.xdist_group("demo")
 def test_quickstart(
     run: Run,
     demo_run: DemoRun,

@@ -31,7 +31,6 @@ needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'ospruner[ray]' (docs/scale.md)",
 )
-pytestmark = pytest.mark.xdist_group("ray")  # one cluster is enough, where groups are kept
 PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(24)]
 OPTIONS: dict[str, Any] = {"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4}
 
