@@ -41,7 +41,7 @@ from ospruner.eval.learnstop import LEARN_STOP
 from ospruner.eval.measured import Split
 from ospruner.eval.methods import FRONTIER, METHOD_NAMES, parse_policies
 from ospruner.eval.replay import Outcome, replay
-from ospruner.eval.report.terminal import frontier_tables
+from ospruner.eval.report.summary import frontier_tables
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray
 from ospruner.eval.text import penalty_name

@@ -30,8 +30,7 @@ from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant, best_aes
 from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
-from .report.tables import Table
-from .report.terminal import MAIN
+from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of
 from .table import FloatArray, TraceTable
 
@@ -103,12 +102,13 @@ class Report:
         Args:
             path: the picture to write, PNG or what its suffix says.
         """
-        from .report.pictures import save_frontiers, save_pareto  # matplotlib is slow to import
+        from .report.pictures import draw_frontiers, draw_pareto  # matplotlib is slow to import
 
         title = f"{self.results.dataset}: {self.results.setting}"
         if self.points:
-            return save_frontiers(self.points, path, title=title)
-        return save_pareto(self.frame, path, title=title)
+            draw_frontiers(self.points, title).savefig(path)
+        else:
+            draw_pareto({"": self.frame}, title).savefig(path)
 
     def to_latex(self) -> str:
         """The main numbers of rules and limits as a LaTeX table, each with its interval."""

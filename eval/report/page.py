@@ -3,56 +3,35 @@
 from __future__ import annotations
 
 import base64
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..evaluation import Evaluation, find_evaluations
 from ..metrics import AES_ABSOLUTE, AesVariant
-from .paper import BENCHMARKS, MODELS, compare_with_paper, comparison_table
-from .pictures import save_dynamics, save_panels
-from .summary import never_right_told, of_probabilities, results_of
+from .paper import BENCHMARKS, MODELS, comparison_table, with_published
+from .pictures import draw_dynamics, draw_pareto
+from .summary import cost_tables, differences_table, results_of, results_table, told
 from .tables import (
     BENCHMARK,
     MODEL,
-    Table,
     best_aes_table,
-    by_domain,
+    by_task,
     chosen_parameters,
-    compute_column,
     full_table,
     grid_frame,
-    price_columns,
 )
-from .terminal import COSTS, DIFFERENCES, DIFFERENCES_CAPTION, MAIN, SAVED, TIME
 
 __all__ = ["write_report"]
 
-TEMPLATE = "report.html.jinja"
-Draw = Callable[[Sequence[Path]], None]
-
-
-@dataclass
-class Section:
-    """A part of the page.
-
-    Attributes:
-        id: its anchor.
-        heading: its heading.
-        notes: paragraphs.
-        figures: "data" (base64 SVG), "alt", "caption".
-        tables: HTML.
-    """
-
-    id: str
-    heading: str
-    notes: list[str] = field(default_factory=list)
-    figures: list[dict[str, str]] = field(default_factory=list)
-    tables: list[str] = field(default_factory=list)
+PARETO = (
+    "Accuracy against thinking tokens. Points are labelled with λ or threshold; the wide grey line "
+    "is the front of all methods; the band is OS-Pruner's 95 % interval."
+)
+DYNAMICS = "Validation after each stage of the annealing; dashes are where λ fell."
 
 
 def write_report(
@@ -64,7 +43,6 @@ def write_report(
     variant: AesVariant = AES_ABSOLUTE,
     prices: Sequence[float] = (),
     title: str = "Stopping rules compared",
-    differences: bool = False,
 ) -> list[Path]:
     """Writes the page, and beside it the paper's tables (markdown, CSV, LaTeX) and pictures.
 
@@ -77,7 +55,6 @@ def write_report(
         variant: which AES.
         prices: of a token, at which to show the reward.
         title: of the page.
-        differences: show each method's paired differences too.
 
     Returns:
         The files written, the page first.
@@ -85,119 +62,81 @@ def write_report(
     Raises:
         ValueError: no evaluation there, or one that is shown twice.
     """
-    evaluations = [one for _, one in by_domain(find_evaluations(folder))]
+    evaluations = by_task(find_evaluations(folder))
     chosen = None
     if validation is not None:
-        chosen = chosen_parameters(find_evaluations(validation), variant)
+        chosen = chosen_parameters(grid_frame(find_evaluations(validation), variant))
+    tables, figures = [], {}
+    for answer, frame in grid_frame(evaluations, variant).groupby("answer"):
+        tables.append(best_aes_table(frame, chosen))
+        for model, of_model in frame.groupby(MODEL, sort=False):
+            tables.append(full_table(frame, str(model)))
+            panels = {str(name): one for name, one in of_model.groupby(BENCHMARK, sort=False)}
+            name = f"pareto-{model}-{answer}".replace("/", "-")
+            figures[name] = draw_pareto(panels, f"{model}, {answer} answers"), PARETO
+    for number, run in enumerate(dynamics, 1):
+        drawn = draw_dynamics(run, f"Training dynamics: {Path(run).name}")
+        figures[f"dynamics-{number}"] = drawn, DYNAMICS
     target = Path(folder if out is None else out)
     target.mkdir(parents=True, exist_ok=True)
-    summary, written = Section("summary", "Summary"), []
-    pictures: dict[str, Draw] = {}
-    for answer in ("forced", "free"):
-        shown = [one for one in evaluations if one.settings["answer"] == answer]
-        if not shown:
-            continue
-        tables = [best_aes_table(evaluations, answer, chosen=chosen, variant=variant)]
-        frame = grid_frame(evaluations, answer, variant)
-        for model, of_model in frame.groupby(MODEL, sort=False):
-            tables.append(full_table(evaluations, str(model), answer, variant=variant))
-            panels = dict(list(of_model.groupby(BENCHMARK, sort=False)))
-            name = f"pareto-{model}-{answer}".replace("/", "-")
-            pictures[name] = partial(save_panels, panels, title=f"{model}, {answer} answers")
-        for table in tables:
-            summary.tables.append(table.html())
-            texts = {"md": table.markdown(), "csv": table.csv(), "tex": table.latex()}
-            for ending, text in texts.items():
-                written.append(target / f"{table.name}.{ending}")
-                written[-1].write_text(text, "utf-8")
-    for number, run in enumerate(dynamics, 1):
-        title_of_run = f"Training dynamics: {Path(run).name}"
-        pictures[f"dynamics-{number}"] = partial(save_dynamics, run, title=title_of_run)
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, draw in pictures.items():
-            written.append(target / f"{name}.png")
-            svg = Path(scratch) / "picture.svg"
-            draw([written[-1], svg])
-            summary.figures.append(_figure(name, svg.read_bytes()))
-    sections = [summary]
-    for number, one in enumerate(evaluations, 1):
-        sections.append(_section(one, f"e{number}", variant, prices, differences))
-    page = target / "report.html"
-    page.write_text(_rendered(evaluations, sections, title, variant), "utf-8")
-    return [page, *written]
-
-
-def _rendered(
-    evaluations: Sequence[Evaluation], sections: Sequence[Section], title: str, variant: AesVariant
-) -> str:
+    written = [target / "report.html"]
+    for table in tables:
+        texts = {"md": table.markdown(), "csv": table.csv(), "tex": table.latex()}
+        for ending, text in texts.items():
+            written.append(target / f"{table.name}.{ending}")
+            written[-1].write_text(text, "utf-8")
+    summary = _section("summary", "Summary", [table.html() for table in tables])
+    for name, (figure, says) in figures.items():
+        written.append(target / f"{name}.png")
+        figure.savefig(written[-1])
+        figure.savefig(svg := io.BytesIO(), format="svg")
+        data = base64.b64encode(svg.getvalue()).decode()
+        summary["figures"].append({"data": data, "alt": f"{name}: {says}", "caption": says})
+    sections = [
+        _of_evaluation(f"e{number}", one, variant, prices)
+        for number, one in enumerate(evaluations, 1)
+    ]
     modes = sorted({one.settings["mode"] for one in evaluations})
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
-    return environment.get_template(TEMPLATE).render(
+    text = environment.get_template("report.html.jinja").render(
         title=title,
         about=(
             f"{len(evaluations)} evaluation{'s' * (len(evaluations) > 1)} ({', '.join(modes)}); "
             f"AES {variant.label}; brackets are 95 % intervals by problem (cluster bootstrap)."
         ),
-        sections=sections,
+        sections=[summary, *sections],
         viewers=[{"name": one.name, "traces": one.traces} for one in evaluations if one.traces],
     )
-
-
-def _figure(name: str, svg: bytes) -> dict[str, str]:
-    says = {
-        "pareto": "Accuracy against thinking tokens. Points are labelled with λ or threshold; the "
-        "wide grey line is the front of all methods; the band is OS-Pruner's 95 % interval.",
-        "dynamics": "Validation after each stage of the annealing; dashes are where λ fell.",
-    }[name.partition("-")[0]]
-    data = base64.b64encode(svg).decode()
-    return {"data": data, "alt": f"{name}: {says}", "caption": says}
+    written[0].write_text(text, "utf-8")
+    return written
 
 
 def _section(
-    one: Evaluation,
-    anchor: str,
-    variant: AesVariant,
-    prices: Sequence[float],
-    differences: bool,
-) -> Section:
+    anchor: str, heading: str, tables: Sequence[str], notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A part of the page: `tables` are HTML, `notes` paragraphs."""
+    return {"id": anchor, "heading": heading, "notes": notes, "figures": [], "tables": tables}
+
+
+def _of_evaluation(
+    anchor: str, one: Evaluation, variant: AesVariant, prices: Sequence[float]
+) -> dict[str, Any]:
+    """All numbers of an evaluation, beside the paper's where it has them."""
     found = results_of(one, variant=variant, prices=prices)
-    frame = found.frame
-    rules = frame[frame["kind"] == "rule"]
-    replayed = one.settings["mode"] == "replay"
-    section = Section(anchor, one.name)
-    section.notes.append(
-        f"{frame['traces'][0]:,} traces of {frame['problems'][0]:,} problems. "
-        + ("Replay: exact expectations on labelled traces." if replayed else "Online: generated.")
-    )
-    if of_probabilities(one):
-        section.notes.append("Accuracy is the mean probability of the right answer.")
-    if told := never_right_told(found):
-        section.notes.append(told)
-    tables = [
-        Table.of(
-            frame,
-            (*MAIN, *price_columns(frame, "reward", 1, 3)),
-            caption="Rules, and below them limits. Click a heading to sort.",
-        ),
-        Table.of(
-            rules,
-            (*COSTS, *SAVED, *compute_column(rules), *TIME),
-            caption="Changed answers, further tokens and time; – is not measured",
-        ),
+    frame, said = found.frame, one.settings
+    how = "exact expectations on labelled traces" if said["mode"] == "replay" else "generated"
+    first = frame.iloc[0]
+    notes = [
+        f"{first['traces']:,} traces of {first['problems']:,} problems; {said['mode']}: {how}."
     ]
-    if differences and len(found.differences):
-        frame = found.differences
-        caption = (
-            f"{frame['rule'][0]} less each other method at its best AES, paired. "
-            f"{DIFFERENCES_CAPTION}"
-        )
-        tables.append(Table.of(frame, DIFFERENCES, frame["other"].tolist(), caption=caption))
-    if one.settings["model"] in MODELS and one.settings["benchmark"] in BENCHMARKS:
-        measured, cells = compare_with_paper(one, variant=variant)
+    tables = [results_table(frame), *cost_tables(frame)]
+    if len(found.differences):
+        tables.append(differences_table(found.differences))
+    if said["model"] in MODELS and said["benchmark"] in BENCHMARKS:
         caption = "Measured beside published, same model, benchmark, method and parameter"
-        free = one.settings["answer"] == "free"
-        tables.append(comparison_table(measured, cells, free, caption=caption))
-    section.tables += [table.html() for table in tables]
-    return section
+        beside = with_published(one, variant=variant)
+        tables.append(comparison_table(beside, said["answer"] == "free", caption=caption))
+    texts = [table.html() for table in tables]
+    return _section(anchor, one.name, texts, [*notes, *told(found)])

@@ -8,31 +8,31 @@ docs/paper-notes.md tells where the two, and the text, disagree.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
+from rich.console import Console
 
-from ..evaluation import Evaluation
+from ospruner.durable import replace_file
+
+from ..evaluation import Evaluation, find_evaluations
 from ..methods import FRONTIER, FULL
-from ..metrics import AES_ABSOLUTE, AesVariant
-from .tables import AVERAGE, Column, Table
+from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
+from .summary import results_of
+from .tables import AVERAGE, BENCHMARK, MODEL, Column, Table, best_aes_table, grid_frame
 
 __all__ = [
     "AVERAGE",
     "BENCHMARKS",
     "MODELS",
-    "PaperCell",
-    "PaperRow",
-    "compare_with_paper",
-    "full_tables",
-    "table_1",
+    "comparison_table",
+    "print_comparison",
+    "published",
     "table_1_scores",
+    "with_published",
 ]
 
 BENCHMARKS = ("GSM8K", "MATH-500", "AIME")
@@ -49,132 +49,64 @@ _OURS = {
 """Our names of the paper's methods."""
 
 
-@dataclass(frozen=True)
-class PaperCell:
-    """One method on one benchmark, as printed.
+@lru_cache
+def published(table: Literal["table1", "full"]) -> pd.DataFrame:
+    """What the paper prints, a row for each method, parameter and benchmark, AVERAGE included.
 
-    Attributes:
-        accuracy_percent: accuracy.
-        length_tokens: thinking tokens; in the tables of free answers the answer's tokens too.
-        aes: of Table 1 only.
-        reduction_percent: of the appendix only.
-        cot_tokens: thinking tokens, of free answers on single benchmarks only.
-        answer_tokens: answer tokens, likewise.
-    """
-
-    accuracy_percent: float
-    length_tokens: float
-    aes: float | None = None
-    reduction_percent: float | None = None
-    cot_tokens: float | None = None
-    answer_tokens: float | None = None
-
-
-@dataclass(frozen=True)
-class PaperRow:
-    """One row of a table.
-
-    Attributes:
-        model: the base.
-        method: as the paper calls it; "Baseline" is the full trace.
-        answer: "forced" or "free".
-        parameter: lambda or threshold; None for the baseline and in Table 1.
-        cells: by benchmark, "AVERAGE" included.
-    """
-
-    model: str
-    method: str
-    answer: Literal["forced", "free"]
-    parameter: float | None
-    cells: dict[str, PaperCell]
-
-
-@lru_cache(maxsize=1)
-def _paper() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text("utf-8"))
-    return content
-
-
-def _rows(table: str) -> list[PaperRow]:
-    content = _paper()[table]
-    rows = []
-    for row in content["rows"]:
-        cells = {
-            name: PaperCell(**dict(zip(content["columns"], row[name], strict=True)))
-            for name in (*BENCHMARKS, AVERAGE)
-        }
-        parameter = next(iter((row.get("param") or {}).values()), None)
-        rows.append(
-            PaperRow(row["model"], row["method"], row.get("answer", "forced"), parameter, cells)
-        )
-    return rows
-
-
-def table_1() -> list[PaperRow]:
-    """Table 1: for each model and method the best AES on each benchmark, answers forced."""
-    return _rows("table1")
-
-
-def full_tables() -> list[PaperRow]:
-    """The appendix: every policy of each model, with forced and with free answers."""
-    return _rows("full")
-
-
-def table_1_scores(variant: AesVariant) -> list[tuple[PaperRow, str, float, float]]:
-    """Table 1's AES recomputed from its own accuracies and lengths.
-
-    AVERAGE is the mean of the benchmarks' scores, not the score of the means.
+    Args:
+        table: "table1", for each model and method the best AES on each benchmark, answers forced;
+            or "full", the appendix: every policy, with forced and with free answers.
 
     Returns:
-        (row, benchmark, printed, recomputed) of each cell, the averages included.
+        model, method ("Baseline" is the full trace), answer, parameter (lambda or threshold; NaN
+        for the baseline and in Table 1), benchmark, and as printed, NaN where it is not:
+        accuracy_percent; length_tokens of thinking, with free answers of these, too; aes (Table
+        1); of the appendix reduction_percent and, of free answers on single benchmarks, cot_tokens
+        and answer_tokens.
     """
-    rows = table_1()
-    bases = {row.model: row for row in rows if row.method == BASELINE}
-    found = []
-    for row in rows:
-        scores = []
-        for name in BENCHMARKS:
-            cell, base = row.cells[name], bases[row.model].cells[name]
-            score = float(
-                variant(
-                    cell.accuracy_percent / 100,
-                    cell.length_tokens,
-                    base.accuracy_percent / 100,
-                    base.length_tokens,
-                )
-            )
-            scores.append(score)
-            found.append((row, name, cell.aes or 0.0, score))
-        found.append((row, AVERAGE, row.cells[AVERAGE].aes or 0.0, float(np.mean(scores))))
-    return found
+    content = json.loads(Path(__file__).with_name("paper.json").read_text("utf-8"))[table]
+    rows = [
+        {
+            MODEL: row["model"],
+            "method": row["method"],
+            "answer": row.get("answer", "forced"),
+            "parameter": next(iter((row.get("param") or {}).values()), None),
+            BENCHMARK: name,
+            **dict(zip(content["columns"], row[name], strict=True)),
+        }
+        for row in content["rows"]
+        for name in (*BENCHMARKS, AVERAGE)
+    ]
+    return pd.DataFrame(rows).astype({"parameter": float})
 
 
-def find_published(model: str, benchmark: str, answer: str) -> list[PaperRow]:
-    """The appendix' rows of one model and kind of answer.
+def table_1_scores(variant: AesVariant) -> pd.DataFrame:
+    """Table 1 with a column "recomputed": its AES from its own accuracies and lengths.
 
-    Raises:
-        ValueError: the paper has no such model or benchmark.
+    AVERAGE is the mean of the benchmarks' scores, not the score of the means.
     """
-    for name, value, known in (
-        ("model", model, MODELS),
-        ("benchmark", benchmark, BENCHMARKS),
-    ):
-        if value not in known:
-            raise ValueError(
-                f"the paper has no {name} {value!r}; it has {', '.join(known)}: name yours so "
-                f"where it is the same (--{'model' if name == 'model' else 'name'})"
-            )
-    return [row for row in full_tables() if row.model == model and row.answer == answer]
+    rows = published("table1")
+    bases = rows[rows["method"] == BASELINE].set_index([MODEL, BENCHMARK])
+    base = bases.loc[pd.MultiIndex.from_frame(rows[[MODEL, BENCHMARK]])]
+    scores = variant(
+        rows["accuracy_percent"] / 100,
+        rows["length_tokens"],
+        base["accuracy_percent"] / 100,
+        base["length_tokens"],
+    )
+    single = pd.Series(scores).where(rows[BENCHMARK] != AVERAGE)
+    means = single.groupby([rows[MODEL], rows["method"]]).transform("mean")
+    return rows.assign(recomputed=single.fillna(means))
 
 
-def compare_with_paper(
+def with_published(
     evaluation: Evaluation,
     *,
     model: str | None = None,
     benchmark: str | None = None,
     variant: AesVariant = AES_ABSOLUTE,
-) -> tuple[pd.DataFrame, list[PaperCell | None]]:
-    """Measured results beside the published ones of the same method and parameter.
+) -> pd.DataFrame:
+    """An evaluation's rules with what the paper prints of the same method and parameter.
 
     Args:
         evaluation: what was measured.
@@ -183,62 +115,111 @@ def compare_with_paper(
         variant: which AES.
 
     Returns:
-        The measured rules (`Results.rules`) and the published cell of each; None where the paper
-        has none.
+        As `Results.frame`, and the numbers of `published`, NaN where the paper has none.
 
     Raises:
         ValueError: the paper has no such model or benchmark.
     """
     settings = evaluation.settings
-    name = benchmark or settings["benchmark"]
-    published = find_published(model or settings["model"], name, settings["answer"])
+    asked = {MODEL: model or settings["model"], BENCHMARK: benchmark or settings["benchmark"]}
+    for (name, value), known in zip(asked.items(), (MODELS, BENCHMARKS), strict=True):
+        if value not in known:
+            raise ValueError(
+                f"the paper has no {name} {value!r}; it has {', '.join(known)}: name yours so "
+                f"where it is the same (--set {name}=...)"
+            )
+    theirs = published("full")
+    for name, value in {**asked, "answer": settings["answer"]}.items():
+        theirs = theirs[theirs[name] == value]
     frame = evaluation.frame(variant)
     frame = frame[frame["kind"] == "rule"]
-    cells = []
-    for method, parameter in zip(frame["method"], frame["parameter"], strict=True):
-        wanted = _OURS.get(method, method), None if math.isnan(parameter) else parameter
-        cells.append(
-            next(
-                (
-                    row.cells[name]
-                    for row in published
-                    if row.method == wanted[0] and _same(row.parameter, wanted[1])
-                ),
-                None,
-            )
-        )
-    return frame, cells
+    keys = [frame["method"].replace(_OURS), frame["parameter"].map("{:.6g}".format)]
+    numbers = theirs.loc[:, "accuracy_percent":].set_index(
+        [theirs["method"], theirs["parameter"].map("{:.6g}".format)]
+    )
+    found = numbers.add_prefix("paper_").reindex(pd.MultiIndex.from_arrays(keys))
+    return frame.join(found.set_axis(frame.index))
 
 
-def comparison_table(
-    frame: pd.DataFrame, cells: Sequence[PaperCell | None], free: bool = False, **more: Any
-) -> Table:
+def comparison_table(frame: pd.DataFrame, free: bool = False, **more: Any) -> Table:
     """Measured beside published, one row a rule; a published number has no interval.
 
     Args:
-        frame: of `compare_with_paper`.
-        cells: of the same.
+        frame: of `with_published`.
         free: lengths are of thinking and answer together.
         more: of `Table`.
     """
-    published = {
-        name: [math.nan if cell is None else vars(cell)[name] for cell in cells]
-        for name in ("accuracy_percent", "length_tokens", "reduction_percent")
-    }
-    frame = frame.assign(**published).astype(dict.fromkeys(published, float))
     length, saved = ("generated_tokens", "total_reduction") if free else ("tokens", "reduction")
     columns = (
         Column("accuracy %", "accuracy", 100, 1),
-        Column("paper's", "accuracy_percent", digits=1),
+        Column("paper's", "paper_accuracy_percent", digits=1),
         Column("tokens", length),
-        Column("paper's", "length_tokens"),
+        Column("paper's", "paper_length_tokens"),
         Column("saved %", saved, 100, 1),
-        Column("paper's", "reduction_percent", digits=1),
+        Column("paper's", "paper_reduction_percent", digits=1),
     )
-    return Table.of(frame, columns, corner="method", **more)
+    return Table.of(frame, columns, **more)
 
 
-def _same(published: float | None, measured: float | None) -> bool:
-    if published is None or measured is None:
-        return published is measured
-    return math.isclose(published, measured, rel_tol=1e-6, abs_tol=1e-12)
+def print_comparison(
+    folder: str | Path | None,
+    console: Console,
+    *,
+    paper: bool = False,
+    model: str | None = None,
+    benchmark: str | None = None,
+    json_file: Path | None = None,
+) -> None:
+    """Prints each evaluation's best rows, or with `paper` all rows beside the published ones.
+
+    Args:
+        folder: evaluations; None prints the paper's Table 1 and its AES recomputed.
+        console: where to print.
+        paper: compare with the paper.
+        model: the paper's name of the model, where ours is called otherwise.
+        benchmark: the paper's name of the benchmark, likewise.
+        json_file: where to write the numbers too: a list of `Results`, the published ones in
+            `about`; of Table 1 a list of its cells.
+
+    Raises:
+        ValueError: the paper has no such model or benchmark.
+    """
+    found: list[Any] = []
+    if folder is None:
+        found = _print_table_1(console)
+    for one in [] if folder is None else find_evaluations(folder):
+        results = results_of(one)
+        if paper:
+            frame = with_published(one, model=model, benchmark=benchmark)
+            caption = "– where the paper has no number"
+            free = one.settings["answer"] == "free"
+            console.print(comparison_table(frame, free, caption=caption, title=one.name))
+            printed = frame.filter(like="paper_").astype(object)
+            cells = printed.where(printed.notna(), None).to_dict("records")
+            results = replace(results, about={**results.about, "published": cells})
+        found.append(results.to_dict())
+    if folder is not None and not paper:
+        for _, of_answer in grid_frame(find_evaluations(folder)).groupby("answer"):
+            console.print(best_aes_table(of_answer).markdown(), markup=False, soft_wrap=True)
+    if json_file is not None:
+        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        replace_file(json_file, text.encode())
+
+
+def _print_table_1(console: Console) -> list[dict[str, Any]]:
+    """Table 1's AES as printed, and recomputed by both definitions."""
+    variants = {"absolute": AES_ABSOLUTE, "relative": AES_RELATIVE}
+    frame = published("table1")[[MODEL, "method", BENCHMARK]].assign(
+        printed=published("table1")["aes"],
+        **{name: table_1_scores(variant)["recomputed"] for name, variant in variants.items()},
+    )
+    labels = frame[[MODEL, "method", BENCHMARK]].agg(", ".join, axis=1).tolist()
+    columns = [Column("printed", "printed", digits=2)]
+    columns += [Column(variant.label, name, digits=3) for name, variant in variants.items()]
+    title = "The paper's Table 1: AES as printed, and recomputed from its accuracies and lengths"
+    console.print(Table.of(frame, columns, labels, title=title, corner=""))
+    for name, variant in variants.items():
+        worst = (frame[name] - frame["printed"]).abs().max()
+        console.print(f"Largest deviation, {variant.label}: {worst:.4f}")
+    records: list[dict[str, Any]] = frame.to_dict("records")
+    return records

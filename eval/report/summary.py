@@ -1,39 +1,51 @@
-"""An evaluation in the terminal and as a file; several side by side, or beside the paper."""
+"""An evaluation as `Results`, and these as tables: the same for terminal, page and paper."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from ospruner.durable import replace_file
-
-from ..evaluation import Evaluation, find_evaluations
+from ..compute import flops_scale
+from ..evaluation import Evaluation
 from ..intervals import bootstrap_interval
 from ..methods import ORACLE
-from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
-from ..results import RESULTS_FILE, Estimate, Results, best_rows
-from .paper import compare_with_paper, comparison_table, table_1_scores
-from .tables import Column, Table, best_aes_table
-from .terminal import costs_tables, differences_table, results_table
+from ..metrics import AES_ABSOLUTE, AesVariant
+from ..results import Results, best_rows, prices_of
+from .tables import INTERVALS, MAIN, Column, Table
 
 __all__ = [
+    "cost_tables",
+    "differences_table",
+    "frontier_tables",
     "never_right",
-    "never_right_told",
-    "of_probabilities",
     "parse_lambdas",
-    "print_comparison",
     "print_results",
     "results_of",
-    "save_evaluation",
+    "results_table",
+    "told",
 ]
+
+COSTS = (
+    Column("wrong to\nright %", "helped", 100, 1),
+    Column("right to\nwrong %", "harmed", 100, 1),
+    Column("answer\ntokens", "answer_tokens", digits=1),
+    Column("probe\ntokens", "probe_tokens", digits=1),
+    Column("cut at\ncap %", "truncated", 100, 1),
+)
+SAVED = Column("all tokens\nsaved %", "total_reduction", 100, 1)
+TIME = (Column("time over\nfull", "time_ratio", digits=2), Column("tokens/s", "tokens_per_second"))
+DIFFERENCES = (
+    Column("accuracy,\npoints", "accuracy", 100, 1, signed=True),
+    Column("thinking\ntokens", "tokens", digits=1, signed=True),
+    Column("saved,\npoints", "reduction", 100, 1, signed=True),
+    Column("AES", "aes", digits=2, signed=True),
+)
+PRICES_A_TABLE = 4  # in 80 columns
 
 
 def parse_lambdas(text: str) -> tuple[float, ...]:
@@ -51,24 +63,6 @@ def parse_lambdas(text: str) -> tuple[float, ...]:
     return values
 
 
-def print_results(results: Results, console: Console, *, differences: bool = False) -> None:
-    """The results, their costs and, where asked for, the paired differences as tables."""
-    title = f"{results.dataset}: {results.setting}"
-    console.print(results_table(results.frame, title=title))
-    for table in costs_tables(results):
-        console.print(table)
-    if differences and len(results.differences):
-        console.print(differences_table(results.differences))
-    natural = results.natural_accuracy
-    if natural is not None:
-        console.print(
-            f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
-            "mixed with forced ones)."
-        )
-    if told := never_right_told(results):
-        console.print(told)
-
-
 def results_of(
     evaluation: Evaluation,
     *,
@@ -76,28 +70,27 @@ def results_of(
     prices: Sequence[float] = (),
 ) -> Results:
     """Every number of an evaluation with its interval."""
-    settings = evaluation.settings
+    said, natural = evaluation.settings, evaluation.natural_correct
+    setting = [said["model"], f"{said['answer']} answers", said["mode"]]
+    if _of_probabilities(evaluation):
+        setting.append("probabilities of right answers")
     return Results(
-        dataset=settings["benchmark"],
-        setting=", ".join(
-            [
-                settings["model"],
-                f"{settings['answer']} answers",
-                settings["mode"],
-                *(["probabilities of right answers"] if of_probabilities(evaluation) else []),
-            ]
-        ),
+        dataset=said["benchmark"],
+        setting=", ".join(setting),
         frame=evaluation.frame(variant, prices),
         differences=evaluation.differences(variant),
-        natural_accuracy=_natural(evaluation),
-        about={"settings": settings, **never_right(evaluation)},
+        # One without a verdict counts as wrong.
+        natural_accuracy=None
+        if np.isnan(natural).all()
+        else bootstrap_interval(np.nan_to_num(natural), evaluation.problem_index),
+        about={"settings": said, **never_right(evaluation)},
     )
 
 
-def of_probabilities(evaluation: Evaluation) -> bool:
+def _of_probabilities(evaluation: Evaluation) -> bool:
     """Whether the labels are probabilities of right answers, so that accuracy is their mean."""
-    labels = evaluation.settings.get("label_settings", {})
-    return bool(labels.get("task", {}).get("labels") == "probability")
+    task = evaluation.settings.get("label_settings", {}).get("task", {})
+    return bool(task.get("labels") == "probability")
 
 
 def never_right(evaluation: Evaluation) -> dict[str, Any]:
@@ -112,10 +105,9 @@ def never_right(evaluation: Evaluation) -> dict[str, Any]:
         and under "saved" of each rule's savings, None where it saves nothing.
     """
     oracle = next((rule.outcome for rule in evaluation.limits if rule.method == ORACLE), None)
-    if oracle is None or of_probabilities(evaluation):
+    if oracle is None or _of_probabilities(evaluation):
         return {}
-    never = oracle.correct < 0.5
-    full = evaluation.full.tokens
+    never, full = oracle.correct < 0.5, evaluation.full.tokens
     saved = {rule.name: full - rule.outcome.tokens for rule in evaluation.rules[1:]}
     found = {
         "traces": float(never.mean()),
@@ -128,115 +120,120 @@ def never_right(evaluation: Evaluation) -> dict[str, Any]:
     return {"never_right": found}
 
 
-def never_right_told(results: Results) -> str:
-    """The same in a line, for the row of the best AES of each method; "" where it is not known."""
-    found = results.about.get("never_right")
-    if found is None:
-        return ""
-    best = best_rows(results.frame)
-    names = (best["method"] + " " + best["setting"]).str.strip()
-    shares = [
-        f"{name} {100 * found['saved'][name]:.0f} %"
-        for name in names
-        if found["saved"].get(name) is not None
-    ]
-    return (
-        f"{100 * found['traces']:.1f} % of the traces are right at no step; they are "
-        f"{100 * found['tokens']:.0f} % of the thinking tokens"
-        + (f", and of the tokens that are saved: {', '.join(shares)}" if shares else "")
-        + "."
-    )
+def told(results: Results) -> list[str]:
+    """What is to be known beside the tables: natural answers, probabilities, hopeless traces."""
+    lines = []
+    if (natural := results.natural_accuracy) is not None:
+        lines.append(
+            f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
+            "mixed with forced ones)."
+        )
+    if results.setting.endswith("probabilities of right answers"):
+        lines.append("Accuracy is the mean probability of the right answer.")
+    if found := results.about.get("never_right"):
+        best = best_rows(results.frame)
+        names = (best["method"] + " " + best["setting"]).str.strip()
+        saved: Mapping[str, float | None] = found["saved"]
+        shares = [f"{name} {100 * x:.0f} %" for name in names if (x := saved.get(name)) is not None]
+        lines.append(
+            f"{100 * found['traces']:.1f} % of the traces are right at no step; they are "
+            f"{100 * found['tokens']:.0f} % of the thinking tokens"
+            + (f", and of the tokens that are saved: {', '.join(shares)}" if shares else "")
+            + "."
+        )
+    return lines
 
 
-def save_evaluation(
-    evaluation: Evaluation,
-    folder: str | Path,
-    *,
-    variant: AesVariant = AES_ABSOLUTE,
-    prices: Sequence[float] = (),
-) -> Results:
-    """Saves the evaluation, and beside it every number with its interval, in `results.json`."""
-    evaluation.save(folder)
-    results = results_of(evaluation, variant=variant, prices=prices)
-    results.save(Path(folder) / RESULTS_FILE)
-    return results
+def print_results(results: Results, console: Console) -> None:
+    """The results, their costs, and whole methods where they were compared."""
+    console.print(results_table(results.frame, f"{results.dataset}: {results.setting}"))
+    for table in cost_tables(results.frame):
+        console.print(table)
+    for line in told(results):
+        console.print(line)
+    for table in frontier_tables(results) if len(results.frontiers) else ():
+        console.print(table)
 
 
-def _natural(evaluation: Evaluation) -> Estimate | None:
-    """Accuracy of the natural answers; one without a verdict counts as wrong."""
-    if np.isnan(evaluation.natural_correct).all():
-        return None
-    return bootstrap_interval(np.nan_to_num(evaluation.natural_correct), evaluation.problem_index)
+def price_columns(frame: pd.DataFrame, kind: str, scale: float, digits: int) -> list[Column]:
+    """A column for each price at which a frame has numbers: "reward" or "gap"."""
+    before = "reward\n" if kind == "reward" else ""
+    names = prices_of(frame, kind).values()
+    return [Column(f"{before}λ={one.partition('@')[2]}", one, scale, digits) for one in names]
 
 
-def print_comparison(
-    folder: str | Path | None,
-    console: Console,
-    *,
-    paper: bool = False,
-    model: str | None = None,
-    benchmark: str | None = None,
-    json_file: Path | None = None,
-) -> None:
-    """Prints each evaluation's best rows, or with `paper` all rows beside the published ones.
-
-    Args:
-        folder: evaluations; None with `paper` prints Table 1 and its AES recomputed.
-        console: where to print.
-        paper: compare with the paper.
-        model: the paper's name of the model, where ours is called otherwise.
-        benchmark: the paper's name of the benchmark, likewise.
-        json_file: where to write the numbers too: a list of `Results`, the published ones in
-            `about`; of Table 1 alone a list of its cells.
+def results_table(frame: pd.DataFrame, title: str = "") -> Table:
+    """The main numbers of a comparison: rules, the highest AES bold, and limits below a line.
 
     Raises:
-        ValueError: nothing to compare, or the paper has no such model or benchmark.
+        ValueError: results of different AES variants.
     """
-    found: list[Any]
-    if folder is None:
-        if not paper:
-            raise ValueError("nothing to compare: give a folder of evaluations, or --paper")
-        found = _print_table_1(console)
-    elif paper:
-        found = []
-        for one in find_evaluations(folder):
-            frame, cells = compare_with_paper(one, model=model, benchmark=benchmark)
-            free = one.settings["answer"] == "free"
-            caption = "– where the paper has no number"
-            console.print(comparison_table(frame, cells, free, caption=caption).rich(one.name))
-            published = [None if cell is None else vars(cell) for cell in cells]
-            results = results_of(one)
-            about = {**results.about, "published": published}
-            found.append(replace(results, about=about).to_dict())
-    else:
-        evaluations = find_evaluations(folder)
-        for answer in ("forced", "free"):
-            if any(one.settings["answer"] == answer for one in evaluations):
-                table = best_aes_table(evaluations, answer)
-                console.print(table.markdown(), markup=False, soft_wrap=True)
-        found = [results_of(one).to_dict() for one in evaluations]
-    if json_file is not None:
-        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-        replace_file(json_file, text.encode())
-
-
-def _print_table_1(console: Console) -> list[dict[str, Any]]:
-    """Table 1's AES as printed, and recomputed by both definitions."""
-    variants = {"absolute": AES_ABSOLUTE, "relative": AES_RELATIVE}
-    scores = {name: table_1_scores(variant) for name, variant in variants.items()}
-    frame = pd.DataFrame(
-        {"model": row.model, "method": row.method, "benchmark": name, "printed": printed}
-        for row, name, printed, _ in scores["absolute"]
+    if len(variants := frame["aes_label"].unique()) != 1:
+        raise ValueError(f"a table shows results of one AES, these are of {sorted(variants)}")
+    columns, first = list(MAIN), frame.iloc[0]
+    if not frame["flops"].isna().all():
+        scale, unit = flops_scale(float(frame["flops"].max()))
+        columns.append(Column(f"compute\n{unit}", "flops", 1 / scale, 1, narrow=True))
+    scores = frame["aes"].where(frame["kind"] == "rule")
+    return Table.of(
+        frame,
+        columns,
+        caption=f"{first['traces']:,} traces of {first['problems']:,} problems; {INTERVALS}; AES "
+        f"{first['aes_label']}",
+        title=title,
+        bold=None if scores.isna().all() else int(scores.argmax()),
+        line_after=int((frame["kind"] == "rule").sum()) - 1,
     )
-    for name, found in scores.items():
-        frame[name] = [score for _, _, _, score in found]
-    labels = frame[["model", "method", "benchmark"]].agg(", ".join, axis=1).tolist()
-    columns = [Column("printed", "printed", digits=2)]
-    columns += [Column(variants[name].label, name, digits=3) for name in variants]
-    title = "The paper's Table 1: AES as printed, and recomputed from its accuracies and lengths"
-    console.print(Table.of(frame, columns, labels).rich(title))
-    for name, variant in variants.items():
-        worst = (frame[name] - frame["printed"]).abs().max()
-        console.print(f"Largest deviation, {variant.label}: {worst:.4f}")
-    records: list[dict[str, Any]] = frame.to_dict("records")
-    return records
+
+
+def cost_tables(frame: pd.DataFrame) -> tuple[Table, Table]:
+    """What the main table leaves out of the rules, within 80 columns.
+
+    Returns:
+        Help and harm, answers, probes and caps; rewards at each price, and time where measured.
+    """
+    rules = frame[frame["kind"] == "rule"]
+    timed = not rules["time_ratio"].isna().all()
+    columns = [SAVED, *price_columns(rules, "reward", 1, 3), *(TIME if timed else ())]
+    caption = "" if timed else "Wall-clock: not measured in this mode"
+    title = "Rewards and time" if timed else "Rewards"
+    return (
+        Table.of(rules, COSTS, title="Changed answers and further tokens"),
+        Table.of(rules, columns, caption=caption, title=title),
+    )
+
+
+def differences_table(frame: pd.DataFrame) -> Table:
+    """Paired differences of one rule to others, of `Results.differences`."""
+    return Table.of(
+        frame,
+        DIFFERENCES,
+        frame["other"].tolist(),
+        caption=f"{frame['rule'].iloc[0]} less each other method at its best AES, paired; "
+        f"{INTERVALS}. Operating points and differences are of the same traces, and training seeds "
+        "are in the intervals only where several were evaluated: an interval without 0 does not "
+        "prove the sign.",
+    )
+
+
+def frontier_tables(results: Results) -> list[Table]:
+    """Areas, the first method's lead over each other, and the shares of the oracle's gap."""
+    frame = results.frontiers
+    methods = frame["method"].tolist()
+    left_out = results.about.get("left_out") or {}
+    lead = Column(f"{methods[0]}'s less it, points", "lead", 100, 2, signed=True)
+    tables = [
+        Table.of(
+            frame,
+            (Column("area, %", "area", 100, 2), lead),
+            methods,
+            caption="\n".join(f"left out: {name} ({why})" for name, why in left_out.items()),
+            title=f"{results.dataset}: {results.setting}",
+        )
+    ]
+    gaps = price_columns(frame, "gap", 100, 1)
+    for start in range(0, len(gaps), PRICES_A_TABLE):
+        first = {"caption": INTERVALS, "title": "Share of the oracle's gap closed, %"}
+        part = gaps[start : start + PRICES_A_TABLE]
+        tables.append(Table.of(frame, part, methods, **({} if start else first)))
+    return tables

@@ -253,8 +253,8 @@ def compare(
     from ospruner.eval.methods import parse_prices
     from ospruner.eval.metrics import charged_variant
     from ospruner.eval.report.page import write_report
-    from ospruner.eval.report.summary import parse_lambdas, print_comparison, print_results
-    from ospruner.eval.report.terminal import frontier_tables
+    from ospruner.eval.report.paper import print_comparison
+    from ospruner.eval.report.summary import parse_lambdas, print_results
 
     said = fields_of(context, COMPARING)
     earlier = labels is not None and any(Path(labels).rglob("evaluation.json"))
@@ -263,7 +263,8 @@ def compare(
             raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
         names = {name: said.get(name) for name in ("model", "benchmark")}
         print_comparison(labels, console, paper=paper, json_file=json_file, **names)
-        for path in [] if labels is None else write_report(labels, out=out):
+        pages = [] if labels is None else write_report(labels, out=out, validation=choose_on)
+        for path in pages:
             console.print(f"Wrote {path}", soft_wrap=True)
         return
     said["rewards_at"] = parse_lambdas(str(said.pop("rewards_at", ""))) or None
@@ -279,11 +280,9 @@ def compare(
         )  # fmt: skip
     report.save(target)
     print_results(report.results, console)
-    for table in frontier_tables(report.results) if len(report.frontiers) else ():
-        console.print(table)
     if json_file is not None:
         report.results.save(json_file)
-    page = write_report(target)[0]
+    page = write_report(target, variant=variant, prices=report.prices)[0]
     console.print(f"Numbers: {target / 'results.json'}; page: {page}", soft_wrap=True)
 
 

@@ -30,7 +30,7 @@ from ospruner.durable import replace_file
 from ospruner.eval.calibration import Calibration
 from ospruner.eval.compare import Report
 from ospruner.eval.methods import EVERY_PRICE
-from ospruner.eval.report.terminal import results_table
+from ospruner.eval.report.summary import results_table
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.hub_cards.cards import CARD_FILE, License, policy_card
@@ -311,7 +311,7 @@ def _print(
         rows.append(kept.results.rules[1:2].assign(method=f"{EVERY_PRICE} (promise)"))
     title = f"{results.dataset}: {results.setting}"
     console.print()
-    console.print(results_table(pd.concat([*rows, results.limits]), title=title))
+    console.print(results_table(pd.concat([*rows, results.limits]), title))
     console.print(
         f"One policy knows all {len(frontier)} prices λ of a token; the table shows some, the "
         f"picture and the file all. Validation chose "

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from ospruner.eval.evaluation import Evaluation, find_evaluations
-from ospruner.eval.report.summary import parse_lambdas, save_evaluation
+from ospruner.eval.report.summary import parse_lambdas, results_of
 from ospruner.eval.results import Estimate, Results, best_rows, frame_of, prices_of
 from ospruner.eval.text import markdown_table, parameter_text, penalty_name
 
@@ -173,7 +173,8 @@ def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
 
 def test_an_evaluations_numbers_are_written_with_their_intervals(tmp_path: Path) -> None:
     evaluation = make_evaluation()
-    saved = save_evaluation(evaluation, tmp_path, prices=[1e-4])
+    saved = results_of(evaluation, prices=[1e-4])
+    saved.save(tmp_path / "results.json")
     found = Results.read(tmp_path / "results.json")
     assert found.to_dict() == saved.to_dict()
     assert found.about["settings"] == evaluation.settings

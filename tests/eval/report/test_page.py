@@ -7,13 +7,20 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from modeling_ospruner.configuration_ospruner import PriceRange
 from ospruner.eval.report.page import write_report
-from ospruner.eval.report.summary import never_right, never_right_told, results_of
+from ospruner.eval.report.summary import never_right, results_of, told
+from ospruner.eval.report.viewer import PricesShown, median_stop
+from ospruner.eval.table import FloatArray
 
 from ..evaluations import make_evaluation
-from .test_panels import finished_run
+from .test_pictures import finished_run
 
 
 class Page(HTMLParser):
@@ -101,9 +108,9 @@ def test_every_number_of_the_tables_has_its_interval(written: dict[str, Path]) -
     text = written["report.html"].read_text("utf-8")
     rows = re.findall(r">OS-Pruner λ=5e-5</th>(.*?)</tr>", text, re.DOTALL)
     assert rows
-    of_rules = next(row for row in rows if row.count("<td") == 5)  # with one reward
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", of_rules)
-    assert all(re.fullmatch(r"\S+ \[-?[\d.]+, -?[\d.]+\]", cell) for cell in cells)
+    for row in (row for row in rows if row.count("<td") in (2, 4)):  # rewards, main numbers
+        cells = re.findall(r"<td[^>]*>([^<]*)</td>", row)
+        assert all(re.fullmatch(r"\S+ \[-?[\d.]+, -?[\d.]+\]", cell) for cell in cells)
 
 
 def test_measured_stands_beside_published(written: dict[str, Path]) -> None:
@@ -131,9 +138,31 @@ def test_what_is_saved_on_traces_that_are_never_right_is_told(written: dict[str,
     saved = full - rule.outcome.tokens
     assert found["saved"][rule.name] == pytest.approx(saved[~ever].sum() / saved.sum())
     results = results_of(evaluation)
-    told = never_right_told(results)
-    assert f"{100 * (1 - ever.mean()):.1f} % of the traces are right at no step" in told
-    assert f"probe ≥.70 {100 * found['saved']['probe ≥.70']:.0f} %" in told or "probe ≥.90" in told
-    assert told.partition(";")[0] in written["report.html"].read_text("utf-8")
+    line = next(line for line in told(results) if "right at no step" in line)
+    assert line.startswith(f"{100 * (1 - ever.mean()):.1f} % of the traces are right at no step")
+    assert f"probe ≥.70 {100 * found['saved']['probe ≥.70']:.0f} %" in line or "probe ≥.90" in line
+    assert line.partition(";")[0] in written["report.html"].read_text("utf-8")
     assert never_right(dataclasses.replace(evaluation, limits=[])) == {}
-    assert never_right_told(dataclasses.replace(results, about={})) == ""
+    assert not any("at no step" in one for one in told(dataclasses.replace(results, about={})))
+
+
+@given(arrays(np.float64, st.integers(1, 30), elements=st.floats(0, 1)))
+@settings(deadline=None)
+def test_the_median_stop_halves_the_stopping_distribution(pi: FloatArray) -> None:
+    stop = median_stop(pi)
+    survival = np.cumprod(np.concatenate([1 - pi[:-1], [0.0]]))  # after each step
+    assert survival[stop] <= 0.5
+    assert stop == 0 or survival[stop - 1] > 0.5
+
+
+def test_an_unknown_probability_goes_on() -> None:
+    assert median_stop(np.array([np.nan, np.nan, 0.0])) == 2
+
+
+def test_prices_have_their_places_on_the_line() -> None:
+    known = PriceRange(5e-5, 1e-2)
+    middle = known.price_at(2.5)
+    view = PricesShown(np.array([[0.0, middle, np.inf, 1.0]]), 1e-2, known).view(0, 3)
+    assert view["places"] == [0.0, 0.5, 1.0]
+    assert (view["price"], view["place"]) == (1e-2, 1.0)
+    assert view["prices"] == [0, pytest.approx(middle, rel=0.01), None]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,118 +19,96 @@ from ospruner.eval.replay import Outcome
 from ospruner.eval.report.paper import (
     BENCHMARKS,
     MODELS,
-    compare_with_paper,
-    full_tables,
-    table_1,
+    print_comparison,
+    published,
     table_1_scores,
+    with_published,
 )
-from ospruner.eval.report.summary import print_comparison
 from ospruner.eval.results import Results
 
 from ..evaluations import make_evaluation
+
+
+def row(table: Literal["table1", "full"], **said: object) -> dict[str, Any]:
+    """The one row of these values."""
+    rows = published(table)
+    for name, value in said.items():
+        rows = rows[rows[name].isna() if value is None else rows[name] == value]
+    (found,) = rows.to_dict("records")
+    return {str(name): value for name, value in found.items()}
 
 
 def test_the_reference_file_is_the_papers_tables(shared_dir: Path) -> None:
     source = shared_dir / "paper"
     if not source.is_dir():
         pytest.skip(f"no {source}: the paper's tables are not part of the repository")
-    printed = json.loads((source / "aes_table.json").read_text())
-    for row, theirs in zip(table_1(), printed, strict=True):
-        assert (row.model, row.method) == (theirs["model"], theirs["method"])
-        for name, cell in row.cells.items():
-            assert cell.accuracy_percent == theirs[name]["accuracy_percent"]
-            assert cell.length_tokens == theirs[name]["length_tokens"]
-            assert cell.aes == theirs[name]["aes"]
-    printed = json.loads((source / "appendix_tables.json").read_text())
-    for row, theirs in zip(full_tables(), printed, strict=True):
-        assert (row.model, row.answer, row.method) == (
-            theirs["model"], theirs["mode"], theirs["method"],
-        )  # fmt: skip
-        for name, cell in row.cells.items():
-            values = {key: value for key, value in vars(cell).items() if value is not None}
-            assert values == theirs["benchmarks"][name]
+    for told in json.loads((source / "aes_table.json").read_text()):
+        for name in BENCHMARKS:
+            found = row("table1", model=told["model"], method=told["method"], benchmark=name)
+            assert {key: found[key] for key in told[name]} == told[name]
+    appendix = json.loads((source / "appendix_tables.json").read_text())
+    printed = [values for told in appendix for values in told["benchmarks"].values()]
+    rows = published("full").to_dict("records")
+    assert len(rows) == len(printed)
+    for found, values in zip(rows, printed, strict=True):
+        numbers = list(found.items())[5:]
+        assert {key: x for key, x in numbers if not math.isnan(x)} == values
 
 
-def test_table_1_has_45_scores_of_the_absolute_variant() -> None:
-    errors = [
-        abs(score - printed)
-        for _, name, printed, score in table_1_scores(AES_ABSOLUTE)
-        if name in BENCHMARKS
-    ]
-    assert len(errors) == 45
-    assert max(errors) <= 0.0075
-
-
-def test_averages_are_means_of_scores() -> None:
-    errors = [
-        abs(score - printed)
-        for _, name, printed, score in table_1_scores(AES_ABSOLUTE)
-        if name not in BENCHMARKS
-    ]
-    assert len(errors) == 15
-    assert max(errors) <= 0.0075
+def test_table_1_follows_the_absolute_variant() -> None:
+    scores = table_1_scores(AES_ABSOLUTE)
+    assert len(scores) == 45 + 15  # averages are means of scores
+    assert (scores["recomputed"] - scores["aes"]).abs().max() <= 0.0075
 
 
 def test_the_printed_definition_misses() -> None:
     scores = table_1_scores(AES_RELATIVE)
-    missed = [row for row in scores if abs(row[3] - row[2]) > 0.0075]
-    assert len(missed) > 25
-    worst = max(scores, key=lambda row: abs(row[3] - row[2]))
-    assert (worst[0].model, worst[0].method, worst[1]) == ("DRPO-7B", "OS-Pruner", "AIME")
-    assert worst[3] == pytest.approx(-0.643, abs=1e-3)
-    aime = [s for row, name, _, s in scores if name == "AIME" and row.method == "OS-Pruner"]
+    off = (scores["recomputed"] - scores["aes"]).abs()
+    assert (off > 0.0075).sum() > 25
+    worst = scores.loc[off.idxmax()]
+    assert (worst.model, worst.method, worst.benchmark) == ("DRPO-7B", "OS-Pruner", "AIME")
+    assert worst.recomputed == pytest.approx(-0.643, abs=1e-3)
+    aime = scores[(scores["benchmark"] == "AIME") & (scores["method"] == "OS-Pruner")]
     assert len(aime) == len(MODELS)
-    assert max(aime) < 0
+    assert (aime["recomputed"] < 0).all()
 
 
 def test_what_the_prose_says_of_math_500_is_another_row() -> None:
+    ours = {"model": MODELS[0], "method": "OS-Pruner", "benchmark": "MATH-500"}
     rows = {
-        row.parameter: row.cells["MATH-500"]
-        for row in full_tables()
-        if (row.model, row.answer, row.method) == (MODELS[0], "forced", "OS-Pruner")
+        price: row("full", answer="forced", parameter=price, **ours)
+        for price in published("full")
+        .query("model == @MODELS[0] and answer == 'forced' and method == 'OS-Pruner'")["parameter"]
+        .unique()
     }
-    in_table_1 = next(r for r in table_1() if (r.model, r.method) == (MODELS[0], "OS-Pruner"))
-    cell = in_table_1.cells["MATH-500"]
-    assert (cell.accuracy_percent, cell.length_tokens) == (
-        rows[1e-4].accuracy_percent,
-        rows[1e-4].length_tokens,
-    )
-    assert rows[5e-5].reduction_percent == 52.8  # what the prose says
-    assert rows[1e-4].reduction_percent == 60.8
+    for name in ("accuracy_percent", "length_tokens"):
+        assert row("table1", **ours)[name] == rows[1e-4][name]
+    assert rows[5e-5]["reduction_percent"] == 52.8  # what the prose says
+    assert rows[1e-4]["reduction_percent"] == 60.8
     for variant in (AES_ABSOLUTE, AES_RELATIVE):  # and the table's row is the better one
         scores = {
-            penalty: float(variant(c.accuracy_percent / 100, c.length_tokens, 0.774, 3377))
-            for penalty, c in rows.items()
+            price: float(variant(c["accuracy_percent"] / 100, c["length_tokens"], 0.774, 3377))
+            for price, c in rows.items()
         }
-        assert max(scores, key=lambda p: scores[p or 0.0]) == 1e-4
+        assert max(scores, key=lambda price: scores[price]) == 1e-4
 
 
 def test_measured_stands_beside_published() -> None:
-    frame, cells = compare_with_paper(make_evaluation())
-    names = zip(frame["method"], frame["setting"], strict=True)
-    by_rule = dict(zip(names, cells, strict=True))
-    full, ours = by_rule["full trace", ""], by_rule["OS-Pruner", "λ=5e-5"]
-    assert full is not None
-    assert ours is not None
-    assert (full.accuracy_percent, full.length_tokens) == (88.7, 1219)
-    assert (ours.accuracy_percent, ours.length_tokens) == (88.0, 496)
-    assert by_rule["fixed budget", "200 tokens"] is None
-    probe = by_rule["probe", "≥.70"]
-    assert probe is not None
-    assert probe.length_tokens == 632
-
-
-def test_free_answers_are_compared_with_free_answers() -> None:
-    cell = compare_with_paper(make_evaluation(answer="free"))[1][0]
-    assert cell is not None
-    assert (cell.length_tokens, cell.answer_tokens) == (1443, 223)
+    frame = with_published(make_evaluation()).set_index(["method", "setting"])
+    paper = frame[["paper_accuracy_percent", "paper_length_tokens"]]
+    assert paper.loc[("full trace", "")].tolist() == [88.7, 1219]
+    assert paper.loc[("OS-Pruner", "λ=5e-5")].tolist() == [88.0, 496]
+    assert paper.loc[("probe", "≥.70")].tolist()[1] == 632
+    assert paper.loc[("fixed budget", "200 tokens")].isna().all()
+    free = with_published(make_evaluation(answer="free")).iloc[0]
+    assert (free["paper_length_tokens"], free["paper_answer_tokens"]) == (1443, 223)
 
 
 def test_models_and_benchmarks_that_the_paper_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="the paper has no model 'toy'; it has DeepSeek-R1"):
-        compare_with_paper(make_evaluation(model="toy"))
+        with_published(make_evaluation(model="toy"))
     with pytest.raises(ValueError, match="the paper has no benchmark 'GPQA'; it has GSM8K"):
-        compare_with_paper(make_evaluation(), benchmark="GPQA")
+        with_published(make_evaluation(), benchmark="GPQA")
 
 
 def printed(folder: Path | None, paper: bool, json_file: Path | None = None) -> str:
@@ -145,21 +125,21 @@ def test_the_command_prints_both(tmp_path: Path) -> None:
     assert "88.0" in text
     assert "59.3" in text
     numbers = json.loads((tmp_path / "out.json").read_text())
-    measured, published = Results.from_dict(numbers[0]), numbers[0]["about"]["published"]
-    assert len(measured.rules) == len(published)
+    measured, told = Results.from_dict(numbers[0]), numbers[0]["about"]["published"]
+    assert len(measured.rules) == len(told)
     assert measured.rules["method"][0] == "full trace"
-    assert published[0]["accuracy_percent"] == 88.7
-    assert published[-1] is None
+    assert told[0]["paper_accuracy_percent"] == 88.7
+    assert told[-1]["paper_accuracy_percent"] is None
     assert "Each method at its best AES" in printed(tmp_path, False)
-    with pytest.raises(ValueError, match="give a folder of evaluations, or --paper"):
-        printed(None, False)
 
 
 @pytest.mark.parametrize("benchmark", ["GSM8K", "MATH-500"])
 def test_flashthink_scores_what_the_paper_prints(benchmark: str) -> None:
     """Whatever its verifier reads: the paper counts thinking tokens."""
-    rows = {row.method: row.cells[benchmark] for row in table_1() if row.model == MODELS[0]}
-    base, cell = rows["Baseline"], rows["FlashThink"]
+    base, cell = (
+        row("table1", model=MODELS[0], method=method, benchmark=benchmark)
+        for method in ("Baseline", "FlashThink")
+    )
     n = 10
 
     def outcome(accuracy_percent: float, tokens: float, read: float) -> Outcome:
@@ -170,45 +150,38 @@ def test_flashthink_scores_what_the_paper_prints(benchmark: str) -> None:
             harmed=zeros, truncated=zeros, probe_tokens=np.full(n, read), seconds=nan, flops=nan,
         )  # fmt: skip
 
-    full = outcome(base.accuracy_percent, base.length_tokens, 0)
+    full = outcome(base["accuracy_percent"], base["length_tokens"], 0)
     # The verifier reads the thinking and a prompt of 100 tokens.
-    theirs = outcome(cell.accuracy_percent, cell.length_tokens, cell.length_tokens + 100)
+    theirs = outcome(cell["accuracy_percent"], cell["length_tokens"], cell["length_tokens"] + 100)
     rules = [Rule("FlashThink", theirs)]
     result = Resampled(rules, full, np.arange(n)).frame(prices=(1e-4,)).iloc[0]
-    assert result["aes"] == pytest.approx(cell.aes, abs=0.0075)
-    printed = cell.accuracy_percent / 100 - 1e-4 * cell.length_tokens
+    assert result["aes"] == pytest.approx(cell["aes"], abs=0.0075)
+    printed = cell["accuracy_percent"] / 100 - 1e-4 * cell["length_tokens"]
     assert result["reward@1e-4"] == pytest.approx(printed)
     charged = AES_ABSOLUTE(
-        cell.accuracy_percent / 100, 2 * cell.length_tokens + 100,
-        base.accuracy_percent / 100, base.length_tokens,
+        cell["accuracy_percent"] / 100, 2 * cell["length_tokens"] + 100,
+        base["accuracy_percent"] / 100, base["length_tokens"],
     )  # fmt: skip
     assert charged < 0 < result["aes"]  # what it would be if it were charged for reading
 
 
 def test_flashthinks_free_rows_save_what_the_paper_prints() -> None:
     """Thinking and answer tokens together, and nothing that the verifier reads."""
-    found = 0
-    for row in full_tables():
-        if row.method != "FlashThink" or row.answer != "free":
-            continue
-        (base,) = (
-            one for one in full_tables()
-            if (one.model, one.answer, one.method) == (row.model, "free", "Baseline")
-        )  # fmt: skip
-        for name in BENCHMARKS:
-            cell, full = row.cells[name], base.cells[name]
-            outcomes = []
-            for one in (full, cell):
-                values = np.zeros((len(fields(Outcome)), 5))
-                values[-2:] = np.nan  # seconds and operations
-                outcome = Outcome(*values)
-                outcome.tokens[:], outcome.answer_tokens[:] = one.cot_tokens, one.answer_tokens
-                outcome.probe_tokens[:] = 5000 * (one is cell)
-                outcomes.append(outcome)
-            rules = [Rule("FlashThink", outcomes[1])]
-            result = Resampled(rules, outcomes[0], np.arange(5)).frame().iloc[0]
-            # The paper's own rounding of lengths moves it by up to .31 (docs/paper-notes.md).
-            saved = 100 * result["total_reduction"]
-            assert saved == pytest.approx(cell.reduction_percent, abs=0.35)
-            found += 1
-    assert found == 45
+    free = published("full").query("answer == 'free' and benchmark != 'AVERAGE'")
+    rows = free[free["method"] == "FlashThink"]
+    assert len(rows) == 45
+    for cell in rows.to_dict("records"):
+        asked = {name: cell[name] for name in ("model", "benchmark", "answer")}
+        outcomes = []
+        for one in (row("full", method="Baseline", **asked), cell):
+            values = np.zeros((len(fields(Outcome)), 5))
+            values[-2:] = np.nan  # seconds and operations
+            outcome = Outcome(*values)
+            outcome.tokens[:], outcome.answer_tokens[:] = one["cot_tokens"], one["answer_tokens"]
+            outcome.probe_tokens[:] = 5000 * (one is cell)
+            outcomes.append(outcome)
+        rules = [Rule("FlashThink", outcomes[1])]
+        result = Resampled(rules, outcomes[0], np.arange(5)).frame().iloc[0]
+        # The paper's own rounding of lengths moves it by up to .31 (docs/paper-notes.md).
+        saved = 100 * result["total_reduction"]
+        assert saved == pytest.approx(cell["reduction_percent"], abs=0.35)

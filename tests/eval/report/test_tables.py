@@ -1,0 +1,253 @@
+"""What tables show, pick, mark and average, and how they are written."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.methods import FRONTIER, FULL, ORACLE
+from ospruner.eval.metrics import AES_RELATIVE
+from ospruner.eval.report.summary import differences_table, frontier_tables, results_table
+from ospruner.eval.report.tables import (
+    AVERAGE,
+    Table,
+    best_aes_table,
+    chosen_parameters,
+    full_table,
+    grid_frame,
+)
+from ospruner.eval.results import Estimate, Results, best_rows, frame_of
+
+from ...made_results import make_result
+from ..evaluations import make_evaluation
+
+MODEL = "DeepSeek-R1-Distill-Qwen-7B"
+TWO = [make_evaluation(benchmark=name, seed=i) for i, name in enumerate(("GSM8K", "MATH-500"))]
+FRAME = grid_frame(TWO)
+PRICES = (5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0)
+RESULTS = [
+    make_result(FULL, 0.60, 200),
+    *(
+        make_result(FRONTIER, 0.62 - 0.1 / (i + 1), 40 + 12 * i, p, "λ")
+        for i, p in enumerate(PRICES)
+    ),
+    *(make_result("probe", 0.5 + t / 10, 150 * t, t, "threshold") for t in (0.7, 0.8, 0.9)),
+    make_result("fixed budget", 0.59, 110, 110, "tokens"),
+]
+LIMITS = [
+    make_result(ORACLE, 0.8, 50, kind="limit"),
+    make_result(f"{ORACLE}, no loss", 0.62, 45, kind="limit"),
+]
+
+
+def lines_of(tables: Table | Sequence[Table]) -> list[str]:
+    """What a terminal of 80 columns shows."""
+    console = Console(file=io.StringIO(), width=80, no_color=True)
+    for table in [tables] if isinstance(tables, Table) else tables:
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    return lines
+
+
+def groups(table: Table) -> list[str]:
+    return list(dict.fromkeys(table.numbers.columns.get_level_values(0)))
+
+
+def charged(evaluation: Evaluation) -> Evaluation:
+    """The same, where each thinking token takes a thousand operations."""
+    rules = [
+        replace(rule, outcome=replace(rule.outcome, flops=1000 * rule.outcome.tokens))
+        for rule in evaluation.rules
+    ]
+    return replace(evaluation, rules=rules)
+
+
+def test_results_stand_in_80_columns_with_their_intervals() -> None:
+    asymmetric = RESULTS[-1] | Estimate(0.42, 0.37, 0.49).spread("aes")
+    lines = lines_of(results_table(frame_of([*RESULTS[:-1], asymmetric, *LIMITS]), "Test"))
+    row = next(line for line in lines if "fixed budget" in line)
+    # One line a rule; ± is the wider half of an interval.
+    parts = "fixed budget 110 tokens", "59.0 ±2.0", "110 ±5", "45.0 ±1.0", "0.42 ±0.07"
+    assert all(part in row for part in parts)
+    for result in (*RESULTS, *LIMITS):
+        assert any(f"{result['method']} {result['setting']}".strip() in line for line in lines)
+    assert len(lines) <= len(RESULTS) + len(LIMITS) + 9
+    text = " ".join(" ".join(lines).split())
+    assert "1,500 traces of 1,500 problems" in text
+    assert "AES absolute, α=1, β=3, γ=5" in text
+    oracle = next(i for i, line in enumerate(lines) if ORACLE in line)
+    assert not lines[oracle - 1].strip()  # limits stand apart
+    counted = asymmetric | Estimate(2e12, 1e12, 3e12).spread("flops")
+    table = results_table(frame_of([counted]))
+    assert any(re.search(r"0\.42 ±0\.07 +2\.0 *$", line) for line in lines_of(table))
+    assert "2.0 [1.0, 3.0]" in table.html(), "names need the width in terminals alone"
+
+
+def test_the_longest_names_of_the_demo_fit_80_columns() -> None:
+    wide = make_result("convergence (1 point)", 0.5, 1234, 0.95, "threshold")
+    wide |= Estimate(-1.25, -1.5, -1.1).spread("aes")
+    long = [RESULTS[0], wide, make_result("fixed budget", 0.5, 1234, 12000, "tokens")]
+    lines = lines_of(results_table(frame_of([*long, *LIMITS])))
+    assert any("convergence (1 point) ≥.95" in line and "-1.25 ±0.25" in line for line in lines)
+    assert any("fixed budget 12000 tokens" in line and "1,234 ±5" in line for line in lines)
+
+
+def test_scores_of_two_variants_are_not_mixed() -> None:
+    other = RESULTS[1] | {"aes_label": AES_RELATIVE.label}
+    with pytest.raises(ValueError, match="results of one AES"):
+        results_table(frame_of([RESULTS[0], other]))
+
+
+def test_differences_have_signs() -> None:
+    difference = {
+        "rule": "OS-Pruner λ=5e-5",
+        "other": "convergence (1 point) ≥.95",
+        **Estimate(0.012, -0.001, 0.02).spread("accuracy"),
+        **Estimate(-17.2, -19, -15).spread("tokens"),
+        **Estimate(0.078, 0.069, 0.086).spread("reduction"),
+        **Estimate(-0.001, -0.004, math.nan).spread("aes"),
+    }
+    lines = lines_of(differences_table(frame_of([difference], "differences")))
+    row = next(line for line in lines if "convergence (1 point) ≥.95" in line)
+    # No minus zero, no "nan".
+    assert all(part in row for part in ("+1.2 ±1.3", "-17.2 ±2.2", "+7.8 ±0.9", "+0.00 ±–"))
+    assert any("OS-Pruner λ=5e-5 less each other" in line for line in lines)
+
+
+@pytest.mark.parametrize("prices", [1, 4, 7])
+def test_shares_of_the_gap_keep_their_methods_names_in_80_columns(prices: int) -> None:
+    share = Estimate(-0.334, -0.969, 0.051)
+    gaps = {k: x for n in range(1, 1 + prices) for k, x in share.spread(f"gap@1e-{n}").items()}
+    names = ["OS-Pruner, one policy", "convergence", "Think Just Enough"]
+    rows = [
+        {"method": name, **share.spread("area"), **share.spread("lead"), **gaps} for name in names
+    ]
+    found = Results(dataset="d", setting="s", frontiers=frame_of(rows, "frontiers"))
+    _, *tables = frontier_tables(found)
+    lines = lines_of(tables)
+    for name in names:
+        assert sum(line.strip().startswith(name) for line in lines) == len(tables)
+    assert sum(line.count("-33.4 ±63.5") for line in lines) == prices * len(names)
+
+
+def test_best_rows_are_chosen_per_benchmark_and_averaged() -> None:
+    table = best_aes_table(FRAME)
+    assert groups(table) == ["GSM8K", "MATH-500", AVERAGE]
+    methods = ["full trace", "OS-Pruner", "probe", "fixed budget"]
+    assert list(table.numbers.index) == [(MODEL, method) for method in methods]
+    ours = table.numbers.loc[(MODEL, "OS-Pruner")]
+    for one in TWO:
+        scores = best_rows(one.frame()).set_index("method")["aes"]
+        assert ours[one.settings["benchmark"], "aes"] == scores["OS-Pruner"]
+    singles, mean = [ours["GSM8K"], ours["MATH-500"]], ours[AVERAGE]
+    assert mean["aes"] == pytest.approx(np.mean([one["aes"] for one in singles]))
+    down = np.hypot(*(one["aes"] - one["aes_low"] for one in singles)) / 2
+    assert mean["aes_low"] == pytest.approx(mean["aes"] - down), "independent benchmarks"
+    assert "on these very traces" in table.caption
+
+
+def test_evaluations_of_several_tasks_stand_by_task() -> None:
+    quiz = make_evaluation(benchmark="ARC", seed=2)
+    replayed = {"label_settings": {"task": {"name": "choice"}}}
+    generated = {"task": {"name": "choice", "force": "answer"}}
+    for told in (replayed, generated):
+        asked = replace(quiz, settings=quiz.settings | told)
+        table = best_aes_table(grid_frame([TWO[0], asked, TWO[1]]))
+        assert groups(table) == ["math: GSM8K", "math: MATH-500", "choice: ARC", AVERAGE]
+        assert groups(best_aes_table(grid_frame([asked]))) == ["ARC"], "a mean of one says nothing"
+    both = grid_frame([TWO[0], make_evaluation(mode="online")])
+    assert groups(best_aes_table(both))[:2] == ["GSM8K", "GSM8K (online)"]
+
+
+def test_the_best_is_marked_and_neither_compute_nor_the_full_trace_competes() -> None:
+    """As shown, so that ties share a mark."""
+    twin = replace(TWO[0].rules[-1], method="twin")
+    one = charged(replace(TWO[0], rules=[*TWO[0].rules, twin]))
+    table = best_aes_table(grid_frame([one, charged(TWO[1])]))
+    shown, marks = table.texts("none"), table.marks()
+    assert [column.head for column in table.columns] == ["Acc", "Len", "AES", "Comp"]
+    for place, (_, name) in enumerate(shown.columns):
+        column = [float(text.replace("–", "nan")) for text in shown.iloc[:, place]]
+        found = marks.iloc[:, place].tolist()
+        assert found[0] == ""
+        if name == "flops_ratio":
+            assert set(found) == {""}
+            continue
+        ranked = sorted({x for x in column[1:] if x == x}, reverse=name != "tokens")
+        for value, mark in zip(column[1:], found[1:], strict=True):
+            assert mark == {ranked[0]: "best", ranked[1]: "second"}.get(value, "")
+    budget, other = ((MODEL, name) for name in ("fixed budget", "twin"))
+    assert marks.loc[budget]["GSM8K"].equals(marks.loc[other]["GSM8K"])
+    assert set(marks.loc[other][AVERAGE]) == {""}, "MATH-500 lacks the row"
+    # In percent of the full trace's operations, and only where these were counted.
+    assert "Comp: all that was computed, in % of the full trace's operations" in table.caption
+    assert (table.numbers.loc[(MODEL, "full trace")].xs("flops_ratio", level=1) == 1).all()
+    assert "Comp" not in full_table(FRAME, MODEL).caption
+
+
+def test_settings_chosen_on_validation_are_shown() -> None:
+    chosen = chosen_parameters(grid_frame([make_evaluation(seed=7)]))
+    table = best_aes_table(FRAME, chosen)
+    expected = TWO[0].frame().set_index(["method", "setting"])["aes"]
+    found = table.numbers.loc[(MODEL, "OS-Pruner")]["GSM8K", "aes"]
+    assert found == expected["OS-Pruner", chosen[MODEL, "OS-Pruner"]]
+    assert "chosen on validation" in table.caption
+    with pytest.raises(ValueError, match="validation has no .* of other"):
+        best_aes_table(grid_frame([make_evaluation(model="other")]), chosen)
+
+
+def test_csv_holds_every_number_with_its_interval() -> None:
+    rows = list(csv.DictReader(io.StringIO(full_table(FRAME, MODEL).csv())))
+    assert len(rows) == 8
+    row = {row["Method / Param"]: row for row in rows}["OS-Pruner λ=5e-5"]
+    frame = TWO[0].frame()
+    result = Estimate.of(frame[frame["parameter"] == 5e-5].iloc[0], "accuracy")
+    for end, value in zip(("", " low", " high"), result, strict=True):
+        assert float(row[f"GSM8K Acc{end}"]) == pytest.approx(100 * value)
+    assert float(row["AVERAGE Acc low"]) < float(row["AVERAGE Acc"])
+
+
+def test_markdown_and_latex_are_whole() -> None:
+    text = best_aes_table(FRAME).markdown()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert re.search(r"\*\*\d+\.\d \[\d+\.\d, \d+\.\d\]\*\*", text)
+    assert "<u>" in text
+    for table in (best_aes_table(FRAME), full_table(FRAME, MODEL)):
+        text = table.latex()
+        assert text.count("{") == text.count("}")
+        assert r"\multicolumn{3}{c}{GSM8K}" in text
+        assert r"\toprule" in text
+        body = [line for line in text.splitlines() if line.endswith(r"\\") and "multi" not in line]
+        assert len({line.count("&") for line in body}) == 1
+        assert "%" not in text.replace(r"\%", "")
+        assert f"tab:{table.name}" in text
+    assert r"\textbf{" in best_aes_table(FRAME).latex()
+    assert r"$\lambda$=5e-5" in full_table(FRAME, MODEL).latex()
+
+
+def test_forced_and_free_are_never_mixed() -> None:
+    frame = grid_frame([*TWO, make_evaluation(answer="free", seed=3)])
+    for make in (best_aes_table, lambda both: full_table(both, MODEL)):
+        with pytest.raises(ValueError, match="a table is of one kind of answer"):
+            make(frame)
+    table = full_table(frame[frame["answer"] == "free"], MODEL)
+    assert groups(table) == ["GSM8K"]
+    heads = ["Acc", "CoT", "Ans", "CoT + Ans", "Red. %"]
+    assert [column.head for column in table.columns] == heads
+    full: pd.Series = table.numbers.iloc[0]["GSM8K"]
+    assert full["generated_tokens"] == pytest.approx(full["tokens"] + 5.0)
+    assert full["generated_tokens_low"] < full["generated_tokens"] < full["generated_tokens_high"]
