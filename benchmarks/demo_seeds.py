@@ -9,7 +9,6 @@ are finished are only read. `--show FILE` prints the table again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from timing import environment, print_last_line
+import pandas as pd
+from timing import environment, options, parse, print_last_line
 
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.text import markdown_table
@@ -37,43 +37,44 @@ def about_of(folder: Path, seed: int, size: str) -> dict[str, Any]:
 
 def markdown(found: Mapping[str, Mapping[str, bool]]) -> str:
     """For how many seeds each claim held."""
-    rows = []
-    for claim in dict.fromkeys(claim for claims in found.values() for claim in claims):
-        held = [claims[claim] for claims in found.values() if claim in claims]
-        rows.append([claim, f"{sum(held)} of {len(held)}"])
+    frame = pd.DataFrame(found).T  # a row a seed
+    rows = [[str(name), f"{held.sum()} of {held.count()}"] for name, held in frame.items()]
     together = sum(all(claims.values()) for claims in found.values())
-    rows.append(["all of them", f"{together} of {len(found)}"])
-    return markdown_table(["claim", "seeds"], rows)
+    return markdown_table(
+        ["claim", "seeds"], [*rows, ["all of them", f"{together} of {len(found)}"]]
+    )
 
 
 def main() -> None:
     """Runs the demos, prints how often each claim held, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--seeds", default="0-9", help="FIRST-LAST")
     parser.add_argument("--size", default="standard", choices=("quick", "standard"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo-seeds"))
-    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of such a file")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.show:
         print(markdown(json.loads(args.show.read_text())["seeds"]))
         return
     first, last = map(int, args.seeds.split("-"))
-    found: dict[str, dict[str, bool]] = {}
-    made_by = {}
-    for seed in range(first, last + 1):
-        folder = args.out / f"{args.size}-seed{seed}"
-        about = about_of(folder, seed, args.size)
-        found[str(seed)] = {claim["claim"]: claim["holds"] for claim in about["claims"]}
-        made_by[str(seed)] = {name: about["run"][name] for name in ("git_commit", "created_utc")}
+    about = {
+        str(seed): about_of(args.out / f"{args.size}-seed{seed}", seed, args.size)
+        for seed in range(first, last + 1)
+    }
+    found = {
+        seed: {claim["claim"]: claim["holds"] for claim in one["claims"]}
+        for seed, one in about.items()
+    }
     print(markdown(found))
-    everything = sum(all(claims.values()) for claims in found.values())
     result: dict[str, Any] = {
         "size": args.size,
-        "settings": about["run"]["settings"],
+        "settings": about[str(first)]["run"]["settings"],
         "seeds": found,
-        "all": everything,
-        "made_by": made_by,
+        "all": sum(all(claims.values()) for claims in found.values()),
+        "made_by": {
+            seed: {name: one["run"][name] for name in ("git_commit", "created_utc")}
+            for seed, one in about.items()
+        },
     }
     print_last_line(result | environment(), args.json)
 

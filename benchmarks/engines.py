@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from timing import environment, print_last_line, timed
+from timing import environment, options, parse, print_last_line, timed
 
 from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.registry import open_task
@@ -61,7 +61,7 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--base", required=True, help="folder or Hub id of the model")
     parser.add_argument("--dataset", required=True, help="problems, as `ospruner label` takes them")
     parser.add_argument("--split", help="of a dataset that is no file")
@@ -70,9 +70,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="default", help="how problems are put")
     parser.add_argument("--limit", type=int, default=32, help="problems, all worked on at once")
     parser.add_argument("--max-tokens", type=int, default=192, help="of a trace's thinking")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
-    args = parser.parse_args()
+    args = parse(parser)
     # Each in a process of its own, so that it has the whole memory.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         arms = {arm: processes.submit(measure, arm, args).result() for arm in args.arms}

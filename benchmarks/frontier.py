@@ -8,51 +8,38 @@ labels, and stands beside the one of every price: half as many passes a price, t
 A killed run continues. Other baselines join in where each seed's folder holds them, in folders
 named as `ospruner train --method`.
 
-What `ospruner compare` does for any labels, by the same code, and how far seeds spread. Every
-rule of every method is replayed on the validation and test traces of the run. Each method's
-thresholds are quantiles of its own signal on validation, 64 for each where the signal takes so many
-values, from "at once" to "never". Intervals resample problems and, for
-trained methods, training seeds; in each resample a method chooses its rules again. Differences are
-paired.
+It is what `ospruner compare` does for any labels, and how far seeds spread. Every rule of every
+method is replayed on the validation and test traces of the run. Each method's thresholds are
+quantiles of its own signal on validation, 64 for each where the signal takes so many values, from
+"at once" to "never". Intervals resample problems and, for trained methods, training seeds; in each
+resample a method chooses its rules again. Differences are paired.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
-from timing import environment, print_last_line
-from transformers import PreTrainedModel
+from timing import environment, options, parse, print_last_line
 
-from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.comparing import Judged, compare
+from ospruner.demo import REASONER
 from ospruner.demo.demo import STATES, DemoSize, claimed, train_config
 from ospruner.demo.jobs import Job, Workers
-from ospruner.demo.shipped import Reasoner
 from ospruner.durable import read_checked
-from ospruner.eval.compare import Said, compare
-from ospruner.eval.learnstop import LEARN_STOP
-from ospruner.eval.measured import Split
-from ospruner.eval.methods import FRONTIER, METHOD_NAMES, parse_policies
+from ospruner.eval.methods import FRONTIER, METHOD_NAMES
 from ospruner.eval.replay import Outcome, replay
 from ospruner.eval.report.summary import frontier_tables
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray
 from ospruner.eval.text import penalty_name
-from ospruner.eval.thinking import thinking_entropies
 from ospruner.progress import PhaseBars, Progress
-from ospruner.rules import FAMILIES
 from ospruner.train.config import StopConfig
-from ospruner.train.label_sets import load_labels
-from ospruner.train.policies import SavedPolicy
-from ospruner.train.predicting import Predicted, predict_outputs
-from ospruner.train.traces import LabelledTraces
 from ospruner.train.trainer import StopTrainer
 
 ANNEALED = "OS-Pruner, annealed"
@@ -60,71 +47,16 @@ ANNEALED_RUNS = {"annealed-steep": (5e-3,), "annealed": (1e-3, 5e-4, 2e-4)}
 """A high price has a run of its own: annealing that starts with it keeps its early stops."""
 SPREAD_BARS = {"accuracy_points": 1.0, "tokens_percent": 5.0}  # over the seeds, at the most
 
-
 Spreads = dict[str, dict[str, float]]
-SplitName = Literal["train", "validation", "test"]
-
-
-class Demo:
-    """The traces of a demo, its base, and what its policies say."""
-
-    def __init__(self, run: Path) -> None:
-        reasoner = Reasoner()
-        self.base: PreTrainedModel = reasoner.model
-        self.traces: dict[str, LabelledTraces] = {}
-        self.splits: dict[str, Split] = {}
-        names: tuple[SplitName, ...] = ("train", "validation", "test")
-        for name in names:
-            dataset = load_labels(run / "labels" / name).traces
-            self.traces[name] = LabelledTraces.from_dataset(dataset)
-            self.traces[name].keep_states(run / STATES)
-            table = self.traces[name].table
-            entropies = None if name == "train" else thinking_entropies(self.base, dataset, table)
-            self.splits[name] = Split(
-                dataset,
-                table,
-                len(reasoner.token_format.forced_suffix()),
-                lambda ids: str(reasoner.tokenizer.decode(ids)),
-                thinking_entropy=partial(_given, entropies),
-            )
-        self._predicted: dict[tuple[str, str], Predicted] = {}
-
-    def predicted(self, path: str, name: str) -> Predicted:
-        """What a policy says on a split."""
-        if (path, name) not in self._predicted:
-            model = OSPrunerForCausalLM.from_base(self.base, path)
-            self._predicted[path, name] = predict_outputs(model, self.traces[name])
-        return self._predicted[path, name]
-
-    def said(self, path: str, split: Split) -> Said:
-        """The same as `compare` asks for it."""
-        name = next(name for name, one in self.splits.items() if one is split)
-        return Said(self.predicted(path, name).probabilities)
-
-
-def _given(entropies: Any) -> Any:
-    return entropies
-
-
-def annealed_spreads(demo: Demo, stages: Sequence[Sequence[SavedPolicy]]) -> Spreads:
-    """How far the outcomes on test of the seeds of one policy a price spread."""
-    table, spreads = demo.splits["test"].table, {}
-    for seeds in zip(*stages, strict=True):
-        price = seeds[0].price
-        said = [demo.predicted(str(one.path), "test").probabilities() for one in seeds]
-        outcomes = [replay(table, pi) for pi in said]
-        spreads[seeds[0].name] = spread(outcomes, price)
-    return spreads
 
 
 def anneal(run: Path) -> None:
     """Trains the annealed policies of all seeds, side by side, unless they are there."""
     size, first = claimed(run)
+    seeds = range(first, first + size.seeds)
     jobs: dict[str, Job[None]] = {
         f"{name}, seed {seed}": partial(anneal_one, run, size, seed, name)
-        for seed, name in itertools.product(
-            range(first, first + size.seeds), reversed(ANNEALED_RUNS)
-        )
+        for seed, name in itertools.product(seeds, reversed(ANNEALED_RUNS))
     }
     with PhaseBars(Console()) as bars, Workers(os.cpu_count() or 1) as workers:
         workers.run(jobs, bars)
@@ -144,74 +76,37 @@ def anneal_one(run: Path, size: DemoSize, seed: int, name: str, *, progress: Pro
     StopTrainer(config, *labels, progress=progress).train()
 
 
-def every_price_spreads(demo: Demo, paths: Sequence[str]) -> Spreads:
+def stages_of(run: Path) -> list[Path]:
+    """The policies that a finished run has saved, in order."""
+    return [run / name for name in read_checked(run / "run.json", "train again")["policies"]]
+
+
+def annealed_spreads(test: Judged, stages: Sequence[Sequence[Path]]) -> Spreads:
+    """How far the outcomes on test of the seeds of one policy a price spread."""
+    found = {}
+    for seeds in zip(*stages, strict=True):
+        said = [test.predicted(str(path)) for path in seeds]
+        outcomes = [replay(test.split.table, one.probabilities()) for one in said]
+        price = read_checked(seeds[0].parent / "run.json", "")["policies"][seeds[0].name]["price"]
+        found[seeds[0].name] = spread(outcomes, price)
+    return found
+
+
+def every_price_spreads(test: Judged, paths: Sequence[Path]) -> Spreads:
     """The same of one policy of every price, at every fifth of them.
 
     Raises:
         SystemExit: its tokens do not fall with the price, which the head makes sure of.
     """
-    said = [demo.predicted(path, "test") for path in paths]
-    prices = said[0].prices
-    assert prices is not None
-    table = demo.splits["test"].table
-    outcomes = [[replay(table, one.probabilities(p)) for one in said] for p in prices.grid()]
+    said = [test.predicted(str(path)) for path in paths]
+    assert said[0].prices is not None
+    grid = said[0].prices.grid()
+    outcomes = [[replay(test.split.table, one.probabilities(p)) for one in said] for p in grid]
     for tokens in np.transpose([[one.mean_tokens for one in seeds] for seeds in outcomes]):
         if (np.diff(tokens) > 0).any():
             raise SystemExit(f"{paths[0]}: tokens rise with the price: {tokens.tolist()}")
-    return {
-        f"price {penalty_name(price)}": spread(seeds, price)
-        for price, seeds in list(zip(prices.grid(), outcomes, strict=True))[::5]
-    }
-
-
-def stages_of(run: Path) -> list[SavedPolicy]:
-    """The policies that a finished run has saved, in order."""
-    saved = read_checked(run / "run.json", "train again")["policies"]
-    return [SavedPolicy(**values, path=run / name) for name, values in saved.items()]
-
-
-def measure(run: Path, prices: Sequence[float]) -> Results:
-    """All numbers of a demo's run."""
-    demo = Demo(run)
-    runs = sorted((run / "policies").glob("seed*"))
-    if not runs:
-        raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
-    paths = {
-        method: [str(stages_of(seed / method)[0].path) for seed in runs]
-        for method in METHOD_NAMES
-        if (runs[0] / method).is_dir()
-    }
-    spreads = every_price_spreads(demo, paths["os-pruner"])
-    uses = parse_policies(paths["os-pruner"], ())
-    if folders := [name for name in ANNEALED_RUNS if (runs[0] / name).is_dir()]:
-        stages = [[one for name in folders for one in stages_of(seed / name)] for seed in runs]
-        spreads |= annealed_spreads(demo, stages)
-        uses += parse_policies([str(one.path) for of_seed in stages for one in of_seed])
-    uses += parse_policies(
-        [path for name, of in paths.items() if name != "os-pruner" for path in of]
-    )
-    rules = [family for name, family in FAMILIES.items() if name != "step"]
-    found = compare(
-        demo.splits["test"],
-        [*uses, *rules, LEARN_STOP],
-        choose_on=demo.splits["validation"],
-        predict=demo.said,
-        train=demo.splits["train"],
-        prices=prices,
-    )
-    return Results(
-        dataset="embedded reasoner, test problems",
-        setting=f"replay of {len(demo.traces['test'])} traces, {len(runs)} training "
-        f"seed{'s' * (len(runs) > 1)}",
-        frontiers=found.frontiers.replace({"method": {FRONTIER: ANNEALED}}),
-        about={
-            "seeds": len(runs),
-            "test_traces": len(demo.traces["test"]),
-            "left_out": found.left_out,
-            "seed_spread": spreads,
-            **environment(),
-        },
-    )
+    each = zip(grid[::5], outcomes[::5], strict=True)
+    return {f"price {penalty_name(price)}": spread(seeds, price) for price, seeds in each}
 
 
 def spread(outcomes: Sequence[Outcome], price: float) -> dict[str, float]:
@@ -231,6 +126,40 @@ def spread(outcomes: Sequence[Outcome], price: float) -> dict[str, float]:
     }
 
 
+def measure(run: Path, prices: Sequence[float]) -> Results:
+    """All numbers of a demo's run."""
+    seeds = sorted((run / "policies").glob("seed*"))
+    if not seeds:
+        raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
+    methods = [name for name in METHOD_NAMES if (seeds[0] / name).is_dir()]
+    paths = {name: [stages_of(seed / name)[0] for seed in seeds] for name in methods}
+    labels, base = run / "labels", str(REASONER)
+    test = Judged(str(labels / "test"), base, states=run / STATES)
+    spreads, annealed = every_price_spreads(test, paths["os-pruner"]), []
+    if folders := [name for name in ANNEALED_RUNS if (seeds[0] / name).is_dir()]:
+        annealed = [[one for name in folders for one in stages_of(seed / name)] for seed in seeds]
+        spreads |= annealed_spreads(test, annealed)
+    policies = [*itertools.chain(*paths.values()), *itertools.chain(*annealed)]
+    found = compare(
+        str(labels / "test"), [*map(str, policies), "rules"], base=base, states=run / STATES,
+        choose_on=str(labels / "validation"), train=str(labels / "train"), rewards_at=prices,
+        prices=(), viewed=0,
+    )  # fmt: skip
+    return Results(
+        dataset="embedded reasoner, test problems",
+        setting=f"replay of {len(test.traces)} traces, {len(seeds)} training "
+        f"seed{'s' * (len(seeds) > 1)}",
+        frontiers=found.frontiers.replace({"method": {FRONTIER: ANNEALED}}),
+        about={
+            "seeds": len(seeds),
+            "test_traces": len(test.traces),
+            "left_out": found.left_out,
+            "seed_spread": spreads,
+            **environment(),
+        },
+    )
+
+
 def report(results: Results) -> None:
     """Prints the numbers, and which of the bars hold."""
     console = Console()
@@ -248,18 +177,17 @@ def report(results: Results) -> None:
     print(f"\n{'spread over the seeds':22}" + "".join(f"{c:>22}" for c in columns.values()))
     for name, values in results.about["seed_spread"].items():
         held = all(values[key] <= bar for key, bar in SPREAD_BARS.items())
-        cells = "".join(f"{values[key]:22.2f}" if key in values else f"{'':22}" for key in columns)
+        cells = "".join(f"{values[key]:22.2f}" for key in columns)
         print(f"{name:22}{cells}   {'holds' if held else 'DOES NOT HOLD'}")
 
 
 def main() -> None:
     """Measures, prints tables, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/demo-full"), help="a demo's folder")
     parser.add_argument("--lambdas", default="5e-4,2e-4,1e-4", help="of the gaps to the oracle")
-    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
     parser.add_argument("--anneal", action="store_true", help="train annealed policies, too")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.anneal:
         anneal(args.run)
     results = measure(args.run, [float(x) for x in args.lambdas.split(",")])

@@ -1,14 +1,15 @@
 """Speed of generate with a stopping policy, against plain generate on the same prompts and seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py [--quick] [--json FILE] [--seed N]
+        [--before DIR --before-python FILE]
 
 Both arms sample from the same random weights; a logits processor, in both alike, ends a paragraph
 about every 40 tokens, whatever the weights write. The policy is on and never stops (the tokens are
 checked to be the same), or stops at half of the trace and answers with 8 tokens.
 
-Plain generate and the arm with the policy take their decode steps in turn, each timed, so that
-what slows the machine slows both; of each step the least time of all runs counts
-(`timing.paired_ratio`). What comes before the first new token, and outside generate, is left out.
+Plain generate and the arm with the policy take their decode steps in turn, each timed; of each
+step the least time of all runs counts (`timing.paired_ratio`). What comes before the first new
+token, and outside generate, is left out.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ import argparse
 import copy
 import random
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from timing import Ratio, Timed, environment, paired_ratio, print_last_line
+from timing import (
+    Ratio,
+    Timed,
+    clock_ratios,
+    environment,
+    in_turn,
+    options,
+    parse,
+    print_last_line,
+    show,
+)
 from transformers import (
     AutoTokenizer,
     LogitsProcessor,
@@ -58,7 +68,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(4, 64, 128, 4, 2, 1024),  # for the benchmark's own test
+    "tiny": Shape(4, 128, 256, 4, 2, 1024),  # for tests; vLLM on a CPU wants heads of 32
     "small": Shape(28, 512, 2048, 8, 2, 12288),
     "7b": Shape(28, 3584, 18944, 28, 4, 152064),
 }
@@ -69,8 +79,8 @@ def random_base(
     tokenizer: PreTrainedTokenizerBase,
     positions: int,
     seed: int,
-    device: str,
-    dtype: str,
+    device: str = "cpu",
+    dtype: str = "float32",
     attention: str = "sdpa",
 ) -> Qwen2ForCausalLM:
     """A Qwen2 of random weights, on the device."""
@@ -106,75 +116,56 @@ def breaks_of(fmt: TokenFormat, vocabulary: int) -> tuple[int, list[int]]:
     return own, [*breaks, *invisible, *marks, *unwritten]
 
 
-class Turns:
-    """Lets calls of generate run step by step in turn, each in a thread of its own.
+class Stepwise:
+    """A call in a thread of its own, which `step` lets go on until it says `pause` or ends.
 
-    A call's logits processor says `pause` before each token. Then its random state is put away,
-    and the other call goes on to its own next token.
+    Its draws are its own: torch's random state is put away at each pause.
 
-    Args:
-        seed: of torch's random state, of each call.
+    Attributes:
+        call: what to call; set it before the first step.
     """
 
+    call: Callable[[], Any]
+
     def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.steps: dict[str, list[Timed]] = {}
-        self._go: dict[str, threading.Semaphore] = {}
-        self._back = threading.Semaphore(0)
-        self._done: set[str] = set()
-        self._began = Timed(0.0, 0.0)
+        self._seed = seed
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._pool = ThreadPoolExecutor(1)
+        self._running: Future[Any] | None = None
+        self._state = torch.empty(0)
 
-    def run(self, calls: Mapping[str, Callable[[], Any]], turn: int) -> dict[str, Any]:
-        """What the calls return; `steps` then holds the times of their steps.
+    def step(self) -> bool:
+        """Goes on to the next pause; whether there is one."""
+        cuda = torch.cuda.is_available()
+        if self._running is None:
+            torch.manual_seed(self._seed)
+            self._running = self._pool.submit(self._run)
+        else:
+            (torch.cuda.set_rng_state if cuda else torch.set_rng_state)(self._state)
+            self._go.release()
+        self._back.acquire()
+        self._state = torch.cuda.get_rng_state() if cuda else torch.get_rng_state()
+        return not self._ended
 
-        Args:
-            calls: by name.
-            turn: of the runs; who takes the first step changes with it.
-        """
-        self._done.clear()
-        with ThreadPoolExecutor(len(calls)) as threads:
-            futures = {}
-            for name, call in calls.items():
-                self._go[name], self.steps[name] = threading.Semaphore(0), []
-                futures[name] = threads.submit(self._thread, name, call)
-            while left := [name for name in calls if name not in self._done]:
-                # Who goes first changes from step to step, and from run to run.
-                for name in left if turn % 2 else left[::-1]:
-                    self._go[name].release()
-                    self._back.acquire()
-                turn += 1
-        self.steps = {name: steps[1:] for name, steps in self.steps.items()}  # without the prompt's
-        return {name: future.result() for name, future in futures.items()}
-
-    def _thread(self, name: str, call: Callable[[], Any]) -> Any:
-        self._go[name].acquire()
-        torch.manual_seed(self.seed)
-        self._began = _now()
+    def _run(self) -> Any:
+        self._ended = False
         try:
-            return call()
+            return self.call()
         finally:
-            self._done.add(name)
+            self._ended = True
             self._back.release()
 
-    def pause(self, name: str) -> None:
-        """Ends a call's step; returns when its next one begins."""
-        now = _now()
-        taken = Timed(
-            now.wall_seconds - self._began.wall_seconds, now.cpu_seconds - self._began.cpu_seconds
-        )
-        self.steps[name].append(taken)
-        on_gpu = torch.cuda.is_available()
-        state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
+    def pause(self) -> None:
+        """Ends a step, from within the call; returns when the next one begins."""
         self._back.release()
-        self._go[name].acquire()
-        (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state)
-        self._began = _now()
+        self._go.acquire()
 
-
-def _now() -> Timed:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return Timed(time.perf_counter(), time.process_time())
+    @property
+    def result(self) -> Any:
+        """What the call returned."""
+        assert self._running is not None
+        self._pool.shutdown()
+        return self._running.result()
 
 
 class Paragraphs(LogitsProcessor):
@@ -264,39 +255,35 @@ class Bench:
             at += draw.choice(GAPS)
         return places
 
-    def half(self) -> dict[str, Any]:
-        """Stops at the paragraph's end at half of the trace."""
-        return {
-            "mode": "threshold",
-            "threshold": 0.0,
-            "min_thinking_tokens": self.trace_tokens // 2,
-            "max_answer_tokens": ANSWER_TOKENS,
-        }
-
     def ratios(self, batch: int, kind: str, tuning: str, runs: int) -> tuple[Ratio, Ratio]:
         """Tokens/s over plain (kind "never"), or time over plain ("half"): wall clock, CPU time.
 
         Raises:
             RuntimeError: an arm does not write what it is said to write.
         """
-        model, turns = self.models[tuning], Turns(self.seed)
-        settings = NEVER if kind == "never" else self.half()
-        times: dict[str, list[list[Timed]]] = {"plain": [], "pruned": []}
+        half = {
+            "mode": "threshold",
+            "threshold": 0.0,
+            "min_thinking_tokens": self.trace_tokens // 2,
+            "max_answer_tokens": ANSWER_TOKENS,
+        }
+        calls = {
+            "plain": self.alone.generate,
+            "pruned": partial(
+                self.models[tuning].generate, stop_policy=NEVER if kind == "never" else half
+            ),
+        }
+        times: dict[str, list[list[Timed]]] = {name: [] for name in calls}
         for run in range(runs):
-            inputs = {name: self._inputs(batch, partial(turns.pause, name)) for name in times}
-            pruned = partial(model.generate, **inputs["pruned"], stop_policy=settings)
-            calls = {"plain": partial(self.alone.generate, **inputs["plain"]), "pruned": pruned}
-            written = turns.run(calls, run)
-            for name, of_arm in times.items():
-                of_arm.append(turns.steps[name])
-            self._check(kind, tuning, written["plain"], written["pruned"])
-        plain, own = (
-            [[[vars(s)[clock] for s in steps] for steps in of_arm] for clock in vars(_now())]
-            for of_arm in times.values()
-        )
-        pairs = zip(own, plain, strict=True) if kind == "never" else zip(plain, own, strict=True)
-        wall, cpu = (paired_ratio(first, second) for first, second in pairs)
-        return wall, cpu
+            arms = {name: Stepwise(self.seed) for name in calls}
+            for name, arm in arms.items():
+                arm.call = partial(calls[name], **self._inputs(batch, arm.pause))
+            taken = in_turn({name: arm.step for name, arm in arms.items()}, run)
+            for name, steps in taken.items():
+                times[name].append(steps[1:])  # without the prompt's
+            self._check(kind, tuning, arms["plain"].result, arms["pruned"].result)
+        plain, pruned = times.values()
+        return clock_ratios(pruned, plain) if kind == "never" else clock_ratios(plain, pruned)
 
     def _check(self, kind: str, tuning: str, plain: torch.Tensor, pruned: torch.Tensor) -> None:
         if kind == "never":
@@ -321,54 +308,40 @@ class Bench:
 
 
 def main() -> None:
-    """Runs the benchmark."""
-    args = _arguments()
-    shape = SHAPES[args.shape]
-    bench = Bench(shape, args)
-    print(
-        f"{shape.layers} layers, hidden {shape.hidden}, n={args.policy_layers}, {args.dtype}, "
-        f"prompt {args.prompt_tokens} and trace {args.trace_tokens} tokens, a paragraph's end "
-        f"every {GAPS[0]}-{GAPS[-1]}; {args.runs} runs, step by step in turn\n{environment()}\n"
-    )
-    result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "runs": args.runs}
-    print(f"{'':44}{'wall clock':26}CPU time")
-    for batch in args.batches:
-        kinds = ("never", "half") if batch == args.batches[0] else ("never",)
-        for kind, tuning in ((kind, tuning) for kind in kinds for tuning in args.tunings):
-            wall, cpu = bench.ratios(batch, kind, tuning, args.runs)
-            name = f"never_stop_ratio_batch{batch}" if kind == "never" else "half_stop_time_ratio"
-            name = name if tuning == "layers" else f"{tuning}_{name}"
-            result |= {name: wall.median, f"{name}_interval": [wall.low, wall.high]}
-            result |= {f"{name}_cpu": cpu.median, f"{name}_cpu_interval": [cpu.low, cpu.high]}
-            said = "tokens/s, never stopping" if kind == "never" else "time, stopping at half"
-            print(f"{f'{said}, {tuning}, batch {batch}':44}{wall!s:26}{cpu}", flush=True)
-    for tuning in args.tunings:
-        share = bench.tail_over_base(tuning)
-        result["tail_over_base" if tuning == "layers" else f"{tuning}_tail_over_base"] = share
-        print(f"{f'weights of the tail, {tuning}':44}{share:.1%} of the base's")
-    print_last_line(result, args.json)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a third of the runs: two minutes")
+    """Runs the benchmark; the last line is JSON."""
+    parser = options(__doc__, "a third of the runs: two minutes", before=True)
     parser.add_argument("--shape", choices=SHAPES, default="small", help="the base's sizes")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--runs", type=int, help="timed runs of each pair of arms (default: 6)")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--trace-tokens", type=int, default=96)
     parser.add_argument("--policy-layers", type=int, default=2)
-    parser.add_argument(
-        "--tunings", nargs="+", default=["layers", "queries"], choices=["layers", "queries"]
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--attention", default="sdpa", help="such as flash_attention_2")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
-    args = parser.parse_args()
+    tunings = ["layers", "queries"]
+    parser.add_argument("--tunings", nargs="+", default=tunings, choices=tunings)
+    args = parse(parser)
     args.runs = args.runs or (2 if args.quick else 6)
-    return args
+    args.device, args.dtype, args.attention = "cpu", "float32", "sdpa"
+    shape = SHAPES[args.shape]
+    bench = Bench(shape, args)
+    print(
+        f"{shape.layers} layers, hidden {shape.hidden}, n={args.policy_layers}, "
+        f"prompt {args.prompt_tokens} and trace {args.trace_tokens} tokens, a paragraph's end "
+        f"every {GAPS[0]}-{GAPS[-1]}; {args.runs} runs, step by step in turn\n{environment()}\n"
+    )
+    result: dict[str, Any] = {"shape": args.shape, "seed": args.seed, "runs": args.runs}
+    for batch in args.batches:
+        kinds = ("never", "half") if batch == args.batches[0] else ("never",)
+        for kind, tuning in ((kind, tuning) for kind in kinds for tuning in args.tunings):
+            name = f"never_stop_ratio_batch{batch}" if kind == "never" else "half_stop_time_ratio"
+            name = name if tuning == "layers" else f"{tuning}_{name}"
+            said = "tokens/s, never stopping" if kind == "never" else "time, stopping at half"
+            wall, cpu = bench.ratios(batch, kind, tuning, args.runs)
+            result |= show(name, f"{said}, {tuning}, batch {batch}", wall, cpu)
+    for tuning in args.tunings:
+        share = bench.tail_over_base(tuning)
+        result["tail_over_base" if tuning == "layers" else f"{tuning}_tail_over_base"] = share
+        print(f"{f'weights of the tail, {tuning}':46}{share:.1%} of the base's")
+    print_last_line(result, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Cost of labels: tokens computed over unique tokens, and time against encoding each prefix anew.
 
     OMP_NUM_THREADS=1 python benchmarks/labels.py [--quick] [--json FILE] [--limit N] [--seed N]
+        [--before DIR --before-python FILE]
 
 The embedded reasoner samples traces, answers after each of their steps, and the answers are graded:
 the share of time of each phase. Then what it thought is laid end to end until it is as long as real
@@ -13,7 +14,6 @@ same traces, from blocks of 32 tokens on a CPU.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Timed, environment, print_last_line, timed
-from transformers import DynamicCache, PreTrainedModel
+from timing import Timed, environment, options, parse, print_last_line, timed
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
@@ -37,80 +37,80 @@ SHAPES = Path(__file__).with_name("trace_shapes.json")
 Answers = list[list[ForkedAnswer]]
 
 
-class Anew:
-    """The naive arm: every prefix is a request of its own.
+class Boxes(StoppingCriteria):
+    """Ends a row where its answer's box closes or its text ends, and keeps the answers' ids."""
+
+    def __init__(self, fmt: TokenFormat, eos_ids: frozenset[int], rows: int) -> None:
+        self.rules = [fmt.box_state() for _ in range(rows)]
+        self.eos_ids = eos_ids
+        self.answers: list[list[int]] = [[] for _ in range(rows)]
+        self.done = torch.zeros(rows, dtype=torch.bool)
+        self.computed = 0  # tokens after the prefixes
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Which rows (B,) have ended, after the ids (B, S)."""
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            if self.done[row]:
+                continue
+            if token not in self.eos_ids:
+                self.answers[row].append(token)
+            self.done[row] = token in self.eos_ids or self.rules[row].push(token)
+        self.computed += int((~self.done).sum())
+        return self.done
+
+
+@torch.inference_mode()
+def anew(
+    model: PreTrainedModel,
+    fmt: TokenFormat,
+    eos_ids: frozenset[int],
+    requests: Sequence[ForkRequest],
+    batch_tokens: int,
+) -> tuple[list[list[int]], int]:
+    """The naive arm: every prefix is a request of its own, encoded anew.
 
     Args:
         model: the base.
         fmt: its format.
         eos_ids: ids that end a text.
+        requests: what is forked.
         batch_tokens: tokens, padding included, that are encoded together.
+
+    Returns:
+        The answers' ids, request by request in the order of its cuts; and the tokens computed.
     """
-
-    def __init__(
-        self, model: PreTrainedModel, fmt: TokenFormat, eos_ids: frozenset[int], batch_tokens: int
-    ) -> None:
-        self.model = model
-        self.fmt = fmt
-        self.eos_ids = eos_ids
-        self.batch_tokens = batch_tokens
-        self.computed_tokens = 0
-
-    @torch.inference_mode()
-    def run(self, requests: Sequence[ForkRequest]) -> list[list[list[int]]]:
-        """The answers' ids of each request, in the order of its cuts."""
-        suffix = self.fmt.forced_suffix()
-        prefixes = [
-            ((r, k), [*request.prompt_ids, *request.trace_ids[:cut], *suffix])
-            for r, request in enumerate(requests)
-            for k, cut in enumerate(request.cuts)
-        ]
-        prefixes.sort(key=lambda entry: len(entry[1]), reverse=True)
-        answers: list[list[list[int]]] = [[[] for _ in request.cuts] for request in requests]
-        while prefixes:
-            rows = max(1, self.batch_tokens // len(prefixes[0][1]))
-            batch, prefixes = prefixes[:rows], prefixes[rows:]
-            for ((r, k), _), answer in zip(batch, self._batch([p for _, p in batch]), strict=True):
-                answers[r][k] = answer
-        return answers
-
-    def _batch(self, prefixes: list[list[int]]) -> list[list[int]]:
-        """Greedy answers after prefixes that are left-padded and run together."""
-        B, P = len(prefixes), max(map(len, prefixes))
-        ids = torch.zeros(B, P, dtype=torch.long)
-        mask = torch.zeros(B, P, dtype=torch.long)
-        for row, prefix in enumerate(prefixes):
-            ids[row, P - len(prefix) :] = torch.tensor(prefix)
-            mask[row, P - len(prefix) :] = 1
-        cache = DynamicCache(config=self.model.config)
-        answers: list[list[int]] = [[] for _ in prefixes]
-        rules = [self.fmt.box_state() for _ in prefixes]
-        going = set(range(B))
-        self.computed_tokens += int(mask.sum())
-        model: Any = self.model
-        while True:
-            output = model(
-                input_ids=ids,
-                attention_mask=mask if B > 1 else None,  # without padding none is needed
-                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            tokens = output.logits[:, -1].argmax(-1)
-            for row in list(going):
-                token = int(tokens[row])
-                if token in self.eos_ids:
-                    going.discard(row)
-                    continue
-                answers[row].append(token)
-                if rules[row].push(token) or len(answers[row]) == MAX_ANSWER_TOKENS:
-                    going.discard(row)
-            if not going:
-                return answers
-            ids = tokens[:, None]
-            mask = torch.cat([mask, torch.ones(B, 1, dtype=torch.long)], dim=1)
-            self.computed_tokens += len(going)
+    suffix = fmt.forced_suffix()
+    prefixes = [
+        [*request.prompt_ids, *request.trace_ids[:cut], *suffix]
+        for request in requests
+        for cut in request.cuts
+    ]
+    order = sorted(range(len(prefixes)), key=lambda n: -len(prefixes[n]))
+    answers: dict[int, list[int]] = {}
+    computed = sum(map(len, prefixes))
+    while len(answers) < len(order):
+        left = order[len(answers) :]
+        numbers = left[: max(1, batch_tokens // len(prefixes[left[0]]))]
+        longest = len(prefixes[numbers[0]])
+        ids, mask = torch.zeros(2, len(numbers), longest, dtype=torch.long)
+        for row, number in enumerate(numbers):
+            prefix = torch.tensor(prefixes[number])
+            ids[row, longest - len(prefix) :] = prefix
+            mask[row, longest - len(prefix) :] = 1
+        boxes = Boxes(fmt, eos_ids, len(numbers))
+        written: Any = model
+        written.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=MAX_ANSWER_TOKENS,
+            stopping_criteria=StoppingCriteriaList([boxes]),
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        answers |= dict(zip(numbers, boxes.answers, strict=True))
+        computed += boxes.computed
+    return [answers[n] for n in range(len(prefixes))], computed
 
 
 def forked(
@@ -188,56 +188,48 @@ def vllm_ratio(reasoner: Reasoner, requests: Sequence[ForkRequest]) -> float | N
 
 
 def main() -> None:
-    """Runs the benchmark."""
-    args = _arguments()
+    """Runs the benchmark; the last line is JSON."""
+    parser = options(__doc__, "fewer traces: a minute", before=True)
+    parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
+    parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="encoded anew together")
+    args = parse(parser)
     reasoner = Reasoner()
     fmt, engine = reasoner.token_format, reasoner.engine
     reasoner.model.config.max_position_embeddings = 32_768  # real traces are longer than its own
-    requests, shares = phases(reasoner, args.problems, args.limit, args.seed)
+    limit = args.limit or (4 if args.quick else 9)
+    requests, shares = phases(reasoner, args.problems, limit, args.seed)
     engine.counts = shared = TokenCount()
     answers, forking = forked(engine, fmt, requests)
-    naive = Anew(reasoner.model, fmt, engine.eos_ids, args.batch_tokens)
-    anew: list[list[list[list[int]]]] = []
-    encoding = timed(lambda: anew.append(naive.run(requests)))
-    pairs = [
-        (fork.ids, other)
-        for forks, others in zip(answers, anew[0], strict=True)
-        for fork, other in zip(forks, others, strict=True)
-    ]
-    vllm = vllm_ratio(reasoner, requests)
+    kept = list[Any]()
+    encoding = timed(
+        lambda: kept.extend(anew(reasoner.model, fmt, engine.eos_ids, requests, args.batch_tokens))
+    )
+    theirs, computed = kept
+    ours = [fork.ids for forks in answers for fork in forks]
+    same = sum(list(ids) == other for ids, other in zip(ours, theirs, strict=True))
     result: dict[str, Any] = {
         "computed_over_unique_transformers": ratio(shared),
         "sampling_computed_over_unique": ratio(engine.sample_counts),
-        "computed_over_unique_vllm": vllm,
-        "reencoded_over_unique": naive.computed_tokens / shared.unique,
+        "computed_over_unique_vllm": vllm_ratio(reasoner, requests),
+        "reencoded_over_unique": computed / shared.unique,
         "speedup_over_reencode": encoding.wall_seconds / forking.wall_seconds,
         "speedup_over_reencode_cpu": encoding.cpu_seconds / forking.cpu_seconds,
-        "same_answers": sum(ids == other for ids, other in pairs) / len(pairs),
+        "same_answers": same / len(ours),
     }
     trace_tokens = sum(len(request.trace_ids) for request in requests)
     print(
-        f"{len(requests)} traces of {trace_tokens:,} tokens in all, {len(pairs)} forced answers; "
+        f"{len(requests)} traces of {trace_tokens:,} tokens in all, {len(ours)} forced answers; "
         f"{environment()}\n"
     )
     for name, value in result.items():
         print(f"{name:36}{'not installed' if value is None else f'{value:.3f}'}")
     told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     print(f"{'time of a label run':36}{told}")
-    sizes = {"traces": len(requests), "trace_tokens": trace_tokens, "forks": len(pairs)}
-    print_last_line({**result, **sizes, "share_of_time": shares, "seed": args.seed}, args.json)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer traces: a minute")
-    parser.add_argument("--limit", type=int, help="traces of real length (default: 9 of 10)")
-    parser.add_argument("--problems", type=int, default=12, help="of the reasoner's own label run")
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="encoded anew together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
-    args = parser.parse_args()
-    args.limit = args.limit or (4 if args.quick else 9)
-    return args
+    sizes = {"traces": len(requests), "trace_tokens": trace_tokens, "forks": len(ours)}
+    seconds = {"fork_seconds": forking.wall_seconds, "fork_cpu_seconds": forking.cpu_seconds}
+    more = {**sizes, **seconds, "share_of_time": shares, "seed": args.seed}
+    print_last_line({**result, **more}, args.json)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ measured loss is small enough; "betting" and "exact" are those of `ospruner cali
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
-from timing import environment, print_last_line
+import pandas as pd
+from timing import environment, options, parse, print_last_line
 
 from ospruner.calibrating import PRICE_THRESHOLD
 from ospruner.comparing import Judged
@@ -26,25 +26,28 @@ from ospruner.eval.calibration import betting_rejects, exact_rejects, losses
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full
 from ospruner.eval.table import BoolArray, FloatArray, IntArray, TraceTable
-from ospruner.provenance import git_state
 
 LEVEL = 0.05
-Rejects = Callable[[FloatArray, float], BoolArray]
 
 
-def calibrations(lost: FloatArray, picks: IntArray, max_loss: float, rejects: Rejects) -> IntArray:
+def calibrations(
+    rejects: Callable[[FloatArray, float, float], BoolArray],
+    lost: FloatArray,
+    picks: IntArray,
+    max_loss: float,
+) -> IntArray:
     """(C,) the last price before the first that is not rejected; -1 where the first is not.
 
     Args:
+        rejects: the test, of (C, n) losses.
         lost: (J, P) the problems' losses at J prices, from careful to bold.
         picks: (C, n) the problems of C calibrations.
         max_loss: of the null.
-        rejects: the test, of (C, n) losses.
     """
     chosen = np.full(len(picks), -1)
     alive = np.arange(len(picks))
     for price, of_price in enumerate(lost):
-        alive = alive[rejects(of_price[picks[alive]], max_loss)]
+        alive = alive[rejects(of_price[picks[alive]], max_loss, LEVEL)]
         if not len(alive):
             break
         chosen[alive] = price
@@ -58,6 +61,15 @@ def naive(lost: FloatArray, picks: IntArray, max_loss: float) -> IntArray:
     return np.where(allowed.any(axis=0), boldest, -1)
 
 
+CHOICES: dict[str, tuple[str, Callable[[FloatArray, IntArray, float], IntArray]]] = {
+    "naive": ("sample", naive),
+    "betting": ("sample", partial(calibrations, betting_rejects)),
+    "naive, threshold": ("threshold", naive),
+    "exact": ("threshold", partial(calibrations, exact_rejects)),
+}
+"""By name: the mode in which the policy decides, and how a price is chosen."""
+
+
 def measure(
     policy: str, labels: str, numbers: list[int], limits: list[float], resamples: int, seed: int
 ) -> dict[str, Any]:
@@ -67,12 +79,11 @@ def measure(
     use = parse_policies([policy])[0]
     if use.config.prices is None:
         raise SystemExit(f"{policy} is a policy of one lambda: give one of every price")
-    said = ours.predicted(use.path)
-    full = replay_full(table)
+    said, full = ours.predicted(use.path), replay_full(table)
     lost: dict[str, FloatArray] = {}
     saved: dict[str, FloatArray] = {}
-    for mode in ("sample", "threshold"):
-        threshold = PRICE_THRESHOLD if mode == "threshold" else None
+    modes: dict[Any, float | None] = {"sample": None, "threshold": PRICE_THRESHOLD}
+    for mode, threshold in modes.items():
         outcomes = [
             replay(table, said.probabilities(price), mode, threshold)
             for price in use.config.prices.grid()
@@ -84,24 +95,9 @@ def measure(
         for n in numbers:
             draws = np.random.default_rng([seed, n, round(1e4 * max_loss)])
             picks = draws.integers(0, lost["sample"].shape[1], (resamples, n))
-            chosen = {
-                "naive": ("sample", naive(lost["sample"], picks, max_loss)),
-                "betting": (
-                    "sample",
-                    calibrations(lost["sample"], picks, max_loss, _betting),
-                ),
-                "naive, threshold": (
-                    "threshold",
-                    naive(lost["threshold"], picks, max_loss),
-                ),
-                "exact": (
-                    "threshold",
-                    calibrations(lost["threshold"], picks, max_loss, _exact),
-                ),
-            }
-            for name, (mode, prices) in chosen.items():
-                served = prices >= 0
-                truth = lost[mode].mean(axis=1)
+            for name, (mode, choose) in CHOICES.items():
+                prices = choose(lost[mode], picks, max_loss)
+                served, truth = prices >= 0, lost[mode].mean(axis=1)
                 rows.append(
                     {
                         "choice": name,
@@ -113,25 +109,14 @@ def measure(
                         "served": float(served.mean()),
                     }
                 )
-    commit, modified = git_state()
     return {
         "rows": rows,
         "population": len(table.problem_ids),
         "resamples": resamples,
         "seed": seed,
         "labels": ours.labels.data_hash,
-        "git_commit": commit,
-        "git_modified": modified,
         **environment(),
     }
-
-
-def _betting(lost: FloatArray, max_loss: float) -> BoolArray:
-    return betting_rejects(lost, max_loss, LEVEL)
-
-
-def _exact(lost: FloatArray, max_loss: float) -> BoolArray:
-    return exact_rejects(lost, max_loss, LEVEL)
 
 
 def report(found: dict[str, Any]) -> None:
@@ -141,38 +126,25 @@ def report(found: dict[str, Any]) -> None:
         f"{found['seed']}, commit {(found['git_commit'] or 'unknown')[:12]}"
         f"{' and changes' if found['git_modified'] else ''}; tokens saved % (word broken %)"
     )
-    cases = list(dict.fromkeys((r["max_loss"], r["problems"]) for r in found["rows"]))
-    heads = [f"{100 * loss:g} pt, n={n}" for loss, n in cases]
-    print(f"{'':18}" + "".join(f"{head:>16}" for head in heads))
-    for name in dict.fromkeys(r["choice"] for r in found["rows"]):
-        cells = [
-            f"{100 * r['saved']:.0f} ({100 * r['broken']:.0f})"
-            for case in cases
-            for r in found["rows"]
-            if (r["choice"], r["max_loss"], r["problems"]) == (name, *case)
-        ]
-        print(f"{name:18}" + "".join(f"{cell:>16}" for cell in cells))
+    table = pd.DataFrame(dtype=object)
+    for row in found["rows"]:
+        head = f"{100 * row['max_loss']:g} pt, n={row['problems']}"
+        table.loc[row["choice"], head] = f"{100 * row['saved']:.0f} ({100 * row['broken']:.0f})"
+    print(table.to_string())
 
 
 def main() -> None:
     """Measures, prints the table, and the numbers as one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--policy", default="runs/demo/policy", help="of every price")
-    parser.add_argument("--labels", type=Path, default=Path("runs/demo/labels/test"))
+    parser.add_argument("--labels", default="runs/demo/labels/test")
     parser.add_argument("--problems", default="500,1500", help="of a calibration")
     parser.add_argument("--max-loss", default=".01,.02,.03")
     parser.add_argument("--resamples", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
-    args = parser.parse_args()
-    found = measure(
-        args.policy,
-        str(args.labels),
-        [int(x) for x in args.problems.split(",")],
-        [float(x) for x in args.max_loss.split(",")],
-        args.resamples,
-        args.seed,
-    )
+    args = parse(parser)
+    numbers = [int(x) for x in args.problems.split(",")]
+    limits = [float(x) for x in args.max_loss.split(",")]
+    found = measure(args.policy, args.labels, numbers, limits, args.resamples, args.seed)
     report(found)
     print_last_line(found, args.json)
 

@@ -1,6 +1,7 @@
 """Speed of vLLM with the policy in it, against plain vLLM on the same prompts.
 
     python benchmarks/serve.py [--quick] [--tuning layers] [--layers N] [--json FILE] [--seed N]
+        [--before DIR --before-python FILE]
     python benchmarks/serve.py --policy DIR --labels DIR [--price 1e-3] [--dtype bfloat16]
 
 Two bases: the embedded reasoner, and random weights in 28 layers, of which a logits processor, in
@@ -11,25 +12,33 @@ stops early, by a budget. Ratios above 1 would be faster than plain vLLM.
 With `--policy`, its own base takes the place of both, greedily on the labels' prompts, and it stops
 early by itself, as at a price.
 
-Both engines take their steps in turn, each timed, so that what slows the machine slows both; of
-each step the least time of all rounds counts (`timing.paired_ratio`). What happens outside of the
-engines' steps is not counted.
+Both engines take their steps in turn, each timed; of each step the least time of all rounds counts
+(`timing.paired_ratio`). What happens outside of the engines' steps is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from generate import GAPS, Shape, breaks_of, random_base
-from timing import Timed, environment, paired_ratio, print_last_line, timed
+from timing import (
+    Ratio,
+    Timed,
+    clock_ratios,
+    environment,
+    in_turn,
+    options,
+    parse,
+    print_last_line,
+    show,
+)
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -48,9 +57,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-
 STREAMS = 64
-CLOCKS = {"wall_seconds": "", "cpu_seconds": "_cpu"}
 WARM_UP_STEPS = 4
 NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
 
@@ -111,7 +118,7 @@ class Case:
     max_tokens: int
     early: dict[str, Any]
     extra: list[dict[str, Any]]
-    ignore_eos: bool
+    ignore_eos: bool = False
 
 
 class Arms:
@@ -134,9 +141,7 @@ class Arms:
         self.pruned = LLM(model=str(case.policy), logits_processors=[*own, PROCESSOR], **arguments)
         self.tokens: dict[str, list[list[int]]] = {}
 
-    def run(
-        self, arm: str, turn: int = 0, limit: int | None = None
-    ) -> tuple[list[Timed], list[Timed]]:
+    def run(self, arm: str, turn: int = 0, limit: int | None = None) -> list[list[Timed]]:
         """All requests in plain vLLM and in an arm, step by step in turn; the tokens are kept.
 
         Args:
@@ -147,18 +152,22 @@ class Arms:
         Returns:
             The times of plain vLLM's steps, and of the arm's.
         """
-        engines = {name: self._begun(name, limit) for name in ("plain", arm)}
-        times: dict[str, list[Timed]] = {name: [] for name in engines}
-        outputs: dict[str, dict[str, list[int]]] = {name: {} for name in engines}
-        while open_ones := [n for n, engine in engines.items() if engine.has_unfinished_requests()]:
-            # Who goes first changes from step to step, and from round to round.
-            for name in open_ones if (len(times["plain"]) + turn) % 2 else open_ones[::-1]:
-                kept: list[Any] = []
-                times[name].append(timed(partial(_take_step, engines[name], kept)))
-                outputs[name] |= {o.request_id: list(o.outputs[0].token_ids) for o in kept}
+        outputs: dict[str, dict[str, list[int]]] = {"plain": {}, arm: {}}
+
+        def stepper(name: str) -> Callable[[], bool]:
+            engine = self._begun(name, limit)
+
+            def step() -> bool:
+                for done in engine.step():
+                    outputs[name][done.request_id] = list(done.outputs[0].token_ids)
+                return bool(engine.has_unfinished_requests())
+
+            return step
+
+        times = in_turn({name: stepper(name) for name in outputs}, turn)
         for name, found in outputs.items():
             self.tokens[name] = [found[str(i)] for i in range(len(self.case.prompts))]
-        return times["plain"], times[arm]
+        return list(times.values())
 
     def _begun(self, arm: str, limit: int | None) -> Any:
         """An arm's engine, with all requests waiting in it."""
@@ -177,14 +186,6 @@ class Arms:
             engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
         return engine
 
-    def count(self, arm: str) -> int:
-        """The tokens of an arm's last pass."""
-        return sum(map(len, self.tokens[arm]))
-
-
-def _take_step(engine: Any, kept: list[Any]) -> None:
-    kept.extend(engine.step())
-
 
 def budget(tokens: int) -> dict[str, Any]:
     """Settings that stop each request after so many thinking tokens."""
@@ -196,16 +197,11 @@ def policy_case(policy: Path, labels: Path, requests: int, max_tokens: int, pric
     """A policy on its own base and the first prompts of labels; it stops as at a price."""
     config = OSPrunerConfig.from_pretrained(policy)
     prompts = [list(ids) for ids in load_labels(labels).traces["prompt_ids"][:requests]]
-    return Case(
-        Path(config.base_model_name_or_path).name,
+    base, early = (
         Path(config.base_model_name_or_path),
-        policy,
-        prompts,
-        max_tokens,
         {"stop_mode": "threshold", "stop_price": price},
-        [{} for _ in prompts],
-        False,
     )
+    return Case(base.name, base, policy, prompts, max_tokens, early, [{} for _ in prompts])
 
 
 def reasoner_case(
@@ -227,15 +223,9 @@ def reasoner_case(
         base_model_name_or_path=str(reasoner.folder),
     )
     model.save_pretrained(folder / "policy")
+    blank: list[dict[str, Any]] = [{} for _ in prompts]
     return Case(
-        "reasoner",
-        reasoner.folder,
-        folder / "policy",
-        prompts,
-        max_tokens,
-        budget(60),
-        [{} for _ in prompts],
-        False,
+        "reasoner", reasoner.folder, folder / "policy", prompts, max_tokens, budget(60), blank
     )
 
 
@@ -251,7 +241,7 @@ def random_case(
     """Random weights in 28 layers, of R1-Distill-Qwen-7B's proportions."""
     reasoner = Reasoner()
     shape = Shape(28, hidden, 4 * hidden, max(4, hidden // 64), 2, 24 * hidden)
-    base = random_base(shape, reasoner.tokenizer, 4096, seed, "cpu", "float32")
+    base = random_base(shape, reasoner.tokenizer, 4096, seed)
     base.save_pretrained(folder / "base")
     reasoner.tokenizer.save_pretrained(folder / "base")
     untrained(
@@ -273,26 +263,24 @@ def random_case(
             if at > 0:
                 places.append(at)
         extra.append({"paragraphs": places, "break_id": break_id, "banned": banned})
-    return Case(
-        f"28 layers of {hidden}",
-        folder / "base",
-        folder / "policy",
-        prompts,
-        tokens,
-        budget(tokens // 4),
-        extra,
-        True,
-    )
+    name, early = f"28 layers of {hidden}", budget(tokens // 4)
+    folders = folder / "base", folder / "policy"
+    return Case(name, *folders, prompts, tokens, early, extra, ignore_eos=True)
 
 
-def measure(case: Case, rounds: int, dtype: str = "float32") -> dict[str, Any]:
+def measure(case: Case, rounds: int, dtype: str = "float32", key: str = "") -> dict[str, Any]:
     """Times both arms of a case against plain vLLM.
 
+    Args:
+        case: the case.
+        rounds: runs of each pair of arms.
+        dtype: of the base.
+        key: what is added to the names of the numbers.
+
     Returns:
-        For each clock, the wall's and this process's CPU time, which others don't slow:
         `never_stop_ratio`, tokens/s with a policy that never stops over plain vLLM's, and
         `time_saved_over_tokens_saved`, the share of time saved in arm "early" over that of tokens
-        (where any were), each with its interval; and `tokens_saved`.
+        (where any were), by both clocks, with intervals; and `tokens_saved`.
 
     Raises:
         RuntimeError: an arm does not write what it is said to write.
@@ -300,7 +288,7 @@ def measure(case: Case, rounds: int, dtype: str = "float32") -> dict[str, Any]:
     arms = Arms(case, dtype)
     for arm in ("never", "early"):
         arms.run(arm, limit=WARM_UP_STEPS)
-    times: dict[str, list[tuple[list[Timed], list[Timed]]]] = {"never": [], "early": []}
+    times: dict[str, list[list[list[Timed]]]] = {"never": [], "early": []}
     for turn in range(rounds):
         for arm, of_arm in times.items():
             of_arm.append(arms.run(arm, turn))
@@ -308,37 +296,28 @@ def measure(case: Case, rounds: int, dtype: str = "float32") -> dict[str, Any]:
                 raise RuntimeError(f"{case.name}: two passes of arm {arm!r} differ in their steps")
             if arm == "never" and arms.tokens["plain"] != arms.tokens["never"]:
                 raise RuntimeError(f"{case.name}: the policy that never stops changed tokens")
-    tokens = arms.count("plain")
-    saved = 1 - arms.count("early") / tokens
-    found: dict[str, Any] = {"tokens_saved": round(saved, 4)}
-    seconds = min(sum(step.wall_seconds for step in steps) for steps, _ in times["never"])
+    tokens, early = (sum(map(len, arms.tokens[arm])) for arm in ("plain", "early"))
+    saved = 1 - early / tokens
+    seconds = min(sum(step.wall_seconds for step in plain) for plain, _ in times["never"])
     print(f"{case.name}: {tokens} tokens, plain vLLM {tokens / seconds:.0f} tokens/s")
-    for clock, suffix in CLOCKS.items():
-        never, early = (
-            [[[vars(step)[clock] for step in one[k]] for one in times[arm]] for k in (0, 1)]
-            for arm in times
-        )
-        ratio = paired_ratio(never[1], never[0])  # of time, the other way round
-        said = {"never_stop_ratio": (ratio.median, ratio.low, ratio.high)}
-        if saved:
-            one = paired_ratio(early[0], early[1])
-            value, low, high = ((1 - time) / saved for time in (one.median, one.high, one.low))
-            said["time_saved_over_tokens_saved"] = value, low, high
-        for name, (value, low, high) in said.items():
-            print(f"  {clock}: {name} {value:.3f} [{low:.3f}, {high:.3f}]", flush=True)
-            found[f"{name}{suffix}"] = round(value, 4)
-            found[f"{name}{suffix}_interval"] = [round(low, 4), round(high, 4)]
-    return found
+    plain, never = zip(*times["never"], strict=True)
+    ratios = clock_ratios(never, plain)  # of time, the other way round
+    found = show(f"never_stop_ratio{key}", "tokens/s, never stopping", *ratios)
+    if saved:
+        plain, early_times = zip(*times["early"], strict=True)
+        over = [
+            Ratio(*((1 - time) / saved for time in (one.median, one.high, one.low)))
+            for one in clock_ratios(plain, early_times)
+        ]
+        said = "time saved over tokens saved"
+        found |= show(f"time_saved_over_tokens_saved{key}", said, *over)
+    return {f"tokens_saved{key}": round(saved, 4), **found}
 
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="the random base alone, half as long, one round: three minutes",
-    )
+    quick = "the random base alone, half as long, one round: three minutes"
+    parser = options(__doc__, quick, before=True)
     parser.add_argument("--rounds", type=int, help="timed runs of each arm")
     parser.add_argument("--hidden", type=int, default=512, help="of the random base")
     parser.add_argument("--tokens", type=int, help="a request, of the random base")
@@ -350,35 +329,25 @@ def main() -> None:
     parser.add_argument("--labels", type=Path, help="with --policy: labels, for their prompts")
     parser.add_argument("--price", type=float, default=1e-3, help="with --policy: of a token")
     parser.add_argument("--dtype", default="float32", help="with --policy: of its base")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    tail = {"tuning": given.tuning, "layers": given.layers}
+    args = parse(parser)
+    if args.policy and args.labels is None:
+        parser.error("--policy needs --labels, whose prompts both engines are given")
+    requests = args.requests or (STREAMS if args.policy else 2 * STREAMS)
+    tokens = args.tokens or (1024 if args.policy else 96 if args.quick else 192)
+    rounds = args.rounds or (1 if args.quick or args.policy else 2)
+    sizes = {"requests": requests, "tokens": tokens}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if given.policy:
-            if given.labels is None:
-                parser.error("--policy needs --labels, whose prompts both engines are given")
-            requests, tokens = given.requests or STREAMS, given.tokens or 1024
-            case = policy_case(given.policy, given.labels, requests, tokens, given.price)
-            result = measure(case, given.rounds or 1, given.dtype)
-            sizes: dict[str, Any] = {"price": given.price}
+        folder, tail = Path(name), {"tuning": args.tuning, "layers": args.layers}
+        if args.policy:
+            case = policy_case(args.policy, args.labels, requests, tokens, args.price)
+            result = measure(case, rounds, args.dtype) | {"price": args.price}
         else:
-            # With --quick, too: of one wave of requests none takes the room of those that stop, the
-            # last decide when all is done, and time saved falls far short of tokens saved.
-            requests = given.requests or 2 * STREAMS
-            tokens = given.tokens or (96 if given.quick else 192)
-            rounds = given.rounds or (1 if given.quick else 2)
-            case = random_case(
-                folder / "random", requests, given.hidden, tokens, given.seed, **tail
-            )
-            result, sizes = measure(case, rounds), {"hidden": given.hidden, **tail}
-            if not given.quick:
+            case = random_case(folder, requests, args.hidden, tokens, args.seed, **tail)
+            result = measure(case, rounds) | {"hidden": args.hidden, **tail}
+            if not args.quick:
                 case = reasoner_case(folder / "reasoner", requests, 600, **tail)
-                result |= {f"{key}_reasoner": value for key, value in measure(case, rounds).items()}
-    sizes |= {"requests": requests, "tokens": tokens}
-    result |= {"streams": STREAMS, **sizes, **environment()}
-    print_last_line(result, given.json)
+                result |= measure(case, rounds, key="_reasoner")
+    print_last_line({**result, "streams": STREAMS, **sizes, **environment()}, args.json)
 
 
 if __name__ == "__main__":

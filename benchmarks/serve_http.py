@@ -10,7 +10,6 @@ The random base writes tokens of a short list, of which one ends a paragraph, up
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,15 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from serve import STREAMS, Case, random_case, reasoner_case  # sets vLLM up for CPUs, too
-from timing import environment, print_last_line
+from timing import environment, options, parse, print_last_line
 from transformers import AutoTokenizer
 from vllm.benchmarks.serve import add_cli_args
 from vllm.benchmarks.serve import main as generate_load
@@ -50,33 +49,21 @@ class Load:
     """What a server is sent.
 
     Attributes:
-        name: of its base.
-        policy: the folder that is served.
-        problems: a JSON-lines file of prompts.
-        requests: how many there are.
-        max_tokens: of each.
+        case: of benchmarks/serve.py: the policy that is served, prompts, tokens of each request.
         common: of each request's body.
-        budget: `max_thinking_tokens`, with the policy on.
     """
 
-    name: str
-    policy: Path
-    problems: Path
-    requests: int
-    max_tokens: int
+    case: Case
     common: dict[str, Any]
-    budget: int
 
-
-def load_of(case: Case, common: dict[str, Any]) -> Load:
-    """The chat requests of a case of benchmarks/serve.py."""
-    fmt = guess(AutoTokenizer.from_pretrained(case.policy))
-    problems = draw_split("test", len(case.prompts), 0)
-    lines = [json.dumps({"prompt": user_message(p, fmt)}) for p in problems]
-    file = case.policy.with_name("problems.jsonl")
-    file.write_text("\n".join(lines) + "\n")
-    requests, budget = len(lines), case.early["max_thinking_tokens"]
-    return Load(case.name, case.policy, file, requests, case.max_tokens, common, budget)
+    @property
+    def problems(self) -> Path:
+        """A JSON-lines file of the case's prompts, as chats."""
+        file = self.case.policy.with_name("problems.jsonl")
+        fmt = guess(AutoTokenizer.from_pretrained(self.case.policy))
+        asked = [user_message(p, fmt) for p in draw_split("test", len(self.case.prompts), 0)]
+        file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in asked))
+        return file
 
 
 def random_words(case: Case) -> dict[str, Any]:
@@ -108,17 +95,14 @@ def served(policy: Path, log: Path) -> Iterator[str]:
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        for _ in range(START_SECONDS):
-            with contextlib.suppress(urllib.error.URLError, TimeoutError, ConnectionError):
+        end = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
                 break
-            if process.poll() is not None:
-                break
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the server did not start: {log.read_text()[-4000:]}")
             time.sleep(1)
-        else:
-            raise RuntimeError(f"no answer in {START_SECONDS} s: {log.read_text()[-4000:]}")
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended: {log.read_text()[-4000:]}")
         yield url
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -144,15 +128,17 @@ def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int
     """
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    arguments = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
-    arguments += ["--base-url", url, "--model", str(load.policy), "--served-model-name", "policy"]
-    arguments += ["--dataset-name", "custom", "--dataset-path", str(load.problems)]
-    arguments += ["--skip-chat-template", "--custom-output-len", str(load.max_tokens)]
-    arguments += ["--num-prompts", str(requests), "--max-concurrency", str(STREAMS)]
-    arguments += ["--seed", str(seed), "--disable-tqdm", "--save-detailed"]
-    arguments += ["--percentile-metrics", ",".join(MEASURES)]
-    arguments += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
-    arguments += ["--extra-body", json.dumps({**load.common, "vllm_xargs": dict(keys)})]
+    asked = {
+        "backend": "openai-chat", "endpoint": "/v1/chat/completions", "base-url": url,
+        "model": load.case.policy, "served-model-name": "policy", "dataset-name": "custom",
+        "dataset-path": load.problems, "custom-output-len": load.case.max_tokens,
+        "num-prompts": requests, "max-concurrency": STREAMS, "seed": seed,
+        "percentile-metrics": ",".join(MEASURES),
+        "metric-percentiles": ",".join(map(str, PERCENTILES)),
+        "extra-body": json.dumps({**load.common, "vllm_xargs": dict(keys)}),
+    }  # fmt: skip
+    arguments = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    arguments += ["--skip-chat-template", "--disable-tqdm", "--save-detailed"]
     with contextlib.redirect_stdout(sys.stderr):
         result = generate_load(parser.parse_args(arguments))
     if result["failed"]:
@@ -162,7 +148,7 @@ def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int
         for measure in MEASURES
         for percent in PERCENTILES
     }
-    tokenizer = AutoTokenizer.from_pretrained(load.policy)
+    tokenizer = AutoTokenizer.from_pretrained(load.case.policy)
     answers = tokenizer(result["generated_texts"], add_special_tokens=False).input_ids
     told["generated_tokens"] = result["total_output_tokens"]
     told["thinking_tokens"] = result["total_output_tokens"] - sum(map(len, answers))
@@ -171,50 +157,45 @@ def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int
 
 def measure(load: Load, seed: int) -> dict[str, dict[str, Any]]:
     """Both arms on one server, printed as a table."""
+    case, requests = load.case, len(load.case.prompts)
+    budget = case.early["max_thinking_tokens"]
     on = {"stop_mode": "threshold", "stop_threshold": 1.0, "max_answer_tokens": 8}
-    pruned = on | {"max_thinking_tokens": load.budget}
+    pruned = on | {"max_thinking_tokens": budget}
     arms: dict[str, dict[str, Any]] = {"off": {"stop_policy": False}, "on": pruned}
-    with served(load.policy, load.policy.with_name("server.log")) as url:
+    with served(case.policy, case.policy.with_name("server.log")) as url:
         for keys in arms.values():
-            send(url, load, keys, min(load.requests, STREAMS), seed)  # warms up
-        told = {arm: send(url, load, keys, load.requests, seed) for arm, keys in arms.items()}
-    print(
-        f"{load.name}: {load.requests} requests, {STREAMS} at a time, to {load.max_tokens} tokens"
-    )
-    print(f"  {'':20}{'policy off':>12}{f'on, {load.budget}':>12}{'on/off':>10}")
-    for key, off in told["off"].items():
-        print(f"  {key:20}{off:>12}{told['on'][key]:>12}{told['on'][key] / off:>10.2f}")
+            send(url, load, keys, min(requests, STREAMS), seed)  # warms up
+        told = {arm: send(url, load, keys, requests, seed) for arm, keys in arms.items()}
+    print(f"{case.name}: {requests} requests, {STREAMS} at a time, to {case.max_tokens} tokens")
+    table = pd.DataFrame(told).rename(columns={"off": "policy off", "on": f"on, {budget}"})
+    print(table.assign(**{"on/off": table.iloc[:, 1] / table.iloc[:, 0]}).round(2).to_string())
     sys.stdout.flush()
     return told
 
 
 def main() -> None:
     """Runs the benchmark; the last line is JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few requests; its numbers are rough")
+    parser = options(__doc__, "few requests; its numbers are rough")
     parser.add_argument("--hidden", type=int, default=256, help="of the random base")
     parser.add_argument("--requests", type=int, help="of each pass; 3 times those at a time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    requests = given.requests or (STREAMS if given.quick else 3 * STREAMS)
-    tokens = 96 if given.quick else 256
+    args = parse(parser)
+    requests = args.requests or (STREAMS if args.quick else 3 * STREAMS)
+    tokens = 96 if args.quick else 256
     # The server has an engine process; `serve` turned that off for engines of its own.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reasoner = reasoner_case(folder / "reasoner", requests, 600)
-        random = random_case(folder / "random", requests, given.hidden, tokens, given.seed)
+        random = random_case(folder / "random", requests, args.hidden, tokens, args.seed)
         loads = {
-            "reasoner": load_of(reasoner, {"temperature": 0.0}),
-            "random": load_of(random, random_words(random)),
+            "reasoner": Load(reasoner, {"temperature": 0.0}),
+            "random": Load(random, random_words(random)),
         }
-        result: dict[str, Any] = {key: measure(load, given.seed) for key, load in loads.items()}
-    result |= {"streams": STREAMS, "requests": requests, "hidden": given.hidden, "tokens": tokens}
-    result |= environment()
-    if given.quick:
+        result: dict[str, Any] = {key: measure(load, args.seed) for key, load in loads.items()}
+    result |= {"streams": STREAMS, "requests": requests, "hidden": args.hidden, "tokens": tokens}
+    if args.quick:
         print("--quick: these numbers are rough; quote those of a run without it")
-    print_last_line(result, given.json)
+    print_last_line(result | environment(), args.json)
 
 
 if __name__ == "__main__":

