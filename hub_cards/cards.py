@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
 from modeling_ospruner import OSPrunerConfig
@@ -25,19 +22,11 @@ from ospruner.eval.schema import COLUMNS, PREFIX_COLUMNS
 from ospruner.eval.text import markdown_table
 from ospruner.provenance import is_hub_id, read_object, read_provenance, without_paths
 from ospruner.train.labels.card import card_configs
-from ospruner.train.labels.folder import Shard, data_hash, shards_of
+from ospruner.train.labels.folder import data_hash, shards_of
 
 from .staging import Base, scrubbed
 
-__all__ = [
-    "CARD_FILE",
-    "PICTURE_FILE",
-    "License",
-    "labels_card",
-    "policy_card",
-    "read_policy_config",
-    "results_markdown",
-]
+__all__ = ["CARD_FILE", "PICTURE_FILE", "labels_card", "policy_card", "read_policy_config"]
 
 CARD_FILE = "README.md"
 PICTURE_FILE = "pareto.png"
@@ -61,54 +50,36 @@ _METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class License:
-    """A licence in the Hub's spelling.
-
-    Attributes:
-        id: Such as "mit"; "other" needs name and link.
-        name: Of a licence that the Hub has no id for.
-        link: Where its text is.
-    """
-
-    id: str
-    name: str | None = None
-    link: str | None = None
-
-
 def policy_card(
-    folder: Path, *, name: str, license: License | None, labels: Sequence[str] = ()
+    folder: Path, *, name: str, license: Mapping[str, str], labels: Sequence[str] = ()
 ) -> ModelCard:
     """The card of a saved policy, with the metadata that the Hub reads as its `data`.
 
     Args:
         folder: Holds the policy's `config.json` and `provenance.json`, and perhaps `results.json`.
         name: What users load: the repository's id on the Hub, or a folder's name.
-        license: Of the policy, normally the base's: copied layers are the base's own weights.
-            None where it is not known, which the card then says.
+        license: Of the policy, in the fields of a card (`license`, and for "other" `license_name`
+            and `license_link`); normally the base's: copied layers are the base's own weights.
+            Empty where it is not known, which the card then says.
         labels: Ids on the Hub of the labels that it was trained on.
 
     Raises:
         ValueError: The folder holds no policy or has no provenance.
     """
-    config = read_policy_config(folder)
-    record = read_provenance(folder)
+    config, record = read_policy_config(folder), read_provenance(folder)
     results = None
     if (folder / RESULTS_FILE).is_file():
         results = Results.read(folder / RESULTS_FILE)
-    index = None
-    if results is not None and results.chosen is not None:
-        index = _eval_results(results, results.chosen)
-    base = config.base_model_name_or_path
+    index = _eval_results(results) if results is not None else None
+    base, layers = config.base_model_name_or_path, config.num_policy_layers
     on_hub = is_hub_id(base)
     # As in labelling: the instruction is a paragraph of its own after the problem.
     instruction = (config.reasoning_format or {})["user_instruction"]
     appended = f"\n\n{instruction}" if instruction else ""
-    layers = config.num_policy_layers
     data = ModelCardData(
-        license=license.id if license else None,
-        license_name=license.name if license else None,
-        license_link=license.link if license else None,
+        license=license.get("license"),
+        license_name=license.get("license_name"),
+        license_link=license.get("license_link"),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=_TAGS,
@@ -119,7 +90,8 @@ def policy_card(
         eval_results=index,
         widget=[{"messages": [{"role": "user", "content": f"{EXAMPLE}{appended}"}]}],
     )
-    details = {key: value for key, value in record.details.items() if key != "warning"}
+    details = dict(record.details)
+    warning = without_paths(details.pop("warning", ""))
     return ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("policy_card.md")),
@@ -133,18 +105,17 @@ def policy_card(
         config=config,
         command=without_paths(record.command),
         provenance=record,
-        warning=without_paths(record.details.get("warning", "")),
+        warning=warning,
         settings=_settings(details),
-        results=results_markdown(results) if results is not None and len(results.rules) else "",
+        results=_results_markdown(results) if results is not None and len(results.rules) else "",
         picture=PICTURE_FILE if (folder / PICTURE_FILE).is_file() else None,
         custom_generate=on_hub and (folder / CUSTOM_GENERATE).is_file(),
-        license_known=license is not None,
+        license_known=bool(license),
         label_sets=list(labels),
     )
 
 
 def labels_card(
-    folder: Path,
     splits: Mapping[str, tuple[str, Mapping[str, Any]]],
     *,
     name: str,
@@ -156,39 +127,32 @@ def labels_card(
     """The card of labels.
 
     Args:
-        folder: The staged folder.
-        splits: By name of the split, the prefix of its files in `folder` ("" or "test/"), and its
-            manifest.
+        splits: By name of the split, the prefix of its files in the repository ("" or "test/"), and
+            its manifest.
         name: The repository's id.
         base: The model that wrote the traces.
         license: Of the data set, in the Hub's spelling.
         problems: Where the problems come from and under which licence, in a sentence.
-        picture: Name of a picture of their statistics in `folder`.
-
-    Raises:
-        ValueError: The shards hold a column that this version does not know.
+        picture: Name of a picture of their statistics in the repository.
     """
     manifests = {split: manifest for split, (_, manifest) in splits.items()}
-    first_prefix, first = next(iter(splits.values()))
+    first = next(iter(manifests.values()))
     settings = {**first["settings"], "base_model": base.id, "base_revision": base.revision}
     traces = sum(manifest["traces"] for manifest in manifests.values())
+    files: dict[str, dict[str, tuple[list[str], str]]] = {"default": {}, "prefixes": {}}
+    for split, (prefix, manifest) in splits.items():
+        shards, hashed = shards_of(manifest), data_hash(manifest)
+        files["default"][split] = [prefix + shard.file for shard in shards], hashed
+        files["prefixes"][split] = [prefix + shard.view for shard in shards], hashed
     data = DatasetCardData(
         license=license,
         task_categories=["text-generation"],
         tags=_TAGS,
         size_categories=next((size for most, size in _SIZES if traces < most), "n>1M"),
         pretty_name=name.rpartition("/")[2],
-        configs=card_configs(
-            {
-                config: {
-                    split: ([prefix + path_of(shard) for shard in shards_of(one)], data_hash(one))
-                    for split, (prefix, one) in splits.items()
-                }
-                for config, path_of in _FILES.items()
-            }
-        ),
+        configs=card_configs(files),
     )
-    rows = _settings({**settings, **scrubbed(first.get("source", {}))}, nested=False)
+    said = {**settings, **scrubbed(first.get("source", {}))}
     return DatasetCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("labels_card.md")),
@@ -199,10 +163,10 @@ def labels_card(
             {"name": split, "dropped": len(one["dropped"]), **{key: one[key] for key in _COUNTS}}
             for split, one in manifests.items()
         ],
-        rows=rows,
+        rows=_settings({key: one for key, one in said.items() if not isinstance(one, dict)}),
         picture=picture,
-        trace_columns=_columns(folder / first_prefix / "data", COLUMNS),
-        prefix_columns=_columns(folder / first_prefix / "prefixes", PREFIX_COLUMNS),
+        trace_columns=_columns(COLUMNS),
+        prefix_columns=_columns(PREFIX_COLUMNS),
         problems=problems or "Where the problems come from was not stated.",
         license_known=license is not None,
     )
@@ -230,18 +194,14 @@ def read_policy_config(folder: Path) -> OSPrunerConfig:
     return config
 
 
-def results_markdown(results: Results) -> str:
+def _results_markdown(results: Results) -> str:
     """What was measured, and every rule and limit in GitHub's markdown; the chosen one is bold."""
+    shown = (("accuracy", 100, 1), ("tokens", 1, 0), ("reduction", 100, 1), ("aes", 1, 2))
     first, rows = results.rules.iloc[0], []
     for number, one in results.frame.iterrows():
         name = f"{one['method']} {one['setting']}".strip()
-        shown = (("accuracy", 100, 1), ("tokens", 1, 0), ("reduction", 100, 1), ("aes", 1, 2))
-        rows.append(
-            [
-                f"**{name}**" if number == results.chosen else name,
-                *(Estimate.of(one, column).text(scale, digits) for column, scale, digits in shown),
-            ]
-        )
+        numbers = [Estimate.of(one, column).text(scale, digits) for column, scale, digits in shown]
+        rows.append([f"**{name}**" if number == results.chosen else name, *numbers])
     table = markdown_table(["method", "accuracy %", "thinking tokens", "saved %", "AES"], rows)
     return (
         f"{results.dataset}: {results.setting}; {first['traces']:,} traces of "
@@ -250,9 +210,11 @@ def results_markdown(results: Results) -> str:
     )
 
 
-def _eval_results(results: Results, row: int) -> list[EvalResult]:
-    """One rule's numbers with their intervals, for the index that the Hub reads."""
-    one = results.rules.loc[row]
+def _eval_results(results: Results) -> list[EvalResult] | None:
+    """The chosen rule's numbers with their intervals, for the index that the Hub reads."""
+    if results.chosen is None:
+        return None
+    one = results.rules.loc[results.chosen]
     metrics = (
         ("accuracy", "Pass@1, %", "accuracy", 100),
         ("thinking_tokens", "Thinking tokens", "tokens", 1),
@@ -261,7 +223,8 @@ def _eval_results(results: Results, row: int) -> list[EvalResult]:
     )
     found = []
     for kind, label, column, scale in metrics:
-        value, low, high = (round(scale * number, 4) for number in Estimate.of(one, column))
+        value, *ends = (round(scale * number, 4) for number in Estimate.of(one, column))
+        measured = {"traces": int(one["traces"]), "problems": int(one["problems"])}
         found.append(
             EvalResult(
                 task_type="text-generation",
@@ -271,23 +234,18 @@ def _eval_results(results: Results, row: int) -> list[EvalResult]:
                 metric_type=kind,
                 metric_name=f"{label} ({results.setting})",
                 metric_value=value,
-                metric_args={
-                    "interval_95_by_problem": [low, high],
-                    "traces": int(one["traces"]),
-                    "problems": int(one["problems"]),
-                },
+                metric_args={"interval_95_by_problem": ends, **measured},
             )
         )
     return found
 
 
-def _settings(details: Mapping[str, Any], nested: bool = True) -> dict[str, str]:
-    """Settings as rows of a table; with `nested` a group's rows carry the group's name."""
+def _settings(details: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as rows of a table; a group's rows carry the group's name."""
     rows: dict[str, str] = {}
     for key, value in details.items():
         if isinstance(value, dict):
-            inner = _settings(value) if nested else {}
-            rows |= {f"{key}: {name}": text for name, text in inner.items()}
+            rows |= {f"{key}: {name}": text for name, text in _settings(value).items()}
         elif isinstance(value, str):
             rows[key] = without_paths(value).replace("|", "\\|").replace("\n", " ")
         elif value is not None:
@@ -295,25 +253,6 @@ def _settings(details: Mapping[str, Any], nested: bool = True) -> dict[str, str]
     return {key.replace("_", " "): text for key, text in rows.items()}
 
 
-_FILES: dict[str, Callable[[Shard], str]] = {
-    "default": lambda shard: shard.file,
-    "prefixes": lambda shard: shard.view,
-}
-
-
-def _columns(folder: Path, known: Mapping[str, tuple[Any, str]]) -> str:
-    """The schema of a folder's shards column by column, types as they are in the files."""
-    shard = next(iter(sorted(folder.glob("*.parquet"))))
-    schema: list[pa.Field] = list(pq.read_schema(shard))
-    unknown = [field.name for field in schema if field.name not in known]
-    if unknown:
-        raise ValueError(
-            f"{shard.name} has the columns {unknown}, which this version of ospruner does not "
-            "know: were the labels made by another one?"
-        )
-    rows = [[f"`{one.name}`", f"`{_type(one.type)}`", known[one.name][1]] for one in schema]
-    return markdown_table(["column", "type", "what it holds"], rows)
-
-
-def _type(kind: pa.DataType) -> str:
-    return f"list<{_type(kind.value_type)}>" if pa.types.is_list(kind) else str(kind)
+def _columns(columns: Mapping[str, tuple[Any, str]]) -> str:
+    rows = [[f"`{name}`", f"`{kind}`", what] for name, (kind, what) in columns.items()]
+    return markdown_table(["column", "type in `datasets`", "what it holds"], rows)

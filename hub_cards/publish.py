@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    hf_hub_download,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx2's
     EntryNotFoundError,
-    HfHubHTTPError,
     HFValidationError,
     HTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
@@ -36,25 +28,13 @@ from ospruner.provenance import (
     read_object,
     read_provenance,
 )
-from ospruner.train.labels.folder import (
-    MANIFEST,
-    read_manifest,
-    refuse_damage,
-    refuse_other_data,
-)
+from ospruner.train.labels.folder import MANIFEST, read_manifest, refuse_damage, refuse_other_data
 
-from .cards import (
-    CARD_FILE,
-    PICTURE_FILE,
-    License,
-    labels_card,
-    policy_card,
-    read_policy_config,
-)
+from .cards import CARD_FILE, PICTURE_FILE, labels_card, policy_card, read_policy_config
 from .probes import PROBES_FILE, load_policy, probe
 from .staging import (
     Base,
-    Staged,
+    Published,
     code_files,
     copy_files,
     empty_folder,
@@ -64,8 +44,9 @@ from .staging import (
     write_json,
     write_record,
 )
+from .verify import ask_hub, one_line
 
-__all__ = ["Published", "Release", "publish", "send", "stage"]
+__all__ = ["Release", "publish", "send", "stage"]
 
 POLICY_FILES = (
     "config.json",
@@ -89,27 +70,23 @@ POLICY_FILES = (
 STATISTICS = "statistics.png"
 LABEL_FILES = ("data/*.parquet", "prefixes/*.parquet", MANIFEST, STATISTICS)
 SPLITS = ("train", "validation", "test")
+_FREE = {"seed": 0, "samples_per_problem": 1}  # splits of one data set need not share these
+
+
+def _said(text: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Release:
-    """What a publisher says about a policy or labels.
-
-    Attributes:
-        repo: `owner/name`.
-        base: The base's repository, where a local folder was used.
-        base_revision: Its commit, branch or tag; resolved to a commit.
-        license: In the Hub's spelling; None inherits the base's for a policy.
-        labels: Of a policy: ids on the Hub of the labels that it was trained on.
-        problems: Of labels: where the problems come from and under which licence, in a sentence.
-    """
+    """What a publisher says about a policy or labels."""
 
     repo: str
-    base: str | None = None
-    base_revision: str | None = None
-    license: str | None = None
-    labels: Sequence[str] = ()
-    problems: str | None = None
+    base: str | None = _said("The base's id on the Hub, if it was a local folder.")
+    base_revision: str | None = _said("The base's commit, branch or tag; its commit is pinned.")
+    license: str | None = _said("In the Hub's spelling; default: for a policy, the base's.")
+    labels: tuple[str, ...] = _said("Of a policy: its labels' id on the Hub. Repeatable.", ())
+    problems: str | None = _said("Of labels: where the problems come from, and their licence.")
 
     def __post_init__(self) -> None:
         try:
@@ -118,25 +95,6 @@ class Release:
             raise ValueError(f"repo={self.repo!r} cannot be an id on the Hub: {error}") from error
         if self.repo.count("/") != 1:
             raise ValueError(f"repo={self.repo!r} must name the owner too, as in org/{self.repo}")
-
-
-@dataclass(frozen=True)
-class Published:
-    """What publishing did.
-
-    Attributes:
-        repo: The repository.
-        commit: Its head now; None after a dry run.
-        changed: Whether a commit was made; False where everything was there already.
-        url: Where people look at it; None after a dry run.
-        staged: What was sent; its folder is kept by a dry run alone.
-    """
-
-    repo: str
-    commit: str | None
-    changed: bool
-    url: str | None
-    staged: Staged
 
 
 def publish(
@@ -166,8 +124,9 @@ def publish(
         private: Make it a private one.
         dry_run: Write the exact folder and send nothing; the Hub is not asked.
         out: Where a dry run writes; default: `runs/publish/` and the repository's name.
-        release: Further fields of `Release`: `base` and `base_revision` where the base was a local
-            folder, `license`, `labels` (of a policy), `problems` (of labels).
+        release: Further fields of `Release`: `base` and `base_revision` (which is resolved to a
+            commit) where the base was a local folder, `license`, `labels` (of a policy), `problems`
+            (of labels).
 
     Raises:
         ValueError: The folder holds neither, or something that must not be published: a base that
@@ -178,12 +137,12 @@ def publish(
     said = Release(repo, **release)
     if dry_run:
         target = Path(out) if out is not None else Path("runs/publish") / repo.rpartition("/")[2]
-        return Published(repo, None, False, None, stage(Path(folder), target, said, None))
+        return stage(Path(folder), target, said, None)
     if out is not None:
         raise ValueError(f"out={str(out)!r} is for a dry run alone: leave it out, or add --dry-run")
     api = HfApi()
     with tempfile.TemporaryDirectory(prefix="ospruner-publish-") as scratch:
-        return send(stage(Path(folder), Path(scratch) / "staged", said, api), said, private, api)
+        return send(stage(Path(folder), Path(scratch) / "staged", said, api), repo, private, api)
 
 
 def stage(
@@ -192,15 +151,10 @@ def stage(
     release: Release,
     api: HfApi | None,
     load: Callable[[Path], OSPrunerForCausalLM] = load_policy,
-) -> Staged:
-    """Writes the exact folder that is published; nothing is sent.
+) -> Published:
+    """Writes the exact folder that is published, of a policy or labels; nothing is sent.
 
-    Args:
-        folder: Of the policy or the labels; not changed.
-        out: Where to write: an empty or missing folder, or that of an earlier dry run.
-        release: What its publisher says.
-        api: The Hub, to pin the base; None to ask nobody.
-        load: How to load the policy with its base.
+    Without `api`, which pins the base, nobody is asked; `load` loads a policy with its base.
 
     Raises:
         ValueError: As `publish`.
@@ -224,11 +178,11 @@ def _stage_policy(
     release: Release,
     api: HfApi | None,
     load: Callable[[Path], OSPrunerForCausalLM],
-) -> Staged:
+) -> Published:
     config = read_policy_config(folder)
     base, remarks = _find_base(config.base_model_name_or_path, config.base_revision, release, api)
-    license = License(release.license) if release.license else _license_of(base, api)
-    if license is None:
+    license = {"license": release.license} if release.license else base.license
+    if not license:
         remarks.append(
             f"the licence of {base.id} is not known: the policy's copied layers are under it; find "
             "out, and name it with --license"
@@ -238,7 +192,11 @@ def _stage_policy(
     for name, source in code_files().items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, out / name)
-    _pin_base(out / "config.json", base)
+    values = read_object(out / "config.json")
+    values |= {"base_model_name_or_path": base.id, "base_revision": base.revision}
+    for part in (values, values.get("text_config") or {}):
+        part.pop("_name_or_path", None)  # a path of this machine
+    write_json(out / "config.json", values)
     if (out / RESULTS_FILE).is_file():
         results = Results.read(out / RESULTS_FILE)
         replace(results, about=scrubbed(results.about)).save(out / RESULTS_FILE)
@@ -249,28 +207,18 @@ def _stage_policy(
     sizes = seal(out)
     message = f"policy: {base.id}, {config.method} (published with ospruner)"
     kept_back = [name for name in left_out if name not in sizes]
-    return Staged(out, "model", message, sizes, kept_back, remarks)
-
-
-def _pin_base(path: Path, base: Base) -> None:
-    """Writes the pinned base into a staged configuration, and takes this machine's paths out."""
-    values = read_object(path)
-    values |= {"base_model_name_or_path": base.id, "base_revision": base.revision}
-    values.pop("_name_or_path", None)
-    if isinstance(values.get("text_config"), dict):
-        values["text_config"].pop("_name_or_path", None)
-    write_json(path, values)
+    return Published(out, "model", message, sizes, kept_back, remarks)
 
 
 def _stage_labels(
     folder: Path, parts: Mapping[str, Path], out: Path, release: Release, api: HfApi | None
-) -> Staged:
+) -> Published:
     """Label folders are published as they stand: each split, read back, is a label folder again."""
     manifests = {split: _manifest(path) for split, path in parts.items()}
-    (first, *others) = manifests
+    first = next(iter(parts))
     settings = manifests[first]["settings"]
-    for split in others:
-        if _shared(manifests[split]["settings"]) != _shared(settings):
+    for split, one in manifests.items():
+        if {**one["settings"], **_FREE} != {**settings, **_FREE}:
             raise ValueError(
                 f"{parts[split]} was labelled with other settings than {parts[first]}: publish it "
                 "as a data set of its own"
@@ -287,19 +235,19 @@ def _stage_labels(
         manifest["settings"] |= {"base_model": base.id, "base_revision": base.revision}
         write_checked(out / prefix / MANIFEST, manifest)
         splits[split] = (prefix, manifests[split])
-    left_out += copy_files(folder, out, [STATISTICS]) if parts != {"train": folder} else []
+    if folder not in parts.values():
+        left_out += copy_files(folder, out, [STATISTICS])
     pictures = [name for name in file_names(out) if name.endswith(STATISTICS)]
     write_record(parts[first], out, base, code=False)
     card = labels_card(
-        out, splits, name=release.repo, base=base, license=release.license,
+        splits, name=release.repo, base=base, license=release.license,
         problems=release.problems, picture=pictures[0] if pictures else None,
     )  # fmt: skip
     card.save(out / CARD_FILE)
     sizes = seal(out)
     traces = sum(manifest["traces"] for manifest in manifests.values())
     message = f"labels: {base.id}, {traces} traces (published with ospruner)"
-    kept_back = sorted(set(left_out) - set(sizes))
-    return Staged(out, "dataset", message, sizes, kept_back, remarks)
+    return Published(out, "dataset", message, sizes, sorted(set(left_out) - set(sizes)), remarks)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -312,23 +260,18 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the splits of one data set have in common."""
-    free = ("seed", "samples_per_problem")
-    return {name: value for name, value in settings.items() if name not in free}
-
-
-def send(staged: Staged, release: Release, private: bool, api: HfApi) -> Published:
+def send(staged: Published, repo: str, private: bool, api: HfApi) -> Published:
     """Brings a repository to the staged folder's state in one commit.
 
     Files that an earlier publishing put there and this one lacks are deleted in the same commit.
     huggingface_hub retries what it sends; nothing shows before the commit, so that a failure
-    leaves the repository as it was (a new one: empty).
+    leaves the repository as it was (a new one: empty). `upload_folder` would not do: it may commit
+    a large folder in batches.
 
     Raises:
         ValueError, ConnectionError: As `publish`.
     """
-    repo, kind = release.repo, staged.kind
+    kind = staged.kind
     try:
         url = str(api.create_repo(repo, repo_type=kind, private=private or None, exist_ok=True))
         info = api.repo_info(repo, repo_type=kind)
@@ -352,18 +295,14 @@ def send(staged: Staged, release: Release, private: bool, api: HfApi) -> Publish
     except (HTTPError, OSError, RuntimeError) as error:
         # RuntimeError is what huggingface_hub raises for an upload that failed.
         raise ConnectionError(
-            f"publishing {repo} failed ({_one_line(error)}): it went up whole or not at all; run "
+            f"publishing {repo} failed ({one_line(error)}): it went up whole or not at all; run "
             "the same command again, which commits what is missing, if anything"
         ) from error
-    return Published(repo, done.oid, done.oid != info.sha, url, staged)
+    return replace(staged, commit=done.oid, changed=done.oid != info.sha, url=url)
 
 
 def _published_files(repo: str, kind: str, api: HfApi) -> list[str]:
-    """The files that an earlier publishing put into the repository, as far as they are there.
-
-    Raises:
-        ValueError: The repository holds files but no record of a publishing.
-    """
+    """The files that an earlier publishing put there; a stranger's repository is refused."""
     present = set(api.list_repo_files(repo, repo_type=kind))
     if not present - {".gitattributes", CARD_FILE}:
         return []
@@ -382,13 +321,7 @@ def _published_files(repo: str, kind: str, api: HfApi) -> list[str]:
 def _find_base(
     pinned: str, pinned_revision: str | None, release: Release, api: HfApi | None
 ) -> tuple[Base, list[str]]:
-    """The base on the Hub, pinned by commit, with remarks.
-
-    Args:
-        pinned: What the policy or the labels name: a repository or a folder.
-        pinned_revision: Their commit.
-        release: What the publisher says.
-        api: The Hub; None to take the publisher's word.
+    """The base on the Hub, pinned by commit, with remarks; without `api` as the publisher says.
 
     Raises:
         ValueError: No repository is named, another one than that of the policy, one or a revision
@@ -408,19 +341,11 @@ def _find_base(
     asked = release.base_revision or (None if local else pinned_revision)
     if api is None:
         return Base(name, asked or ""), []
-    try:
-        found = Base(name, str(api.model_info(name, revision=asked).sha))
-    except RevisionNotFoundError as error:
-        raise ValueError(f"base {name!r} has no revision {asked!r} on the Hub") from error
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"base {name!r} is not on the Hub, or not visible with your token: publish it first, "
-            "or name another with --base"
-        ) from error
-    except (HTTPError, OSError) as error:
-        raise ConnectionError(
-            f"the Hub cannot be asked for the base {name} ({_one_line(error)}): nothing was sent"
-        ) from error
+    info = ask_hub(f"base {name}", name, asked, api)
+    said = info.card_data.to_dict() if info.card_data is not None else {}
+    license = {key: said[key] for key in ("license", "license_name", "license_link") if key in said}
+    known = isinstance(said.get("license"), str) and said["license"] != "unknown"
+    found = Base(name, str(info.sha), license if known else {})
     if Path(pinned).is_dir():
         _compare_weights(Path(pinned), found, api)
     if asked is None:
@@ -429,11 +354,7 @@ def _find_base(
 
 
 def _compare_weights(folder: Path, base: Base, api: HfApi) -> None:
-    """Refuses a local base whose weights are not those on the Hub.
-
-    Raises:
-        ValueError: Naming the first file that differs.
-    """
+    """Refuses a local base whose weights are not those on the Hub, by the first that differs."""
     local = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
     for entry in api.get_paths_info(base.id, list(local), revision=base.revision):
         path = local.pop(entry.path)
@@ -447,21 +368,3 @@ def _compare_weights(folder: Path, base: Base, api: HfApi) -> None:
             f"{base.id} at {base.revision} lacks {', '.join(local)} of the local base "
             f"{folder.name}: name the repository that was used"
         )
-
-
-def _license_of(base: Base, api: HfApi | None) -> License | None:
-    """The licence that a base's card states; None where it states none, or nobody is asked."""
-    card = None if api is None else api.model_info(base.id, revision=base.revision).card_data
-    stated = card.to_dict() if card is not None else {}
-    license = stated.get("license")
-    if not isinstance(license, str) or license == "unknown":
-        return None
-    return License(license, stated.get("license_name"), stated.get("license_link"))
-
-
-def _one_line(error: BaseException) -> str:
-    """The innermost reason of an error, without the request that led to it."""
-    while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
-        error = error.__cause__
-    text = str(error).strip() or type(error).__name__
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())

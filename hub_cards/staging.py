@@ -7,7 +7,6 @@ there and is named. Links are refused: what they lead to may lie outside.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import re
 import shutil
@@ -15,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # not in __all__
 
 import modeling_ospruner
 from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE
@@ -28,18 +29,6 @@ from ospruner.provenance import (
     write_provenance,
 )
 
-__all__ = [
-    "Base",
-    "Staged",
-    "code_files",
-    "copy_files",
-    "empty_folder",
-    "file_names",
-    "scrubbed",
-    "seal",
-    "write_record",
-]
-
 _CODE_FOLDER = Path(modeling_ospruner.__file__).parent
 _TEXT = (".json", ".jinja", ".md", ".py", ".txt", ".model")
 _ACCESS_TOKEN = re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
@@ -52,10 +41,12 @@ class Base:
     Attributes:
         id: Its repository.
         revision: A commit's hash.
+        license: The fields of its card that state a licence.
     """
 
     id: str
     revision: str
+    license: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]{40}", self.revision):
@@ -66,16 +57,19 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Staged:
-    """A folder that is ready to be published.
+class Published:
+    """What is published, and what publishing did.
 
     Attributes:
-        path: Where it is.
+        path: The exact folder; kept by a dry run alone.
         kind: What the repository holds: "model" or "dataset".
         message: Of the commit.
         sizes: Bytes of each file, by its path in the repository, in order.
         left_out: Files of the run's folder that are not published, in order.
         remarks: What its publisher should know.
+        commit: The repository's head now; None before it is sent, and after a dry run.
+        changed: Whether a commit was made; False where everything was there already.
+        url: Where people look at it; None as with `commit`.
     """
 
     path: Path
@@ -84,6 +78,9 @@ class Staged:
     sizes: Mapping[str, int]
     left_out: Sequence[str]
     remarks: Sequence[str]
+    commit: str | None = None
+    changed: bool = False
+    url: str | None = None
 
 
 def file_names(folder: Path) -> list[str]:
@@ -111,22 +108,14 @@ def empty_folder(out: Path) -> None:
 
 
 def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> list[str]:
-    """Copies the files that match, and returns the names of those that do not.
-
-    Args:
-        folder: The run's folder.
-        out: Where to.
-        patterns: Names, or shell patterns of them; a `*` does not reach into folders.
+    """Copies the files that match shell patterns, and returns the names of those that do not.
 
     Raises:
         ValueError: A file that matches is a link or lies outside.
     """
-    patterns = list(patterns)
-    left_out = []
-    for name in file_names(folder):
-        if not any(_matches(name, pattern) for pattern in patterns):
-            left_out.append(name)
-            continue
+    present = file_names(folder)
+    copied = list(filter_repo_objects(present, allow_patterns=list(patterns)))
+    for name in copied:
         source = folder / name
         if source.is_symlink() or not source.resolve().is_relative_to(folder.resolve()):
             raise ValueError(
@@ -135,7 +124,7 @@ def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> list[str]:
             )
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, out / name)
-    return left_out
+    return [name for name in present if name not in copied]
 
 
 def code_files() -> dict[str, Path]:
@@ -146,12 +135,6 @@ def code_files() -> dict[str, Path]:
 
 def write_record(folder: Path, out: Path, base: Base, code: bool) -> None:
     """Writes the run's own record into the folder to be published, without its machine's paths.
-
-    Args:
-        folder: The run's folder, with its record.
-        out: The folder to be published.
-        base: The base.
-        code: Whether the folder holds OS-Pruner's flat code.
 
     Raises:
         ValueError: There is no record.
@@ -169,25 +152,21 @@ def write_record(folder: Path, out: Path, base: Base, code: bool) -> None:
 
 
 def seal(out: Path) -> dict[str, int]:
-    """Writes every file's hash into the record: the last step, after which no file may change.
-
-    Returns:
-        Bytes of each file, by its path in the repository, in order.
+    """Writes every file's hash into the record, the last step; returns each file's bytes.
 
     Raises:
         ValueError: A file holds what looks like an access token.
     """
-    names = [name for name in file_names(out) if name != PROVENANCE_FILE]
-    for name in (*names, PROVENANCE_FILE):
-        content = (out / name).read_bytes() if Path(name).suffix in _TEXT else b""
-        if _ACCESS_TOKEN.search(content):
+    names = file_names(out)
+    for name in names:
+        if Path(name).suffix in _TEXT and _ACCESS_TOKEN.search((out / name).read_bytes()):
             raise ValueError(
                 f"{name} holds what looks like an access token: nothing was published; remove it, "
                 "and revoke it if anyone else could read it"
             )
-    hashes = {name: file_hash(out / name) for name in names}
+    hashes = {name: file_hash(out / name) for name in names if name != PROVENANCE_FILE}
     write_provenance(out, dataclasses.replace(read_provenance(out), files=hashes))
-    return {name: (out / name).stat().st_size for name in file_names(out)}
+    return {name: (out / name).stat().st_size for name in names}
 
 
 def scrubbed(value: Any) -> Any:
@@ -196,15 +175,9 @@ def scrubbed(value: Any) -> Any:
         return without_paths(value)
     if isinstance(value, Mapping):
         return {name: scrubbed(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [scrubbed(one) for one in value]
-    return value
+    return [scrubbed(one) for one in value] if isinstance(value, list) else value
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Writes an object as indented JSON."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx2's
+    HfHubHTTPError,
     HTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -21,10 +23,10 @@ from .cards import CARD_FILE, read_policy_config
 from .probes import largest_difference, load_policy, read_probes
 from .staging import Base, code_files, file_names
 
-__all__ = ["Check", "fetch", "verify", "verify_folder"]
+__all__ = ["Check", "ask_hub", "fetch", "one_line", "verify", "verify_folder"]
 
 # git's own, and the card, which its owner may edit on the Hub
-_FREE = (".gitattributes", CARD_FILE, PROVENANCE_FILE)
+_FREE = {".gitattributes", CARD_FILE, PROVENANCE_FILE}
 
 
 @dataclass(frozen=True)
@@ -62,53 +64,64 @@ def verify(repo: str, revision: str | None = None) -> list[Check]:
         ValueError: There is no such policy, or it was not published by OS-Pruner.
         ConnectionError: The Hub cannot be reached.
     """
-    return verify_folder(fetch(repo, revision, HfApi())[0])
+    return verify_folder(fetch(repo, revision, HfApi()))
 
 
-def fetch(repo: str, revision: str | None, api: HfApi) -> tuple[Path, str]:
-    """The files of a policy's repository, and the commit they are of; a folder is taken as it is.
+def fetch(repo: str, revision: str | None, api: HfApi) -> Path:
+    """The files of a policy's repository; a folder is taken as it is.
 
     Raises:
-        ValueError: If there is no such folder, and the Hub has no such repository or revision.
-        ConnectionError: If the Hub cannot be reached.
+        ValueError: There is no such folder, and the Hub has no such repository or revision.
+        ConnectionError: The Hub cannot be reached.
     """
     if Path(repo).is_dir():
-        return Path(repo), "a local folder"
+        return Path(repo)
     if Path(repo).exists() or not is_hub_id(repo):
         raise ValueError(
             f"{repo!r} is no folder of a policy{' but a file' if Path(repo).exists() else ''}, and "
             "no id on the Hub (owner/name) either: check the path"
         )
+    commit = ask_hub(f"{repo}, which is no folder here,", repo, revision, api).sha
+    return Path(snapshot_download(repo, revision=commit, endpoint=api.endpoint))
+
+
+def ask_hub(what: str, repo: str, revision: str | None, api: HfApi) -> Any:
+    """What the Hub says about a model's repository; `what` names it in errors.
+
+    Raises:
+        ValueError: It has no such repository or revision.
+        ConnectionError: It cannot be reached.
+    """
     try:
-        commit = str(api.model_info(repo, revision=revision).sha)
+        return api.model_info(repo, revision=revision)
     except RevisionNotFoundError as error:
-        raise ValueError(f"{repo} has no revision {revision!r} on the Hub") from error
+        raise ValueError(f"{what} has no revision {revision!r} on the Hub") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{repo} is no folder here, and not on the Hub, or not visible with your token: check "
-            "the name, or log in with `hf auth login`"
+            f"{what} is not on the Hub, or not visible with your token: check the name, publish it "
+            "first, or log in with `hf auth login`"
         ) from error
     except (HTTPError, OSError) as error:
-        raise ConnectionError(
-            f"{repo} is no folder here, and the Hub cannot be asked for it ({error})"
-        ) from error
-    return Path(snapshot_download(repo, revision=commit, endpoint=api.endpoint)), commit
+        raise ConnectionError(f"the Hub cannot be asked for {what} ({one_line(error)})") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The innermost reason of an error, without the request that led to it."""
+    while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def verify_folder(
     folder: Path, load: Callable[[Path], OSPrunerForCausalLM] = load_policy
 ) -> list[Check]:
-    """Checks a policy's files.
+    """Checks a policy's files, as published; `load` loads the policy with its base.
 
     The weights are loaded by the installed package's code and checked against the base that the
     policy pins; no code of the repository is run, and no pickle is read.
 
-    Args:
-        folder: The policy's files, as published.
-        load: How to load the policy with its base.
-
     Raises:
-        ValueError: If the folder holds no policy, or was not published by OS-Pruner.
+        ValueError: The folder holds no policy, or was not published by OS-Pruner.
     """
     config = read_policy_config(folder)
     record = read_provenance(folder)
@@ -125,41 +138,40 @@ def verify_folder(
                 f"{WEIGHTS}, SHA-256 {record.files[WEIGHTS]}",
             )
         ]
-    return [
-        _check_code(folder, record.code.get("version")),
-        _check_hashes(folder, record.files),
-        _check_pin(config.base_model_name_or_path, config.base_revision),
-        _check_probes(folder, load),
-    ]
+    names = file_names(folder)
+    code = _compare(
+        {name: file_hash(path) for name, path in code_files().items()},
+        {name: file_hash(folder / name) for name in names if name.endswith(".py")},
+        "code equals the installed package's",
+        ("is not ours", "differs"),
+        f". It says that it was published by ospruner {record.code.get('version')}",
+    )
+    files = _compare(
+        {name: hashed for name, hashed in record.files.items() if name not in _FREE},
+        {name: file_hash(folder / name) for name in names if name not in _FREE},
+        f"files equal the hashes in {PROVENANCE_FILE}",
+        ("is not in the record", "was changed"),
+    )
+    pin = _check_pin(config.base_model_name_or_path, config.base_revision)
+    return [code, files, pin, _check_probes(folder, load)]
 
 
-def _check_code(folder: Path, version: str | None) -> Check:
-    ours = code_files()
-    present = {name for name in file_names(folder) if name.endswith(".py")}
-    faults = [f"{name} is missing" for name in sorted(set(ours) - present)]
-    faults += [f"{name} is not ours" for name in sorted(present - set(ours))]
-    faults += [
-        f"{name} differs"
-        for name in sorted(present & set(ours))
-        if file_hash(folder / name) != file_hash(ours[name])
-    ]
-    if faults:
-        detail = f"{'; '.join(faults)}. It says that it was published by ospruner {version}"
-        return Check("code equals the installed package's", False, detail)
-    return Check("code equals the installed package's", True, f"{len(ours)} files")
-
-
-def _check_hashes(folder: Path, stated: dict[str, str]) -> Check:
-    present = set(file_names(folder)) - set(_FREE)
-    faults = [f"{name} is missing" for name in sorted(set(stated) - set(_FREE) - present)]
-    faults += [f"{name} is not in the record" for name in sorted(present - set(stated))]
-    faults += [
-        f"{name} was changed"
-        for name in sorted(present & set(stated))
-        if file_hash(folder / name) != stated[name]
-    ]
-    question = f"files equal the hashes in {PROVENANCE_FILE}"
-    return Check(question, not faults, "; ".join(faults) or f"{len(present)} files")
+def _compare(
+    wanted: Mapping[str, str],
+    found: Mapping[str, str],
+    question: str,
+    words: tuple[str, str],
+    remark: str = "",
+) -> Check:
+    """Whether files, by name and hash, are those that they should be; names each that is not."""
+    strange, other = words
+    faults = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
+    faults += [f"{name} {strange}" for name in sorted(found.keys() - wanted.keys())]
+    both = sorted(wanted.keys() & found.keys())
+    faults += [f"{name} {other}" for name in both if found[name] != wanted[name]]
+    return Check(
+        question, not faults, "; ".join(faults) + remark if faults else f"{len(both)} files"
+    )
 
 
 def _check_pin(base: str, revision: str | None) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from .fields import Fields, LazyGroup, fields_of, with_fields
+from .fields import Fields, LazyGroup, arg, fields_of, opt, with_fields
 
 console = Console()
 app = typer.Typer(
@@ -40,28 +41,10 @@ def _in_a_folder(file: Path | None) -> Path | None:
     return file
 
 
-JsonFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        help="Write every number to this file too.",
-        dir_okay=False,
-        callback=_in_a_folder,
-    ),
-]
-Base = Annotated[str | None, typer.Option(help="The base, if it is no longer where labels say.")]
-Device = Annotated[str | None, typer.Option(help="Torch device; default: the best.")]
-States = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder that keeps the trunk's states, for the next command on these labels.",
-        file_okay=False,
-    ),
-]
-Out = Annotated[
-    Path, typer.Option(help="Folder of the run; a stopped run continues.", file_okay=False)
-]
-Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the Hub.")]
+_JSON = opt("Write every number to this file too.", "--json", callback=_in_a_folder, dir_okay=False)
+JsonFile = Annotated[Path | None, _JSON]
+Out = Annotated[Path, opt("Folder of the run; a stopped run continues.", file_okay=False)]
+Revision = Annotated[str | None, opt("Commit, branch or tag on the Hub.")]
 MAKE, USE, SHARE = "Make a policy", "Use it", "Share and look"
 
 LABEL = Fields(
@@ -85,18 +68,25 @@ TRAIN = Fields(
     ),
     hidden=("output_dir",),
 )
-COMPARING = Fields("ospruner.cli.comparing:Comparing")
+COMPARING = Fields(
+    "ospruner.cli.settings:Comparing",
+    shown=(
+        *("choose_on", "prices", "online", "samples", "seed", "across_tasks", "base", "device"),
+        *("states", "limit"),
+    ),
+)
+CALIBRATING = Fields("ospruner.cli.settings:Calibrating", shown=None)
+SERVING = Fields("ospruner.cli.settings:Serving", shown=None)
+RELEASE = Fields("ospruner.hub_cards.publish:Release", shown=None, hidden=("repo",))
 PLAN = Fields("ospruner.doctor.plan:Workload")
 
 
 @app.command(rich_help_panel=MAKE)
 def demo(
-    out: Annotated[
-        Path | None, typer.Option(help="Folder; default: runs/demo.", file_okay=False)
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The one-minute version.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The proof: 3 seeds, an hour.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of problems, sampling and training.")] = 0,
+    out: Annotated[Path | None, opt("Folder; default: runs/demo.", file_okay=False)] = None,
+    quick: Annotated[bool, opt("The one-minute version.", "--quick")] = False,
+    full: Annotated[bool, opt("The proof: 3 seeds, an hour.", "--full")] = False,
+    seed: Annotated[int, opt("Seed of problems, sampling and training.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Do the whole job on the embedded reasoner: label, train, test, save, load, generate."""
@@ -113,10 +103,8 @@ def demo(
 @with_fields(LABEL)
 def label(
     context: typer.Context,
-    base: Annotated[str, typer.Option(help="The reasoning model: a folder or a Hub id.")],
-    dataset: Annotated[
-        str, typer.Option(help="gsm8k, math500, aime, deepscaler, ..., a file, or a Hub id.")
-    ],
+    base: Annotated[str, opt("The reasoning model: a folder or a Hub id.")],
+    dataset: Annotated[str, opt("gsm8k, math500, aime, deepscaler, ..., a file, or a Hub id.")],
     out: Out,
     json_file: JsonFile = None,
 ) -> None:
@@ -124,7 +112,7 @@ def label(
     from ospruner.train.labels.label import LabelConfig, run_label
 
     given = fields_of(context, LABEL, base=base, dataset=dataset, out=str(out))
-    with _stoppable(out), _bars("") as bars:
+    with _stoppable(out), _bars() as bars:
         run_label(LabelConfig(**given), bars)
     _print_labels(out, json_file)
 
@@ -133,24 +121,24 @@ def label(
 @with_fields(IMPORT)
 def labels_import(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(help="Traces: .jsonl, .jsonl.gz or .parquet.")],
-    base: Annotated[str, typer.Option(help="The model that answers: a folder or a Hub id.")],
+    file: Annotated[str, arg("Traces: .jsonl, .jsonl.gz or .parquet.")],
+    base: Annotated[str, opt("The model that answers: a folder or a Hub id.")],
     out: Out,
     json_file: JsonFile = None,
 ) -> None:
     """Label traces that others made: force and grade the answer after every step."""
     from ospruner.train.labels.label import import_traces
 
-    with _stoppable(out), _bars("") as bars:
+    with _stoppable(out), _bars() as bars:
         import_traces(base, file, out=out, progress=bars, **fields_of(context, IMPORT))
     _print_labels(out, json_file)
 
 
 @labels_app.command("regrade")
 def labels_regrade(
-    folder: Annotated[Path, typer.Argument(help="Folder of labels.")],
+    folder: Annotated[Path, arg("Folder of labels.")],
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run programs that the model wrote, locked in.")
+        bool, opt("Run programs that the model wrote, locked in.", "--allow-code")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -158,7 +146,7 @@ def labels_regrade(
     from ospruner.train.labels.label import regrade
     from ospruner.train.labels.summary import told_regraded
 
-    with _bars("") as bars:
+    with _bars() as bars:
         said, numbers = told_regraded(regrade(folder, bars, allow_code))
     console.print(said, markup=False, highlight=False)
     _write(numbers, json_file)
@@ -168,10 +156,10 @@ def labels_regrade(
 @with_fields(TRAIN)
 def train(
     context: typer.Context,
-    labels: Annotated[list[str], typer.Option(help="Folder or Hub id. Repeatable: a mix.")],
+    labels: Annotated[list[str], opt("Folder or Hub id. Repeatable: a mix.")],
     out: Out,
     validation: Annotated[
-        list[str] | None, typer.Option(help="Labels of other problems; default: hold some out.")
+        list[str] | None, opt("Labels of other problems; default: hold some out.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -180,21 +168,16 @@ def train(
     from ospruner.train.config import StopConfig
     from ospruner.train.trainer import StopTrainer
 
-    given = {"disable_tqdm": True, **fields_of(context, TRAIN)}
-    config = StopConfig(str(out), **given)
+    config = StopConfig(str(out), **{"disable_tqdm": True, **fields_of(context, TRAIN)})
     console.quiet = not config.should_save  # of several processes the first speaks
-    with _bars("") as bars:
+    with _bars() as bars:
         told = bars if config.should_save else silent
         trainer = StopTrainer(config, labels, validation, progress=told)
         trainer.train()
-    found = [vars(policy) | {"path": str(policy.path)} for policy in trainer.policies]
-    table = Table(title="On the validation traces")
-    for heading in ("policy", "price", "accuracy %", "thinking tokens", "saved %"):
-        table.add_column(heading)
     full = trainer.policies[0]
-    table.add_row(
-        "full trace", "", f"{100 * full.full_accuracy:.1f}", f"{full.full_tokens:.0f}", ""
-    )
+    table = Table("policy", "price", "accuracy %", "thinking tokens", "saved %")
+    table.title = "On the validation traces"
+    table.add_row("full trace", "", f"{100 * full.full_accuracy:.1f}", f"{full.full_tokens:.0f}")
     for policy in trainer.policies:
         price = f"{policy.price:g}" if policy.method == "os-pruner" else ""
         saved = f"{100 * (1 - policy.tokens / policy.full_tokens):.1f}"
@@ -205,7 +188,7 @@ def train(
         if policy.warning:
             console.print(f"[yellow]Warning:[/yellow] {policy.path.name} {policy.warning}.")
         console.print(f"Policy: {policy.path}", soft_wrap=True)
-    _write(found, json_file)
+    _write([vars(one) | {"path": str(one.path)} for one in trainer.policies], json_file)
 
 
 @app.command(rich_help_panel=MAKE)
@@ -213,39 +196,13 @@ def train(
 def compare(
     context: typer.Context,
     labels: Annotated[
-        str | None,
-        typer.Argument(
-            help="Labels to measure on; without methods, a folder of earlier comparisons."
-        ),
+        str | None, arg("Labels to measure on; without methods, a folder of earlier comparisons.")
     ] = None,
     methods: Annotated[
-        list[str] | None,
-        typer.Argument(help="Policies, and rules: budget:400, deer:.95, deer; rules: all."),
+        list[str] | None, arg("Policies, and rules: budget:400, deer:.95, deer; rules: all.")
     ] = None,
-    choose_on: Annotated[
-        str | None, typer.Option(help="Labels of other problems, on which choices are made.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for numbers, picture, page.", file_okay=False)
-    ] = None,
-    prices: Annotated[
-        str, typer.Option(help="Of a token, for policies of every price: 5e-5,1e-4, or all.")
-    ] = "",
-    online: Annotated[
-        bool, typer.Option("--online", help="Generate on the labels' problems; a run continues.")
-    ] = False,
-    samples: Annotated[int, typer.Option(help="With --online: of each problem.")] = 16,
-    seed: Annotated[int, typer.Option(help="With --online: of the sampling.")] = 0,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="Without methods: beside the paper's numbers.")
-    ] = False,
-    across_tasks: Annotated[
-        bool, typer.Option("--across-tasks", help="Take policies that were trained on others.")
-    ] = False,
-    base: Base = None,
-    device: Device = None,
-    states: States = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first N.")] = None,
+    out: Annotated[Path | None, opt("Folder for numbers, picture, page.", file_okay=False)] = None,
+    paper: Annotated[bool, opt("Without methods: beside the paper's numbers.", "--paper")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Compare policies and rules on labels, exactly; or by generating."""
@@ -263,21 +220,18 @@ def compare(
             raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
         names = {name: said.get(name) for name in ("model", "benchmark")}
         print_comparison(labels, console, paper=paper, json_file=json_file, **names)
-        pages = [] if labels is None else write_report(labels, out=out, validation=choose_on)
-        for path in pages:
+        choose_on = said.get("choose_on")
+        for path in write_report(labels, out=out, validation=choose_on) if labels else ():
             console.print(f"Wrote {path}", soft_wrap=True)
         return
+    target, prices = out or Path("runs/compare"), said.pop("prices", "")
+    said["prices"] = parse_prices({"all": "frontier"}.get(prices, prices))
     said["rewards_at"] = parse_lambdas(str(said.pop("rewards_at", ""))) or None
-    variant = charged_variant(said.pop("charge", "thinking"))
-    chosen = parse_prices({"all": "frontier"}.get(prices, prices))
-    target = out or Path("runs/compare")
+    said["variant"] = variant = charged_variant(said.pop("charge", "thinking"))
+    if said.get("online"):
+        said["out"] = target
     with _bars("compare") as bars:
-        report = compare(
-            labels, methods or [], choose_on=choose_on, prices=chosen, base=base, limit=limit,
-            across_tasks=across_tasks, device=device, states=states, variant=variant,
-            online=online, samples=samples, seed=seed, out=target if online else None,
-            progress=bars, **said,
-        )  # fmt: skip
+        report = compare(labels, methods or [], progress=bars, **said)
     report.save(target)
     print_results(report.results, console)
     if json_file is not None:
@@ -287,50 +241,35 @@ def compare(
 
 
 @app.command(rich_help_panel=MAKE)
+@with_fields(CALIBRATING)
 def calibrate(
-    policy: Annotated[str, typer.Argument(help="A policy's folder; or a rule, such as deer.")],
-    labels: Annotated[str, typer.Option(help="Labels that nothing was trained or chosen on.")],
-    max_loss: Annotated[float, typer.Option(help="Accuracy that may be lost, such as 0.02.")],
-    confidence: Annotated[float, typer.Option(help="How surely not more is lost.")] = 0.95,
-    mode: Annotated[
-        str, typer.Option(help="threshold; or sample, of a policy of every price: it draws.")
-    ] = "threshold",
-    values: Annotated[
-        str | None,
-        typer.Option(help="Thresholds, prices, or a rule's, from careful to bold: .9,.8,.7"),
-    ] = None,
-    validation: Annotated[
-        str | None, typer.Option(help="Labels from which the losses' variance is guessed.")
-    ] = None,
-    base: Base = None,
-    device: Device = None,
-    states: States = None,
-    seed: Annotated[int, typer.Option(help="Seed of the order of problems.")] = 0,
+    context: typer.Context,
+    policy: Annotated[str, arg("A policy's folder; or a rule, such as deer.")],
+    labels: Annotated[str, opt("Labels that nothing was trained or chosen on.")],
+    max_loss: Annotated[float, opt("Accuracy that may be lost, such as 0.02.")],
     json_file: JsonFile = None,
 ) -> None:
     """Promise that stopping loses at most so much accuracy, and store the promise in the policy."""
-    from dataclasses import asdict
-
     from ospruner.calibrating import calibrate, calibrate_rule
     from ospruner.rules import FAMILIES
 
+    said = {"confidence": 0.95, "mode": "threshold", "seed": 0, **fields_of(context, CALIBRATING)}
+    mode, values = said["mode"], said.pop("values", None)
     tried = tuple(_number(text) for text in values.split(",")) if values else None
     if policy in FAMILIES and not Path(policy).is_dir():
         if mode != "threshold":
             raise typer.BadParameter(f"--mode is {mode!r}; a rule such as {policy} does not draw.")
         if tried is None:
             raise typer.BadParameter(f"{policy} is a rule: give its --values, careful to bold.")
-        found = calibrate_rule(policy, tried, labels, max_loss, confidence, seed=seed)
+        found = calibrate_rule(
+            policy, tried, labels, max_loss, said["confidence"], seed=said["seed"]
+        )
     else:
         with _bars("calibrate") as bars:
-            found = calibrate(
-                policy, labels, max_loss, confidence, mode=mode, values=tried,  # type: ignore[arg-type]  # checked
-                validation=validation, base=base, device=device, states=states, seed=seed,
-                progress=bars,
-            )  # fmt: skip
-    console.print(found.told(max_loss, confidence), highlight=False)
-    said = {"max_loss": max_loss, "confidence": confidence, "mode": mode, "seed": seed}
-    _write(said | asdict(found), json_file)
+            found = calibrate(policy, labels, max_loss, values=tried, progress=bars, **said)
+    console.print(found.told(max_loss, said["confidence"]), highlight=False)
+    kept = {name: said[name] for name in ("confidence", "mode", "seed")}
+    _write({"max_loss": max_loss, **kept, **asdict(found)}, json_file)
     if found.value is None:
         raise typer.Exit(1)
 
@@ -339,78 +278,42 @@ def calibrate(
     rich_help_panel=USE,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
+@with_fields(SERVING)
 def serve(
     context: typer.Context,
-    policy: Annotated[str, typer.Argument(help="A policy, as a folder or Hub id.")],
-    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
-    mode: Annotated[str | None, typer.Option(help="sample or threshold.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="For mode threshold, in [0, 1].")] = None,
-    max_loss: Annotated[
-        float | None, typer.Option(help="What `ospruner calibrate` promised, such as 0.02.")
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option(help="Of a token; default: the policy's own.")
-    ] = None,
-    answer: Annotated[str | None, typer.Option(help="forced, free, or tools.")] = None,
-    wind_down: Annotated[
-        str | None, typer.Option(help="A sentence forced before the closing.")
-    ] = None,
-    min_thinking_tokens: Annotated[
-        int | None, typer.Option(help="No stop before so many tokens.")
-    ] = None,
-    max_thinking_tokens: Annotated[
-        int | None, typer.Option(help="Stop at the first step end from here on.")
-    ] = None,
-    control: Annotated[
-        float, typer.Option(help="Share of requests that never stop, to measure savings against.")
-    ] = 0.0,
-    opt_in: Annotated[
-        bool, typer.Option("--opt-in", help="Stop only requests that say stop_policy.")
-    ] = False,
+    policy: Annotated[str, arg("A policy, as a folder or Hub id.")],
+    engine: Annotated[str, opt("vllm or sglang.")] = "vllm",
+    opt_in: Annotated[bool, opt("Stop only requests that say stop_policy.", "--opt-in")] = False,
 ) -> None:
     """Serve a policy: an OpenAI-compatible server; further options are the engine's own."""
-    if engine not in ("vllm", "sglang"):
-        raise typer.BadParameter(f"--engine is {engine!r}; it must be vllm or sglang.")
-    given = {
-        "stop_mode": mode,
-        "stop_threshold": threshold,
-        "stop_max_loss": max_loss,
-        "stop_price": price,
-        "stop_answer": answer,
-        "stop_wind_down": wind_down,
-        "min_thinking_tokens": min_thinking_tokens,
-        "max_thinking_tokens": max_thinking_tokens,
-        "stop_control": control,
-    }
-    defaults = {key: value for key, value in given.items() if value is not None}
-    settings = {"stop_policy": not opt_in, **defaults}
+    settings: dict[str, Any] = {"stop_policy": not opt_in}
+    for name, value in fields_of(context, SERVING).items():
+        settings[name if name.endswith("_tokens") else f"stop_{name}"] = value
     if engine == "sglang":
         from ospruner.serving.sglang.sglang_server import serve_sglang
 
         serve_sglang(policy, settings, context.args)
-        return
-    from ospruner.serving.vllm.vllm_server import serve_vllm
+    elif engine == "vllm":
+        from ospruner.serving.vllm.vllm_server import serve_vllm
 
-    serve_vllm(policy, settings, context.args)
+        serve_vllm(policy, settings, context.args)
+    else:
+        raise typer.BadParameter(f"--engine is {engine!r}; it must be vllm or sglang.")
 
 
 @app.command("app", rich_help_panel=USE)
 def app_command(
     policy: Annotated[
         str | None,
-        typer.Argument(
-            help="A policy, as a folder or Hub id; default: the demo's, made if need be."
-        ),
+        arg("A policy, as a folder or Hub id; default: the demo's, made if need be."),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Ask a server of `ospruner serve` instead of a policy here.")
+        str | None, opt("Ask a server of `ospruner serve` instead of a policy here.")
     ] = None,
     revision: Revision = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen at; default: this machine alone.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Default: the first free one from 7860.")] = None,
-    browser: Annotated[bool, typer.Option("--browser", help="Open a browser, too.")] = False,
+    host: Annotated[str | None, opt("Address to listen at; default: this machine alone.")] = None,
+    port: Annotated[int | None, opt("Default: the first free one from 7860.")] = None,
+    browser: Annotated[bool, opt("Open a browser, too.", "--browser")] = False,
 ) -> None:
     """Open a page that asks the base as it is and pruned, side by side."""
     from ospruner.app.page import PIP_LINE, open_app, open_source
@@ -432,7 +335,7 @@ def app_command(
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
 )
 def lm_eval_command(
-    arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own.")] = None,
+    arguments: Annotated[list[str] | None, arg("lm_eval's own.")] = None,
 ) -> None:
     """lm-evaluation-harness's own command line, with the model `ospruner` in it."""
     from ospruner.optional import needed
@@ -444,56 +347,33 @@ def lm_eval_command(
 
 
 @app.command(rich_help_panel=SHARE)
+@with_fields(RELEASE)
 def publish(
-    folder: Annotated[
-        Path, typer.Argument(help="A policy's folder, or one of labels (or of train/, test/, ...).")
-    ],
-    repo: Annotated[str, typer.Argument(help="Where to: org/name.")],
-    base: Annotated[
-        str | None, typer.Option(help="The base's id on the Hub, if it was a local folder.")
-    ] = None,
-    base_revision: Annotated[
-        str | None, typer.Option(help="The base's commit, branch or tag; its commit is pinned.")
-    ] = None,
-    license: Annotated[
-        str | None, typer.Option(help="In the Hub's spelling; default: for a policy, the base's.")
-    ] = None,
-    labels: Annotated[
-        list[str] | None,
-        typer.Option(help="Of a policy: its labels' id on the Hub. Repeatable."),
-    ] = None,
-    problems: Annotated[
-        str | None, typer.Option(help="Of labels: where the problems come from, and their licence.")
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write the exact folder, send nothing.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Where a dry run writes; default: runs/publish/NAME.")
-    ] = None,
+    context: typer.Context,
+    folder: Annotated[Path, arg("A policy's folder, or one of labels (or of train/, test/, ...).")],
+    repo: Annotated[str, arg("Where to: org/name.")],
+    private: Annotated[bool, opt("Make a private repository.", "--private")] = False,
+    dry_run: Annotated[bool, opt("Write the exact folder, send nothing.", "--dry-run")] = False,
+    out: Annotated[Path | None, opt("Where a dry run writes; default: runs/publish/NAME.")] = None,
 ) -> None:
     """Put a policy or labels on the Hub in one commit: files, code, card, provenance."""
     from ospruner.hub_cards.publish import publish
 
-    done = publish(
-        folder, repo, private=private, dry_run=dry_run, out=out, base=base,
-        base_revision=base_revision, license=license, labels=labels or (), problems=problems,
-    )  # fmt: skip
-    staged = done.staged
+    release = fields_of(context, RELEASE)
+    done = publish(folder, repo, private=private, dry_run=dry_run, out=out, **release)
     table = Table(title=escape(repo), show_header=False, box=None, title_justify="left")
     table.add_column(overflow="fold")
     table.add_column(justify="right")
-    for name, size in staged.sizes.items():
+    for name, size in done.sizes.items():
         table.add_row(escape(name), decimal(size))
-    table.add_row("in all", decimal(sum(staged.sizes.values())))
+    table.add_row("in all", decimal(sum(done.sizes.values())))
     console.print(table)
-    if staged.left_out:
-        console.print(f"Not published: {escape(', '.join(staged.left_out))}")
-    for remark in staged.remarks:
+    if done.left_out:
+        console.print(f"Not published: {escape(', '.join(done.left_out))}")
+    for remark in done.remarks:
         console.print(f"[yellow]Note:[/yellow] {escape(remark)}")
     if done.url is None:
-        said = f"Nothing was sent. The folder: {staged.path}"
+        said = f"Nothing was sent. The folder: {done.path}"
     elif done.changed:
         said = f"Published {done.url} at commit {done.commit}"
     else:
@@ -503,7 +383,7 @@ def publish(
 
 @app.command(rich_help_panel=SHARE)
 def verify(
-    repo: Annotated[str, typer.Argument(help="Id of a policy on the Hub, or its folder.")],
+    repo: Annotated[str, arg("Id of a policy on the Hub, or its folder.")],
     revision: Revision = None,
 ) -> None:
     """Check a published policy: code, hashes, base, probabilities; status 1 if one fails."""
@@ -524,14 +404,12 @@ def verify(
 def doctor(
     context: typer.Context,
     subject: Annotated[
-        str | None, typer.Argument(help="A base or a policy, as a folder or Hub id; optional.")
+        str | None, arg("A base or a policy, as a folder or Hub id; optional.")
     ] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="What labelling, training and serving will need.")
-    ] = False,
+    plan: Annotated[bool, opt("What labelling, training and serving will need.", "--plan")] = False,
     revision: Revision = None,
     format_name: Annotated[
-        str | None, typer.Option("--format", help="deepseek-r1, qwen3, harmony, plain, a .json.")
+        str | None, opt("deepseek-r1, qwen3, harmony, plain, a .json.", "--format")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -567,8 +445,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+        bool, opt("Print the version.", "--version", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -583,10 +460,10 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-def _bars(name: str) -> Any:
+def _bars(name: str = "") -> Any:
     from ospruner.progress import PhaseBars
 
-    return PhaseBars(console, name) if name else PhaseBars(console)
+    return PhaseBars(console, name)
 
 
 def _write(numbers: Any, file: Path | None) -> None:

@@ -21,10 +21,20 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["Fields", "LazyGroup", "fields_of", "whole_commands", "with_fields"]
+__all__ = ["Fields", "LazyGroup", "arg", "fields_of", "opt", "whole_commands", "with_fields"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SAID = "ospruner.fields"  # in a context's `meta`
+
+
+def opt(text: str, *names: str, **more: Any) -> Any:
+    """An option with its help."""
+    return typer.Option(*names, help=text, **more)
+
+
+def arg(text: str) -> Any:
+    """An argument with its help."""
+    return typer.Argument(help=text)
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,12 @@ class Fields:
 
     Attributes:
         where: Its module and name, as "package.module:Name".
-        shown: Fields that are options of their own.
+        shown: Fields that are options of their own; None for all, without --set and --config.
         hidden: Fields that the command's own arguments set.
     """
 
     where: str
-    shown: Sequence[str] = ()
+    shown: Sequence[str] | None = ()
     hidden: Sequence[str] = ()
 
     def load(self) -> Any:
@@ -51,14 +61,15 @@ class Fields:
         cls = self.load()
         kinds = typing.get_type_hints(cls)
         told = {one.name: one for one in dataclasses.fields(cls)}
+        names = told if self.shown is None else self.shown
+        options = [_option(told[name], kinds[name]) for name in names]
+        if self.shown is None:
+            return options
+        others = f"Any other field of {cls.__name__}: field=value. Repeatable."
         return [
-            *(_option(told[name], kinds[name]) for name in self.shown),
+            *options,
             _parameter("config", str | None, "Fields in a YAML or JSON file: `field: value`."),
-            _parameter(
-                "set",
-                list[str] | None,
-                f"Any other field of {cls.__name__}: field=value. Repeatable.",
-            ),
+            _parameter("set", list[str] | None, others),
         ]
 
 
@@ -80,19 +91,22 @@ class LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         function = getattr(command and command.callback, "__wrapped__", None)
         if command is not None and hasattr(function, "fields"):
-            command = _whole(str(name), function)
+            command = _whole(command, function)
         return name, command, rest
 
 
-def _whole(name: str, function: Any) -> Any:
+def _whole(command: Any, function: Any) -> Any:
     """A command of a function's own parameters and its fields."""
     signature = inspect.signature(function, eval_str=True)
     options = [one for one in function.fields.options() if one.name not in signature.parameters]
 
     def called(**values: Any) -> None:
         said = {one.name: values.pop(one.name) for one in options}
+        # A 0 was said, and is not the same as a flag's False.
         values["context"].meta[_SAID] = {
-            name: value for name, value in said.items() if not _unsaid(value)
+            name: value
+            for name, value in said.items()
+            if value not in (None, [], ()) and value is not False
         }
         function(**values)
 
@@ -101,7 +115,7 @@ def _whole(name: str, function: Any) -> Any:
     called.__annotations__ = {one.name: one.annotation for one in parameters}
     called.__doc__ = function.__doc__
     alone = typer.Typer(add_completion=False)
-    alone.command(name)(called)
+    alone.command(command.name, context_settings=command.context_settings)(called)
     return typer.main.get_command(alone)
 
 
@@ -119,11 +133,6 @@ def whole_commands(app: typer.Typer) -> dict[str, Any]:
 
     walk(typer.main.get_command(app), "")
     return found
-
-
-def _unsaid(value: object) -> bool:
-    """Whether an option was left out: a 0 was said, and is not the same as a flag's False."""
-    return value is None or value is False or value in ([], ())
 
 
 def fields_of(context: typer.Context, fields: Fields, **given: Any) -> dict[str, Any]:
@@ -168,37 +177,30 @@ def fields_of(context: typer.Context, fields: Fields, **given: Any) -> dict[str,
             raise typer.BadParameter(f"{cls.__name__} has no field {name!r}.{hint}")
         if name in fields.hidden:
             raise typer.BadParameter(f"{name} is said by an argument of this command, not here.")
-    found = {name: _as(kinds[name], name, value) for name, value in found.items()}
-    said = {name: _as(kinds[name], name, value) for name, value in said.items()}
-    return found | said | {name: value for name, value in given.items() if value is not None}
+    said = {name: _as(kinds[name], name, value) for name, value in (found | said).items()}
+    return said | {name: value for name, value in given.items() if value is not None}
 
 
 def _option(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
     """An option for a field; what is not said stays the dataclass's own default."""
-    text = str(field.metadata.get("help", ""))
-    members = _members(kind)
+    text, members = str(field.metadata.get("help", "")), _members(kind)
     if bool in members:
         return _parameter(field.name, bool, text, default=False)
     if str not in members and any(typing.get_origin(one) in (tuple, list) for one in members):
         return _parameter(field.name, list[str] | None, text)
     scalar = next((one for one in (str, float, int) if one in members), str)
-    default = None if field.default is dataclasses.MISSING else field.default
-    shown = f"{default}" if default not in (None, "") else False
-    return _parameter(field.name, scalar | None, text, shown=shown)
+    silent = field.default in (dataclasses.MISSING, None, "", ())
+    return _parameter(field.name, scalar | None, text, shown=not silent and f"{field.default}")
 
 
 def _parameter(
-    name: str,
-    kind: Any,
-    text: str,
-    *,
-    default: Any = None,
-    shown: str | bool = False,
+    name: str, kind: Any, text: str, *, default: Any = None, shown: str | bool = False
 ) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    option = typer.Option(flag, help=text, show_default=shown, rich_help_panel="Settings")
+    option = opt(text, flag, show_default=shown, rich_help_panel="Settings")
+    annotation = Annotated[kind, option]
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
@@ -212,8 +214,9 @@ def _members(kind: Any) -> list[Any]:
 def _as(kind: Any, name: str, value: Any) -> Any:
     """A value as its field holds it: 1e-4 is a number, one of several texts a tuple."""
     members = _members(kind)
-    origins = {typing.get_origin(one) for one in members}
-    if tuple in origins and isinstance(value, str | list | tuple):
+    if any(typing.get_origin(one) is tuple for one in members) and isinstance(
+        value, str | list | tuple
+    ):
         return (value,) if isinstance(value, str) else tuple(value)
     if str in members or value is None:
         return str(value) if set(members) == {str} and not isinstance(value, list) else value

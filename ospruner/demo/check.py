@@ -7,10 +7,9 @@ where it is waste.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,17 +22,13 @@ from ospruner.progress import PhaseBars
 from .fallible_reasoner import BACKWARDS, RECHECKS
 from .shipped import MAX_ANSWER_TOKENS, Reasoner, draw_split
 
+Rows = Sequence[Mapping[str, Any]]
+"""Labelled traces of distinct problems (`ospruner.eval.schema.FEATURES`)."""
+Decode = Callable[[list[int]], str]
 
-@dataclass(frozen=True)
-class Gate:
-    """One measured property of the reasoner and the range it must lie in.
 
-    Attributes:
-        name: What is measured.
-        value: The measurement.
-        low: Least value allowed.
-        high: Greatest value allowed.
-    """
+class Gate(NamedTuple):
+    """One measured property of the reasoner and the range that it must lie in."""
 
     name: str
     value: float
@@ -42,19 +37,12 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        """Whether the value lies within the range."""
+        """Whether the value lies within the range, ends included."""
         return self.low <= self.value <= self.high
 
 
-def repairs_and_breaks(
-    rows: Sequence[Mapping[str, Any]], decode: Callable[[list[int]], str]
-) -> tuple[int, int]:
-    """Count wrong answers repaired and right ones broken between the first recheck and the end.
-
-    Args:
-        rows: Labelled traces.
-        decode: Turns token ids into text.
-    """
+def repairs_and_breaks(rows: Rows, decode: Decode) -> tuple[int, int]:
+    """Wrong answers repaired, and right ones broken, between the first recheck and the end."""
     repaired = broken = 0
     for row in rows:
         spans = zip([0, *row["step_ends"][:-1]], row["step_ends"], strict=True)
@@ -68,18 +56,8 @@ def repairs_and_breaks(
     return repaired, broken
 
 
-def gates(
-    rows: Sequence[Mapping[str, Any]],
-    unthinking_correct: Sequence[float],
-    decode: Callable[[list[int]], str],
-) -> list[Gate]:
-    """Measure every gate.
-
-    Args:
-        rows: Labelled traces of distinct problems (`ospruner.eval.schema.FEATURES`).
-        unthinking_correct: For each row, what the answer forced without thinking is worth.
-        decode: Turns token ids into text.
-    """
+def gates(rows: Rows, unthinking_correct: Sequence[float], decode: Decode) -> list[Gate]:
+    """Measures every gate; `unthinking_correct` grades each row's answer without thinking."""
     right = [np.array([c == 1 for c in row["forced_correct"]]) for row in rows]
     full = float(np.mean([r[-1] for r in right]))
     natural = float(np.mean([row["natural_correct"] == 1 for row in rows]))
@@ -103,12 +81,12 @@ def gates(
 
 
 def run_check(folder: Path | None, limit: int, seed: int, console: Console) -> list[Gate]:
-    """Measure and print the gates on fresh problems.
+    """Measures and prints the gates on fresh problems.
 
     Args:
-        folder: Folder of the reasoner; None for the shipped one.
+        folder: Of the reasoner; None for the shipped one.
         limit: Problems to measure on.
-        seed: Seed of the problems (of the `validation` split) and of the sampling.
+        seed: Of the problems (of the `validation` split) and of the sampling.
         console: Where to print.
 
     Raises:
@@ -118,41 +96,28 @@ def run_check(folder: Path | None, limit: int, seed: int, console: Console) -> l
     if limit < 1:
         raise ValueError(f"limit is {limit}; give at least 1 problem")
     reasoner, task = Reasoner(folder), Math()
-    problems = draw_split("validation", limit, seed)
+    fmt, decode = reasoner.token_format, reasoner.tokenizer.decode
+    problems = {one.id: one for one in draw_split("validation", limit, seed)}
     with TemporaryDirectory() as scratch, PhaseBars(console, "check") as bars:
-        rows = reasoner.label(problems, Path(scratch) / "labels", seed, bars).to_list()
+        labels = reasoner.label([*problems.values()], Path(scratch) / "labels", seed, bars)
+        rows = labels.to_list()
         answers = reasoner.engine.fork(
             [ForkRequest(row["prompt_ids"], row["trace_ids"], [0]) for row in rows],
-            reasoner.token_format.forced_suffix("forced"),
+            fmt.forced_suffix("forced"),
             MAX_ANSWER_TOKENS,
-            reasoner.token_format.box_state,
+            fmt.box_state,
         )
-    decode = reasoner.tokenizer.decode
-    of_id = {problem.id: problem for problem in problems}
     asked = [
-        (task.read_forced(str(decode(forks[0].ids))) or "", of_id[row["problem_id"]])
+        (task.read_forced(str(decode(forks[0].ids))) or "", problems[row["problem_id"]])
         for forks, row in zip(answers, rows, strict=True)
     ]
     unthinking = [grade.value or 0.0 for grade in task.grade_many(asked)]
     found = gates(rows, unthinking, lambda ids: str(decode(ids)))
-    table = Table(title=f"{len(rows)} problems, T=0.6, top-p 0.95, seed {seed}")
-    for heading in ("gate", "measured", "allowed", ""):
-        table.add_column(heading, justify="left" if heading == "gate" else "right")
+    table = Table("gate", "measured", "allowed", "")
+    table.title = f"{len(rows)} problems, T=0.6, top-p 0.95, seed {seed}"
     for gate in found:
         allowed = f"{gate.low:.3g} to {gate.high:.3g}"
-        verdict = "ok" if gate.passed else "FAILED"
-        table.add_row(gate.name, f"{gate.value:.3f}", allowed, verdict)
-    console.print(table)
-    table = Table(title="by family")
-    for heading in ("family", "traces", "first step right", "full", "never right", "tokens"):
-        table.add_column(heading, justify="left" if heading == "family" else "right")
-    for family in sorted({row["family"] for row in rows}):
-        chosen = [row for row in rows if row["family"] == family]
-        grades = [[grade == 1 for grade in row["forced_correct"]] for row in chosen]
-        shares = ([g[0] for g in grades], [g[-1] for g in grades], [not any(g) for g in grades])
-        tokens = np.mean([row["step_ends"][-1] for row in chosen])
-        cells = (*(f"{np.mean(share):.3f}" for share in shares), f"{tokens:.0f}")
-        table.add_row(family, str(len(chosen)), *cells)
+        table.add_row(gate.name, f"{gate.value:.3f}", allowed, "ok" if gate.passed else "FAILED")
     console.print(table)
     return found
 

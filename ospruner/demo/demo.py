@@ -15,7 +15,6 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,13 +26,12 @@ from rich.table import Table
 
 import ospruner
 from ospruner.durable import replace_file
-from ospruner.eval.calibration import Calibration
 from ospruner.eval.compare import Report
 from ospruner.eval.methods import EVERY_PRICE
 from ospruner.eval.report.summary import results_table
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.hub_cards.cards import CARD_FILE, License, policy_card
+from ospruner.hub_cards.cards import CARD_FILE, PICTURE_FILE, policy_card
 from ospruner.progress import PhaseBars, Progress
 from ospruner.provenance import hash_files, read_provenance
 from ospruner.train.config import StopConfig
@@ -41,8 +39,8 @@ from ospruner.train.trainer import StopTrainer
 
 from . import REASONER
 from .jobs import Job, Workers
-from .problems import Split, iterate_problems
-from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS
+from .problems import Split
+from .shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, draw_split
 
 METHODS = ("os-pruner", "probe", "convergence")
 SPLITS: tuple[Split, ...] = ("train", "test", "validation")  # the longest first
@@ -57,6 +55,7 @@ MIN_PROBLEMS = 300
 HARD = "product"
 """The family that is beyond the reasoner, however long it thinks."""
 SIDE_BY_SIDE = Path(__file__).with_name("side_by_side.py")
+MADE_BY = ("command", "created_utc", "git_commit", "git_modified", "packages", "python", "platform")
 
 
 @dataclass(frozen=True)
@@ -82,22 +81,18 @@ class DemoSize:
     max_loss: float
 
 
-QUICK = DemoSize("quick", train=96, validation=48, test=64, seeds=1, epochs=6, max_loss=0.1)
-STANDARD = DemoSize(
-    "standard", train=1200, validation=800, test=500, seeds=1, epochs=8, max_loss=0.03
-)
-FULL = DemoSize("full", train=12000, validation=1500, test=6000, seeds=3, epochs=8, max_loss=0.02)
+QUICK = DemoSize("quick", 96, 48, 64, seeds=1, epochs=6, max_loss=0.1)
+STANDARD = DemoSize("standard", 1200, 800, 500, seeds=1, epochs=8, max_loss=0.03)
+FULL = DemoSize("full", 12000, 1500, 6000, seeds=3, epochs=8, max_loss=0.02)
 
 
 def run_demo(
-    out: Path,
-    size: DemoSize,
-    seed: int,
-    console: Console,
-    json_file: Path | None = None,
-    processes: int | None = None,
+    out: Path, size: DemoSize, seed: int, console: Console, json_file: Path | None = None
 ) -> Results:
     """Label, train, calibrate, compare, load in a fresh process, generate.
+
+    Jobs run side by side, one a core and at least one a split: three at once on two cores end
+    sooner than two and then one. The numbers do not depend on it.
 
     Args:
         out: Folder of the run; a stopped run continues, one of other settings is refused.
@@ -105,9 +100,6 @@ def run_demo(
         seed: Seed of problems, sampling and training.
         console: Where to draw bars and print.
         json_file: Where to write every number too.
-        processes: How many label and train side by side; None for one a core, and at least one a
-            split, for three at once on two cores end sooner than two and then one. The numbers do
-            not depend on it.
 
     Raises:
         ValueError: `out` holds another run's files.
@@ -115,7 +107,8 @@ def run_demo(
     started = time.monotonic()
     _claim(out, size, seed)
     for split in SPLITS:
-        write_problems(out / f"{split}.jsonl", split, vars(size)[split], seed)
+        lines = [json.dumps(vars(one)) for one in draw_split(split, vars(size)[split], seed)]
+        replace_file(out / f"{split}.jsonl", "\n".join([*lines, ""]).encode())
     configs = {
         f"{method}, seed {number}": train_config(out, size, number, method)
         for method in METHODS
@@ -127,8 +120,7 @@ def run_demo(
     training: dict[str, Job[None]] = {
         name: partial(train_one, out, config) for name, config in configs.items()
     }
-    count = processes or max(os.cpu_count() or 1, len(SPLITS))
-    with Workers(count) as workers, PhaseBars(console) as bars:
+    with Workers(max(os.cpu_count() or 1, len(SPLITS))) as workers, PhaseBars(console) as bars:
         workers.run(labelling, bars)
         workers.run(training, bars)
     folders = [str(config.output_dir) for config in configs.values()]
@@ -141,27 +133,27 @@ def run_demo(
         found = ospruner.calibrate(
             policy, validation, size.max_loss, CONFIDENCE, states=states, progress=bars
         )
-        report = ospruner.compare(
-            test, folders, choose_on=validation,
-            progress=bars, **named,
-        )  # fmt: skip
+        report = ospruner.compare(test, folders, choose_on=validation, progress=bars, **named)
         kept = None
         if found.value is not None:
             kept = ospruner.compare(test, [f"{policy}@.5"], prices=[found.value], **named)
-    results = _results(report, kept, found, size, seed, policy)
-    report.plot(out / "pareto.png")
-    shutil.copyfile(out / "pareto.png", policy / "pareto.png")
+    promise = None if kept is None else kept.results.rules[1:2]
+    results = _with_claims(
+        report, promise, size, policy, seed, found.told(size.max_loss, CONFIDENCE)
+    )
+    report.plot(out / PICTURE_FILE)
+    shutil.copyfile(out / PICTURE_FILE, policy / PICTURE_FILE)
     results.save(policy / RESULTS_FILE)
-    card = policy_card(policy, name="OS-Pruner demo policy", license=License("apache-2.0"))
-    card.save(policy / CARD_FILE)
-    _print(results, kept, found, size, console)
+    name, license = "OS-Pruner demo policy", {"license": "apache-2.0"}
+    policy_card(policy, name=name, license=license).save(policy / CARD_FILE)
+    _print(results, promise, console)
     generate_side_by_side(policy, out, seed, results, console)
     for path in (out / RESULTS_FILE, json_file):
         if path is not None:
             results.save(path)
     shutil.rmtree(out / STATES, ignore_errors=True)
     minutes = (time.monotonic() - started) / 60
-    said = f"Policy: {policy}; numbers: {out / RESULTS_FILE}; picture: {out / 'pareto.png'}"
+    said = f"Policy: {policy}; numbers: {out / RESULTS_FILE}; picture: {out / PICTURE_FILE}"
     console.print(f"{said}; {minutes:.1f} minutes.", soft_wrap=True)
     return results
 
@@ -176,12 +168,6 @@ def policy_at_hand(console: Console) -> Path:
     console.print("First start: `ospruner demo --quick` makes a policy; about a minute.")
     run_demo(Path("runs/demo-quick"), QUICK, 0, console)
     return Path("runs/demo-quick/policy")
-
-
-def write_problems(file: Path, split: Split, count: int, seed: int) -> None:
-    """Writes the first problems of a split, as `ospruner.label` reads them."""
-    drawn = [one.as_problem() for one in islice(iterate_problems(split, seed), count)]
-    replace_file(file, "".join(f"{json.dumps(vars(one))}\n" for one in drawn).encode())
 
 
 def label_split(out: Path, split: Split, seed: int, *, progress: Progress) -> None:
@@ -235,99 +221,79 @@ def _claim(out: Path, size: DemoSize, seed: int) -> None:
     replace_file(claim, json.dumps(identity, indent=2).encode())
 
 
-def _results(
-    report: Report,
-    kept: Report | None,
-    found: Calibration,
-    size: DemoSize,
-    seed: int,
-    policy: Path,
+def _with_claims(
+    report: Report, promise: pd.DataFrame | None, size: DemoSize, policy: Path, seed: int, told: str
 ) -> Results:
-    """Every number, and what should hold of them."""
-    results = report.results
+    """The results with what should hold of them, and what the policy's record says of the run."""
     record = dataclasses.asdict(read_provenance(policy))
-    names = ("command", "created_utc", "git_commit", "git_modified", "packages", "python")
-    run = {name: record[name] for name in (*names, "platform")}
-    about = {
-        **results.about,
-        "run": run | {"seed": seed, "settings": vars(size)},
-        "promise": found.told(size.max_loss, CONFIDENCE),
-        "claims": [
-            {"claim": claim, "holds": bool(held), "numbers": numbers}
-            for claim, held, numbers in claims(results, kept, size.max_loss)
-        ],
-    }
-    return dataclasses.replace(results, about=about)
+    run = {name: record[name] for name in MADE_BY} | {"seed": seed, "settings": vars(size)}
+    found = claims(report.results, promise, size.max_loss)
+    about = {**report.results.about, "run": run, "promise": told, "claims": found}
+    return dataclasses.replace(report.results, about=about)
 
 
-def claims(results: Results, kept: Report | None, max_loss: float) -> list[tuple[str, bool, str]]:
-    """What the proof asks for: (claim, whether the point estimate meets it, the numbers)."""
+def claims(results: Results, promise: pd.DataFrame | None, max_loss: float) -> list[dict[str, Any]]:
+    """What the proof asks for: each claim, whether the point estimate meets it, the numbers."""
+    told: list[dict[str, Any]] = []
+
+    def say(claim: str, holds: bool, numbers: str) -> None:
+        told.append({"claim": claim, "holds": bool(holds), "numbers": numbers})
+
     rules = results.rules
-    frontier = rules["tokens"][rules["method"] == EVERY_PRICE].tolist()
-    falls = f"{frontier[0]:.0f} to {frontier[-1]:.0f} over {len(frontier)} prices"
-    told = [
-        ("thinking tokens fall as their price rises", frontier == sorted(frontier)[::-1], falls)
-    ]
+    tokens = rules["tokens"][rules["method"] == EVERY_PRICE].tolist()
+    falls = f"{tokens[0]:.0f} to {tokens[-1]:.0f} over {len(tokens)} prices"
+    say("thinking tokens fall as their price rises", tokens == sorted(tokens)[::-1], falls)
     full = rules.iloc[0]
     if full["problems"] < MIN_PROBLEMS:
         return told
-    if kept is not None:
-        one = kept.results.rules.iloc[1]
-        loss, saved = full["accuracy"] - one["accuracy"], one["reduction"]
+    if promise is not None:
+        kept = promise.iloc[0]
+        loss, saved = full["accuracy"] - kept["accuracy"], kept["reduction"]
         points = f"the promise of at most {100 * max_loss:g} points lost is kept"
+        say(points, loss <= max_loss, f"{-100 * loss:+.2f} points")
         least = f"and saves at least {100 * MIN_SAVED:.0f} % of the thinking tokens"
-        told += [
-            (points, loss <= max_loss, f"{-100 * loss:+.2f} points"),
-            (least, saved >= MIN_SAVED, f"{100 * saved:.1f} %"),
-        ]
-    ours = chosen_of(results)["aes"]
-    rivals = pd.concat([others_chosen(results), results.limits[:1]])  # the best fixed budget
+        say(least, saved >= MIN_SAVED, f"{100 * saved:.1f} %")
+    ours = _chosen(results)["aes"]
+    rivals = pd.concat([_others_chosen(results), results.limits[:1]])  # the best fixed budget
     for rival, aes in zip(rivals["method"], rivals["aes"], strict=True):
-        told.append((f"AES above {rival}", ours > aes, f"{ours:.3f} against {aes:.3f}"))
+        say(f"AES above {rival}", ours > aes, f"{ours:.3f} against {aes:.3f}")
     return told
 
 
-def chosen_of(results: Results) -> pd.Series:
+def _chosen(results: Results) -> pd.Series:
     """OS-Pruner at the price that validation chose."""
     assert results.chosen is not None  # there were labels to choose on
     return results.rules.loc[results.chosen]
 
 
-def others_chosen(results: Results) -> pd.DataFrame:
+def _others_chosen(results: Results) -> pd.DataFrame:
     """Each baseline at the threshold that validation chose."""
     rules = results.rules
     return rules[rules["chosen"].astype(bool) & (rules["method"] != EVERY_PRICE)]
 
 
-def _print(
-    results: Results, kept: Report | None, found: Calibration, size: DemoSize, console: Console
-) -> None:
-    ours = chosen_of(results)
-    rules = results.rules
+def _print(results: Results, promise: pd.DataFrame | None, console: Console) -> None:
+    rules, ours = results.rules, _chosen(results)
     frontier = rules[rules["method"] == EVERY_PRICE]
     some = frontier[(np.arange(len(frontier)) % SHOWN_EVERY == 0) | frontier["chosen"]]
-    rows = [rules[:1], some, others_chosen(results)]
-    if kept is not None:
-        rows.append(kept.results.rules[1:2].assign(method=f"{EVERY_PRICE} (promise)"))
+    rows = [rules[:1], some, _others_chosen(results)]
+    if promise is not None:
+        rows.append(promise.assign(method=f"{EVERY_PRICE} (promise)"))
     title = f"{results.dataset}: {results.setting}"
     console.print()
     console.print(results_table(pd.concat([*rows, results.limits]), title))
     console.print(
         f"One policy knows all {len(frontier)} prices λ of a token; the table shows some, the "
-        f"picture and the file all. Validation chose "
-        f"{ours['method']} {ours['setting']} and each baseline's threshold, by "
-        "AES."
+        f"picture and the file all. Validation chose {ours['method']} {ours['setting']} and each "
+        "baseline's threshold, by AES."
     )
-    console.print(f"Calibrated on validation: {found.told(size.max_loss, CONFIDENCE)}")
+    console.print(f"Calibrated on validation: {results.about['promise']}")
     table = Table(title="What should hold", show_header=False)
     for one in results.about["claims"]:
         table.add_row(one["claim"], one["numbers"], "holds" if one["holds"] else "DOES NOT HOLD")
     console.print(table)
-    if ours["problems"] < MIN_PROBLEMS:
-        console.print(
-            f"{ours['problems']} test problems are too few to claim more: leave --quick out for "
-            "that."
-        )
+    if (count := ours["problems"]) < MIN_PROBLEMS:
+        console.print(f"{count} test problems are too few to claim more: leave --quick out.")
 
 
 def generate_side_by_side(
@@ -337,13 +303,6 @@ def generate_side_by_side(
 
     They are drawn at random from the families that the reasoner mostly solves; below them stands
     what the policy does over all test problems.
-
-    Args:
-        policy: The policy's folder.
-        out: Where request and answers are written, and the test problems lie.
-        seed: Seed of the draw and the sampling.
-        results: Of the comparison.
-        console: Where to print.
 
     Raises:
         RuntimeError: The fresh process failed; its own words are quoted.
@@ -358,15 +317,12 @@ def generate_side_by_side(
     asked.write_text(json.dumps(request, indent=2))
     finished = subprocess.run(
         [sys.executable, "-I", *map(str, (SIDE_BY_SIDE, policy.resolve(), asked, answered))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if finished.returncode:
         raise RuntimeError(f"loading the policy in a fresh process failed:\n{finished.stderr}")
-    table = Table(title="Generated by a fresh process: AutoModelForCausalLM, trust_remote_code")
-    for heading in ("problem", "answer", "stop_policy=False", "stop_policy=True", "saved"):
-        table.add_column(heading)
+    table = Table("problem", "answer", "stop_policy=False", "stop_policy=True", "saved")
+    table.title = "Generated by a fresh process: AutoModelForCausalLM, trust_remote_code"
     for problem, row in zip(drawn, json.loads(answered.read_text()), strict=True):
         off, on = row["off"], row["on"]
         saved = 1 - on["thinking_tokens"] / max(off["thinking_tokens"], 1)
@@ -378,11 +334,11 @@ def generate_side_by_side(
             f"{saved:.0%}",
         )
     console.print(table)
-    ours, full = chosen_of(results), results.rules.iloc[0]
+    ours, full = _chosen(results), results.rules.iloc[0]
     traces = full["traces"]
     right, broken = full["accuracy"] * traces, ours["harmed"] * traces
     console.print(
-        f"Of all {traces} test answers {right:.0f} are right without the policy. In the mean "
-        f"it keeps {right - broken:.0f} of these and breaks {broken:.0f}; of the wrong ones it "
-        f"mends {ours['helped'] * traces:.0f}."
+        f"Of all {traces} test answers {right:.0f} are right without the policy. In the mean it "
+        f"keeps {right - broken:.0f} of these and breaks {broken:.0f}; of the wrong ones it mends "
+        f"{ours['helped'] * traces:.0f}."
     )

@@ -1,7 +1,7 @@
 """Training examples of the toy reasoner: token ids and the weight of each token in the loss."""
 
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,14 @@ CUT_SHARE = 0.45
 ANSWER_WEIGHT = 3.0
 """Weight of an answer token in the loss; a thinking token weighs one."""
 
+PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+"""What the reasoner's chat template makes of a message."""
 
-@dataclass(frozen=True)
-class Example:
-    """One tokenised example.
 
-    Attributes:
-        ids: (S,) token ids, prompt first.
-        weights: (S,) weight of each token as a prediction target; 0 for the prompt and for
-            everything that is forced after a cut.
+class Example(NamedTuple):
+    """A tokenised example: ids (S,), prompt first, and the weight of each as a target (S,).
+
+    The prompt and everything that is forced after a cut weigh nothing.
     """
 
     ids: NDArray[np.int16]
@@ -42,45 +41,33 @@ def draw_training_problem(rng: Random, max_steps: int, with_product: bool) -> To
             return problem
 
 
-def build_example(
-    tokenizer: PreTrainedTokenizerFast, problem: ToyProblem, rng: Random, habits: Habits
-) -> list[tuple[str, float]]:
+def build_example(problem: ToyProblem, rng: Random, habits: Habits) -> list[tuple[str, float]]:
     """Write one example as (text, loss weight) pieces.
 
     The answer after a cut is the one that the reasoner holds there, exactly as at the natural
     end; where it holds none yet (no attempt finished) it is the right one, to be guessed.
     """
-    message = user_message(problem.as_problem(), DEEPSEEK_R1)
-    prompt = str(
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
-    )
+    prompt = PROMPT.format(user_message(problem.as_problem(), DEEPSEEK_R1))
     trace = write_trace(problem, rng, habits)
-    end = "<|im_end|>"
+    cut = None
     if rng.random() < CUT_SHARE:
         cut = rng.randint(0, len(trace.paragraphs)) if rng.random() < 0.95 else 0
+    belief = None if cut == 0 else trace.beliefs[-1 if cut is None else cut - 1]
+    answer = problem.answer if belief is None else belief
+    if cut is not None:
         thinking = "".join(f"{text}\n\n" for text in trace.paragraphs[:cut])
-        belief = trace.beliefs[cut - 1] if cut else None
-        answer = problem.answer if belief is None else belief
         forced = DEEPSEEK_R1.closing + DEEPSEEK_R1.box_prefix
-        return [
-            (prompt, 0.0),
-            (thinking, 1.0),
-            (forced, 0.0),
-            (f"{answer}}}{end}", ANSWER_WEIGHT),
-        ]
+        end = (f"{answer}}}<|im_end|>", ANSWER_WEIGHT)
+        return [(prompt, 0.0), (thinking, 1.0), (forced, 0.0), end]
     thinking = "\n\n".join(trace.paragraphs) + "\n"
-    answer = trace.beliefs[-1] if trace.beliefs[-1] is not None else problem.answer
     opening = rng.choice(("", "", "The answer is "))
-    closing = DEEPSEEK_R1.think_end + "\n\n" + opening
     tail = "}." if opening else "}"
     return [
         (prompt, 0.0),
         (thinking, 1.0),
-        (closing, 1.0),
+        (f"{DEEPSEEK_R1.think_end}\n\n{opening}", 1.0),
         (DEEPSEEK_R1.box_prefix, 1.0),
-        (f"{answer}{tail}{end}", ANSWER_WEIGHT),
+        (f"{answer}{tail}<|im_end|>", ANSWER_WEIGHT),
     ]
 
 
@@ -108,7 +95,7 @@ def draw_examples(
     examples = []
     for _ in range(count):
         problem = draw_training_problem(rng, max_steps, with_product)
-        examples.append(encode(tokenizer, build_example(tokenizer, problem, rng, habits)))
+        examples.append(encode(tokenizer, build_example(problem, rng, habits)))
     return examples
 
 

@@ -23,19 +23,12 @@ MAX_ATTEMPTS = {"product": 4}
 
 @dataclass(frozen=True)
 class Habits:
-    """What changes between the cycles of the recipe.
+    """What changes between the cycles of the recipe."""
 
-    Attributes:
-        content: Chance to be content before any check agreed; each check that agrees adds .35.
-        part_slip: Chance that a partial product of three-digit factors is wrong.
-        sum_slip: Chance that a sum of partial products is wrong.
-        plan: Chance to list the operations before the first attempt.
-    """
-
-    content: float = 0.3
-    part_slip: float = 0.5
-    sum_slip: float = 0.6
-    plan: float = 0.0
+    content: float = 0.3  # chance to be content before any check agreed; each that does adds .35
+    part_slip: float = 0.5  # that a partial product of three-digit factors is wrong
+    sum_slip: float = 0.6  # that a sum of partial products is wrong
+    plan: float = 0.0  # to list the operations before the first attempt
 
 
 FIRST_CYCLE = Habits()
@@ -53,12 +46,9 @@ CONCLUSIONS = ("So {}.", "That gives {}.", "I get {}.", "The answer is {}.", "It
 
 @dataclass
 class Trace:
-    """A written trace.
+    """A written trace: its paragraphs, without the blank lines between, and the beliefs.
 
-    Attributes:
-        paragraphs: The thinking, one string a paragraph, without the blank lines between.
-        beliefs: For each paragraph, the answer the reasoner holds after it; None before the
-            first attempt is complete.
+    After each paragraph the reasoner holds an answer; None before the first attempt is complete.
     """
 
     paragraphs: list[str] = field(default_factory=list)
@@ -133,11 +123,7 @@ class _Writer:
     def compute(self, a: int, symbol: str, b: int, care: float) -> int:
         """Write one operation and return what the reasoner takes its value to be.
 
-        Args:
-            a: Left number.
-            symbol: Between them.
-            b: Right number.
-            care: Factor on the slip rate.
+        `care` is a factor on the slip rate.
         """
         right = apply(a, symbol, b)
         wrong = self.rng.random() < slip_rate(a, symbol, b) * care
@@ -146,11 +132,9 @@ class _Writer:
         if symbol == "*" and a > 9 and b > 9:
             middle = f"{a * 10}+{a * (b - 10)}="
         self.say(f"{a}{symbol}{b}={middle}{value}.")
-        if wrong and self.rng.random() < 0.25:
+        if self.rng.random() < (0.25 if wrong else 0.02):
             self.say(f"Wait, {a}{symbol}{b} is {right}.")
             return right
-        if not wrong and self.rng.random() < 0.02:
-            self.say(f"Wait, {a}{symbol}{b} is {right}.")
         return value
 
     def plan(self) -> None:
@@ -269,16 +253,7 @@ class _Writer:
 
 
 def write_trace(problem: ToyProblem, rng: Random, habits: Habits = SECOND_CYCLE) -> Trace:
-    """Write the thinking of a fallible reasoner on one problem.
-
-    Args:
-        problem: What to think about.
-        rng: Source of randomness.
-        habits: How soon it is content, and how often products slip.
-
-    Returns:
-        A trace whose last belief is the answer the reasoner gives.
-    """
+    """Write the thinking of a fallible reasoner, whose last belief is the answer that it gives."""
     writer = _Writer(problem, rng, habits)
     writer.maybe(0.3, FILLERS)
     if habits.plan and rng.random() < habits.plan:

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from multiprocessing.queues import Queue
-from types import TracebackType
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,6 +20,7 @@ from ospruner.progress import Progress
 __all__ = ["Job", "Workers"]
 
 Result = TypeVar("Result", covariant=True)
+_told: Any  # in a worker: the queue by which it tells what is done
 
 
 class Job(Protocol[Result]):
@@ -30,11 +28,6 @@ class Job(Protocol[Result]):
 
     def __call__(self, *, progress: Progress) -> Result:
         """Does the work, and tells how far it is."""
-
-
-_SECONDS_BETWEEN_LOOKS = 0.2
-_SECONDS_TO_TELL = 10.0
-_told: Queue[Any]  # in a worker: where what is done is told
 
 
 class Workers:
@@ -50,20 +43,16 @@ class Workers:
 
     def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._told: Queue[Any] = context.Queue()
+        # A simple queue: what a job has told is in it before the job's result is known.
+        self._told: Any = context.SimpleQueue()
         self._others = set(multiprocessing.active_children())
         self._pool = ProcessPoolExecutor(processes, context, _begin, (self._told,))
 
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is not None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             for child in set(multiprocessing.active_children()) - self._others:
                 child.terminate()
@@ -83,26 +72,22 @@ class Workers:
             BaseException: what the first job that failed has raised, or `BrokenProcessPool` where
                 its process died.
         """
+
+        def listen() -> None:
+            for name, phase, *state in iter(self._told.get, None):
+                progress(f"{name}: {phase}", *state)
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
         futures = {name: self._pool.submit(_do, job, name) for name, job in jobs.items()}
-        left: set[Future[Result]] = set(futures.values())
-        silent = set(jobs)  # which have not said that they have told all
-        while left or silent:
-            done, left = wait(left, _SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            while silent and (not left or not self._told.empty()):
-                try:
-                    name, phase, *state = self._told.get(timeout=_SECONDS_TO_TELL)
-                except queue.Empty:  # a process died after its job, before it had told all
-                    return {name: future.result() for name, future in futures.items()}
-                if phase is None:
-                    silent.remove(name)
-                else:
-                    progress(f"{name}: {phase}", *state)
+        for done in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
+            done.result()
+        self._told.put(None)
+        listener.join()
         return {name: future.result() for name, future in futures.items()}
 
 
-def _begin(told: Queue[Any]) -> None:
+def _begin(told: Any) -> None:
     """What a worker does first: one thread, and no life without its parent."""
     global _told
     _told = told
@@ -122,6 +107,4 @@ def _do(job: Job[Result], name: str) -> Result:
     def progress(phase: str, done: int, total: int, note: str = "") -> None:
         _told.put((name, phase, done, total, note))
 
-    found = job(progress=progress)
-    _told.put((name, None))
-    return found
+    return job(progress=progress)

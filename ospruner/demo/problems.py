@@ -7,6 +7,7 @@ nothing of any stopping method: it writes problems and answers, nothing else.
 """
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -36,17 +37,6 @@ _NAMES = ("Ivy", "Tom", "Ana", "Ben", "Mia", "Leo")
 _THINGS = ("coins", "cards", "books", "pens")
 
 
-def split_of(text: str) -> Split:
-    """The split of the problem with this text."""
-    digest = hashlib.sha256(b"split:" + text.encode()).digest()
-    point = int.from_bytes(digest[:8], "big") / 2**64
-    for name, share in SPLIT_SHARES.items():
-        if point < share:
-            return name
-        point -= share
-    return "test"
-
-
 @dataclass(frozen=True)
 class Step:
     """One operation of a plan: `left symbol right`; `left` None means the running total."""
@@ -58,47 +48,40 @@ class Step:
 
 @dataclass(frozen=True)
 class ToyProblem:
-    """A generated problem.
+    """A generated problem."""
 
-    Attributes:
-        problem: The text shown to the model, without any instruction.
-        answer: The whole-number answer.
-        family: One of `FAMILY_SHARES`.
-        start: First number of the plan (the running total before its first step).
-        plan: What a flawless solver would do, in order; the writer of traces follows it.
-    """
-
-    problem: str
+    problem: str  # the text shown to the model, without any instruction
     answer: int
-    family: str
-    start: int
-    plan: tuple[Step, ...]
-
-    @property
-    def id(self) -> str:
-        """Stable identifier: a hash of the text, so equal problems have equal ids."""
-        return "toy-" + hashlib.sha256(self.problem.encode()).hexdigest()[:12]
+    family: str  # one of `FAMILY_SHARES`
+    start: int  # first number of the plan: the running total before its first step
+    plan: tuple[Step, ...]  # what a flawless solver would do, in order; traces follow it
 
     def as_problem(self) -> Problem:
-        """The problem as labelling and evaluation take it."""
-        return Problem(self.id, self.problem, str(self.answer), self.family)
+        """The problem as labelling and evaluation take it; equal texts have equal ids."""
+        name = "toy-" + hashlib.sha256(self.problem.encode()).hexdigest()[:12]
+        return Problem(name, self.problem, str(self.answer), self.family)
 
     @property
     def split(self) -> Split:
-        """The split this problem belongs to, whatever seed generated it."""
-        return split_of(self.problem)
+        """The split this problem belongs to, whatever seed generated it: a hash of the text."""
+        digest = hashlib.sha256(b"split:" + self.problem.encode()).digest()
+        point = int.from_bytes(digest[:8], "big") / 2**64
+        for name, share in SPLIT_SHARES.items():
+            if point < share:
+                return name
+            point -= share
+        return "test"
+
+
+_OPERATIONS = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul},
+    **{"/": operator.floordiv, "%": operator.mod},
+}
 
 
 def apply(value: int, symbol: str, right: int) -> int:
-    """Return `value symbol right` for `+`, `-`, `*`, `/` (exact) and `%`."""
-    operations: dict[str, Callable[[int, int], int]] = {
-        "+": lambda a, b: a + b,
-        "-": lambda a, b: a - b,
-        "*": lambda a, b: a * b,
-        "/": lambda a, b: a // b,
-        "%": lambda a, b: a % b,
-    }
-    return operations[symbol](value, right)
+    """`value symbol right` for `+`, `-`, `*`, `/` (exact) and `%`."""
+    return int(_OPERATIONS[symbol](value, right))
 
 
 def _next_step(rng: Random, total: int, hard: float) -> Step:
@@ -147,13 +130,8 @@ def _single(rng: Random, max_steps: int) -> ToyProblem:
     start = rng.randint(3, 60)
     step = Step("*", rng.randint(2, 9)) if rng.random() < 0.3 else _next_step(rng, start, 0.0)
     text = rng.choice(("What is {}{}{}?", "Compute {}{}{}."))
-    return ToyProblem(
-        text.format(start, step.symbol, step.right),
-        apply(start, step.symbol, step.right),
-        "single",
-        start,
-        (step,),
-    )
+    value = apply(start, step.symbol, step.right)
+    return ToyProblem(text.format(start, step.symbol, step.right), value, "single", start, (step,))
 
 
 def _equation(rng: Random, max_steps: int) -> ToyProblem:
@@ -170,30 +148,30 @@ def _equation(rng: Random, max_steps: int) -> ToyProblem:
 def _remainder(rng: Random, max_steps: int) -> ToyProblem:
     divisor, quotient = rng.randint(7, 29), rng.randint(3, 19)
     number = divisor * quotient + rng.randrange(divisor)
-    text = rng.choice(
-        ("What is the remainder when {} is divided by {}?", "Find {} modulo {}.")
-    ).format(number, divisor)
+    texts = ("What is the remainder when {} is divided by {}?", "Find {} modulo {}.")
+    text = rng.choice(texts).format(number, divisor)
     return ToyProblem(text, number % divisor, "remainder", number, (Step("%", divisor),))
 
 
 def _pair(rng: Random, max_steps: int) -> ToyProblem:
     small, gap = rng.randint(2, 12), rng.randint(0, 9)
     large = small + gap
-    text = rng.choice(
-        (
-            "Find x and y with x+y={} and x*y={}. Give the larger number.",
-            "Two whole numbers add up to {} and multiply to {}. What is the larger one?",
-        )
-    ).format(small + large, small * large)
+    texts = (
+        "Find x and y with x+y={} and x*y={}. Give the larger number.",
+        "Two whole numbers add up to {} and multiply to {}. What is the larger one?",
+    )
+    text = rng.choice(texts).format(small + large, small * large)
     return ToyProblem(text, large, "pair", small + large, (Step("*", small * large),))
 
 
 def _compare(rng: Random, max_steps: int) -> ToyProblem:
     a, b = rng.randint(6, 30), rng.randint(3, 9)
     c = max(2, a * b + rng.randint(-30, 30) - (d := rng.randint(3, 60)))
-    text = rng.choice(
-        ("Which is larger, {}*{} or {}+{}? Give its value.", "Give the larger of {}*{} and {}+{}.")
-    ).format(a, b, c, d)
+    texts = (
+        "Which is larger, {}*{} or {}+{}? Give its value.",
+        "Give the larger of {}*{} and {}+{}.",
+    )
+    text = rng.choice(texts).format(a, b, c, d)
     plan = (Step("*", b, a), Step("+", d, c))
     return ToyProblem(text, max(a * b, c + d), "compare", 0, plan)
 
@@ -216,13 +194,7 @@ MAKERS: dict[str, Callable[[Random, int], ToyProblem]] = {
 
 
 def draw_problem(rng: Random, max_steps: int = 7, with_product: bool = True) -> ToyProblem:
-    """Draw one problem of any split.
-
-    Args:
-        rng: Source of randomness.
-        max_steps: Longest chain drawn (the recipe's curriculum starts with short ones).
-        with_product: Whether the `product` family is drawn.
-    """
+    """Draw one problem of any split; the recipe's curriculum starts with short chains."""
     shares = {k: v for k, v in FAMILY_SHARES.items() if with_product or k != "product"}
     family = rng.choices(list(shares), weights=list(shares.values()))[0]
     return MAKERS[family](rng, max_steps)
@@ -230,10 +202,6 @@ def draw_problem(rng: Random, max_steps: int = 7, with_product: bool = True) -> 
 
 def iterate_problems(split: Split, seed: int) -> Iterator[ToyProblem]:
     """Yield distinct problems of one split, for ever, in an order fixed by `seed`.
-
-    Args:
-        split: Which one.
-        seed: Of the order.
 
     Raises:
         ValueError: `split` is unknown.

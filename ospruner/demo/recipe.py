@@ -7,7 +7,6 @@ are a function of (seed, chunk), so a run that was stopped continues where it wa
 """
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -49,15 +48,12 @@ CHAT_TEMPLATE = (
 """Like R1-Distill's: the generation prompt already opens the thinking."""
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on sample texts.
-
-    Args:
-        texts: Rendered examples, prompts and traces alike.
-
-    Returns:
-        A tokenizer of at most `VOCABULARY_SIZE` tokens in which a digit is always one token.
-    """
+def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of rendered examples, in which a digit is always one token."""
+    rng = Random(f"tokenizer/{seed}")
+    pieces = (
+        build_example(draw_training_problem(rng, 7, True), rng, FIRST_CYCLE) for _ in range(5000)
+    )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -72,6 +68,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    texts = ("".join(text for text, _ in example) for example in pieces)
     tokenizer.train_from_iterator(texts, trainer)
     # As in R1-Distill, the thinking markers are no special tokens: decoding keeps them.
     tokenizer.add_tokens(
@@ -94,29 +91,17 @@ CHUNK_EXAMPLES = 4096
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of one training run of the reasoner.
+    """Settings of one training run of the reasoner."""
 
-    Attributes:
-        tokens: Length of the first cycle, in tokens seen (prompt and padding included).
-        second_tokens: Length of the second cycle.
-        second_peak: Learning rates at its start, as a share of the peaks.
-        batch_tokens: Tokens in a batch, padding included.
-        muon_learning_rate: Peak learning rate of the weight matrices.
-        adam_learning_rate: Peak learning rate of embeddings and norms.
-        warmup: Share of the first cycle that the learning rate rises.
-        decay: Share of the first cycle that the learning rate falls, at its end.
-        seed: Seed of the weights, the problems and the traces.
-    """
-
-    tokens: int = 30_000_000
-    second_tokens: int = 7_000_000
-    second_peak: float = 0.3
-    batch_tokens: int = 12_288
-    muon_learning_rate: float = 0.02
-    adam_learning_rate: float = 4e-3
-    warmup: float = 0.01
-    decay: float = 0.4
-    seed: int = 0
+    tokens: int = 30_000_000  # seen in the first cycle, prompts and padding included
+    second_tokens: int = 7_000_000  # in the second one
+    second_peak: float = 0.3  # learning rates at its start, as a share of the peaks
+    batch_tokens: int = 12_288  # in a batch, padding included
+    muon_learning_rate: float = 0.02  # peak, of the weight matrices
+    adam_learning_rate: float = 4e-3  # peak, of embeddings and norms
+    warmup: float = 0.01  # share of the first cycle in which the learning rates rise
+    decay: float = 0.4  # share of it in which they fall, at its end
+    seed: int = 0  # of the weights, the problems and the traces
 
     def __post_init__(self) -> None:
         for name, value, least in (("tokens", self.tokens, 1), ("seed", self.seed, 0)):
@@ -167,17 +152,6 @@ def _float32_attention(
 AttentionInterface.register("float32_sdpa", _float32_attention)
 
 
-def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on rendered examples of the `reasoner` split."""
-    blank = train_tokenizer([""])
-    rng = Random(f"tokenizer/{seed}")
-    pieces = (
-        build_example(blank, draw_training_problem(rng, 7, True), rng, FIRST_CYCLE)
-        for _ in range(5000)
-    )
-    return train_tokenizer("".join(text for text, _ in example) for example in pieces)
-
-
 def curriculum(progress: float) -> tuple[int, bool]:
     """Longest chain and whether hopeless products are drawn, at `progress` in [0, 1]."""
     return min(7, 2 + int(progress * 40)), progress >= 0.08
@@ -208,10 +182,8 @@ def build_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optim
 def example_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted mean cross-entropy of the next token.
 
-    Args:
-        model: The reasoner.
-        ids: (B, S) token ids, right-padded (causal attention needs no mask then).
-        weights: (B, S) weight of each token as a target.
+    `ids` (B, S) are right-padded (causal attention needs no mask then); `weights` (B, S) of each
+    token as a target.
     """
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # (B, S, H)
@@ -223,12 +195,7 @@ def example_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tens
     return (losses * counted).sum() / counted.sum()
 
 
-def train_reasoner(
-    out_dir: Path,
-    recipe: Recipe,
-    progress: Progress,
-    device: str = "cpu",
-) -> None:
+def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress, device: str = "cpu") -> None:
     """Train the reasoner and save it, resuming from `out_dir/state.pt` where there is one.
 
     Args:
@@ -248,8 +215,12 @@ def train_reasoner(
     if device == "cpu":
         model.set_attn_implementation("float32_sdpa")
     optimizers = build_optimizers(model, recipe)
-    state = _load_state(out_dir / "state.pt", recipe, model, optimizers)
-    seen, chunk = state["seen"], state["chunk"]
+    seen = chunk = 0
+    if (state := _load_state(out_dir / "state.pt", recipe)) is not None:
+        seen, chunk = state["seen"], state["chunk"]
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
     total = recipe.tokens + recipe.second_tokens
     while seen < total:
         second = seen >= recipe.tokens
@@ -275,7 +246,15 @@ def train_reasoner(
             seen += ids.size
             progress("tokens", min(seen, total), total, f"loss {loss.item():.3f}")
         chunk += 1
-        _save_state(out_dir / "state.pt", recipe, model, optimizers, seen, chunk)
+        state = {
+            "recipe": asdict(recipe),
+            "model": model.state_dict(),
+            "seen": seen,
+            "chunk": chunk,
+        }
+        state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+        with replacing(out_dir / "state.pt") as file:
+            torch.save(state, file)
     save_reasoner(model, tokenizer, out_dir / "reasoner")
 
 
@@ -296,41 +275,17 @@ def save_reasoner(
     tokenizer.save_pretrained(folder)
 
 
-def _save_state(
-    path: Path,
-    recipe: Recipe,
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    seen: int,
-    chunk: int,
-) -> None:
-    state = {
-        "recipe": asdict(recipe),
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "seen": seen,
-        "chunk": chunk,
-    }
-    with replacing(path) as file:
-        torch.save(state, file)
-
-
-def _load_state(
-    path: Path, recipe: Recipe, model: nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> dict[str, Any]:
+def _load_state(path: Path, recipe: Recipe) -> dict[str, Any] | None:
     if not path.exists():
-        return {"seen": 0, "chunk": 0}
+        return None
     state: dict[str, Any] = torch.load(path, weights_only=True)
-    if state["recipe"] != asdict(recipe):
-        theirs, ours = state["recipe"], asdict(recipe)
+    theirs, ours = state["recipe"], asdict(recipe)
+    if theirs != ours:
         changed = {k: (theirs.get(k), v) for k, v in ours.items() if theirs.get(k) != v}
         raise ValueError(
             f"{path.parent} holds a run with other settings (there, asked for): {changed}. "
             "Choose another folder, or delete this one to start again."
         )
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
     return state
 
 

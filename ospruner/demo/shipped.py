@@ -33,23 +33,20 @@ MAX_ANSWER_TOKENS = 16
 class Reasoner:
     """An embedded reasoner with what it takes to sample and label its traces.
 
+    Args:
+        folder: Its folder; None for the shipped one.
+
     Attributes:
-        folder: Where it was loaded from.
         model: The base, in float32.
         tokenizer: Its tokenizer.
         token_format: How it writes its thinking.
         engine: The transformers engine that runs it.
+
+    Raises:
+        FileNotFoundError: The folder holds no model.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Load a reasoner.
-
-        Args:
-            folder: Its folder; None for the shipped one.
-
-        Raises:
-            FileNotFoundError: the folder holds no model.
-        """
         disable_progress_bar()  # transformers' own bars would break into ours
         self.folder = folder or REASONER
         if not (self.folder / "config.json").is_file():
@@ -65,12 +62,7 @@ class Reasoner:
         self.engine = TransformersEngine(self.model, self.tokenizer, batch_size=256)
 
     def label_settings(self, seed: int, task: Task | None = None) -> LabelSettings:
-        """How the toy's traces are made: temperature 0.6, top-p 0.95, forced answers.
-
-        Args:
-            seed: Of the sampling.
-            task: Whose problems; None for mathematics.
-        """
+        """How its traces of a task (mathematics) are made: T = 0.6, top-p 0.95, forced answers."""
         return LabelSettings(
             base_model=str(self.folder),
             reasoning_format=DEEPSEEK_R1.to_dict(),
@@ -89,14 +81,9 @@ class Reasoner:
         task: Task | None = None,
     ) -> Dataset:
         """Sample and label one trace a problem in `out_dir`; a stopped run continues."""
-        settings = self.label_settings(seed, task)
+        labeller = Labeller(self.tokenizer, self.token_format, self.label_settings(seed, task))
         return label_problems(
-            problems,
-            self.engine,
-            Labeller(self.tokenizer, self.token_format, settings),
-            out_dir,
-            chunk_traces=512,
-            progress=progress,
+            problems, self.engine, labeller, out_dir, chunk_traces=512, progress=progress
         )
 
 

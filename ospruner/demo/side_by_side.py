@@ -12,55 +12,45 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-THINK_END = "</think>"
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0}
 
 
 def answer(folder: str, contents: list[str], seed: int, max_new_tokens: int) -> list[Any]:
     """Sample an answer to each message twice from the same seed: full thinking, and pruned.
 
     Args:
-        folder: The policy's folder.
+        folder: The policy's.
         contents: What a user says.
-        seed: Seed of the sampling.
+        seed: Of the sampling.
         max_new_tokens: Cap on thinking and answer together.
 
     Returns:
-        For each, under "off" and "on": the answer, the thinking tokens, why it ended.
+        For each, under "off" and "on": the answer, the thinking and its tokens, why it ended.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32
     )
-    end = tokenizer.convert_tokens_to_ids(THINK_END)
+    end = tokenizer.convert_tokens_to_ids("</think>")
     answers: list[Any] = []
     for content in contents:
+        chat = [{"role": "user", "content": content}]
         inputs: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
+            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         sides = {}
         for name, stop_policy in (("off", False), ("on", True)):
             torch.manual_seed(seed)
             output = model.generate(
-                inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                do_sample=True,
-                temperature=0.6,
-                top_p=0.95,
-                top_k=0,
-                max_new_tokens=max_new_tokens,
-                stop_policy=stop_policy,
+                **inputs, **SAMPLING, max_new_tokens=max_new_tokens, stop_policy=stop_policy
             )
             ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-            thinking = ids.index(end) if end in ids else len(ids)
+            count = ids.index(end) if end in ids else len(ids)
+            answered = tokenizer.decode(ids[count + 1 :], skip_special_tokens=True)
             sides[name] = {
-                "thinking": tokenizer.decode(ids[:thinking]),
-                "answer": str(
-                    tokenizer.decode(ids[thinking + 1 :], skip_special_tokens=True)
-                ).strip(),
-                "thinking_tokens": thinking,
+                "thinking": tokenizer.decode(ids[:count]),
+                "answer": str(answered).strip(),
+                "thinking_tokens": count,
                 "reason": model.last_stop[0].reason if stop_policy else "natural",
             }
         answers.append(sides)

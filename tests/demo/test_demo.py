@@ -116,12 +116,14 @@ def test_claims_are_of_the_chosen_rows() -> None:
         ]
         return Results(dataset="d", setting="s", frame=frame_of(rows))
 
-    held = {claim: kept for claim, kept, _ in claims(results(0.7, 1500), None, 0.02)}
-    assert held == {
+    def held(ours: float, problems: int = 1500) -> dict[str, bool]:
+        found = claims(results(ours, problems), None, 0.02)
+        return {one["claim"]: one["holds"] for one in found}
+
+    assert held(0.7) == {
         "thinking tokens fall as their price rises": True,
         "AES above probe": True,
         "AES above best fixed budget": True,
     }
-    held = {claim: kept for claim, kept, _ in claims(results(0.65, 1500), None, 0.02)}
-    assert not held["AES above probe"]
-    assert len(claims(results(0.7, 64), None, 0.02)) == 1
+    assert not held(0.65)["AES above probe"]
+    assert len(held(0.7, problems=64)) == 1

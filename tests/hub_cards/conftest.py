@@ -1,18 +1,20 @@
-"""The local Hub, one a test module, and fresh processes that use it."""
+"""The local Hub, one a test module, this process on it, and fresh processes that use it."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
+from typer.testing import CliRunner
 
+from ospruner.cli import app, commands
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.results import Results, frame_of
@@ -29,6 +31,8 @@ sys.path.append(sys.argv.pop(1))
 for name in ("modeling_ospruner", "ospruner"):
     assert importlib.util.find_spec(name) is None, name
 """
+Run = Callable[..., str]
+Stranger = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +48,36 @@ def base_repo(hub: LocalHub) -> Repo:
     return hub.add("model", "org/base", REASONER)
 
 
-@pytest.fixture
-def api(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HfApi:
-    """The real client, in this process; what it retries, it retries without waiting."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    return HfApi(hub.url, TOKEN)
+@pytest.fixture(scope="module")
+def api(hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HfApi]:
+    """The real client; all of this process takes the local Hub for the Hub, and never waits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub-cache")))
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        patch.setenv("HF_TOKEN", TOKEN)
+        yield HfApi(hub.url, TOKEN)
+
+
+@pytest.fixture(scope="module")
+def run(api: HfApi) -> Iterator[Run]:
+    """Runs a command line in this process, on a wide terminal; returns what it prints."""
+
+    def invoke(line: str, status: int = 0) -> str:
+        program, *arguments = shlex.split(line)
+        assert program == "ospruner"
+        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert done.exit_code == status, f"{line}\n{done.output}"
+        assert TOKEN not in done.output
+        return done.output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands.console, "width", 200)
+        yield invoke
 
 
 @pytest.fixture(scope="session")
@@ -89,37 +115,25 @@ RESULTS = Results(
 )
 
 
-class Stranger(Protocol):
-    """Runs Python code in another user's process; returns what it did."""
-
-    def __call__(
-        self, code: str, *arguments: str, home: Path | None = None, token: str | None = TOKEN
-    ) -> subprocess.CompletedProcess[str]: ...
-
-
 @pytest.fixture
 def stranger(hub: LocalHub, tmp_path: Path) -> Stranger:
-    """A fresh process with an empty cache, in which our package is not importable.
+    """Runs code in another user's process, with an empty cache, our package not importable.
 
     -S skips the .pth files that make the editable install importable, -I the current folder.
     """
 
-    def run(
-        code: str, *arguments: str, home: Path | None = None, token: str | None = TOKEN
-    ) -> subprocess.CompletedProcess[str]:
+    def use(code: str, *arguments: str) -> None:
         packages = sysconfig.get_paths()["purelib"]
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE + code, packages, *arguments],
-            env={
-                "PATH": "/usr/bin:/bin",
-                "OMP_NUM_THREADS": "1",
-                **hub.environment(home or tmp_path / "hf-home", token),
-            },
+            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **hub.environment(tmp_path)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
             timeout=900,
         )
+        assert done.returncode == 0, done.stderr
+        assert "Do you wish to run the custom code?" not in done.stdout, "the code asks"
 
-    return run
+    return use

@@ -269,13 +269,6 @@ def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
         made = repo.commit(title, files, revision)
         return {"commitOid": made.oid, "commitUrl": f"{hub.url}/{repo.id}/commit/{made.oid}"}
 
-    @app.post("/api/{kinds}/{org}/{name}/tag/{revision}")
-    async def tag(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
-        _token_only(request)
-        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
-        repo.refs[(await request.json())["tag"]] = hub.commit_of(repo, revision).oid
-        return {}
-
 
 def _add_reads(app: FastAPI, hub: LocalHub) -> None:
     @app.get("/api/{kinds}/{org}/{name}")

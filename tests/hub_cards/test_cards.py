@@ -13,7 +13,7 @@ import pytest
 from modeling_ospruner import OSPrunerConfig
 from ospruner.eval.results import Results, frame_of
 from ospruner.formats import DEEPSEEK_R1
-from ospruner.hub_cards.cards import EXAMPLE, License, policy_card
+from ospruner.hub_cards.cards import EXAMPLE, policy_card
 from ospruner.provenance import provenance
 
 from ..made_results import make_result
@@ -59,11 +59,11 @@ def save_config(folder: Path, instruction: str | None = None, **changes: Any) ->
 
 
 def shown(folder: Path) -> str:
-    return policy_card(folder, name="org/policy", license=License("mit")).text
+    return policy_card(folder, name="org/policy", license={"license": "mit"}).text
 
 
 def test_metadata_is_what_the_hub_reads(policy_dir: Path) -> None:
-    data = policy_card(policy_dir, name="org/policy", license=License("mit")).data.to_dict()
+    data = policy_card(policy_dir, name="org/policy", license={"license": "mit"}).data.to_dict()
     asked = f"{EXAMPLE}\n\n{DEEPSEEK_R1.user_instruction}"
     assert {key: data[key] for key in data if key != "tags"} == {
         "license": "mit",
@@ -154,7 +154,7 @@ def test_local_base_is_named_without_its_path(policy_dir: Path) -> None:
     base = policy_dir / "secret" / "reasoner"
     base.mkdir(parents=True)
     save_config(policy_dir, base_model_name_or_path=str(base))
-    card = policy_card(policy_dir, name="org/policy", license=None)
+    card = policy_card(policy_dir, name="org/policy", license={})
     assert "secret" not in card.content
     assert "`reasoner`" in card.text
     assert "local folder" in card.text

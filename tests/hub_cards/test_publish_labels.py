@@ -104,10 +104,13 @@ def test_both_configurations_load_elsewhere(
     tmp_path: Path,
     stranger: Stranger,
 ) -> None:
-    told = release(base_repo, license="mit")
+    unsaid = stage(labels_dir, tmp_path / "unsaid", release(base_repo), api)
+    assert any("no licence is stated" in remark for remark in unsaid.remarks)
+    assert "No licence was stated" in (unsaid.path / "README.md").read_text("utf-8")
+    told = release(base_repo, license="mit", problems="Sums, MIT.")
     staged = stage(labels_dir, tmp_path / "out", told, api)
-    assert send(staged, told, False, api).changed
-    assert not send(staged, told, False, api).changed
+    assert send(staged, told.repo, False, api).changed
+    assert not send(staged, told.repo, False, api).changed
     repo = hub.repos["dataset", "org/labels"]
     assert len(repo.commits) == 2
     assert set(repo.head.files) == {
@@ -129,20 +132,6 @@ def test_both_configurations_load_elsewhere(
         settings = back.settings
         assert (settings.base_model, settings.base_revision) == ("org/base", base_repo.head.oid)
 
-    result = tmp_path / "result.json"
-    loaded = stranger(LOAD, "org/labels", str(result))
-    assert loaded.returncode == 0, loaded.stderr
-    found = json.loads(result.read_text())
-    assert found["default False"] == found["default True"] == {"train": 2, "test": 1}
-    assert found["prefixes False"] == found["prefixes True"] == {"train": 6, "test": 3}
-    assert found["row"] == ["c", 4, 0.0]
-
-
-def test_card_has_the_schema_and_how_it_was_made(
-    api: HfApi, base_repo: Repo, labels_dir: Path, tmp_path: Path
-) -> None:
-    told = release(base_repo, license="mit", problems="Sums, MIT.")
-    staged = stage(labels_dir, tmp_path / "out", told, api)
     card = DatasetCard.load(staged.path / "README.md")
     data = card.data.to_dict()
     assert data["license"] == "mit"
@@ -154,13 +143,20 @@ def test_card_has_the_schema_and_how_it_was_made(
     for name, (_, what) in [*COLUMNS.items(), *PREFIX_COLUMNS.items()]:
         assert f"| `{name}` | `" in card.text
         assert what in card.text
-    assert "| `trace_ids` | `list<int32>` |" in card.text
+    assert "| `trace_ids` | `List(Value('int32'))` |" in card.text
     assert "| train | 2 | 2 | 6 | 0 | 0 | 0 |" in card.text
     assert "Sums, MIT." in card.text
     assert "](statistics.png)" in card.text
     assert "| dataset | problems.jsonl |" in card.text
     assert "temperature 0.6" in card.text
     assert DEEPSEEK_R1.user_instruction in card.text
+
+    result = tmp_path / "result.json"
+    stranger(LOAD, "org/labels", str(result))
+    found = json.loads(result.read_text())
+    assert found["default False"] == found["default True"] == {"train": 2, "test": 1}
+    assert found["prefixes False"] == found["prefixes True"] == {"train": 6, "test": 3}
+    assert found["row"] == ["c", 4, 0.0]
 
 
 def test_what_cannot_be_published_is_refused(api: HfApi, base_repo: Repo, tmp_path: Path) -> None:
@@ -186,11 +182,3 @@ def test_what_cannot_be_published_is_refused(api: HfApi, base_repo: Repo, tmp_pa
     with pytest.raises(ValueError, match="train is not finished: run its labelling again"):
         refused(whole)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_unstated_licence_is_said(
-    api: HfApi, base_repo: Repo, labels_dir: Path, tmp_path: Path
-) -> None:
-    staged = stage(labels_dir, tmp_path / "out", release(base_repo), api)
-    assert any("no licence is stated" in remark for remark in staged.remarks)
-    assert "No licence was stated" in (staged.path / "README.md").read_text("utf-8")

@@ -16,8 +16,8 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.eval.results import Results
-from ospruner.hub_cards.publish import Published, Release, publish, send, stage
-from ospruner.hub_cards.staging import Staged, code_files
+from ospruner.hub_cards.publish import Release, publish, send, stage
+from ospruner.hub_cards.staging import Published, code_files
 from ospruner.hub_cards.verify import verify_folder
 from ospruner.provenance import read_provenance
 
@@ -41,16 +41,14 @@ class Publisher:
     def load(self, folder: Path) -> OSPrunerForCausalLM:
         return OSPrunerForCausalLM.from_base(self.reasoner.model, folder)
 
-    def stage(self, folder: Path, repo: str, **release: Any) -> Staged:
+    def stage(self, folder: Path, repo: str, **release: Any) -> Published:
         self.count += 1
         release = {"base": "org/base", "base_revision": self.base.head.oid, **release}
-        self.release = Release(repo, **release)
-        return stage(
-            folder, self.tmp_path / f"staged-{self.count}", self.release, self.api, self.load
-        )
+        out = self.tmp_path / f"staged-{self.count}"
+        return stage(folder, out, Release(repo, **release), self.api, self.load)
 
     def publish(self, folder: Path, repo: str, private: bool = False, **release: Any) -> Published:
-        return send(self.stage(folder, repo, **release), self.release, private, self.api)
+        return send(self.stage(folder, repo, **release), repo, private, self.api)
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ def test_one_commit_holds_exactly_the_policy(
     (run_dir / "link.json").symlink_to(secret)
     (run_dir / "optimizer.pt").write_bytes(b"swordfish")
     staged = publisher.stage(run_dir, "org/policy")
-    done = send(staged, publisher.release, False, publisher.api)
+    done = send(staged, "org/policy", False, publisher.api)
     assert list(staged.left_out) == ["link.json", "notes.txt", "optimizer.pt"]
     repo = hub.repos["model", "org/policy"]
     assert len(repo.commits) == 2, "the repository's first, and ours"
@@ -92,8 +90,8 @@ def test_one_commit_holds_exactly_the_policy(
     assert all(check.ok for check in verify_folder(staged.path, publisher.load))
 
 
-def test_record_names_every_hash_and_the_code(publisher: Publisher, run_dir: Path) -> None:
-    staged = publisher.stage(run_dir, "org/record")
+def test_record_and_card_are_those_of_the_repository(publisher: Publisher, run_dir: Path) -> None:
+    staged = publisher.stage(run_dir, "org/carded", labels=["org/labels"])
     record = read_provenance(staged.path)
     assert set(record.files) == set(staged.sizes) - {"provenance.json"}
     assert record.code["version"] == "0.1.0"
@@ -101,10 +99,6 @@ def test_record_names_every_hash_and_the_code(publisher: Publisher, run_dir: Pat
     assert (record.base_model, record.base_revision) == ("org/base", publisher.base.head.oid)
     assert record.details["labels"] == "labels", "no folder of this machine"
     assert record.created_utc == read_provenance(run_dir).created_utc, "made when it was trained"
-
-
-def test_card_is_that_of_the_repository(publisher: Publisher, run_dir: Path) -> None:
-    staged = publisher.stage(run_dir, "org/carded", labels=["org/labels"])
     card = ModelCard.load(staged.path / "README.md")
     data = card.data.to_dict()
     assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
@@ -121,8 +115,7 @@ def test_card_is_that_of_the_repository(publisher: Publisher, run_dir: Path) -> 
     assert metrics[0]["args"]["interval_95_by_problem"] == [69.2, 73.2]
     assert entry["results"][0]["dataset"]["type"] == "embedded-reasoner-test"
     assert '"org/carded"' in card.text
-    row = "| **OS-Pruner λ=5e-5** | 71.2 [69.2, 73.2] | 107 [102, 112] |"
-    assert row in card.text
+    assert "| **OS-Pruner λ=5e-5** | 71.2 [69.2, 73.2] | 107 [102, 112] |" in card.text
     published = Results.read(staged.path / "results.json")
     assert published.about == {"labels": "labels"}, "no folder of this machine"
     assert published.frame.equals(Results.read(run_dir / "results.json").frame)
@@ -130,18 +123,13 @@ def test_card_is_that_of_the_repository(publisher: Publisher, run_dir: Path) -> 
     assert "| settings: learning rate | 1e-05 |" in card.text
 
 
-def test_the_same_again_makes_no_commit(publisher: Publisher, hub: LocalHub, run_dir: Path) -> None:
-    first = publisher.publish(run_dir, "org/again")
-    second = publisher.publish(run_dir, "org/again")
-    assert (first.changed, second.changed) == (True, False)
-    assert second.commit == first.commit
-    assert len(hub.repos["model", "org/again"].commits) == 2
-
-
 def test_a_new_version_replaces_ours_and_leaves_theirs(
     publisher: Publisher, hub: LocalHub, run_dir: Path
 ) -> None:
-    publisher.publish(run_dir, "org/newer")
+    first, again = (publisher.publish(run_dir, "org/newer") for _ in range(2))
+    assert (first.changed, again.changed) == (True, False)
+    assert again.commit == first.commit
+    assert len(hub.repos["model", "org/newer"].commits) == 2
     publisher.api.upload_file(
         path_or_fileobj=b"seen", path_in_repo="reviews.txt", repo_id="org/newer"
     )
@@ -163,30 +151,28 @@ def test_a_new_version_replaces_ours_and_leaves_theirs(
 def test_a_broken_upload_is_retried_or_leaves_no_trace(
     publisher: Publisher, hub: LocalHub, run_dir: Path
 ) -> None:
+    """And a commit whose answer was lost is told from one that was not made."""
+    staged = publisher.stage(run_dir, "org/torn")
+
+    def send_it() -> Published:
+        return send(staged, "org/torn", False, publisher.api)
+
     hub.cut("PUT", "org/torn/lfs", after_bytes=200_000, times=99)
     with pytest.raises(ConnectionError, match="org/torn failed .*: it went up whole or not at all"):
-        publisher.publish(run_dir, "org/torn")
+        send_it()
     repo = hub.repos["model", "org/torn"]
     assert list(repo.head.files) == [".gitattributes"]
-    assert len(repo.commits) == 1
     hub.stop_cutting()
     hub.cut("PUT", "org/torn/lfs", after_bytes=200_000, times=1)
-    assert publisher.publish(run_dir, "org/torn").changed
-    assert len(repo.commits) == 2
-
-
-def test_a_lost_commit_answer_is_told_from_a_lost_commit(
-    publisher: Publisher, hub: LocalHub, run_dir: Path
-) -> None:
-    hub.cut("POST", "org/lost/commit", after_bytes=1000)
+    hub.cut("POST", "org/torn/commit", after_bytes=1000)
     with pytest.raises(ConnectionError, match="it went up whole or not at all; run the same"):
-        publisher.publish(run_dir, "org/lost")
-    assert len(hub.repos["model", "org/lost"].commits) == 1
-    hub.cut("POST", "org/lost/commit", after_bytes=-1, when="answering")
+        send_it()
+    assert len(repo.commits) == 1
+    hub.cut("POST", "org/torn/commit", after_bytes=-1, when="answering")
     with pytest.raises(ConnectionError, match="run the same command again"):
-        publisher.publish(run_dir, "org/lost")
-    assert len(hub.repos["model", "org/lost"].commits) == 2
-    assert not publisher.publish(run_dir, "org/lost").changed
+        send_it()
+    assert len(repo.commits) == 2
+    assert not send_it().changed
 
 
 def test_private_stays_private(publisher: Publisher, hub: LocalHub, run_dir: Path) -> None:
@@ -206,23 +192,8 @@ def test_a_strangers_repository_is_not_overwritten(
     assert len(hub.repos["model", "org/base"].commits) == before
 
 
-@pytest.mark.parametrize(
-    ("release", "message"),
-    [
-        ({"base": None}, "base is a local folder .reasoner., which nobody else could load"),
-        ({"base": "org/missing"}, "base 'org/missing' is not on the Hub"),
-        ({"base_revision": "v9"}, "base 'org/base' has no revision 'v9'"),
-        ({"base": "org/other", "base_revision": None}, "model.safetensors of org/other at .* is"),
-        ({"base": "org/empty", "base_revision": None}, "lacks model.safetensors of the local"),
-    ],
-)
 def test_a_base_that_is_not_pinned_is_refused(
-    publisher: Publisher,
-    hub: LocalHub,
-    run_dir: Path,
-    tmp_path: Path,
-    release: dict[str, Any],
-    message: str,
+    publisher: Publisher, hub: LocalHub, run_dir: Path, tmp_path: Path
 ) -> None:
     other = Path(shutil.copytree(REASONER, tmp_path / "other"))
     weights = load_file(other / "model.safetensors")
@@ -231,8 +202,16 @@ def test_a_base_that_is_not_pinned_is_refused(
     hub.add("model", "org/other", other)
     (other / "model.safetensors").unlink()
     hub.add("model", "org/empty", other)
-    with pytest.raises(ValueError, match=message):
-        publisher.stage(run_dir, "org/unpinned", **release)
+    cases: dict[str, dict[str, Any]] = {
+        "base is a local folder .reasoner., which nobody else could load": {"base": None},
+        "base org/missing is not on the Hub": {"base": "org/missing"},
+        "base org/base has no revision 'v9'": {"base_revision": "v9"},
+        "model.safetensors of org/other at .* is": {"base": "org/other", "base_revision": None},
+        "lacks model.safetensors of the local": {"base": "org/empty", "base_revision": None},
+    }
+    for message, release in cases.items():
+        with pytest.raises(ValueError, match=message):
+            publisher.stage(run_dir, "org/unpinned", **release)
     assert ("model", "org/unpinned") not in hub.repos
 
 
@@ -265,21 +244,16 @@ def test_an_unknown_licence_is_said_aloud(
     assert not any("licence" in remark for remark in staged.remarks)
 
 
-def test_a_link_in_the_place_of_a_file_is_refused(publisher: Publisher, run_dir: Path) -> None:
-    secret = run_dir.parent / "secret.json"
-    secret.write_text("{}")
-    (run_dir / "vocab.json").symlink_to(secret)
-    with pytest.raises(ValueError, match="vocab.json is a link.*nothing outside the run's folder"):
-        publisher.stage(run_dir, "org/linked")
-
-
-def test_a_linked_folder_is_not_entered(publisher: Publisher, run_dir: Path) -> None:
+def test_links_are_refused_and_not_entered(publisher: Publisher, run_dir: Path) -> None:
     outside = run_dir.parent / "outside"
     outside.mkdir()
     (outside / "secret.jinja").write_text("secret")
     (run_dir / "additional_chat_templates").symlink_to(outside)
     staged = publisher.stage(run_dir, "org/linked")
     assert "additional_chat_templates/secret.jinja" not in staged.sizes
+    (run_dir / "vocab.json").symlink_to(outside / "secret.jinja")
+    with pytest.raises(ValueError, match="vocab.json is a link.*nothing outside the run's folder"):
+        publisher.stage(run_dir, "org/linked")
 
 
 def test_an_access_token_is_never_told(
@@ -306,9 +280,9 @@ def test_an_access_token_is_never_told(
 
 
 @pytest.mark.parametrize("repo", ["name-alone", "a/b/c", "org/bad name", "org/..bad"])
-def test_bad_names_are_refused(publisher: Publisher, run_dir: Path, repo: str) -> None:
+def test_bad_names_are_refused(repo: str) -> None:
     with pytest.raises(ValueError, match=f"repo='{repo}' (cannot be|must name)"):
-        publisher.stage(run_dir, repo)
+        Release(repo)
 
 
 def test_staging_writes_into_empty_folders_and_over_a_dry_run(
@@ -329,10 +303,10 @@ def test_staging_writes_into_empty_folders_and_over_a_dry_run(
     for _ in range(2):
         done = publish(run_dir, "org/x", **release)
         assert (done.commit, done.changed) == (None, False)
-        assert done.staged.path == Path("runs/publish/x")
-    assert all(check.ok for check in verify_folder(done.staged.path, publisher.load))
-    assert any("licence" in remark for remark in done.staged.remarks)
-    (done.staged.path / "mine.txt").write_text("mine")
+        assert done.path == Path("runs/publish/x")
+    assert all(check.ok for check in verify_folder(done.path, publisher.load))
+    assert any("licence" in remark for remark in done.remarks)
+    (done.path / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="publish/x' is not empty"):
         publish(run_dir, "org/x", **release)
     with pytest.raises(ValueError, match="must be a commit's hash"):

@@ -40,7 +40,7 @@ def test_each_file_that_was_tampered_with_is_named(
     staged = stage(policy_dir, tmp_path / "staged", release, api, load)
     repo_id = release.repo
     hub.add("model", repo_id, staged.path)
-    folder, _ = fetch(repo_id, None, api)
+    folder = fetch(repo_id, None, api)
     for file in folder.rglob("*"):  # the cache's links, made files
         if file.is_symlink():
             content = file.read_bytes()

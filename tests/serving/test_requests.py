@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig
 from ospruner.cli import app
+from ospruner.cli.fields import whole_commands
 from ospruner.serving.requests import CONTROL, ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 from ospruner.serving.vllm import vllm_server
 
@@ -185,8 +185,7 @@ SERVED = {
 def test_every_option_of_serve_changes_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr(vllm_server, "serve_vllm", lambda *arguments: told.append(arguments))
-    commands: Any = typer.main.get_command(app)
-    serve = commands.commands["serve"]
+    serve = whole_commands(app)["serve"]
     known = {one.opts[0] for one in serve.params if one.opts[0].startswith("-")}
     assert known == {*SERVED, "--engine"} - {"--dtype"}  # whose server it is; its own option
     serve.main(["org/policy"], standalone_mode=False)
