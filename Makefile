@@ -35,7 +35,7 @@ demo: $(READY) ## the whole job on the embedded reasoner: label, train, evaluate
 	$(BIN)/ospruner demo $(ARGS)
 
 test: $(ENGINES) ## every test but the minutes-long ones
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(ENGINES) ## the minutes-long tests
 	$(BIN)/pytest -m slow $(ARGS)

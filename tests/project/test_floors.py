@@ -55,13 +55,21 @@ def floor_of(module: str) -> int | None:
     return FLOORS[max(fits, key=len)] if fits else None
 
 
-def imports_of(tree: ast.AST, guarded: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Every import statement, at any depth, and whether it stands in the body of a `try`."""
+def imports_of(
+    tree: ast.AST, guarded: bool = False, types: bool = True
+) -> Iterator[tuple[ast.AST, bool]]:
+    """Every import statement, at any depth, and whether it stands in the body of a `try`.
+
+    Without `types`, those `if TYPE_CHECKING` are left out.
+    """
     for child in ast.iter_child_nodes(tree):
         in_try = isinstance(tree, ast.Try) and bool(tree.handlers) and child in tree.body
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, guarded or in_try
-        yield from imports_of(child, guarded or in_try)
+        elif isinstance(child, ast.expr):
+            continue  # holds no statement
+        elif types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+            yield from imports_of(child, guarded or in_try, types)
 
 
 def targets_of(node: ast.AST, path: PurePosixPath) -> list[str]:
@@ -107,10 +115,10 @@ def flat_faults(node: ast.AST, guarded: bool, flat: set[str]) -> Iterator[str]:
             yield f"flat file imports {top} outside try: the Hub refuses users without it"
 
 
-def faults(path: PurePosixPath, source: str, flat: set[str]) -> list[str]:
+def faults(path: PurePosixPath, tree: ast.AST, flat: set[str]) -> list[str]:
     """Every broken rule in one file, as `line: what`."""
     found = []
-    for node, guarded in imports_of(ast.parse(source)):
+    for node, guarded in imports_of(tree):
         what = list(floor_faults(node, path))
         if path.parts[0] == "modeling_ospruner" and path.name.endswith(FLAT_SUFFIX):
             what += flat_faults(node, guarded, flat)
@@ -118,32 +126,29 @@ def faults(path: PurePosixPath, source: str, flat: set[str]) -> list[str]:
     return found
 
 
-def sources(*tops: str) -> dict[PurePosixPath, str]:
+def trees(*tops: str) -> dict[PurePosixPath, ast.AST]:
     """The Python files below some folders of the repository (links are not followed)."""
     files = [file for top in tops for file in (REPO / top).rglob("*.py")]
-    real = {file.resolve() for file in files}
-    return {PurePosixPath(f.relative_to(REPO).as_posix()): f.read_text("utf-8") for f in real}
+    real = {file.resolve(): PurePosixPath(file.resolve().relative_to(REPO)) for file in files}
+    return {path: ast.parse(file.read_text("utf-8")) for file, path in real.items()}
 
 
-PACKAGES = sources("modeling_ospruner", "ospruner", *MAPPED)
+PACKAGES = trees("modeling_ospruner", "ospruner", *MAPPED)
 FLAT = {path.stem for path in PACKAGES if path.name.endswith(FLAT_SUFFIX)}
 
 
 def test_every_file_keeps_the_floors() -> None:
-    everything = PACKAGES | sources("tests", "benchmarks", "docs")
-    found = {str(path): faults(path, source, FLAT) for path, source in everything.items()}
+    everything = PACKAGES | trees("tests", "benchmarks", "docs")
+    found = {str(path): faults(path, tree, FLAT) for path, tree in everything.items()}
     assert {path: what for path, what in found.items() if what} == {}
 
 
 def test_no_circle_of_imports() -> None:
     modules = {module_name(path) for path in PACKAGES}
     graph: dict[str, set[str]] = {}
-    for path, source in PACKAGES.items():
-        tree = ast.parse(source)
-        for node in ast.walk(tree):  # what is imported for its type alone is not loaded
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
-        named = [t for node, _ in imports_of(tree) for t in targets_of(node, path)]
+    for path, tree in PACKAGES.items():
+        # What is imported for its type alone is not loaded.
+        named = [t for node, _ in imports_of(tree, types=False) for t in targets_of(node, path)]
         found = {name for t in named for name in (t, t.rpartition(".")[0]) if name in modules}
         graph[module_name(path)] = found - {module_name(path)}
     try:
@@ -167,7 +172,7 @@ def test_no_circle_of_imports() -> None:
     ],
 )
 def test_faults_are_found(path: str, source: str, fault: str) -> None:
-    assert any(fault in found for found in faults(PurePosixPath(path), source, FLAT))
+    assert any(fault in one for one in faults(PurePosixPath(path), ast.parse(source), FLAT))
 
 
 @pytest.mark.parametrize(
@@ -179,4 +184,4 @@ def test_faults_are_found(path: str, source: str, fault: str) -> None:
     ],
 )
 def test_what_is_right_is_let_through(path: str, source: str) -> None:
-    assert faults(PurePosixPath(path), source, FLAT) == []
+    assert faults(PurePosixPath(path), ast.parse(source), FLAT) == []

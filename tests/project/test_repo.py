@@ -75,14 +75,6 @@ def test_every_dependency_is_pinned(project: dict[str, Any], pins: dict[str, str
     assert names - set(pins) - {"ospruner"} == set()
 
 
-def test_readme_names_only_real_make_targets(repo_dir: Path) -> None:
-    readme = (repo_dir / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:^|`|&& )\s*(?:\$ )?make ([a-z][\w-]*)", readme, re.MULTILINE))
-    assert {"demo", "test"} <= named
-    targets = set(re.findall(r"^([a-z-]+):", (repo_dir / "Makefile").read_text(), re.MULTILINE))
-    assert named <= targets
-
-
 @pytest.fixture
 def bare_copy(repo_dir: Path, tmp_path: Path) -> Path:
     """A checkout without `.venv`, as far as make is concerned."""

@@ -143,15 +143,9 @@ def test_wheel_names_its_command_license_and_version(wheel: Path) -> None:
 
 def test_installed_wheel_takes_no_bare_name(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
-    run(
-        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"),
-        *("--target", target, wheel),
-        cwd=tmp_path,
-    )
-    assert {path.name for path in target.iterdir() if path.suffix != ".dist-info"} - {
-        "__pycache__",  # of the modules
-        "bin",
-    } == {"modeling_ospruner", "ospruner"}
+    zipfile.ZipFile(wheel).extractall(target)  # as pip installs pure Python
+    found = {path.name for path in target.iterdir() if path.suffix != ".dist-info"}
+    assert found == {"modeling_ospruner", "ospruner"}
     origins = run(sys.executable, "-c", SEEN_FROM_OUTSIDE, cwd=tmp_path, pythonpath=target)
     assert all(Path(line).is_relative_to(target) for line in origins.splitlines()), origins
 
