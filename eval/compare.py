@@ -22,19 +22,17 @@ from ospruner.rules.families import Family, StopRule
 
 from .evaluation import Evaluation, trace_hash
 from .frontiers import frontiers, worth_asking
-from .intervals import REPLICATES, Choice, Pick, Rule, pool_seeds
+from .intervals import REPLICATES, Choice, Rule, pool_seeds
 from .learnstop import LEARN_STOP, learn_stop
 from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
 from .measured import COUNT, Split, family_thresholds, measure, replay_rule, spread_values
 from .methods import FULL, ORACLE, PolicyUse
-from .metrics import AES_ABSOLUTE, AesVariant, best_aes
+from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
 from .report.tables import MAIN, Table
 from .results import RESULTS_FILE, Results, frame_of
 from .table import FloatArray, TraceTable
-
-__all__ = ["Method", "Predict", "Report", "Said", "compare", "policy_thresholds", "replay_use"]
 
 Method = PolicyUse | StopRule | Family | str
 """A policy with its setting, a rule, a rule whose threshold is open, or "learnstop"."""
@@ -72,8 +70,6 @@ class Report:
         left_out: why a method is not there, by its name.
         variant: which AES.
         prices: of a token, at which rewards are given.
-        went_by: the stop probabilities (N, T) that a rule decided by, by its number in the
-            evaluation.
     """
 
     evaluation: Evaluation
@@ -82,7 +78,6 @@ class Report:
     left_out: dict[str, str] = field(default_factory=dict)
     variant: AesVariant = AES_ABSOLUTE
     prices: tuple[float, ...] = ()
-    went_by: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
 
     @cached_property
     def results(self) -> Results:
@@ -133,91 +128,62 @@ def compare(
     prices: Sequence[float] | None = None,
     settings: dict[str, Any] | None = None,
     replicates: int = REPLICATES,
-    seed: int = 0,
 ) -> Report:
     """Compares methods on labelled traces.
 
     Args:
         test: the traces to measure on.
-        methods: training seeds of one method and parameter are pooled. A `Family` and "learnstop"
-            need traces to choose on.
-        choose_on: traces of other problems, on which each method's setting and frontier are chosen.
+        methods: training seeds of one method and parameter are pooled.
+        choose_on: traces of other problems; see `ospruner.compare` for this and what follows.
         predict: what policies say; needed where there are policies.
-        train: on which to fit LearnStop; None for the traces to choose on.
+        train: on which to fit LearnStop.
         variant: which AES chooses and is shown.
-        prices: of a token, for rewards and gaps; None for some that suit the traces' lengths.
+        prices: of a token, for rewards and gaps.
         settings: of the evaluation; see `Evaluation`.
         replicates: resamples of the frontiers' intervals.
-        seed: of the resamples.
 
     Raises:
         ValueError: problems that are in both splits, a family without traces to
             choose on, or labels that lack what a rule reads.
     """
+    table = test.table
     if choose_on is not None:
-        refuse_shared(test.table, choose_on.table)
-    prices = worth_asking(test.table) if prices is None else tuple(prices)
-    rules, went_by, left_out = _rules_of(methods, test, choose_on, predict, train)
+        refuse_shared(table, choose_on.table)
+    prices = worth_asking(table) if prices is None else tuple(prices)
+    rules, left_out = _rules_of(methods, test, choose_on, predict, train)
     if methods and not rules:
         raise ValueError(f"no method could be replayed: {left_out}")
-    rules, numbers = pool_seeds(rules)
+    rules = pool_seeds(rules)
     of_method: dict[str, list[Rule]] = {}
     for rule in rules:
         of_method.setdefault(rule.method, []).append(rule)
     limits = [
-        Rule(ORACLE, hindsight_oracle(test.table)),
-        Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(test.table)),
+        Rule(ORACLE, hindsight_oracle(table)),
+        Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
     ]
+    found: dict[str, Any] = {}
     if choose_on is not None:
-        tables = choose_on.table, test.table
-        limits = [best_fixed("tokens", *tables), best_fixed("step", *tables), *limits]
+        there = choose_on.table
+        limits = [best_fixed(unit, there, table) for unit in ("tokens", "step")] + limits
+        full = replay_full(there)
         for of in of_method.values():
             if len(of) > 1:
-                taken = choice_of(of, choose_on.table, variant).taken()
-                rules = [taken if same_setting(rule, taken) else rule for rule in rules]
+                taken = Choice(of, full, there.problem_index, variant).taken()
+                same = (taken.method, taken.parameter)
+                rules = [taken if (one.method, one.parameter) == same else one for one in rules]
+        frame, points = frontiers(of_method, there, table, prices, replicates)
+        found = {"frontiers": frame, "points": points}
     named = {"model": "base", "benchmark": "labels", "answer": "forced", "mode": "replay"}
-    evaluation = Evaluation.of_table(
-        test.table,
-        {**named, "labels": trace_hash(test.table), **(settings or {})},
-        [Rule(FULL, replay_full(test.table)), *rules],
-        limits,
+    evaluation = Evaluation(
+        settings={**named, "labels": trace_hash(table), **(settings or {})},
+        rules=[Rule(FULL, replay_full(table)), *rules],
+        limits=limits,
+        problem_ids=table.problem_ids,
+        problem_index=table.problem_index,
+        families=table.families,
+        natural_correct=table.natural_correct,
     )
-    report = Report(
-        evaluation,
-        left_out=left_out,
-        variant=variant,
-        prices=prices,
-        went_by={
-            1 + place: np.mean([went_by[k] for k in of_rule], axis=0)
-            for place, of_rule in enumerate(numbers)
-            if all(k in went_by for k in of_rule)
-        },
-    )
-    if choose_on is None:
-        return report
-    found = frontiers(of_method, choose_on.table, test.table, prices, replicates, seed)
-    return dataclasses.replace(report, frontiers=found[0], points=found[1])
-
-
-def same_setting(one: Rule, other: Rule) -> bool:
-    """Whether two rules are one method at one setting."""
-    return (one.method, one.parameter) == (other.method, other.parameter)
-
-
-def choice_of(
-    rules: Sequence[Rule],
-    validation: TraceTable,
-    variant: AesVariant = AES_ABSOLUTE,
-    pick: Pick | None = None,
-) -> Choice:
-    """The choice among rules on validation traces: by AES, or as `pick` says."""
-
-    def highest(
-        accuracy: FloatArray, tokens: FloatArray, base_accuracy: float, base_tokens: float
-    ) -> int:
-        return best_aes(accuracy, tokens, base_accuracy, base_tokens, variant)
-
-    return Choice(rules, replay_full(validation), validation.problem_index, pick or highest)
+    return Report(evaluation, left_out=left_out, variant=variant, prices=prices, **found)
 
 
 def refuse_shared(test: TraceTable, choose_on: TraceTable) -> None:
@@ -235,47 +201,46 @@ def _rules_of(
     choose_on: Split | None,
     predict: Predict | None,
     train: Split | None,
-) -> tuple[list[Rule], dict[int, npt.NDArray[Any]], dict[str, str]]:
-    """Every setting as a rule, the probabilities that it goes by, and why a method is left out."""
+) -> tuple[list[Rule], dict[str, str]]:
+    """Every setting as a rule, policies first, and why a method is left out."""
     splits = [test] if choose_on is None else [test, choose_on]
-    rules: list[Rule] = []
-    went_by: dict[int, npt.NDArray[Any]] = {}
     left_out: dict[str, str] = {}
     uses = [method for method in methods if isinstance(method, PolicyUse)]
+    if uses and predict is None:
+        raise ValueError(f"{uses[0].path} is a policy: predict must say what it says")
     said: dict[str, list[Said]] = {}
     for use in uses:
-        if use.path not in said:
-            if predict is None:
-                raise ValueError(f"{use.path} is a policy: predict must say what it says")
+        if use.path not in said and predict is not None:
             said[use.path] = [predict(use.path, split) for split in splits]
-    for use in _with_thresholds(uses, said, choose_on):
-        found = [replay_use(use, one, of) for one, of in zip(splits, said[use.path], strict=True)]
-        went_by[len(rules)] = said[use.path][0].at(use.price)
-        rules.append(_rule(use.method, use.parameter, use.parameter_name, found))
+    rules = []
+    for use in uses if choose_on is None else _with_thresholds(uses, said, choose_on.table):
+        found = [replay_use(use, *both) for both in zip(splits, said[use.path], strict=True)]
+        rule = _rule(use.method, use.parameter, use.parameter_name, found)
+        rules.append(dataclasses.replace(rule, went_by=said[use.path][0].at(use.price)))
     for method in methods:
+        if isinstance(method, PolicyUse):
+            continue
         if isinstance(method, StopRule):
             found = [replay_rule(split, method) for split in splits]
             name = method.family.parameter_name
             rules.append(_rule(method.method, method.threshold, name, found))
-        elif isinstance(method, Family):
-            try:
-                rules += _family_rules(method, test, _needed(choose_on, method.name))
-            except ValueError as error:
-                if len(methods) == 1 or choose_on is None:
-                    raise
-                left_out[method.method or method.name] = str(error)
-        elif isinstance(method, str):
-            rules += _learn_stop_rules(test, _needed(choose_on, method), train)
-    return rules, went_by, left_out
-
-
-def _needed(choose_on: Split | None, name: str) -> Split:
-    if choose_on is None:
-        raise ValueError(
-            f"{name!r} has no threshold, and there are no traces to choose one on: give one, such "
-            f"as {name}:0.5, or traces to choose on (choose_on)"
-        )
-    return choose_on
+            continue
+        name = method.name if isinstance(method, Family) else method
+        if choose_on is None:
+            raise ValueError(
+                f"{name!r} has no threshold, and there are no traces to choose one on: give one, "
+                f"such as {name}:0.5, or traces to choose on (choose_on)"
+            )
+        if isinstance(method, str):
+            rules += _learn_stop_rules(test, choose_on, train)
+            continue
+        try:
+            rules += _family_rules(method, test, choose_on)
+        except ValueError as error:
+            if len(methods) == 1:
+                raise
+            left_out[method.method or method.name] = str(error)
+    return rules, left_out
 
 
 def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outcome]) -> Rule:
@@ -284,28 +249,26 @@ def _rule(method: str, parameter: float | None, name: str, found: Sequence[Outco
 
 
 def _with_thresholds(
-    uses: Sequence[PolicyUse], said: dict[str, list[Said]], choose_on: Split | None
+    uses: Sequence[PolicyUse], said: dict[str, list[Said]], choose_on: TraceTable
 ) -> list[PolicyUse]:
     """Baselines whose name alone was given at thresholds of their own signal, all seeds' together.
 
     Each is named once for every threshold of the paper: the first stands for all.
     """
-    if choose_on is None:
-        return list(uses)
-    found: list[PolicyUse] = []
+    found: dict[tuple[str, float | None, float | None, str], PolicyUse] = {}
     grids: dict[str, tuple[float, ...]] = {}
     for use in uses:
-        if use.is_ours or not use.by_name:
-            found.append(use)
-            continue
-        seeds = {one.path for one in uses if one.by_name and one.method == use.method}
-        if use.method not in grids:
-            signals = np.stack([said[path][1].at(None) for path in sorted(seeds)])
-            grids[use.method] = policy_thresholds(choose_on.table, signals)
-        elif any(one.path == use.path for one in found if one.by_name):
-            continue
-        found += [dataclasses.replace(use, threshold=value) for value in grids[use.method]]
-    return found
+        thresholds: Sequence[float | None] = [use.threshold]
+        if use.by_name and not use.is_ours:
+            if use.method not in grids:
+                seeds = {one.path for one in uses if one.by_name and one.method == use.method}
+                signals = np.stack([said[path][1].at(None) for path in sorted(seeds)])
+                grids[use.method] = policy_thresholds(choose_on, signals)
+            thresholds = grids[use.method]
+        for value in thresholds:
+            key = use.path, use.asked_price, value, use.mode
+            found.setdefault(key, dataclasses.replace(use, threshold=value))
+    return list(found.values())
 
 
 def policy_thresholds(
@@ -332,27 +295,19 @@ def replay_use(use: PolicyUse, split: Split, said: Said) -> Outcome:
         queries = config.tuning == "queries"
         table = split.compute.charge_tail(table, config.num_policy_layers, queries)
     pi = said.at(use.price if use.is_ours else None)
-    outcome = replay(table, pi, use.mode, use.threshold)
-    if said.read_tokens is None:
-        return outcome
-    # What replay expects of a column of costs is what the stops come to in it.
-    costs = dataclasses.replace(table, answer_tokens=said.read_tokens)
-    read = replay(costs, pi, use.mode, use.threshold).answer_tokens
-    return dataclasses.replace(outcome, probe_tokens=read)
+    return replay(table, pi, use.mode, use.threshold, said.read_tokens)
 
 
 def _family_rules(family: Family, test: Split, choose_on: Split) -> list[Rule]:
     """A rule without training at thresholds from "at once" to "never"."""
     there, here = (measure(split, family) for split in (choose_on, test))
+    both = ((here, test.table), (there, choose_on.table))
     return [
         _rule(
             family.method or family.name,
             value,
             family.parameter_name,
-            [
-                here.outcome(test.table, family, value),
-                there.outcome(choose_on.table, family, value),
-            ],
+            [measured.outcome(table, family, value) for measured, table in both],
         )
         for value in family_thresholds(family, there)
     ]
@@ -360,15 +315,13 @@ def _family_rules(family: Family, test: Split, choose_on: Split) -> list[Rule]:
 
 def _learn_stop_rules(test: Split, choose_on: Split, train: Split | None) -> list[Rule]:
     there, here = learn_stop(choose_on, test, train)
+    both = ((test.table, here), (choose_on.table, there))
     return [
         _rule(
             LEARN_STOP,
             value,
             "threshold",
-            [
-                replay(split.table, scores, "threshold", value)
-                for split, scores in ((test, here), (choose_on, there))
-            ],
+            [replay(table, scores, "threshold", value) for table, scores in both],
         )
         for value in policy_thresholds(choose_on.table, there)
     ]

@@ -1,27 +1,164 @@
-"""What stopping costs in floating-point operations: one yardstick for every rule.
+"""What models and stopping cost in floating-point operations: one yardstick for every rule.
 
 The paper counts thinking tokens. That is fair where rules differ in nothing else, but some run a
 tail, some a second model, some try answers. Here each pays for what it computes: the prompt, the
 thinking, what is forced and the answer; a policy for its tail on all tokens until the stop, or at
 step ends where it is queries only, a verifier for all that it reads, a rule that tries answers for
 each of them.
+
+Arithmetic on a configuration: two operations for each weight of the matrices that a token meets,
+and four for each token that it attends to, for each number of a layer's heads: a product with its
+key, a product with its value. A token that is generated also needs the logits of the whole
+vocabulary; of tokens that are only read, the last one does. Norms, softmax, embeddings and the
+states of recurrent layers are left out.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
-from .arithmetic import ModelWork
+from modeling_ospruner.policy_ospruner import decoder_layers
+from ospruner.bases import empty_base
+
 from .table import FloatArray, IntArray, TraceTable
 
-__all__ = ["Compute", "flops_scale"]
-
+_ATTENTION_TOO = (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 _PREFIXES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+
+
+def share_met(parameter: torch.Tensor, config: PreTrainedConfig, tokens: float = 1.0) -> float:
+    """The share of a parameter's weights that tokens meet: of a mixture's experts, of any others 1.
+
+    Args:
+        parameter: of a decoder layer; stacked experts have three dimensions.
+        config: the model's.
+        tokens: how many, each sent to experts independently of the others.
+    """
+    if parameter.ndim != 3:  # (experts, in, out), as transformers stacks them
+        return 1.0
+    per_token = vars(config.get_text_config())["num_experts_per_tok"] / parameter.shape[0]
+    return float(1 - (1 - per_token) ** tokens)
+
+
+def active_weights(layer: torch.nn.Module, config: PreTrainedConfig) -> int:
+    """Weights of a decoder layer that a token meets: of a mixture's experts those it is sent to.
+
+    The layer may lie on the meta device.
+    """
+    return round(sum(share_met(p, config) * p.numel() for p in layer.parameters()))
+
+
+def heads_width(config: PreTrainedConfig) -> int:
+    """Numbers in the queries of all heads of a layer."""
+    text = config.get_text_config()
+    head_dim = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
+    return int(text.num_attention_heads * head_dim)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What one layer computes.
+
+    Attributes:
+        token: operations of one token in the layer's matrices.
+        attended: operations for each token that it attends to; 0 for recurrent layers.
+        window: how many tokens it attends to at the most, itself included; None for all.
+    """
+
+    token: float
+    attended: float
+    window: int | None = None
+
+    def of(self, start: npt.ArrayLike, end: npt.ArrayLike) -> FloatArray:
+        """Operations of the tokens from position `start` to just before `end`; arrays broadcast."""
+        first, last = np.asarray(start, np.float64), np.asarray(end, np.float64)
+        attended = self._attended_before(last) - self._attended_before(first)
+        result: FloatArray = self.token * (last - first) + self.attended * attended
+        return result
+
+    def _attended_before(self, position: FloatArray) -> FloatArray:
+        """How many tokens all tokens before a position attend to: 1 + 2 + ... up to the window."""
+        inner = position if self.window is None else np.minimum(position, self.window)
+        result: FloatArray = inner * (inner + 1) / 2 + (position - inner) * inner
+        return result
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What a causal language model computes.
+
+    Attributes:
+        layers: its layers, from the first.
+        logits: operations of the vocabulary's logits after one token.
+    """
+
+    layers: tuple[LayerWork, ...]
+    logits: float
+
+    @classmethod
+    def of_config(cls, config: PreTrainedConfig) -> ModelWork:
+        """Of any causal LM's configuration; no weights are read."""
+        base: PreTrainedModel = empty_base(config)
+        caches = DynamicCache(config=config.get_text_config()).layers
+        works = []
+        for number, layer in enumerate(decoder_layers(base)):
+            # A cache that makes its layers as they come holds plain attention.
+            cache = caches[number] if number < len(caches) else None
+            recurrent = isinstance(cache, LinearAttentionLayer)
+            attends = not recurrent or isinstance(cache, _ATTENTION_TOO)
+            window = cache.sliding_window if isinstance(cache, DynamicSlidingWindowLayer) else None
+            vectors = sum(p.numel() for p in layer.parameters() if p.ndim < 2)  # added, or scale
+            matrices = active_weights(layer, config) - vectors
+            works.append(LayerWork(2.0 * matrices, 4.0 * heads_width(config) * attends, window))
+        text = config.get_text_config()
+        return cls(tuple(works), 2.0 * text.hidden_size * text.vocab_size)
+
+    def read(
+        self, start: npt.ArrayLike, end: npt.ArrayLike, last_layers: int | None = None
+    ) -> FloatArray:
+        """Operations of passing the tokens from position `start` to just before `end`.
+
+        Args:
+            start: positions.
+            end: positions.
+            last_layers: only so many of the last layers, as a policy's tail; None for all.
+        """
+        skipped = 0 if last_layers is None else len(self.layers) - last_layers
+        nothing = np.zeros(np.broadcast_shapes(np.shape(start), np.shape(end)))
+        return sum((layer.of(start, end) for layer in self.layers[skipped:]), nothing)
+
+    def answer(
+        self, position: npt.ArrayLike, forced: npt.ArrayLike, tokens: npt.ArrayLike
+    ) -> FloatArray:
+        """Operations of an answer: its forced beginning is read, then its tokens are generated.
+
+        The last token that is generated is not passed again.
+
+        Args:
+            position: where the forced beginning starts.
+            forced: tokens of the forced beginning.
+            tokens: tokens generated after it.
+        """
+        start = np.asarray(position, np.float64)
+        generated = np.asarray(tokens, np.float64)
+        passed = np.asarray(forced, np.float64) + np.maximum(generated - 1, 0)
+        result: FloatArray = self.read(start, start + passed) + self.logits * generated
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +186,8 @@ class Compute:
 
         The prompt is read, so many tokens are generated, the closing is read, the answer generated.
         """
-        length = np.asarray(tokens, np.float64)
-        end = self._positions(length) + length
-        thought = self.work.read(0, end) + self.work.logits * length
+        end = self._end(tokens)
+        thought = self.work.read(0, end) + self.work.logits * np.asarray(tokens, np.float64)
         result: FloatArray = thought + self.work.answer(end, self.forced_tokens, answer_tokens)
         return result
 
@@ -60,8 +196,7 @@ class Compute:
 
         Adapters and the linear head, a vector at each step's end, are left out.
         """
-        length = np.asarray(tokens, np.float64)
-        return self.work.read(0, self._positions(length) + length, layers)
+        return self.work.read(0, self._end(tokens), layers)
 
     def queries(self, step_ends: npt.ArrayLike, layers: int) -> FloatArray:
         """Operations of a tail that is queries only, at each of these step ends.
@@ -69,8 +204,7 @@ class Compute:
         One token goes through its layers. That it makes no keys and values is left out, and so are
         adapters and the head.
         """
-        length = np.asarray(step_ends, np.float64)
-        end = self._positions(length) + length
+        end = self._end(step_ends)
         return self.work.read(end - 1, end, layers)
 
     def trial(self, row: int, tokens: int, answer_tokens: float) -> float:
@@ -80,8 +214,7 @@ class Compute:
 
     def charge(self, table: TraceTable) -> TraceTable:
         """The table with what stopping at each step costs in `flops`."""
-        flops = self.thinking(table.lengths, table.answer_tokens)
-        return dataclasses.replace(table, flops=flops)
+        return replace(table, flops=self.thinking(table.lengths, table.answer_tokens))
 
     def charge_tail(self, table: TraceTable, layers: int, queries: bool = False) -> TraceTable:
         """The charged table with what a tail costs added; as it is where it is not charged.
@@ -94,21 +227,18 @@ class Compute:
         """
         if table.flops is None:
             return table
-        if not queries:
-            return dataclasses.replace(table, flops=table.flops + self.tail(table.lengths, layers))
-        due = np.arange(table.mask.shape[1]) < table.last[:, None]  # (N, T)
-        flops = np.where(due, self.queries(table.lengths, layers), 0.0).cumsum(axis=1)
-        return dataclasses.replace(table, flops=table.flops + flops)
+        flops = self.tail(table.lengths, layers)
+        if queries:
+            due = np.arange(table.mask.shape[1]) < table.last[:, None]  # (N, T)
+            flops = np.where(due, self.queries(table.lengths, layers), 0.0).cumsum(axis=1)
+        return replace(table, flops=table.flops + flops)
 
-    def _positions(self, like: FloatArray) -> FloatArray:
-        """The prompts' tokens, shaped to go with (N,) or (N, T)."""
-        prompts = self.prompt_tokens.astype(np.float64)
-        return prompts[:, None] if like.ndim == 2 else prompts
+    def _end(self, tokens: npt.ArrayLike) -> FloatArray:
+        """The position after so many thinking tokens, (N,) or (N, T)."""
+        thinking, prompts = np.asarray(tokens, np.float64), self.prompt_tokens.astype(np.float64)
+        return thinking + (prompts[:, None] if thinking.ndim == 2 else prompts)
 
 
 def flops_scale(flops: float) -> tuple[float, str]:
     """What to divide operations by so that a number of this size is readable, and its unit."""
-    for scale, unit in _PREFIXES:
-        if flops >= scale:
-            return scale, unit
-    return 1e3, "kFLOP"
+    return next((one for one in _PREFIXES if flops >= one[0]), (1e3, "kFLOP"))

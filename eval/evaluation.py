@@ -14,7 +14,7 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,11 +32,10 @@ from .replay import Outcome
 from .results import best_rows, frame_of
 from .table import FloatArray, IntArray, TraceTable
 
-__all__ = ["Evaluation", "find_evaluations", "trace_hash"]
-
 FILE, OUTCOMES, TRACES = "evaluation.json", "outcomes.npz", "traces.json"
 _VERSION = 2
 _NAMED = ("model", "benchmark", "answer", "mode")
+_SETTING = ("method", "parameter", "parameter_name")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,27 +83,6 @@ class Evaluation:
         """The full traces."""
         return self.rules[0].outcome
 
-    @classmethod
-    def of_table(
-        cls,
-        table: TraceTable,
-        settings: dict[str, Any],
-        rules: Sequence[Rule],
-        limits: Sequence[Rule] = (),
-        traces: Sequence[dict[str, Any]] = (),
-    ) -> Evaluation:
-        """An evaluation of labelled traces."""
-        return cls(
-            settings=settings,
-            rules=list(rules),
-            limits=list(limits),
-            problem_ids=table.problem_ids,
-            problem_index=table.problem_index,
-            families=table.families,
-            natural_correct=table.natural_correct,
-            traces=list(traces),
-        )
-
     @cached_property
     def resampled(self) -> Resampled:
         """Rules and limits on the same resamples of the problems: made once, however often read."""
@@ -149,11 +127,15 @@ class Evaluation:
         )
         replace_file(folder / OUTCOMES, arrays.getvalue())
         _write_json(folder / TRACES, self.traces)
+        named = [
+            {name: vars(rule)[name] for name in _SETTING} | {"seeds": len(rule.seeds)}
+            for rule in everything
+        ]
         about = {
             "format_version": _VERSION,
             "settings": self.settings,
-            "rules": [_named(rule) for rule in self.rules],
-            "limits": [_named(rule) for rule in self.limits],
+            "rules": named[: len(self.rules)],
+            "limits": named[len(self.rules) :],
             "problem_ids": self.problem_ids,
             "families": self.families,
         }
@@ -172,16 +154,10 @@ class Evaluation:
             outcomes = [Outcome(*values.T) for values in arrays["outcomes"]]
             seeds = iter([Outcome(*values.T) for values in arrays["seeds"]])
             index, natural = arrays["problem_index"], arrays["natural_correct"]
-        rules = [
-            Rule(
-                one["method"],
-                outcome,
-                one["parameter"],
-                one["parameter_name"],
-                tuple(itertools.islice(seeds, one["seeds"])),
-            )
-            for one, outcome in zip([*about["rules"], *about["limits"]], outcomes, strict=True)
-        ]
+        rules = []
+        for one, outcome in zip([*about["rules"], *about["limits"]], outcomes, strict=True):
+            count = one.pop("seeds")
+            rules.append(Rule(**one, outcome=outcome, seeds=tuple(itertools.islice(seeds, count))))
         traces = folder / TRACES
         return cls(
             settings=about["settings"],
@@ -197,33 +173,31 @@ class Evaluation:
 
 def refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raises ValueError where a folder holds another evaluation, or something else."""
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists():
         return
-    if not (folder / FILE).is_file():
-        return _refuse_strangers(folder)
-    there = _read(folder)["settings"]
-    names = sorted({*there, *settings})
-    differences = [
-        f"{name}: {there.get(name)!r} there, {settings.get(name)!r} asked for"
-        for name in names
-        if there.get(name) != settings.get(name)
-    ]
-    if differences:
-        raise ValueError(
-            f"{folder} holds an evaluation of other settings ({'; '.join(differences)}): "
-            "choose another --out, or delete it"
-        )
-
-
-def _refuse_strangers(folder: Path) -> None:
-    strangers = sorted(
+    if (folder / FILE).is_file():
+        there = _read(folder)["settings"]
+        if differences := differing(there, settings):
+            raise ValueError(
+                f"{folder} holds an evaluation of other settings ({differences}): choose another "
+                "--out, or delete it"
+            )
+    elif strangers := sorted(
         path.name for path in folder.iterdir() if not path.name.startswith((".", "online"))
-    )
-    if strangers:
+    ):
         raise ValueError(
             f"{folder} holds other files ({', '.join(strangers[:5])}) and no evaluation: "
             "choose an empty folder"
         )
+
+
+def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The settings in which two runs differ, with both values; "" where in none."""
+    return "; ".join(
+        f"{name}: {there.get(name)!r} there, {wanted.get(name)!r} asked for"
+        for name in sorted({*there, *wanted})
+        if there.get(name) != wanted.get(name)
+    )
 
 
 def find_evaluations(folder: str | Path) -> list[Evaluation]:
@@ -253,15 +227,6 @@ def trace_hash(table: TraceTable) -> str:
     for array in (table.problem_index, table.lengths, table.correct):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _named(rule: Rule) -> dict[str, Any]:
-    return {
-        "method": rule.method,
-        "parameter": rule.parameter,
-        "parameter_name": rule.parameter_name,
-        "seeds": len(rule.seeds),
-    }
 
 
 def _read(folder: Path) -> dict[str, Any]:

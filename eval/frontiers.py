@@ -22,8 +22,6 @@ from .results import frame_of
 from .table import FloatArray, TraceTable
 from .text import penalty_name
 
-__all__ = ["area", "frontiers", "hull", "worth_asking"]
-
 
 def hull(points: FloatArray) -> list[int]:
     """Numbers of points (tokens, accuracy), (P, 2), on their upper concave hull, shortest first.

@@ -8,12 +8,13 @@ paired; what was chosen on validation is chosen again in each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from .metrics import AES_ABSOLUTE, AesVariant, charged_tokens, reduction, reward
@@ -22,29 +23,12 @@ from .results import Estimate, frame_of
 from .table import FloatArray, IntArray
 from .text import parameter_text, penalty_name
 
-__all__ = [
-    "REPLICATES",
-    "Choice",
-    "Resampled",
-    "Rule",
-    "bootstrap_interval",
-    "bootstrap_means",
-    "estimate",
-    "pool_seeds",
-    "resampled_means",
-    "seed_weights",
-]
-
 REPLICATES = 2_000
 _BLOCK_ENTRIES = 4_000_000  # resampling counts held at once: 32 MB
 _MEANS = [one.name for one in dataclasses.fields(Outcome)]
 
 Numbers = dict[str, FloatArray]
 """Numbers of one rule by name: on all traces, then on each resample, (1 + B,)."""
-
-Pick = Callable[[FloatArray, FloatArray, float, float], int]
-"""The number of the candidate to take, from accuracy (C,) and mean tokens (C,) of all candidates
-and those of the full traces (`metrics.best_aes`)."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +44,7 @@ class Rule:
         validation: each training seed's outcome on the traces to choose on; empty where there are
             none.
         choice: how it was chosen there; its intervals then contain the choice.
+        went_by: (N, T) the stop probabilities that it decided by; None where there are none.
     """
 
     method: str
@@ -69,6 +54,7 @@ class Rule:
     seeds: tuple[Outcome, ...] = ()
     validation: tuple[Outcome, ...] = ()
     choice: Choice | None = None
+    went_by: npt.NDArray[Any] | None = None
 
     @property
     def setting(self) -> str:
@@ -94,13 +80,13 @@ class Choice:
         candidates: rules with their outcomes on validation.
         base: the full traces' outcome there.
         problem_index: the problem of each validation trace.
-        pick: chooses.
+        variant: the AES that chooses; of equals the first.
     """
 
     candidates: Sequence[Rule]
     base: Outcome
     problem_index: IntArray
-    pick: Pick
+    variant: AesVariant = AES_ABSOLUTE
 
     def picks(self, replicates: int = REPLICATES, seed: int = 0) -> IntArray:
         """(1 + B,) the candidate that is taken: on all validation traces, and in each resample.
@@ -111,36 +97,36 @@ class Choice:
         """
         blocks = [(self.base,), *(rule.validation for rule in self.candidates)]
         points = resampled_points(blocks, self.problem_index, replicates, seed, validation=True)
-        return np.array(
-            [self.pick(p[1:, 1], p[1:, 0], float(p[0, 1]), float(p[0, 0])) for p in points]
+        (tokens, base_tokens), (accuracy, base_accuracy) = (
+            (points[:, 1:, k], points[:, :1, k]) for k in (0, 1)
         )
+        scores = self.variant(accuracy, tokens, base_accuracy, base_tokens)
+        return np.nanargmax(scores, axis=1)
 
     def taken(self) -> Rule:
         """The candidate that validation chooses, with this choice."""
         return dataclasses.replace(self.candidates[int(self.picks(1)[0])], choice=self)
 
 
-def pool_seeds(rules: Sequence[Rule]) -> tuple[list[Rule], list[list[int]]]:
+def pool_seeds(rules: Sequence[Rule]) -> list[Rule]:
     """Rules of one method and parameter as one rule, with each as a training seed.
 
-    Args:
-        rules: on the same traces.
-
-    Returns:
-        The rules in order of first appearance, and the numbers of the given ones in each.
+    They are on the same traces, and stay in order of first appearance.
     """
-    groups: dict[tuple[str, float | None], list[int]] = {}
-    for number, rule in enumerate(rules):
-        groups.setdefault((rule.method, rule.parameter), []).append(number)
-    pooled = []
-    for numbers in groups.values():
-        rule = rules[numbers[0]]
-        if len(numbers) > 1:
-            seeds = tuple(rules[k].outcome for k in numbers)
-            there = tuple(one for k in numbers for one in rules[k].validation)
-            rule = dataclasses.replace(rule, outcome=pool(seeds), seeds=seeds, validation=there)
-        pooled.append(rule)
-    return pooled, list(groups.values())
+    groups: dict[tuple[str, float | None], list[Rule]] = {}
+    for rule in rules:
+        groups.setdefault((rule.method, rule.parameter), []).append(rule)
+    return [_pooled(of) if len(of) > 1 else of[0] for of in groups.values()]
+
+
+def _pooled(rules: Sequence[Rule]) -> Rule:
+    seeds = tuple(rule.outcome for rule in rules)
+    validation = tuple(one for rule in rules for one in rule.validation)
+    said = [rule.went_by for rule in rules if rule.went_by is not None]
+    went_by = np.mean(said, axis=0) if len(said) == len(rules) else None
+    return dataclasses.replace(
+        rules[0], outcome=pool(seeds), seeds=seeds, validation=validation, went_by=went_by
+    )
 
 
 def resampled_means(

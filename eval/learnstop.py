@@ -8,6 +8,7 @@ at each labelled step, and is a logistic regression on the same kinds of scalars
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,10 +17,8 @@ from torch.nn import functional as F
 
 from ospruner.rules.signals import REFLECTION
 
-from .measured import Split
+from .measured import LabelledRow, Split
 from .table import FloatArray, TraceTable
-
-__all__ = ["LEARN_STOP", "learn_stop"]
 
 LEARN_STOP = "LearnStop"
 DECAY = 1e-3  # of the weights' squares, beside the mean loss
@@ -72,7 +71,12 @@ def features_of(split: Split) -> FloatArray:
     own = np.diff(lengths, axis=1, prepend=0).clip(0)
     parts = [np.log1p(steps), lengths / scale, own / scale]
     if split.decode is not None:
-        parts.append(_backtracking(split))
+        words = np.zeros(table.mask.shape)  # whether a step holds a backtracking word
+        for n in range(len(table)):
+            texts = [end.step_text().lower() for end in LabelledRow(split, n, {}).ends(True)]
+            words[n, : len(texts)] = [any(word in text for word in REFLECTION) for text in texts]
+        shares = np.cumsum(words, axis=1) / np.maximum(steps, 1)
+        parts.append(np.where(table.mask, shares, 0.0))
     return np.concatenate([answers, np.stack(parts, axis=-1)], axis=-1)
 
 
@@ -81,10 +85,10 @@ def _of_answers(
 ) -> list[tuple[float, ...]]:
     """Certainty of the answer forced at each step, and how it agrees with those before it."""
     found: list[tuple[float, ...]] = []
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     run, previous = 0, None
     for answer, entropy, logprob in zip(answers, entropies, logprobs, strict=True):
-        counts[answer] = counts.get(answer, 0) + 1
+        counts[answer] += 1
         run = run + 1 if answer == previous else 1
         previous = answer
         sure = _LOGPROB if logprob is None else logprob
@@ -95,26 +99,12 @@ def _of_answers(
                 max(sure, _LOGPROB),
                 math.log(run),
                 math.log(counts[answer]),
-                counts[answer] / (len(found) + 1),
+                counts[answer] / counts.total(),
                 math.log(len(counts)),
                 float(not answer),
             )
         )
     return found
-
-
-def _backtracking(split: Split) -> FloatArray:
-    """(N, T) share of the steps so far that hold a backtracking word; 0 on padding."""
-    assert split.decode is not None
-    table, found = split.table, np.zeros(split.table.mask.shape)
-    for n, row in enumerate(split.dataset.select_columns(["trace_ids", "step_ends"])):
-        start = 0
-        for i, end in enumerate(row["step_ends"]):
-            text = split.decode(row["trace_ids"][start:end]).lower()
-            found[n, i] = any(word in text for word in REFLECTION)
-            start = end
-    steps = np.maximum(np.cumsum(table.mask, axis=1), 1)
-    return np.where(table.mask, np.cumsum(found, axis=1) / steps, 0.0)
 
 
 def fit(table: TraceTable, features: FloatArray) -> FloatArray:

@@ -10,19 +10,27 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
+from ospruner.bases import input_device
+from ospruner.logits import top_entropy
+from ospruner.progress import Progress, silent
 from ospruner.rules.families import Family, StopRule
-from ospruner.rules.signals import Same, TrialAnswer
+from ospruner.rules.signals import Same, StepEnd, TrialAnswer
 
 from .compute import Compute
 from .replay import Outcome, replay_at
 from .table import FloatArray, TraceTable
 
-__all__ = ["Measured", "Split", "family_thresholds", "measure", "replay_rule", "spread_values"]
+PIECE = 1024
+"""Tokens that a pass of the base takes at once: all logits of a long trace would fill gigabytes."""
 
 COUNT = 64
 """Thresholds of each method, the two ends included, where its signal takes as many values."""
@@ -48,7 +56,7 @@ class Split:
         compute: what is computed; None counts no operations.
         same: whether two answers mean the same (`Task.same`).
         thinking_entropy: gives the (N, T) mean entropies of the thinking up to each step, which
-            labels do not keep (`thinking.thinking_entropies`); None where no base is at hand.
+            labels do not keep (`thinking_entropies`); None where no base is at hand.
     """
 
     dataset: Any
@@ -79,79 +87,74 @@ class Measured:
         """What the rule of a threshold does."""
         reached = family.reached(self.signals, threshold)
         stops = np.where(reached.any(axis=1), reached.argmax(axis=1), table.last)
-        rows = np.arange(len(table))
-        return replay_at(
-            table, stops, self.probe_tokens[rows, stops], self.probe_flops[rows, stops]
-        )
+        return replay_at(table, stops, self.probe_tokens, self.probe_flops)
 
 
-class _LabelledEnd:
-    """A step end of a labelled trace, as `StepEnd`; counts what its trial answers generate.
+class LabelledRow:
+    """A labelled trace as the row of a rule; counts what its trial answers generate.
 
     A transition word is one that the trace itself went on with. Generate looks at the most likely
     next token instead, before it is sampled: under greedy decoding the two are the same.
+
+    Args:
+        split: the traces.
+        row: the trace's number.
+        answers: the columns of trial answers, of all traces.
     """
 
-    may_stop = True
-
     def __init__(self, split: Split, row: int, answers: dict[str, list[Any]]) -> None:
-        self.step = 0
-        self.probe_tokens = 0
-        self.probe_flops = 0.0
-        self._split = split
-        self._row = row
-        self._answers = answers
-        self._lengths = split.table.lengths[row].tolist()
+        self.probe_tokens, self.probe_flops = 0, 0.0
+        self._split, self._row, self._answers = split, row, answers
         self._trace: list[int] | None = None
 
-    @property
-    def thinking_tokens(self) -> int:
-        """L_i."""
-        return int(self._lengths[self.step])
+    def ends(self, natural: bool = False) -> Iterator[StepEnd]:
+        """The step ends in order; the natural end, which needs no decision, where asked for."""
+        lengths, before = self._split.table.lengths[self._row].tolist(), 0
+        for step in range(int(self._split.table.last[self._row]) + natural):
+            end = lengths[step]
+            yield StepEnd(
+                row=self._row,
+                step=step,
+                thinking_tokens=end,
+                may_stop=True,
+                trial_answer=partial(self._trial_answer, step, end),
+                next_text=partial(self._text, end, end + 1),
+                step_text=partial(self._text, before, end),
+                thinking_entropy=partial(self._thinking_entropy, step),
+            )
+            before = end
 
-    def next_text(self) -> str:
-        """The text of the token that the trace went on with."""
-        return self._text(self.thinking_tokens, self.thinking_tokens + 1)
-
-    def step_text(self) -> str:
-        """The text of the step that has ended here."""
-        return self._text(self._lengths[self.step - 1] if self.step else 0, self.thinking_tokens)
-
-    def thinking_entropy(self) -> float:
-        """What a pass of the base found."""
+    def _thinking_entropy(self, step: int) -> float:
         if self._split.thinking_entropy is None:
             raise ValueError(
                 "a rule goes by the entropy of the thinking, which labels do not keep: let the "
                 "base be at hand (base=)"
             )
-        return float(self._split.thinking_entropy()[self._row, self.step])
+        return float(self._split.thinking_entropy()[self._row, step])
 
     def _text(self, start: int, end: int) -> str:
-        decode = self._split.decode
-        if decode is None:
+        if self._split.decode is None:
             raise ValueError("a rule reads the thinking, and the base's tokenizer is not at hand")
         if self._trace is None:
             self._trace = self._split.dataset[self._row]["trace_ids"]
-        return decode(self._trace[start:end])
+        return self._split.decode(self._trace[start:end])
 
-    def trial_answer(self, max_tokens: int) -> TrialAnswer:
+    def _trial_answer(self, step: int, end: int, max_tokens: int) -> TrialAnswer:
         """The answer that was forced here when labelling, cut to so many tokens."""
         split = self._split
-        at = {name: self._answers[name][self._row][self.step] for name in _ANSWER_COLUMNS}
-        tokens = min(at["forced_answer_tokens"], max_tokens)
+        text, whole_tokens, *numbers = (self._answers[n][self._row][step] for n in _ANSWER_COLUMNS)
+        tokens = min(whole_tokens, max_tokens)
         self.probe_tokens += split.suffix_tokens + tokens
         if split.compute is not None:
-            self.probe_flops += split.compute.trial(self._row, self.thinking_tokens, tokens)
-        complete = bool(at["forced_answers"]) and tokens == at["forced_answer_tokens"]
-        logprob, entropy, whole = (
-            math.nan if at[name] is None else at[name] for name in _ANSWER_COLUMNS[2:]
-        )
+            self.probe_flops += split.compute.trial(self._row, end, tokens)
+        complete = bool(text) and tokens == whole_tokens
+        logprob, entropy, whole = (math.nan if x is None else x for x in numbers)
         return TrialAnswer(
             ids=(0,) * tokens,  # no rule reads which tokens they are
             ended="closed" if complete else "length",
             logprobs=() if math.isnan(logprob) else (logprob,) * tokens,
             entropy=entropy,
-            text=at["forced_answers"] if complete else "",
+            text=text if complete else "",
             whole_entropy=whole,
         )
 
@@ -168,14 +171,13 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
         ValueError: the labels, or what stands beside them, lack what it reads.
     """
     table, rule = split.table, rule or family(family.never, same=split.same)
-    if table.flops is not None and split.compute is None and "trial_answer" in family.asks:
+    asks = "trial_answer" in family.asks
+    if table.flops is not None and split.compute is None and asks:
         raise ValueError(
             "the table is charged for what it computes, and trial answers have no price: give the "
             "Split the Compute that charged it"
         )
-    answers: dict[str, list[Any]] = {}
-    if "trial_answer" in family.asks:
-        answers = split.dataset.select_columns(list(_ANSWER_COLUMNS))[:]
+    answers = split.dataset.select_columns(list(_ANSWER_COLUMNS))[:] if asks else {}
     if family.reads and all(x is None for row in answers[family.reads] for x in row):
         raise ValueError(
             f"{family.reads} is null: these labels are of a version that did not keep it; label "
@@ -184,17 +186,11 @@ def measure(split: Split, family: Family, rule: StopRule | None = None) -> Measu
     signals = np.full(table.mask.shape, np.nan)
     tokens, flops = np.zeros(table.mask.shape), np.zeros(table.mask.shape)
     for n in range(len(table)):
-        end = _LabelledEnd(split, n, answers)
-        for step, signal in enumerate(rule.measure(_passed(end, int(table.last[n])))):
+        row = LabelledRow(split, n, answers)
+        for step, signal in enumerate(rule.measure(row.ends())):
             signals[n, step] = signal
-            tokens[n, step:], flops[n, step:] = end.probe_tokens, end.probe_flops
+            tokens[n, step:], flops[n, step:] = row.probe_tokens, row.probe_flops
     return Measured(signals, tokens, flops)
-
-
-def _passed(end: _LabelledEnd, last: int) -> Iterator[_LabelledEnd]:
-    """The step ends of a trace in order; the natural end needs no decision."""
-    for end.step in range(last):
-        yield end
 
 
 def replay_rule(split: Split, rule: StopRule) -> Outcome:
@@ -222,19 +218,47 @@ def spread_values(signals: npt.ArrayLike, count: int) -> list[float]:
     """Up to so many of the values that a signal takes, evenly spread by rank; NaN is none.
 
     Equal values count once, so that a signal that is mostly saturated is still resolved.
-
-    Args:
-        signals: of any shape.
-        count: at least 1.
-
-    Raises:
-        ValueError: count < 1.
     """
-    if count < 1:
-        raise ValueError(f"count is {count}; it must be at least 1")
     values = np.asarray(signals, np.float64)
     different = np.unique(values[~np.isnan(values)])
-    if not different.size:
-        return []
     places = np.linspace(0, len(different) - 1, min(count, len(different)))
     return [float(value) for value in different[np.round(places).astype(int)]]
+
+
+@torch.no_grad()
+def thinking_entropies(
+    base: PreTrainedModel,
+    dataset: Any,
+    table: TraceTable,
+    progress: Progress = silent,
+) -> FloatArray:
+    """(N, T) the mean entropy at which each trace's tokens were drawn, up to each step.
+
+    How sure the base was of its thinking is not in the labels; it takes a pass over each trace.
+
+    In nats, each over the ENTROPY_TOKENS most likely tokens at temperature 1, as `StepEnd` gives it
+    in generate. NaN on padding.
+
+    Args:
+        base: that wrote the traces.
+        dataset: the labelled traces.
+        table: the same as arrays.
+        progress: called with phase "thinking".
+    """
+    found = np.full(table.mask.shape, np.nan)
+    device = input_device(base)
+    for n, row in enumerate(dataset.select_columns(["prompt_ids", "trace_ids"])):
+        prompt, trace = row["prompt_ids"], row["trace_ids"]
+        ids = torch.tensor([*prompt, *trace[:-1]], device=device)[None]
+        cache = DynamicCache(config=base.config.get_text_config())
+        recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
+        entropies: list[float] = []
+        for piece in ids.split(ids.shape[1] if recurrent else PIECE, dim=1):
+            logits = base(input_ids=piece, past_key_values=cache, use_cache=True).logits[0]
+            entropies += top_entropy(logits).tolist()
+        # The logits after the prompt's last token drew the first one of the thinking.
+        sums = np.cumsum(entropies[len(prompt) - 1 :])
+        ends = table.lengths[n, : table.num_steps[n]]
+        found[n, : len(ends)] = sums[ends - 1] / ends
+        progress("thinking", n + 1, len(table))
+    return found

@@ -8,24 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.stopping_ospruner import uniform
 from ospruner.provenance import is_hub_id
+from ospruner.rules.families import nearest
 
-from .schema import MATH_TASK
-
-__all__ = [
-    "EVERY_PRICE",
-    "FRONTIER",
-    "FULL",
-    "LIMIT",
-    "METHOD_NAMES",
-    "ORACLE",
-    "PAPER_THRESHOLDS",
-    "PolicyUse",
-    "parse_policies",
-    "parse_prices",
-    "refuse_other_base",
-]
+from .schema import MATH_TASK, LabelSettings
 
 FULL = "full trace"
 ORACLE = "hindsight oracle"
@@ -71,19 +57,6 @@ class PolicyUse:
         """The lambda at which it stops."""
         return self.config.price if self.asked_price is None else self.asked_price
 
-    def stops(self, probability: float, seed: int, sample_index: int, step: int) -> bool:
-        """Whether it stops a sample at a step, as generate decides; NaN goes on.
-
-        Args:
-            probability: of a stop there.
-            seed: of the draws of mode "sample".
-            sample_index: of the sample among all of the run.
-            step: its index, from 0.
-        """
-        if self.mode == "threshold" and self.threshold is not None:
-            return probability >= self.threshold
-        return uniform(seed, sample_index, step) < probability
-
     @property
     def is_ours(self) -> bool:
         """Whether it is OS-Pruner, and no baseline."""
@@ -114,19 +87,19 @@ class PolicyUse:
 
 
 def parse_prices(text: str) -> tuple[float, ...] | None:
-    """What `--price` means: numbers, () for "frontier", None for nothing.
+    """What `--prices` means: numbers, () for "all", None for nothing.
 
     Raises:
         ValueError: it is no list of numbers.
     """
-    if not text or text == "frontier":
+    if not text or text == "all":
         return () if text else None
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
         raise ValueError(
-            f"price {text!r}: give one price of a token or several, such as 5e-5,1e-4, or "
-            "'frontier' for 31 of the policy's range"
+            f"prices {text!r}: give one price of a token or several, such as 5e-5,1e-4, or 'all' "
+            "for 31 of the policy's range"
         ) from None
 
 
@@ -153,7 +126,8 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
             "no other has a frontier of its own: leave --price out"
         )
     kinds: dict[tuple[str, float | None], PolicyUse] = {}
-    for number, use in enumerate(uses):
+    given: set[tuple[Any, ...]] = set()
+    for use in uses:
         other = kinds.setdefault((use.method, use.parameter), use)
         for name in ("num_policy_layers", "tuning"):
             mine, theirs = vars(use.config)[name], vars(other.config)[name]
@@ -163,26 +137,28 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
                     f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
                     "policy; evaluate them into two folders"
                 )
-        same = (use.path, use.mode, use.threshold, use.price)
-        if any(same == (u.path, u.mode, u.threshold, u.price) for u in uses[:number]):
+        if (same := (use.path, use.mode, use.threshold, use.price)) in given:
             raise ValueError(
                 f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
                 "each policy once (training seeds have folders of their own, and are pooled)"
             )
+        given.add(same)
     return uses
 
 
 def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
     path, at, how = spec.partition("@")
-    if Path(path).is_file() or not (Path(path).is_dir() or is_hub_id(path)):
-        what = "is a file" if Path(path).exists() else "does not exist"
+    place = Path(path)
+    # An id without an owner would be looked for on the Hub: it is more likely a slip of the pen.
+    if place.is_file() or not (place.is_dir() or ("/" in path and is_hub_id(path))):
+        what = "is a file" if place.exists() else f"is no folder here{nearest(path)}"
         raise ValueError(
-            f"policy {spec!r}: {path} {what}; give the folder of a policy, a folder of policies, "
-            "or an id on the Hub"
+            f"policy {spec!r}: {path} {what} Give the folder of a policy, a folder of policies, "
+            "or an id on the Hub (owner/name)"
         )
     folders = [path]
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        folders = [str(config.parent) for config in sorted(Path(path).glob("*/config.json"))]
+    if place.is_dir() and not (place / "config.json").is_file():
+        folders = [str(config.parent) for config in sorted(place.glob("*/config.json"))]
         if not folders:
             raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
     found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
@@ -236,28 +212,17 @@ def _modes(
     return [("threshold", value) for value in values]
 
 
-def refuse_other_base(
-    use: PolicyUse,
-    base: str,
-    revision: str | None,
-    reasoning_format: Mapping[str, Any],
-    step_stride: int,
-    task: Mapping[str, Any] | None = None,
-) -> None:
-    """Raises ValueError where a policy was made for another base, way of thinking, or stride.
+def refuse_other_base(use: PolicyUse, labels: LabelSettings, *, any_task: bool = False) -> None:
+    """Raises ValueError where a policy was made for another base, way of thinking, task or stride.
 
     How answers are forced (`wind_down`) is no part of what a policy reads.
 
     Args:
         use: the policy.
-        base: of the traces.
-        revision: of the base.
-        reasoning_format: of the traces; its literals.
-        step_stride: of the traces.
-        task: of the traces, one of those that the policy was trained on; None takes a policy of
-            any task, and any shape of answers.
+        labels: the settings of the traces.
+        any_task: take a policy of any task, and any shape of answers.
     """
-    config = use.config
+    config, base, revision = use.config, labels.base_model, labels.base_revision
     pinned = (_place(config.base_model_name_or_path), config.base_revision)
     if pinned != (_place(base), revision):
         raise ValueError(
@@ -267,35 +232,28 @@ def refuse_other_base(
         )
     own = dict(config.task or MATH_TASK)
     theirs = [own, *own.pop("also", [])]  # of a mix several
-    first = task is not None and _pinned(theirs[0]) == _pinned(task)
-    if task is not None and _pinned(task) not in map(_pinned, theirs):
+    if not any_task and _pinned(labels.task) not in map(_pinned, theirs):
         named = dict.fromkeys(map(shown_task, theirs))
         raise ValueError(
             f"{use.path} was trained on the task {' and '.join(named)}, here it is "
-            f"{shown_task(task)}: use the policy's own task, or say --across-tasks to see how far "
-            "it carries"
+            f"{shown_task(labels.task)}: use the policy's own task, or say --across-tasks to see "
+            "how far it carries"
         )
-    literals = config.reasoning_format or {}
-    free = ("wind_down",) if first else ("wind_down", *_OF_TASK)
-    if different := sorted(
-        name
-        for name in {*literals, *reasoning_format}
-        if literals.get(name) != reasoning_format.get(name) and name not in free
-    ):
-        name = different[0]
+    mine, given = config.reasoning_format or {}, labels.reasoning_format
+    own_answers = not any_task and _pinned(theirs[0]) == _pinned(labels.task)
+    free = ("wind_down",) if own_answers else ("wind_down", "box_prefix", "answer_end")
+    for name in sorted({*mine, *given}.difference(free)):
+        if mine.get(name) != given.get(name):
+            raise ValueError(
+                f"{use.path} was trained on traces with {name} {mine.get(name)!r}, these have "
+                f"{given.get(name)!r}: label with the policy's own reasoning format"
+            )
+    if config.step_stride != labels.step_stride:
         raise ValueError(
-            f"{use.path} was trained on traces with {name} {literals.get(name)!r}, these have "
-            f"{reasoning_format.get(name)!r}: label with the policy's own reasoning format"
+            f"{use.path} decides at every {config.step_stride}. step, here every "
+            f"{labels.step_stride}. step is a decision: use labels with step_stride "
+            f"{config.step_stride}, or policies of one stride"
         )
-    if config.step_stride != step_stride:
-        raise ValueError(
-            f"{use.path} decides at every {config.step_stride}. step, here every {step_stride}. "
-            f"step is a decision: use labels with step_stride {config.step_stride}, or policies of "
-            "one stride"
-        )
-
-
-_OF_TASK = ("box_prefix", "answer_end")
 
 
 def shown_task(settings: Mapping[str, Any]) -> str:

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .table import FloatArray
-
-__all__ = [
-    "AES_ABSOLUTE",
-    "AES_RELATIVE",
-    "AesVariant",
-    "Charge",
-    "best_aes",
-    "charged_tokens",
-    "charged_variant",
-    "largest_reduction",
-    "reduction",
-    "reward",
-]
 
 Charge = Literal["thinking", "compute"]
 """What a rule pays for: its thinking tokens (the paper), or all that it computes."""
@@ -105,15 +92,6 @@ AES_RELATIVE = AesVariant(gamma=7.0, relative=True)
 """The variant that the paper's text (section 5) prints."""
 
 
-def charged_variant(charge: str, *, relative: bool = False) -> AesVariant:
-    """One of the two variants, with its length by name: "thinking" or "compute".
-
-    Raises:
-        ValueError: another name.
-    """
-    return replace(AES_RELATIVE if relative else AES_ABSOLUTE, charge=charge)  # type: ignore[arg-type]
-
-
 def charged_tokens(
     charge: Charge,
     tokens: npt.ArrayLike,
@@ -185,48 +163,13 @@ def largest_reduction(
         accurate enough: then the full trace is kept.
 
     Raises:
-        ValueError: `max_loss` outside [0, 1], or no candidates.
+        ValueError: `max_loss` outside [0, 1].
     """
     if not 0.0 <= max_loss <= 1.0:
         raise ValueError(f"max_loss is {max_loss!r}; it must lie in [0, 1] (one point is .01)")
-    acc, length = _candidates(accuracy, tokens)
+    acc, length = np.asarray(accuracy), np.asarray(tokens)
     allowed = np.flatnonzero(acc >= base_accuracy - max_loss - 1e-12)
     if not allowed.size:
         return None
     order = np.lexsort((-acc[allowed], length[allowed]))  # stable: by tokens, then accuracy
     return int(allowed[order[0]])
-
-
-def best_aes(
-    accuracy: npt.ArrayLike,
-    tokens: npt.ArrayLike,
-    base_accuracy: float,
-    base_tokens: float,
-    variant: AesVariant = AES_ABSOLUTE,
-) -> int:
-    """The candidate with the highest AES; of equals the first.
-
-    Args:
-        accuracy: (C,) each candidate's accuracy on validation.
-        tokens: (C,) its mean thinking tokens there.
-        base_accuracy: the full trace's accuracy there.
-        base_tokens: the full trace's mean thinking tokens there.
-        variant: which AES.
-
-    Raises:
-        ValueError: no candidates, or see `metrics.aes`.
-    """
-    acc, length = _candidates(accuracy, tokens)
-    return int(np.nanargmax(variant(acc, length, base_accuracy, base_tokens)))
-
-
-def _candidates(
-    accuracy: npt.ArrayLike, tokens: npt.ArrayLike
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    acc, length = np.asarray(accuracy, np.float64), np.asarray(tokens, np.float64)
-    if acc.ndim != 1 or acc.shape != length.shape or not acc.size:
-        raise ValueError(
-            f"accuracy has shape {acc.shape} and tokens {length.shape}; "
-            "give one of each for at least one candidate"
-        )
-    return acc, length

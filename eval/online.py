@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,19 +32,16 @@ from ospruner.engines.interface import ForkRequest, SamplingSettings, end_ids
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
-from ospruner.rules.live import generate_with_rule
 
-from .arithmetic import ModelWork
-from .compute import Compute
-from .evaluation import Evaluation, refuse_other_settings
+from .compute import Compute, ModelWork
+from .evaluation import Evaluation, differing, refuse_other_settings
 from .intervals import Rule
 from .methods import FULL, PolicyUse
 from .problems.problem import Problem
 from .problems.task import Task
 from .replay import Outcome
 from .schema import LabelSettings
-
-__all__ = ["Asked", "Generator", "Journal", "SampleRow", "evaluate_online"]
+from .table import FloatArray
 
 JOURNAL = "online.jsonl"
 _NEVER = Budget(2**31 - 1)
@@ -114,60 +112,45 @@ class SampleRow:
     flops: float = 0.0
 
 
-class Journal:
-    """Finished batches, one a line; the first line holds the run's settings.
+def read_journal(path: Path, settings: Mapping[str, Any]) -> dict[tuple[str, int], list[SampleRow]]:
+    """The finished batches of a run by method and first problem; a new journal is begun.
 
-    Args:
-        path: the file; made where it does not exist. None keeps batches in memory.
-        settings: of the run, JSON-ready.
+    Each is a line; the first line holds the run's settings.
 
     Raises:
         ValueError: the file is of a run with other settings, or damaged.
     """
+    wanted = json.loads(json.dumps(settings))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _append(path, {"settings": wanted})
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):  # a line torn by a kill
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    try:
+        first, *records = map(json.loads, whole.splitlines())
+        stored = first["settings"]
+        done = {
+            (one["method"], one["batch"]): [SampleRow(**row) for row in one["rows"]]
+            for one in records
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}): delete it to begin anew"
+        ) from error
+    if differences := differing(stored, wanted):
+        raise ValueError(
+            f"{path} is of a run with other settings ({differences}): use the same settings to "
+            "continue it, or another folder (out)"
+        )
+    return done
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
-        self.path = path
-        self.done: dict[tuple[str, int], list[SampleRow]] = {}
-        wanted = json.loads(json.dumps(settings))
-        if path is None or not path.exists():
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self._append({"settings": wanted})
-            return
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):  # a line torn by a kill
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-        try:
-            first, *records = map(json.loads, whole.splitlines())
-            stored = first["settings"]
-            for record in records:
-                rows = [SampleRow(**row) for row in record["rows"]]
-                self.done[record["method"], record["batch"]] = rows
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is damaged ({type(error).__name__}: {error}): delete it to begin anew"
-            ) from error
-        if differences := [
-            f"{name}: {stored.get(name)!r} there, {wanted.get(name)!r} asked for"
-            for name in sorted({*stored, *wanted})
-            if stored.get(name) != wanted.get(name)
-        ]:
-            raise ValueError(
-                f"{path} is of a run with other settings ({'; '.join(differences)}): use the same "
-                "settings to continue it, or another folder (out)"
-            )
 
-    def add(self, method: str, batch: int, rows: list[SampleRow]) -> None:
-        """Makes a batch durable."""
-        self._append({"method": method, "batch": batch, "rows": [vars(row) for row in rows]})
-        self.done[method, batch] = rows
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        if self.path is not None:
-            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-            append_durably(self.path, line)
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    append_durably(path, json.dumps(record, ensure_ascii=False).encode() + b"\n")
 
 
 def evaluate_online(
@@ -205,13 +188,13 @@ def evaluate_online(
             f"samples is {settings.samples_per_problem} at temperature 0: greedy samples are all "
             "alike; take one"
         )
-    named: dict[str, tuple[str, float | None, str, How]] = {}
+    named: dict[str, tuple[Rule, How]] = {}
     for how in (None, *methods):
-        name = _named(how)
-        key = f"{name[0]} {name[2]}={name[1]}"
+        rule = _rule(how)
+        key = f"{rule.method} {rule.parameter_name}={rule.parameter}"
         if key in named:
             raise ValueError(f"two methods are {key!r}; give each method once")
-        named[key] = (*name, how)
+        named[key] = rule, how
     identity = {
         **about,
         "answer": settings.answer,
@@ -220,61 +203,61 @@ def evaluate_online(
         "batch_problems": batch_problems,
         "problems": [one.problem.id for one in problems],
     }
-    folder = None if out is None else Path(out)
-    if folder is not None:
-        refuse_other_settings(folder, identity)
-    journal = Journal(None if folder is None else folder / JOURNAL, identity)
-    starts = range(0, len(problems), batch_problems)
-    done, total = 0, len(starts) * len(named)
-    for start in starts:
-        for key, (*_, how) in named.items():
-            if (key, start) not in journal.done:
-                batch = problems[start : start + batch_problems]
-                journal.add(key, start, generate(how, batch, start))
-            done += 1
-            progress("generate", done, total)
-    rows_of = {key: [row for start in starts for row in journal.done[key, start]] for key in named}
+    journal = None if out is None else Path(out) / JOURNAL
+    done: dict[tuple[str, int], list[SampleRow]] = {}
+    if journal is not None:
+        refuse_other_settings(journal.parent, identity)
+        done = read_journal(journal, identity)
+    tasks = [(start, key) for start in range(0, len(problems), batch_problems) for key in named]
+    for number, (start, key) in enumerate(tasks, start=1):
+        if (key, start) not in done:
+            rows = generate(named[key][1], problems[start : start + batch_problems], start)
+            done[key, start] = rows
+            if journal is not None:
+                lines = [vars(row) for row in rows]
+                _append(journal, {"method": key, "batch": start, "rows": lines})
+        progress("generate", number, len(tasks))
+    starts = dict.fromkeys(start for start, _ in tasks)
+    rows_of = {key: [row for start in starts for row in done[key, start]] for key in named}
     full = next(iter(rows_of.values()))
     k = settings.samples_per_problem
-    natural = [math.nan if (one := row.natural_correct) is None else one for row in full]
     return Evaluation(
         settings=identity,
         rules=[
-            Rule(method, _outcome(rows_of[key], full), parameter, name)
-            for key, (method, parameter, name, _) in named.items()
+            replace(rule, outcome=_outcome(rows_of[key], full)) for key, (rule, _) in named.items()
         ],
         limits=[],
         problem_ids=[one.problem.id for one in problems],
         problem_index=np.repeat(np.arange(len(problems)), k),
         families=[one.problem.family for one in problems for _ in range(k)],
-        natural_correct=np.array(natural),
+        natural_correct=np.array([row.natural_correct for row in full], np.float64),  # None: NaN
     )
 
 
-def _named(how: How) -> tuple[str, float | None, str]:
-    """Method, parameter and its name, as tables have them."""
+def _rule(how: How) -> Rule:
+    """Method, parameter and its name, as tables have them, and no outcome yet."""
+    nothing = _outcome([], [])
     if how is None:
-        return FULL, None, ""
+        return Rule(FULL, nothing)
     if isinstance(how, PolicyUse):
-        return how.method, how.parameter, how.parameter_name
-    return how.method, how.threshold, how.family.parameter_name
+        return Rule(how.method, nothing, how.parameter, how.parameter_name)
+    return Rule(how.method, nothing, how.threshold, how.family.parameter_name)
 
 
 def _outcome(rows: Sequence[SampleRow], full: Sequence[SampleRow]) -> Outcome:
-    def column(name: str, of: Sequence[SampleRow] = rows) -> Any:
+    def column(name: str, of: Sequence[SampleRow] = rows) -> FloatArray:
         return np.array([vars(row)[name] for row in of], np.float64)
 
     correct, full_correct = column("correct"), column("correct", full)
     return Outcome(
         correct=correct,
-        tokens=column("tokens"),
-        answer_tokens=column("answer_tokens"),
         helped=correct * (1.0 - full_correct),
         harmed=(1.0 - correct) * full_correct,
         truncated=np.array([row.reason == "cap" for row in rows], np.float64),
-        probe_tokens=column("probe_tokens"),
-        seconds=column("seconds"),
-        flops=column("flops"),
+        **{
+            name: column(name)
+            for name in ("tokens", "answer_tokens", "probe_tokens", "seconds", "flops")
+        },
     )
 
 
@@ -326,7 +309,7 @@ class Generator:
         with torch.random.fork_rng():
             torch.manual_seed(mix64(mix64(settings.seed) ^ first_problem) >> 1)
             started = time.perf_counter()
-            output, records = call(ids, arguments)
+            output, records = call(ids, **arguments)
             generated = output[:, ids.shape[1] :].tolist()  # also waits for the device
             seconds = (time.perf_counter() - started) / len(prompts)
             rows = list(self._rows(how, asked, generated, records))
@@ -336,40 +319,41 @@ class Generator:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Prompts, padded at the left, and what generate is told."""
-        width, device, settings = max(map(len, prompts)), self.base.device, self.settings
-        pad = min(self._eos)  # masked, so that any id will do
-        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": max_new_tokens}
-        arguments |= {"pad_token_id": pad, "do_sample": settings.temperature > 0}
+        width, settings, pad = max(map(len, prompts)), self.settings, min(self._eos)
+        pads = [width - len(prompt) for prompt in prompts]  # masked, so that any id will do
+        ids = [[pad] * n + list(p) for n, p in zip(pads, prompts, strict=True)]
+        arguments: dict[str, Any] = {
+            "attention_mask": torch.tensor([[0] * n + [1] * (width - n) for n in pads]),
+            "max_new_tokens": max_new_tokens,
+            "pad_token_id": pad,
+            "do_sample": settings.temperature > 0,
+        }
         if settings.temperature > 0:
-            arguments |= {"temperature": settings.temperature, "top_p": settings.top_p}
-            arguments |= {"top_k": settings.top_k}
-        return ids, arguments
+            sampled = ("temperature", "top_p", "top_k")
+            arguments |= {name: vars(settings)[name] for name in sampled}
+        arguments["attention_mask"] = arguments["attention_mask"].to(self.base.device)
+        return torch.tensor(ids, device=self.base.device), arguments
 
-    def _call(self, how: How, first_sample_index: int) -> Any:
-        """What generates: (ids, arguments) -> (output, records)."""
-        model: Any = self.base
-        common: dict[str, Any] = {
-            "seed": self.settings.seed,
+    def _call(self, how: How, first_sample_index: int) -> Callable[..., Any]:
+        """What generates: (ids, **arguments) -> (output, records)."""
+        settings, policy, stride = self.settings, None, 1
+        said: dict[str, Any] = {
+            "seed": settings.seed,
             "first_sample_index": first_sample_index,
-            "answer": self.settings.answer,
-            "max_answer_tokens": self.settings.max_answer_tokens,
+            "answer": settings.answer,
+            "max_answer_tokens": settings.max_answer_tokens,
         }
         if isinstance(how, PolicyUse):
-            config = StopPolicyConfig(
-                mode=how.mode, threshold=how.threshold, price=how.asked_price, **common
-            )
             if self._loaded is None or self._loaded[0] != how.path:
                 self._loaded = how.path, OSPrunerForCausalLM.from_base(self.base, how.path)
             chosen = self._loaded[1]
-            stride = chosen.config.step_stride
-            return lambda ids, more: generate_pruned(
-                model, chosen.policy, self.fmt, config, stride, ids, self.tokenizer, **more
-            )
-        config = StopPolicyConfig(rule=how or _NEVER, **common)
-        return lambda ids, more: generate_with_rule(
-            model, self.tokenizer, config, ids, self.fmt, **more
+            policy, stride = chosen.policy, chosen.config.step_stride
+            said |= {"mode": how.mode, "threshold": how.threshold, "price": how.asked_price}
+        else:
+            said["rule"] = how or _NEVER
+        config, base = StopPolicyConfig(**said), cast("Any", self.base)
+        return partial(
+            generate_pruned, base, policy, self.fmt, config, stride, tokenizer=self.tokenizer
         )
 
     def _rows(

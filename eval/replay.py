@@ -6,24 +6,14 @@ summarises outcomes; `online` makes its own by generating, and they are summaris
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from .table import FloatArray, IntArray, TraceTable
-
-__all__ = [
-    "Outcome",
-    "pool",
-    "replay",
-    "replay_at",
-    "replay_budget",
-    "replay_full",
-    "replay_step",
-]
+from .table import FloatArray, TraceTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +56,6 @@ class Outcome:
         """Mean thinking tokens over traces."""
         return float(self.tokens.mean())
 
-    def of_rows(self, rows: IntArray) -> Outcome:
-        """The outcome on some of the traces, by their numbers."""
-        return Outcome(*self.columns()[rows].T)
-
     def columns(self) -> FloatArray:
         """(N, K) the fields side by side, in the order of their definition."""
         return np.column_stack([vars(self)[f.name] for f in fields(self)])
@@ -80,44 +66,69 @@ def replay(
     probabilities: npt.ArrayLike,
     mode: Literal["sample", "threshold"] = "sample",
     threshold: float | None = None,
+    read_tokens: npt.NDArray[Any] | None = None,
 ) -> Outcome:
-    """Replays a policy from its stop probabilities.
+    """Replays a policy from its stop probabilities: the exact expectation (the paper's Eq. 1-3).
 
     Args:
         table: N labelled traces of up to T steps.
-        probabilities: (N, T) stop probability at each step; NaN means "continue"; the last step's
-            and the padding's are not read.
-        mode: "sample" stops with the probability given (Eq. 1-3, the exact expectation);
-            "threshold" stops at the first step whose probability is at least `threshold`.
+        probabilities: see `stop_weights`, which raises.
+        mode: see there.
+        threshold: see there.
+        read_tokens: (N, T) tokens that the policy has read where a trace stops at each step, where
+            it is a model of its own.
+    """
+    weights = stop_weights(table, probabilities, mode, threshold)
+    return _outcome(table, lambda column: (weights * column).sum(axis=1), read_tokens)
+
+
+def stop_weights(
+    table: TraceTable,
+    probabilities: npt.ArrayLike,
+    mode: Literal["sample", "threshold"] = "sample",
+    threshold: float | None = None,
+) -> FloatArray:
+    """(N, T) the probability that a policy stops at each step; rows sum to one, 0 on padding.
+
+    P(tau = i) = [prod_{j<i} (1 - pi_j)] pi_i, as `stopping` has it from logits.
+
+    Args:
+        table: N labelled traces of up to T steps.
+        probabilities: (N, T) stop probability at each step; NaN means "continue", as it does when
+            generating; the last step's and the padding's are not read.
+        mode: "sample" stops with the probability given; "threshold" stops at the first step whose
+            probability is at least `threshold`.
         threshold: in [0, 1]; with mode "threshold" only.
 
     Raises:
         ValueError: shapes differ, a probability or the threshold is outside [0, 1], an unknown
             mode, or a threshold missing or given needlessly.
     """
-    import torch  # here: it takes seconds to import, and reports need none of it
-
-    from .stopping import stop_distribution_from_probabilities, threshold_stop
-
-    pi = np.asarray(probabilities)
+    pi = np.asarray(probabilities, np.float64)
     if pi.shape != table.mask.shape:
         raise ValueError(
             f"probabilities has shape {pi.shape}; the table's traces and steps are "
             f"{table.mask.shape}"
         )
-    # The last step's stop is forced: whatever stands there, or on padding, is not a probability.
-    free = np.arange(pi.shape[1]) < table.last[:, None]
-    values = torch.from_numpy(np.where(free, pi, 0.0).astype(np.float64))
-    mask = torch.from_numpy(table.mask)
-    if mode == "threshold":
-        if threshold is None:
-            raise ValueError("threshold is None; mode 'threshold' needs one in [0, 1]")
-        return replay_at(table, threshold_stop(values, threshold, mask).numpy())
-    if mode != "sample":
+    if mode not in ("sample", "threshold"):
         raise ValueError(f"mode is {mode!r}; it must be 'sample' or 'threshold'")
-    if threshold is not None:
-        raise ValueError(f"threshold is {threshold}, but mode 'sample' has none; leave it out")
-    return _expect(table, stop_distribution_from_probabilities(values, mask).numpy())
+    if (mode == "threshold") != (threshold is not None):
+        raise ValueError(f"threshold is {threshold}: mode 'threshold' needs one, 'sample' has none")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is {threshold}; it must lie in [0, 1]")
+    steps, last = np.arange(pi.shape[1]), table.last[:, None]
+    # The last step's stop is forced: whatever stands there, or on padding, is not a probability.
+    pi = np.where(steps < last, pi, np.nan)
+    if (wrong := (pi < 0) | (pi > 1)).any():
+        raise ValueError(
+            f"probabilities holds {pi[wrong][0]}; stop probabilities lie in [0, 1] "
+            "(apply a sigmoid if these are logits)"
+        )
+    stops = np.nan_to_num(pi) if threshold is None else (pi >= threshold).astype(np.float64)
+    stops[steps == last] = 1.0
+    survival = np.cumprod(1.0 - stops, axis=1)
+    weights: FloatArray = np.concatenate([np.ones_like(stops[:, :1]), survival[:, :-1]], 1) * stops
+    return weights
 
 
 def replay_at(
@@ -129,10 +140,10 @@ def replay_at(
     """Stops trace n at step `step_index[n]` (0-based; an index beyond its end is its end).
 
     Args:
-        table: N labelled traces.
+        table: N labelled traces of up to T steps.
         step_index: (N,) integers >= 0.
-        probe_tokens: (N,) tokens that the rule spent on deciding; None for nothing.
-        probe_flops: (N,) operations that it spent on deciding; None for nothing.
+        probe_tokens: (N, T) tokens that the rule has spent on deciding at each step; None for none.
+        probe_flops: (N, T) operations of the same.
 
     Raises:
         ValueError: a shape other than (N,), or a negative index.
@@ -143,20 +154,32 @@ def replay_at(
             f"step_index has shape {index.shape}; it must hold {len(table)} steps >= 0"
         )
     rows, index = np.arange(len(table)), np.minimum(index, table.last)
-    correct, full = table.correct[rows, index], table.full_correct
-    return Outcome(
-        correct=correct,
-        tokens=table.lengths[rows, index].astype(np.float64),
-        answer_tokens=table.answer_tokens[rows, index].astype(np.float64),
-        helped=correct * (1.0 - full),
-        harmed=(1.0 - correct) * full,
-        truncated=(table.capped & (index == table.last)).astype(np.float64),
-        probe_tokens=np.zeros(len(table)) if probe_tokens is None else probe_tokens,
-        seconds=_none(table),
-        flops=_none(table)
-        if table.flops is None
-        else table.flops[rows, index] + (0.0 if probe_flops is None else probe_flops),
-    )
+    return _outcome(table, lambda column: column[rows, index], probe_tokens, probe_flops)
+
+
+def _outcome(
+    table: TraceTable,
+    at_stop: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+    probe_tokens: npt.NDArray[Any] | None = None,
+    probe_flops: FloatArray | None = None,
+) -> Outcome:
+    """What columns (N, T) come to where traces stop, or are expected to."""
+    correct, full = at_stop(table.correct), table.full_correct
+    ends = np.arange(table.mask.shape[1]) == table.last[:, None]
+    flops = table.flops
+    if flops is not None and probe_flops is not None:
+        flops = flops + probe_flops
+    columns = {
+        "tokens": at_stop(table.lengths),
+        "answer_tokens": at_stop(table.answer_tokens),
+        "helped": correct * (1.0 - full),
+        "harmed": (1.0 - correct) * full,
+        "truncated": at_stop(ends & table.capped[:, None]),
+        "probe_tokens": at_stop(np.zeros(ends.shape) if probe_tokens is None else probe_tokens),
+        "seconds": np.full(len(table), np.nan),
+        "flops": np.full(len(table), np.nan) if flops is None else at_stop(flops),
+    }
+    return Outcome(correct, **{name: one.astype(np.float64) for name, one in columns.items()})
 
 
 def replay_full(table: TraceTable) -> Outcome:
@@ -202,26 +225,3 @@ def pool(outcomes: Sequence[Outcome]) -> Outcome:
             "one outcome, all on the same traces"
         )
     return Outcome(*np.mean([outcome.columns() for outcome in outcomes], axis=0).T)
-
-
-def _expect(table: TraceTable, weights: FloatArray) -> Outcome:
-    """Expectations over the stopping step under `weights` (N, T), whose rows sum to one."""
-    correct = (weights * table.correct).sum(axis=1)
-    full = table.full_correct
-    to_the_end = weights[np.arange(len(table)), table.last]
-    return Outcome(
-        correct=correct,
-        tokens=(weights * table.lengths).sum(axis=1),
-        answer_tokens=(weights * table.answer_tokens).sum(axis=1),
-        helped=correct * (1.0 - full),
-        harmed=(1.0 - correct) * full,
-        truncated=to_the_end * table.capped,
-        probe_tokens=np.zeros(len(table)),
-        seconds=_none(table),
-        flops=_none(table) if table.flops is None else (weights * table.flops).sum(axis=1),
-    )
-
-
-def _none(table: TraceTable) -> FloatArray:
-    """(N,) of what was not measured."""
-    return np.full(len(table), np.nan)

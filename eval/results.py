@@ -19,8 +19,6 @@ from ospruner.durable import replace_file
 
 from .text import number_text, parameter_text, penalty_name
 
-__all__ = ["ENDS", "RESULTS_FILE", "Estimate", "Results", "best_rows", "frame_of", "prices_of"]
-
 RESULTS_FILE = "results.json"
 FORMAT, VERSION = "ospruner-results", 2
 ENDS = ("", "_low", "_high")

@@ -11,145 +11,110 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import reduce
 from typing import Any, Literal, get_args
 
+import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Features, List, Value
 
-from .table import TraceTable
 
-__all__ = [
-    "COLUMNS",
-    "ENDED",
-    "FEATURES",
-    "MATH_TASK",
-    "PREFIX_COLUMNS",
-    "PREFIX_FEATURES",
-    "STEP_COLUMNS",
-    "LabelSettings",
-    "TraceTable",
-    "split_of",
-    "validate_row",
-]
+def _columns(table: str) -> dict[str, tuple[Any, str]]:
+    """Type and meaning of each column; "[]" is a list, and a line that is indented goes on."""
+    found: dict[str, tuple[Any, str]] = {}
+    for line in re.sub(r"\n +", " ", table).split("\n"):
+        name, kind, meaning = line.split(None, 2)
+        base, *lists = kind.split("[")
+        found[name] = reduce(lambda inner, _: List(inner), lists, Value(base)), meaning
+    return found
 
 
-COLUMNS: dict[str, tuple[Any, str]] = {
-    "problem_id": (Value("string"), "the problem; splits and intervals go by it"),
-    "sample_index": (Value("int32"), "which of the problem's sampled traces this is, from 0"),
-    "family": (Value("string"), "kind or difficulty of the problem; empty where there is none"),
-    "problem": (Value("string"), "the problem's text"),
-    "answer": (Value("string"), "the reference answer, as it would stand in a box"),
-    "prompt_ids": (List(Value("int32")), "token ids of the prompt"),
-    "trace_ids": (
-        List(Value("int32")),
-        "token ids of the thinking as generated: no prompt, no end marker, nothing forced",
-    ),
-    "step_ends": (
-        List(Value("int32")),
-        "L_i, the thinking tokens through each labelled step; the last is the trace's length",
-    ),
-    "forced_answers": (
-        List(Value("string")),
-        "per step: what stood in the box of the answer forced there; empty where it never closed",
-    ),
-    "forced_correct": (
-        List(Value("float32")),
-        "A_i, per step: the forced answer's grade in [0, 1]; null where there is no verdict",
-    ),
-    "matches_final": (
-        List(Value("bool")),
-        "per step: equal to the answer forced at the last step; null where there is no verdict",
-    ),
-    "forced_answer_tokens": (
-        List(Value("int32")),
-        "per step: generated tokens of the forced answer, the closing one included",
-    ),
-    "forced_answer_ids": (
-        List(List(Value("int32"))),
-        "per step: the forced answer's token ids as generated, after everything that was forced",
-    ),
-    "forced_logprob": (
-        List(Value("float32")),
-        "per step: mean natural log-probability of the forced answer's tokens at temperature 1 "
-        "(among the question's options, where it is one of these); null where it has none",
-    ),
-    "forced_entropy": (
-        List(Value("float32")),
-        "per step: entropy in nats over the 20 likeliest first tokens of the forced answer, or "
-        "over the question's options",
-    ),
-    "forced_answer_entropy": (
-        List(Value("float32")),
-        "per step: the sum of the same over all tokens of the forced answer, that of its end "
-        "included; null in labels made before it was kept",
-    ),
-    "option_probabilities": (
-        List(List(Value("float32"))),
-        "per step: probability of each of the question's options in its order, among them alone; "
-        "null where the answer was decoded",
-    ),
-    "ungraded_reasons": (
-        List(Value("string")),
-        "per step: why there is no verdict (no answer, too long, unreadable, time limit, ...); "
-        "null where there is one",
-    ),
-    "natural_answer": (
-        Value("string"),
-        "what stood in the last box after the trace's own end; empty where none did",
-    ),
-    "natural_correct": (Value("float32"), "its grade; null where there is no verdict"),
-    "natural_answer_tokens": (Value("int32"), "tokens after the trace's own end"),
-    "natural_answer_ids": (List(Value("int32")), "token ids after the trace's own end marker"),
-    "ended": (
-        Value("string"),
-        "natural: the model ended its thinking; cap: it was cut at the token cap",
-    ),
-}
+COLUMNS = _columns(
+    """\
+problem_id            string    the problem; splits and intervals go by it
+sample_index          int32     which of the problem's sampled traces this is, from 0
+family                string    kind or difficulty of the problem; empty where there is none
+problem               string    the problem's text
+answer                string    the reference answer, as it would stand in a box
+prompt_ids            int32[]   token ids of the prompt
+trace_ids             int32[]   token ids of the thinking as generated: no prompt, no end marker,
+                                nothing forced
+step_ends             int32[]   L_i, the thinking tokens through each labelled step; the last is the
+                                trace's length
+forced_answers        string[]  per step: what stood in the box of the answer forced there; empty
+                                where it never closed
+forced_correct        float32[] A_i, per step: the forced answer's grade in [0, 1]; null where there
+                                is no verdict
+matches_final         bool[]    per step: equal to the answer forced at the last step; null where
+                                there is no verdict
+forced_answer_tokens  int32[]   per step: generated tokens of the forced answer, the closing one
+                                included
+forced_answer_ids     int32[][] per step: the forced answer's token ids as generated, after
+                                everything that was forced
+forced_logprob        float32[] per step: mean natural log-probability of the forced answer's tokens
+                                at temperature 1 (among the question's options, where it is one of
+                                these); null where it has none
+forced_entropy        float32[] per step: entropy in nats over the 20 likeliest first tokens of the
+                                forced answer, or over the question's options
+forced_answer_entropy float32[] per step: the sum of the same over all tokens of the forced answer,
+                                that of its end included; null in labels made before it was kept
+option_probabilities  float32[][] per step: probability of each of the question's options in its
+                                  order, among them alone; null where the answer was decoded
+ungraded_reasons      string[]  per step: why there is no verdict (no answer, too long, unreadable,
+                                time limit, ...); null where there is one
+natural_answer        string    what stood in the last box after the trace's own end; empty where
+                                none did
+natural_correct       float32   its grade; null where there is no verdict
+natural_answer_tokens int32     tokens after the trace's own end
+natural_answer_ids    int32[]   token ids after the trace's own end marker
+ended                 string    natural: the model ended its thinking; cap: it was cut at the token
+                                cap"""
+)
 """Type and meaning of each column."""
 
 FEATURES = Features({name: kind for name, (kind, _) in COLUMNS.items()})
 
-STEP_COLUMNS = (
-    "step_ends",
-    "forced_answers",
-    "forced_correct",
-    "matches_final",
-    "forced_answer_tokens",
-    "forced_answer_ids",
-    "forced_logprob",
-    "forced_entropy",
-    "forced_answer_entropy",
-    "option_probabilities",
-    "ungraded_reasons",
-)
+STEP_COLUMNS = ("step_ends", *(name for name, (_, text) in COLUMNS.items() if "per step" in text))
 """Lists with one entry a labelled step."""
+
+NULLABLE = ("natural_correct", "natural_answer_ids")
+"""Columns that may be null as a whole."""
+
+WHOLE_STEPS = ("step_ends", "forced_answers", "forced_answer_tokens")
+"""Those in which no step is null."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    **{name: (0, math.inf) for name, (kind, _) in COLUMNS.items() if "int32" in repr(kind)},
+    **dict.fromkeys(("forced_correct", "natural_correct", "option_probabilities"), (0.0, 1.0)),
+    **dict.fromkeys(("forced_entropy", "forced_answer_entropy"), (0.0, math.inf)),
+    "forced_logprob": (-math.inf, 0.0),
+}
 
 LATER_COLUMNS = ("forced_answer_entropy", "option_probabilities")
 """Those that older labels lack; they are read as nulls."""
 
-
-PREFIX_COLUMNS: dict[str, tuple[Any, str]] = {
-    "trace": (Value("int32"), "number of the trace's row in the default configuration, from 0"),
-    "problem_id": (Value("string"), "as there"),
-    "sample_index": (Value("int32"), "as there"),
-    "family": (Value("string"), "as there"),
-    "step": (Value("int32"), "which labelled step of the trace, from 1"),
-    "steps": (Value("int32"), "labelled steps of the trace"),
-    "end": (Value("int32"), "L_i: the prefix is the trace's first so many thinking tokens"),
-    "fraction": (Value("float32"), "the same as a share of the trace's tokens"),
-    "forced_answer": (Value("string"), "what stood in the box of the answer forced here"),
-    "correct": (Value("float32"), "A_i in [0, 1]; null where there is no verdict"),
-    "matches_final": (Value("bool"), "equal to the answer forced at the trace's last step"),
-    "answer_tokens": (Value("int32"), "generated tokens of the forced answer"),
-    "logprob": (Value("float32"), "their mean natural log-probability"),
-    "entropy": (Value("float32"), "in nats, over the 20 likeliest first tokens"),
-    "ungraded_reason": (Value("string"), "why there is no verdict"),
-    "ended": (Value("string"), "how the trace ended: natural or cap"),
-}
+PREFIX_COLUMNS = _columns(
+    """\
+trace                 int32     number of the trace's row in the default configuration, from 0
+problem_id            string    as there
+sample_index          int32     as there
+family                string    as there
+step                  int32     which labelled step of the trace, from 1
+steps                 int32     labelled steps of the trace
+end                   int32     L_i: the prefix is the trace's first so many thinking tokens
+fraction              float32   the same as a share of the trace's tokens
+forced_answer         string    what stood in the box of the answer forced here
+correct               float32   A_i in [0, 1]; null where there is no verdict
+matches_final         bool      equal to the answer forced at the trace's last step
+answer_tokens         int32     generated tokens of the forced answer
+logprob               float32   their mean natural log-probability
+entropy               float32   in nats, over the 20 likeliest first tokens
+ungraded_reason       string    why there is no verdict
+ended                 string    how the trace ended: natural or cap"""
+)
 """Type and meaning of the columns of the derived view with one row a labelled step."""
 
 PREFIX_FEATURES = Features({name: kind for name, (kind, _) in PREFIX_COLUMNS.items()})
@@ -157,8 +122,6 @@ PREFIX_FEATURES = Features({name: kind for name, (kind, _) in PREFIX_COLUMNS.ite
 
 Ended = Literal["natural", "cap"]
 ENDED: tuple[str, ...] = get_args(Ended)
-
-_TEXT_COLUMNS = ("problem_id", "family", "problem", "answer", "natural_answer", "ended")
 
 
 def validate_row(row: Mapping[str, Any]) -> None:
@@ -174,100 +137,75 @@ def validate_row(row: Mapping[str, Any]) -> None:
             f"a labelled trace has exactly the columns of FEATURES; missing: {missing or 'none'}, "
             f"unknown: {unknown or 'none'}"
         )
-    for name in _TEXT_COLUMNS:
-        if not isinstance(row[name], str):
-            raise TypeError(f"{name} is {row[name]!r}; it must be a text")
-    if not row["problem_id"]:
-        raise ValueError("problem_id is empty; splits and intervals go by it")
     where = f"trace {row['problem_id']!r} sample {row['sample_index']!r}"
-    for name in ("sample_index", "natural_answer_tokens"):
-        _check_integers(name, [row[name]], where)
-    if not row["answer"].strip():
-        raise ValueError(f"{where}: answer is empty; the forced answers cannot have been graded")
-    if row["ended"] not in ENDED:
-        raise ValueError(f"{where}: ended is {row['ended']!r}; it must be one of {ENDED}")
-    for name in ("prompt_ids", "trace_ids", "step_ends", "forced_answer_tokens"):
-        _check_integers(name, row[name], where)
-        if not len(row[name]):
-            raise ValueError(f"{where}: {name} is empty")
-    _check_steps(row, where)
-    _check_grades("natural_correct", [row["natural_correct"]], where)
-    if row["natural_answer_ids"] is not None:
-        _check_integers("natural_answer_ids", row["natural_answer_ids"], where)
+    for column in FEATURES.arrow_schema:
+        kind = COLUMNS[column.name][1].partition(":")[0]
+        try:
+            found = pa.array([row[column.name]], column.type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError) as error:
+            raise TypeError(
+                f"{where}: {column.name} is {_short(row[column.name])}; it must be {column.type} "
+                f"({kind}): {error}"
+            ) from error
+        if found.null_count and column.name not in NULLABLE:
+            raise TypeError(f"{where}: {column.name} is None; it must be {column.type} ({kind})")
+    for fault in _faults(row):
+        raise ValueError(f"{where}: {fault}")
 
 
-def _check_steps(row: Mapping[str, Any], where: str) -> None:
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+def _faults(row: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong between and within the columns of a row, whose types are right."""
     ends = row["step_ends"]
+    if not row["problem_id"]:
+        yield "problem_id is empty; splits and intervals go by it"
+    if not row["answer"].strip():
+        yield "answer is empty; the forced answers cannot have been graded"
+    if row["ended"] not in ENDED:
+        yield f"ended is {row['ended']!r}; it must be one of {ENDED}"
+    for name in ("prompt_ids", "trace_ids", "step_ends"):
+        if not len(row[name]):
+            yield f"{name} is empty"
     for name in STEP_COLUMNS:
         if len(row[name]) != len(ends):
-            raise ValueError(
-                f"{where}: {name} has {len(row[name])} entries for {len(ends)} steps (step_ends)"
-            )
+            yield f"{name} has {len(row[name])} entries for {len(ends)} steps (step_ends)"
+        if name in WHOLE_STEPS and any(value is None for value in row[name]):
+            yield f"{name} holds None"
+    for name, (low, high) in RANGES.items():
+        values = row[name] if isinstance(row[name], list | tuple) else [row[name]]
+        flat = (x for one in values for x in (one if isinstance(one, list | tuple) else [one]))
+        for value in flat:
+            if value is None:
+                continue
+            if isinstance(low, int) and not isinstance(value, int):  # Arrow would cut a fraction
+                yield f"{name} holds {value}; it must hold integers"
+            if not low <= value <= high:  # also refuses NaN
+                yield f"{name} holds {value}; it must lie in [{low:g}, {high:g}]"
     if ends[0] < 1 or any(b <= a for a, b in itertools.pairwise(ends)):
-        raise ValueError(
-            f"{where}: step_ends is {list(ends)}; it must be strictly increasing "
-            "and start at 1 or more"
-        )
+        yield f"step_ends is {list(ends)}; it must be strictly increasing and start at 1 or more"
     if ends[-1] != len(row["trace_ids"]):
-        raise ValueError(
-            f"{where}: step_ends ends at {ends[-1]} but trace_ids has {len(row['trace_ids'])} "
-            "tokens; the last step is the trace's end"
+        yield (
+            f"step_ends ends at {ends[-1]} but trace_ids has {len(row['trace_ids'])} tokens; the "
+            "last step is the trace's end"
         )
-    if any(not isinstance(text, str) for text in row["forced_answers"]):
-        raise TypeError(f"{where}: forced_answers holds something that is not a text")
-    _check_grades("forced_correct", row["forced_correct"], where)
-    if any(value is not None and not isinstance(value, bool) for value in row["matches_final"]):
-        raise TypeError(f"{where}: matches_final holds something other than True, False, None")
-    for name, low, high in (
-        ("forced_logprob", -math.inf, 0.0),
-        ("forced_entropy", 0.0, math.inf),
-        ("forced_answer_entropy", 0.0, math.inf),
-    ):
-        for value in row[name]:
-            if value is not None and not low <= value <= high:  # also refuses NaN
-                raise ValueError(f"{where}: {name} holds {value}; it must lie in [{low}, {high}]")
     for count, ids in zip(row["forced_answer_tokens"], row["forced_answer_ids"], strict=True):
-        if ids is None:
-            continue
-        _check_integers("forced_answer_ids", ids, where)
-        if len(ids) != count:
-            raise ValueError(
-                f"{where}: forced_answer_ids has {len(ids)} ids where forced_answer_tokens "
-                f"counts {count}"
+        if ids is not None and len(ids) != count:
+            yield (
+                f"forced_answer_ids has {len(ids)} ids where forced_answer_tokens counts {count}"
             )
     for shares in row["option_probabilities"]:
-        if shares is None:
-            continue
-        _check_grades("option_probabilities", shares, where)
-        if None in shares or abs(math.fsum(shares) - 1) > 1e-3:
-            raise ValueError(
-                f"{where}: option_probabilities holds {shares}; they must be two or more and sum "
-                "to 1"
-            )
+        if shares is not None and (None in shares or abs(math.fsum(shares) - 1) > 1e-3):
+            yield f"option_probabilities holds {shares}; they must be two or more and sum to 1"
     for grade, reason in zip(row["forced_correct"], row["ungraded_reasons"], strict=True):
-        if reason is not None and (grade is not None or not isinstance(reason, str) or not reason):
-            raise ValueError(
-                f"{where}: ungraded_reasons holds {reason!r} beside the grade {grade}; it must be "
-                "a text beside null, or null"
+        if reason is not None and (grade is not None or not reason):
+            yield (
+                f"ungraded_reasons holds {reason!r} beside the grade {grade}; it must be a text "
+                "beside null, or null"
             )
-
-
-def _check_integers(name: str, values: Sequence[Any], where: str) -> None:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{where}: {name} holds {value!r}; it must hold integers")
-        if not 0 <= value < 2**31:
-            raise ValueError(f"{where}: {name} holds {value}; it must lie in 0 .. 2**31 - 1")
-
-
-def _check_grades(name: str, values: Sequence[Any], where: str) -> None:
-    for value in values:
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{where}: {name} holds {value!r}; it must hold numbers or None")
-        if not 0.0 <= value <= 1.0:  # also refuses NaN
-            raise ValueError(f"{where}: {name} holds {value}; it must lie in [0, 1]")
 
 
 MATH_TASK: dict[str, Any] = {"name": "math"}
@@ -319,28 +257,22 @@ class LabelSettings:
     domains: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.task, dict) and isinstance(self.task.get("name"), str)):
-            raise ValueError(f"task is {self.task!r}; it must be settings with a name")
-        if not self.base_model:
-            raise ValueError("base_model is empty; give the base's name or path")
-        if self.answer not in ("forced", "free"):
-            raise ValueError(f"answer is {self.answer!r}; it must be 'forced' or 'free'")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature!r}; it must be finite and >= 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p!r}; it must lie in (0, 1]")
-        for name, value, least in (
-            ("top_k", self.top_k, 0),
-            ("seed", self.seed, 0),
-            ("samples_per_problem", self.samples_per_problem, 1),
-            ("max_new_tokens", self.max_new_tokens, 1),
-            ("max_answer_tokens", self.max_answer_tokens, 1),
-            ("step_stride", self.step_stride, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; it must be an integer")
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        wanted = {
+            "task": (isinstance(self.task, dict) and isinstance(self.task.get("name"), str),
+                     "settings with a name"),
+            "base_model": (bool(self.base_model), "the base's name or path"),
+            "answer": (self.answer in ("forced", "free"), "'forced' or 'free'"),
+            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0,
+                            "finite and >= 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+        }  # fmt: skip
+        counts = ("samples_per_problem", "max_new_tokens", "max_answer_tokens", "step_stride")
+        for name, least in {"top_k": 0, "seed": 0, **dict.fromkeys(counts, 1)}.items():
+            value = vars(self)[name]
+            wanted[name] = (type(value) is int and value >= least, f"an integer, at least {least}")
+        for name, (holds, what) in wanted.items():
+            if not holds:
+                raise ValueError(f"{name} is {vars(self)[name]!r}; it must be {what}")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-ready values; mathematics is not named, nor a single domain."""
@@ -368,19 +300,14 @@ class LabelSettings:
             )
         return cls(**values)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the settings as a JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", "utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> LabelSettings:
-        """Reads what `save` wrote."""
-        return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
-
-    def differences(self, other: LabelSettings) -> list[str]:
+    def differences(self, other: LabelSettings, but: Sequence[str] = ()) -> list[str]:
         """One line for each setting that differs, naming it and both values; [] where none does.
 
         An unknown fingerprint is no difference.
+
+        Args:
+            other: the other settings.
+            but: settings that may differ.
         """
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         if None in (self.base_fingerprint, other.base_fingerprint):
@@ -388,7 +315,7 @@ class LabelSettings:
         return [
             f"{name}: {mine[name]!r} here, {theirs[name]!r} there"
             for name in mine
-            if mine[name] != theirs[name]
+            if mine[name] != theirs[name] and name not in but
         ]
 
 

@@ -18,15 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "expected_reward",
-    "last_step_mask",
-    "log_stop_distribution",
-    "stop_distribution_from_probabilities",
-    "stop_entropy",
-    "threshold_stop",
-]
-
 
 def last_step_mask(mask: Tensor) -> Tensor:
     """Marks the last real step of each row, where stopping is forced.
@@ -134,66 +125,6 @@ def stop_entropy(logits: Tensor, mask: Tensor) -> Tensor:
     # Logs are finite on real steps: 0 log 0 is 0, and so is its gradient.
     terms = log_probability.exp() * log_probability.masked_fill(~mask, 0.0)
     return -terms.sum(dim=1)
-
-
-def stop_distribution_from_probabilities(probabilities: Tensor, mask: Tensor) -> Tensor:
-    """Probability that a policy with the given stop probabilities stops at each step.
-
-    For replaying stored probabilities: like `log_stop_distribution`, without gradients or logs. A
-    NaN probability means "continue", as it does when generating.
-
-    Args:
-        probabilities: (N, T) pi_i in [0, 1] or NaN.
-        mask: (N, T) bool, true on real steps.
-
-    Returns:
-        (N, T) float64, 0 on padding; each row sums to one.
-
-    Raises:
-        TypeError, ValueError: a probability outside [0, 1]; or see `last_step_mask`.
-    """
-    clean = _clean_probabilities(probabilities, mask)
-    last = last_step_mask(mask)
-    pi = clean.masked_fill(last, 1.0).masked_fill(~mask, 0.0)  # (N, T)
-    survival = F.pad((1.0 - pi).cumprod(dim=1)[:, :-1], (1, 0), value=1.0)  # (N, T)
-    return survival * pi
-
-
-def threshold_stop(probabilities: Tensor, threshold: float, mask: Tensor) -> Tensor:
-    """First step whose stop probability is at least the threshold, else the natural end.
-
-    A NaN probability means "continue".
-
-    Args:
-        probabilities: (N, T) pi_i in [0, 1] or NaN.
-        threshold: in [0, 1].
-        mask: (N, T) bool, true on real steps.
-
-    Returns:
-        (N,) int64, the index of the step where each trace stops.
-
-    Raises:
-        TypeError, ValueError: `threshold` or a probability outside [0, 1]; or see
-            `last_step_mask`.
-    """
-    if not 0.0 <= threshold <= 1.0:
-        raise ValueError(f"threshold is {threshold!r}; it must lie in [0, 1]")
-    clean = _clean_probabilities(probabilities, mask)
-    stops = ((clean >= threshold) & ~torch.isnan(probabilities) & mask) | last_step_mask(mask)
-    return stops.to(torch.uint8).argmax(dim=1)  # the first of equal maxima
-
-
-def _clean_probabilities(probabilities: Tensor, mask: Tensor) -> Tensor:
-    _same_shape("probabilities", probabilities, mask)
-    clean = torch.nan_to_num(probabilities.double(), nan=0.0)
-    wrong = ((clean < 0) | (clean > 1)) & mask
-    if bool(wrong.any()):
-        value = float(clean[wrong][0])
-        raise ValueError(
-            f"probabilities holds {value}; stop probabilities lie in [0, 1] "
-            "(apply a sigmoid if these are logits)"
-        )
-    return clean
 
 
 def _same_shape(name: str, tensor: Tensor, mask: Tensor) -> None:

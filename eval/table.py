@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["BoolArray", "FloatArray", "IntArray", "TraceTable", "classifier_targets"]
+import pandas as pd
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -100,24 +99,16 @@ class TraceTable:
         if not selection.size or (selection.dtype == np.bool_ and not selection.any()):
             raise ValueError("rows selects no trace; a table needs at least one")
         chosen = np.arange(len(self))[selection]
-        problems, index = _renumber([self.problem_ids[p] for p in self.problem_index[chosen]])
         steps = int(self.num_steps[chosen].max())
-        return TraceTable(
-            problem_ids=problems,
-            problem_index=index,
-            lengths=self.lengths[chosen, :steps],
-            correct=self.correct[chosen, :steps],
-            matches_final=self.matches_final[chosen, :steps],
-            answer_tokens=self.answer_tokens[chosen, :steps],
-            mask=self.mask[chosen, :steps],
-            num_steps=self.num_steps[chosen],
-            natural_correct=self.natural_correct[chosen],
-            natural_answer_tokens=self.natural_answer_tokens[chosen],
-            capped=self.capped[chosen],
-            families=[self.families[row] for row in chosen],
-            ungraded=self.ungraded[chosen],
-            flops=None if self.flops is None else self.flops[chosen, :steps],
-        )
+        arrays = {
+            name: value[chosen, :steps] if value.ndim == 2 else value[chosen]
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray)
+        }
+        index, problems = pd.factorize(np.array(self.problem_ids, object)[arrays["problem_index"]])
+        arrays["problem_index"] = index.astype(np.int64)
+        families = [self.families[row] for row in chosen]
+        return replace(self, **arrays, problem_ids=list(problems), families=families)
 
     @classmethod
     def from_dataset(cls, dataset: Any) -> TraceTable:
@@ -130,12 +121,6 @@ class TraceTable:
             ValueError: a column is missing, there is no trace, a trace has no step, the entries
                 per step of two columns differ, or no forced answer is graded.
         """
-        missing = [name for name in _COLUMNS if name not in dataset.column_names]
-        if missing:
-            raise ValueError(
-                f"the dataset has no column {missing[0]!r}, which labelled traces have; "
-                f"its columns are {', '.join(map(repr, dataset.column_names))}"
-            )
         if not len(dataset):
             raise ValueError("the dataset holds no traces")
         columns = dataset.select_columns(list(_COLUMNS)).with_format("arrow")[:]
@@ -162,10 +147,10 @@ class TraceTable:
                 "label problems that have reference answers"
             )
         lengths = padded("step_ends", 0, np.int64)
-        problems, index = _renumber(columns.column("problem_id").to_pylist())
+        index, problems = pd.factorize(columns.column("problem_id").to_pandas())
         return cls(
-            problem_ids=problems,
-            problem_index=index,
+            problem_ids=list(problems),
+            problem_index=index.astype(np.int64),
             lengths=np.maximum.accumulate(lengths, axis=1),
             correct=np.nan_to_num(grades, nan=0.0),
             matches_final=padded("matches_final", False, np.bool_),
@@ -209,10 +194,3 @@ def _numpy(column: Any, null: Any) -> npt.NDArray[Any]:
     """An Arrow array as numpy, nulls replaced (filling first keeps integers integers)."""
     filled = column if column.null_count == 0 else column.fill_null(null)
     return np.asarray(filled.to_numpy(zero_copy_only=False))
-
-
-def _renumber(names: list[str]) -> tuple[list[str], IntArray]:
-    """The distinct names in order of first appearance, and each entry's number among them."""
-    numbers: dict[str, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in names]
-    return list(numbers), np.array(index, dtype=np.int64)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["markdown_table", "number_text", "parameter_text", "penalty_name"]
-
 
 def number_text(value: float, digits: int, *, signed: bool = False) -> str:
     """A number without minus zero, thousands apart; – for NaN.

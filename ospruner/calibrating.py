@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
 from ospruner.comparing import Judged
@@ -22,8 +21,7 @@ from ospruner.eval.compare import refuse_shared
 from ospruner.eval.measured import measure
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.problems.registry import open_task
-from ospruner.eval.replay import replay
-from ospruner.eval.stopping import stop_distribution_from_probabilities, threshold_stop
+from ospruner.eval.replay import replay, stop_weights
 from ospruner.eval.table import TraceTable
 from ospruner.progress import Progress, silent
 from ospruner.provenance import read_provenance
@@ -228,12 +226,7 @@ def _traffic(
     table: TraceTable, said: Predicted, pi: npt.NDArray[np.float32], threshold: float | None
 ) -> dict[str, Any]:
     """How the calibration's traces are distributed, which a server compares its own with."""
-    mask, values = torch.from_numpy(table.mask), torch.from_numpy(pi.astype(np.float64))
-    if threshold is None:
-        weights = stop_distribution_from_probabilities(values, mask).numpy()
-    else:
-        stops = threshold_stop(values, threshold, mask).numpy()
-        weights = np.eye(table.mask.shape[1])[stops]
+    weights = stop_weights(table, pi, "sample" if threshold is None else "threshold", threshold)
     first = said.probabilities() if said.indifference is None else said.indifference
     decided = first[table.num_steps > 1, 0].astype(np.float64)
     real = weights > 0

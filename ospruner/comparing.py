@@ -17,13 +17,11 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
-from ospruner.eval.arithmetic import ModelWork
 from ospruner.eval.compare import Method, Report, Said
-from ospruner.eval.compute import Compute
-from ospruner.eval.evaluation import Evaluation
+from ospruner.eval.compute import Compute, ModelWork
 from ospruner.eval.frontiers import worth_asking
-from ospruner.eval.intervals import REPLICATES
-from ospruner.eval.measured import Split
+from ospruner.eval.intervals import REPLICATES, Rule
+from ospruner.eval.measured import Split, thinking_entropies
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Asked, Generator, evaluate_online
@@ -31,7 +29,6 @@ from ospruner.eval.problems.registry import open_task
 from ospruner.eval.report.viewer import PricesShown, trace_views
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.eval.thinking import thinking_entropies
 from ospruner.progress import Progress, silent
 from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_rule
 from ospruner.train.bases import load_labelled_base
@@ -41,6 +38,8 @@ from ospruner.train.predicting import Predicted, predict, predict_outputs
 from ospruner.train.traces import LabelledTraces
 
 __all__ = ["Judged", "compare"]
+
+VIEWED = 40  # traces that a page's viewer shows
 
 
 class Judged:
@@ -91,12 +90,16 @@ class Judged:
             self._loaded, _ = load_labelled_base(self._base, self.labels, device=self.device)
         return self._loaded
 
+    @property
+    def token_format(self) -> TokenFormat:
+        """The labels'."""
+        literals = ReasoningFormat.from_dict(self.settings.reasoning_format)
+        return TokenFormat.compile(literals, self.tokenizer)
+
     @cached_property
     def split(self) -> Split:
         """The traces, charged for what they compute, as `eval.compare` reads them."""
-        literals = ReasoningFormat.from_dict(self.settings.reasoning_format)
-        fmt = TokenFormat.compile(literals, self.tokenizer)
-        suffix_tokens = len(fmt.forced_suffix(self.settings.answer))
+        suffix_tokens = len(self.token_format.forced_suffix(self.settings.answer))
         config = AutoConfig.from_pretrained(self.where[0], revision=self.where[1])
         compute = Compute.of_labels(self.traces, ModelWork.of_config(config), suffix_tokens)
         table = compute.charge(TraceTable.from_dataset(self.traces))
@@ -124,15 +127,7 @@ class Judged:
 
     def refuse(self, use: PolicyUse, across_tasks: bool = False) -> None:
         """Raises ValueError where a policy is of another base, format, stride or task."""
-        settings = self.settings
-        refuse_other_base(
-            use,
-            settings.base_model,
-            settings.base_revision,
-            settings.reasoning_format,
-            settings.step_stride,
-            None if across_tasks else settings.task,
-        )
+        refuse_other_base(use, self.settings, any_task=across_tasks)
 
     def predicted(self, path: str) -> Predicted:
         """What a policy's head says; it runs once for all thresholds and prices."""
@@ -147,6 +142,36 @@ class Judged:
         if use.config.method == "flashthink":
             return self._verdicts(use.path)
         return Said(self.predicted(use.path).probabilities)
+
+    def generator(self, settings: LabelSettings) -> Generator:
+        """Generates on the labels' problems.
+
+        Args:
+            settings: the labels', with seed and samples of this run.
+        """
+        if settings.domains:
+            raise ValueError(
+                f"the labels are of several tasks ({sorted(settings.domains)}): evaluate each "
+                "one's labels online by itself"
+            )
+        task = open_task(settings.task)
+        task.check()
+        return Generator(self.model, self.tokenizer, self.token_format, task, settings)
+
+    def views(self, rules: Sequence[Rule], uses: Sequence[PolicyUse]) -> list[dict[str, Any]]:
+        """Some traces for the report's viewer, with prices of indifference where a use has them."""
+        of_uses = {(use.method, use.parameter): use for use in uses}
+        shown = {}
+        for number, rule in enumerate(rules):
+            use = of_uses.get((rule.method, rule.parameter))
+            if use is not None and use.config.prices is not None:
+                found = self.predicted(use.path).indifference
+                assert found is not None  # it is a policy of every price
+                shown[number] = PricesShown(found, use.price, use.config.prices)
+        went_by = {k: rule.went_by for k, rule in enumerate(rules) if rule.went_by is not None}
+        return trace_views(
+            self.traces, self.split.table, rules, went_by, self.tokenizer, VIEWED, shown
+        )
 
     def _verdicts(self, path: str) -> Said:
         """FlashThink's; all that the verifier reads until a stop is charged."""
@@ -178,7 +203,6 @@ def compare(
     model: str | None = None,
     benchmark: str | None = None,
     limit: int | None = None,
-    viewed: int = 40,
     replicates: int = REPLICATES,
     device: str | None = None,
     states: str | Path | None = None,
@@ -215,7 +239,6 @@ def compare(
         model: what tables call the base; None for the last part of its name.
         benchmark: what tables call the problems; None for the labels' own name.
         limit: only the first so many traces to measure on.
-        viewed: how many traces to keep for the page's viewer.
         replicates: resamples of the frontiers' intervals.
         device: where policies and verifiers compute; None for the best there is.
         states: folder in which the trunk's states are kept.
@@ -232,117 +255,66 @@ def compare(
         ValueError: a policy of another base, format or task, labels of other
             settings or of shared problems, or a rule that cannot be had.
     """
-    if online:
-        if choose_on is not None:
-            raise ValueError("online chooses nothing: leave out choose_on, or compare by replay")
-        ours = Judged(labels, base, device=device)
-        uses_and_rules = _methods(methods, prices, False, ours.split)
-        for one in uses_and_rules:
-            if isinstance(one, PolicyUse):
-                ours.refuse(one, across_tasks)
-        settings = dataclasses.replace(ours.settings, samples_per_problem=samples, seed=seed)
-        evaluation = _generated(
-            ours, uses_and_rules, settings, limit, batch_problems, out, progress,
-            model or Path(settings.base_model).name,
-            benchmark or ours.labels.source or Path(str(labels)).name,
-        )  # fmt: skip
-        asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
-        return Report(evaluation, variant=variant, prices=asked_prices)
+    if online and choose_on is not None:
+        raise ValueError("online chooses nothing: leave out choose_on, or compare by replay")
     more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
-    ours = Judged(labels, base, limit=limit, **more)
+    ours = Judged(labels, base, limit=None if online else limit, **more)
     wanted = _methods(methods, prices, choose_on is not None, ours.split)
     uses = {one.path: one for one in wanted if isinstance(one, PolicyUse)}
     for use in uses.values():
-        if (
-            use.config.method != "flashthink"
-        ):  # whose base is its own; it knows whose traces it read
+        # A verifier's base is its own; it knows whose traces it read.
+        if online or use.config.method != "flashthink":
             ours.refuse(use, across_tasks)
-    theirs, fitted = None, None
+    named = {
+        "model": model or Path(ours.settings.base_model).name,
+        "benchmark": benchmark or Path(ours.name).name,
+    }
+    if online:
+        settings = dataclasses.replace(ours.settings, samples_per_problem=samples, seed=seed)
+        taken = [_generated(one) for one in wanted]
+        evaluation = evaluate_online(
+            Asked.of_labels(ours.traces, limit), taken, ours.generator(settings).run, settings,
+            named, out, batch_problems=batch_problems, progress=progress,
+        )  # fmt: skip
+        asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
+        return Report(evaluation, variant=variant, prices=asked_prices)
+    judged, fitted = {id(ours.split): ours}, None
     if choose_on is not None:
         theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)
-        refuse_other_settings(ours.settings, theirs.settings)
+        _refuse_other_settings(ours.settings, theirs.settings)
+        judged[id(theirs.split)] = theirs
     if train is not None:
         fitted = Judged(train, base, **more).split
-    judged = {id(one.split): one for one in (ours, theirs) if one is not None}
+    answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
     report = comparison.compare(
         ours.split,
         wanted,
-        choose_on=None if theirs is None else theirs.split,
+        choose_on=None if choose_on is None else theirs.split,
         predict=lambda path, split: judged[id(split)].said(uses[path]),
         train=fitted,
         variant=variant,
         prices=rewards_at,
-        settings={
-            "model": model or Path(ours.settings.base_model).name,
-            "benchmark": benchmark or Path(ours.name).name,
-            "answer": ours.settings.answer,
-            "label_settings": ours.settings.to_dict(),
-        },
+        settings=named | answer,
         replicates=replicates,
     )
-    shown = {}
-    for number, rule in enumerate(report.evaluation.rules):
-        for use in (one for one in wanted if isinstance(one, PolicyUse)):
-            known = use.config.prices
-            if (use.method, use.parameter) == (rule.method, rule.parameter) and known:
-                found = ours.predicted(use.path).indifference
-                shown[number] = PricesShown(found, use.price, known)  # type: ignore[arg-type]
-    views = trace_views(
-        ours.traces,
-        ours.split.table,
-        report.evaluation.rules,
-        report.went_by,
-        ours.tokenizer,
-        viewed,
-        shown,
+    views = ours.views(
+        report.evaluation.rules, [one for one in wanted if isinstance(one, PolicyUse)]
     )
-    return dataclasses.replace(
-        report, evaluation=dataclasses.replace(report.evaluation, traces=views)
-    )
+    evaluation = dataclasses.replace(report.evaluation, traces=views)
+    return dataclasses.replace(report, evaluation=evaluation)
 
 
-def _generated(
-    ours: Judged,
-    methods: Sequence[Method],
-    settings: LabelSettings,
-    limit: int | None,
-    batch_problems: int,
-    out: str | Path | None,
-    progress: Progress,
-    model: str,
-    benchmark: str,
-) -> Evaluation:
-    """The evaluation of real generation on the problems of labels."""
-    if settings.domains:
+def _generated(method: Method) -> PolicyUse | StopRule:
+    """The method; raises ValueError for what generate cannot run."""
+    if isinstance(method, PolicyUse) and method.config.method == "flashthink":
         raise ValueError(
-            f"the labels are of several tasks ({sorted(settings.domains)}): evaluate each one's "
-            "labels online by itself"
+            "FlashThink's verifier is a second model, which generate does not run: compare it "
+            "by replay"
         )
-    taken: list[PolicyUse | StopRule] = []
-    for one in methods:
-        if isinstance(one, PolicyUse) and one.config.method == "flashthink":
-            raise ValueError(
-                "FlashThink's verifier is a second model, which generate does not run: compare it "
-                "by replay"
-            )
-        if not isinstance(one, PolicyUse | StopRule):
-            name = one if isinstance(one, str) else one.name
-            raise ValueError(f"{name!r} has no threshold; online needs one, such as {name}:0.5")
-        taken.append(one)
-    task = open_task(settings.task)
-    task.check()
-    fmt = TokenFormat.compile(ReasoningFormat.from_dict(settings.reasoning_format), ours.tokenizer)
-    generator = Generator(ours.model, ours.tokenizer, fmt, task, settings)
-    return evaluate_online(
-        Asked.of_labels(ours.traces, limit),
-        taken,
-        generator.run,
-        settings,
-        {"model": model, "benchmark": benchmark},
-        out,
-        batch_problems=batch_problems,
-        progress=progress,
-    )
+    if not isinstance(method, PolicyUse | StopRule):
+        name = method if isinstance(method, str) else method.name
+        raise ValueError(f"{name!r} has no threshold; online needs one, such as {name}:0.5")
+    return method
 
 
 def _methods(
@@ -370,11 +342,9 @@ def _methods(
     return [*sorted(uses, key=lambda use: not use.is_ours), *rules]
 
 
-def refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
+def _refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
     """Raises ValueError where labels to choose on were made otherwise, but for seed and samples."""
-    free = {"seed", "samples_per_problem"}
-    differences = [line for line in ours.differences(theirs) if line.partition(":")[0] not in free]
-    if differences:
+    if differences := ours.differences(theirs, but=("seed", "samples_per_problem")):
         raise ValueError(
             f"the labels to choose on were made otherwise ({'; '.join(differences)}): "
             "label both with the same settings"

@@ -17,10 +17,10 @@ from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import WEIGHTS
 from ospruner.eval.intervals import Resampled, Rule
 from ospruner.eval.methods import EVERY_PRICE, FULL, METHOD_NAMES
+from ospruner.eval.metrics import largest_reduction
 from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.schema import MATH_TASK, LabelSettings
-from ospruner.eval.selection import choose
 from ospruner.eval.table import TraceTable
 from ospruner.provenance import PROVENANCE_FILE, file_hash, provenance
 from ospruner.train.untrained import untrained
@@ -157,7 +157,12 @@ def save_policy(
     config, full, facts = model.config, replay_full(table), dict(details)
     if config.prices is not None:
         frontier = {one: replayed(model, table, said, one) for one in config.prices.grid()}
-        number = choose(list(frontier.values()), full, max_loss=CHOSEN_LOSS)
+        number = largest_reduction(
+            [one.accuracy for one in frontier.values()],
+            [one.mean_tokens for one in frontier.values()],
+            full.accuracy,
+            CHOSEN_LOSS,
+        )
         price = list(frontier)[number or 0]
         facts["price_chosen_by"] = CHOSEN_BY
         shown = sorted({*list(frontier)[::_SHOWN_EVERY], price})

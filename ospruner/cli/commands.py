@@ -208,7 +208,7 @@ def compare(
     """Compare policies and rules on labels, exactly; or by generating."""
     from ospruner.comparing import compare
     from ospruner.eval.methods import parse_prices
-    from ospruner.eval.metrics import charged_variant
+    from ospruner.eval.metrics import AesVariant
     from ospruner.eval.report.page import write_report
     from ospruner.eval.report.paper import print_comparison
     from ospruner.eval.report.summary import parse_lambdas, print_results
@@ -225,9 +225,9 @@ def compare(
             console.print(f"Wrote {path}", soft_wrap=True)
         return
     target, prices = out or Path("runs/compare"), said.pop("prices", "")
-    said["prices"] = parse_prices({"all": "frontier"}.get(prices, prices))
+    said["prices"] = parse_prices(prices)
     said["rewards_at"] = parse_lambdas(str(said.pop("rewards_at", ""))) or None
-    said["variant"] = variant = charged_variant(said.pop("charge", "thinking"))
+    said["variant"] = variant = AesVariant(charge=said.pop("charge", "thinking"))
     if said.get("online"):
         said["out"] = target
     with _bars("compare") as bars:

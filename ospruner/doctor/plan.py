@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from modeling_ospruner.configuration_ospruner import check_choice
 from modeling_ospruner.policy_ospruner import StoppingPolicy, decoder_layers
 from ospruner.bases import empty_base
-from ospruner.eval.arithmetic import active_weights, heads_width, share_met
+from ospruner.eval.compute import active_weights, heads_width, share_met
 from ospruner.train.sinks import takes_sinks_as_keys
 
 GIB = 2**30

@@ -6,15 +6,16 @@ which generate takes and labels replay: `rules.Deer(0.95)`.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+import runpy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from .signals import (
     Same,
@@ -32,7 +33,11 @@ from .signals import (
     whole_entropy,
 )
 
-__all__ = ["FAMILIES", "GROUP", "Ask", "Family", "StopRule", "Verdict", "parse_rule"]
+__all__ = [
+    "FAMILIES", "Agreement", "AnswerEntropy", "Budget", "Deer", "Dynasor", "Family", "HaltCot",
+    "Puma", "Refrain", "RunJump", "Step", "StopRule", "ThinkJustEnough", "TrialConfidence",
+    "parse_rule",
+]  # fmt: skip
 
 Ask = Literal["trial_answer", "text", "thinking_entropy"]
 """What a signal may ask a step end for; generate prepares it, or refuses what it cannot give."""
@@ -44,18 +49,6 @@ MANY = 2.0**31 - 1
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt,
 }  # fmt: skip
-
-
-class Verdict(NamedTuple):
-    """What a rule says at a step end.
-
-    Attributes:
-        stop: whether the row stops thinking here.
-        signal: what it measured; None where it did not measure.
-    """
-
-    stop: bool
-    signal: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,16 +83,10 @@ class Family:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, threshold: float, *, same: Same = operator.eq, **settings: Any) -> StopRule:
-        """The rule of a threshold.
-
-        Args:
-            threshold: between `low` and `high`.
-            same: whether two answers mean the same; by default they are the same text.
-            settings: of the signal, such as `every_tokens` or `transition_words`.
+        """The rule of a threshold, with settings of the signal, such as `every_tokens`.
 
         Raises:
-            TypeError: no number, or a setting that the signal does not have or of another type.
-            ValueError: the threshold is out of range.
+            TypeError, ValueError: see `StopRule`.
         """
         return StopRule(self, float(threshold), same, {**self.settings, **settings})
 
@@ -124,9 +111,13 @@ class StopRule:
 
     Attributes:
         family: what it measures.
-        threshold: what stops.
-        same: whether two answers mean the same.
+        threshold: what stops, between the family's `low` and `high`.
+        same: whether two answers mean the same; by default they are the same text.
         settings: of the signal.
+
+    Raises:
+        TypeError: a setting that the signal does not have or of another type.
+        ValueError: the threshold or a setting is out of range.
     """
 
     family: Family
@@ -143,18 +134,19 @@ class StopRule:
             )
         if family.whole and not value.is_integer():
             raise ValueError(f"rule {name!r} takes a whole number, not {value:g}")
-        known = {*_settings(family.signal)}
+        defaults = _settings(family.signal)
         for key, given in self.settings.items():
-            if key not in known:
-                raise TypeError(f"rule {name!r} has no setting {key!r}; it has {sorted(known)}")
-            words = key in ("transition_words", "hesitation")
-            if words and not (isinstance(given, tuple) and all(isinstance(w, str) for w in given)):
-                raise TypeError(
-                    f"rule {name!r}: {key} is {given!r}; it must be a tuple of words, such as "
-                    "('Wait', 'Alternatively')"
-                )
-            least = 0 if key in ("redundancy", "drop", "significance") else 1
-            if not words and not (isinstance(given, int | float) and given >= least):
+            if key not in defaults:
+                raise TypeError(f"rule {name!r} has no setting {key!r}; it has {sorted(defaults)}")
+            if isinstance(defaults[key], tuple):
+                if not (isinstance(given, tuple) and all(isinstance(word, str) for word in given)):
+                    raise TypeError(
+                        f"rule {name!r}: {key} is {given!r}; it must be a tuple of words, such as "
+                        "('Wait', 'Alternatively')"
+                    )
+                continue
+            least = 0 if defaults[key] < 1 else 1  # shares, and counts
+            if not (isinstance(given, int | float) and given >= least):
                 raise ValueError(f"rule {name!r}: {key} is {given!r}; it must be at least {least}")
 
     @property
@@ -176,13 +168,25 @@ class StopRule:
         words: frozenset[Ask] = frozenset({"text"} if self.settings.get("transition_words") else ())
         return self.family.asks | words
 
-    def measure(self, ends: Iterator[Any]) -> Iterator[float]:
-        """Its signal at the step ends of one row, one by one."""
+    def measure(self, ends: Iterable[StepEnd]) -> Iterator[float]:
+        """Its signal at the step ends of one row, one by one; NaN where it measures nothing."""
         return self.family.signal(ends, self.same, **self.settings)
 
-    def for_row(self) -> RowRule:
-        """The rule for a row that starts thinking."""
-        return RowRule(self)
+    def for_row(self) -> Callable[[StepEnd], tuple[bool, float | None]]:
+        """For a row that starts thinking, to be called at each step end in turn.
+
+        It gives whether the row stops there, and what was measured; None where nothing was.
+        """
+        here: list[StepEnd] = []
+        signals = self.measure(iter(here.pop, None))
+
+        def at_step_end(end: StepEnd) -> tuple[bool, float | None]:
+            here.append(end)
+            signal = next(signals)
+            stops = bool(self.family.reached(signal, self.threshold))
+            return stops, None if math.isnan(signal) else signal
+
+        return at_step_end
 
     def asker(self, base: Any, plan: Any, tokenizer: Any) -> Any:
         """The rule at work on one call of generate."""
@@ -191,33 +195,15 @@ class StopRule:
         return LiveRule(self, base, plan, tokenizer)
 
 
-class RowRule:
-    """A rule at work on one row, which is asked at each step end in turn."""
-
-    def __init__(self, rule: StopRule) -> None:
-        self._rule = rule
-        self._end: StepEnd | None = None
-        self._signals = rule.measure(self._ends())
-
-    def _ends(self) -> Iterator[Any]:
-        while True:
-            yield self._end
-
-    def at_step_end(self, end: StepEnd) -> Verdict:
-        """Measures, and compares with the threshold."""
-        self._end = end
-        signal = next(self._signals)
-        stop = bool(self._rule.family.reached(signal, self._rule.threshold))
-        return Verdict(stop, None if math.isnan(signal) else signal)
-
-
-def _settings(signal: Callable[..., Any]) -> Iterator[str]:
-    """The settings of a signal; `**trials` stands for those of `answers_tried`."""
-    for name, parameter in list(inspect.signature(signal).parameters.items())[1:]:
+def _settings(signal: Callable[..., Any]) -> dict[str, Any]:
+    """The settings of a signal with their defaults; `**trials` stands for `answers_tried`'s."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(signal).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            yield from _settings(answers_tried)
-        elif name != "same":
-            yield name
+            found |= _settings(answers_tried)
+        elif parameter.default is not parameter.empty:
+            found[name] = parameter.default
+    return found
 
 
 _TRIAL: frozenset[Ask] = frozenset({"trial_answer"})
@@ -279,15 +265,22 @@ EXAMPLES = (
 )
 
 
-def installed_families() -> dict[str, Callable[[], Any]]:
-    """What loads the family of each name that installed packages offer."""
-    return {point.name: point.load for point in entry_points(group=GROUP)}
+def _installed() -> dict[str, Any]:
+    """The entry points by which installed packages offer families."""
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def is_rule(text: str) -> bool:
     """Whether a text names a rule or a family, known or of one's own, and no policy."""
     name = text.partition(":")[0]
-    return name in FAMILIES or name.endswith(".py") or name in installed_families()
+    return name in FAMILIES or name.endswith(".py") or name in _installed()
+
+
+def nearest(name: str) -> str:
+    """Such as "; did you mean the rule 'deer'?"; "." where no rule's name is near."""
+    known = [*FAMILIES, *_installed(), "learnstop", "rules"]
+    found = get_close_matches(name.partition(":")[0], known, n=1)
+    return f"; did you mean the rule {found[0]!r}?" if found else "."
 
 
 def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
@@ -308,59 +301,43 @@ def parse_rule(text: str, same: Same = operator.eq) -> StopRule | Family:
     name, _, number = text.partition(":")
     if name.endswith(".py"):
         kind, _, number = number.partition(":")
-        family = _own(family_of(name, kind), f"{name}:{kind}")
+        found = _of_file(Path(name), kind)
     elif name in FAMILIES:
-        family = FAMILIES[name]
+        found = FAMILIES[name]
+    elif point := _installed().get(name):
+        found = point.load()
     else:
-        offered = installed_families()
-        if name not in offered:
-            more = f"; installed: {', '.join(offered)}" if offered else ""
-            raise ValueError(
-                f"rule {text!r} is not known; rules are written as {EXAMPLES}, or "
-                f"my_rules.py:MINE:0.5 for one of your own{more}"
-            )
-        family = _own(offered[name](), name)
+        raise ValueError(
+            f"rule {text!r} is not known{nearest(name)} Rules are written as {EXAMPLES}, or "
+            f"my_rules.py:MINE:0.5 for one of your own; installed: {', '.join(_installed()) or '-'}"
+        )
+    if not isinstance(found, Family):
+        raise ValueError(
+            f"{text} is {found!r}; it must be an ospruner.rules.Family, made of a function that "
+            "takes step ends and gives a number at each"
+        )
     if not number:
-        return family
+        return found
     try:
         value = float(number)
     except ValueError:
         raise ValueError(
             f"rule {text!r}: {number!r} is no number; write it as {EXAMPLES}"
         ) from None
-    return family(value, same=same)
+    return found(value, same=same)
 
 
-def family_of(path: str | Path, name: str) -> Any:
-    """What a Python file, which is run, calls by a name.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file cannot be run, or defines no such name.
-    """
-    path = Path(path)
+def _of_file(path: Path, name: str) -> Any:
+    """What a Python file, which is run, calls by a name."""
     if not path.is_file():
         raise FileNotFoundError(f"no rule at {path}: give a .py file with a family {name}")
-    spec = importlib.util.spec_from_file_location(f"ospruner_rule_{path.stem}", path)
-    assert spec is not None  # it ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        known = runpy.run_path(str(path))
     except Exception as error:  # whatever a user's file may raise
         raise ValueError(
             f"the rule {path} cannot be run ({type(error).__name__}: {error}): mend the file"
         ) from error
-    if name not in vars(module):
-        own = [key for key, value in vars(module).items() if isinstance(value, Family)]
+    if name not in known:
+        own = [key for key, value in known.items() if isinstance(value, Family)]
         raise ValueError(f"{path} defines no {name!r}; its families are {', '.join(own) or 'none'}")
-    return vars(module)[name]
-
-
-def _own(found: Any, where: str) -> Family:
-    if not isinstance(found, Family):
-        raise ValueError(
-            f"{where} is {found!r}; it must be an ospruner.rules.Family, made of a function that "
-            "takes step ends and gives a number at each"
-        )
-    return found
+    return known[name]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -32,7 +30,7 @@ from modeling_ospruner.stopping_ospruner import RowPlan, Said, StopPolicyConfig,
 from ospruner.formats import guess
 from ospruner.logits import last_logits, top_entropy
 
-from .signals import TrialAnswer
+from .signals import StepEnd, TrialAnswer
 
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
@@ -82,39 +80,6 @@ def generate_with_rule(
     )
 
 
-@dataclass
-class _LiveEnd:
-    """The `StepEnd` of a row in generate."""
-
-    asker: LiveRule
-    row: int
-    record: StopRecord
-    ids: torch.Tensor  # (S,) its text so far
-    step: int
-    thinking_tokens: int
-    may_stop: bool
-    tokens: int = 0  # that it has spent on trial answers
-
-    def trial_answer(self, max_tokens: int) -> TrialAnswer:
-        """An answer forced here, of at most so many tokens; the row is left as it is."""
-        answer, tokens = self.asker.trials.answer(self.row, max_tokens)
-        self.tokens += tokens
-        return answer
-
-    def next_text(self) -> str:
-        """The text of the token that the model finds most likely to come next."""
-        return self.asker.decode([int(self.asker.scores[self.row].argmax())])
-
-    def step_text(self) -> str:
-        """The text of the step that has ended here."""
-        before = self.record.step_ends[-1] if self.record.step_ends else 0
-        return self.asker.decode(self.ids[before - self.thinking_tokens :].tolist())
-
-    def thinking_entropy(self) -> float:
-        """Mean entropy, in nats, at which the thinking's tokens so far were drawn."""
-        return self.asker.entropies[self.row] / self.thinking_tokens
-
-
 class LiveRule:
     """A context in which one generate asks a rule about its rows.
 
@@ -134,62 +99,66 @@ class LiveRule:
         if "text" in rule.asks and tokenizer is None:
             raise ValueError(f"the rule {rule!r} reads texts: pass tokenizer=")
         self._rule = rule
-        self._plan = plan
+        self._least = plan.settings.min_thinking_tokens
         self._tokenizer = tokenizer
         self._rows: dict[int, Any] = {}
-        self._checked = "trial_answer" not in rule.asks
-        masks = plan.settings.mask_reentry
-        fmt = plan.token_format
-        self.trials = TrialAnswers(
-            base,
-            fmt,
-            plan.eos_ids.union(fmt.answer_end_ids),
-            fmt.reentry_ids if masks else (),
-            None if tokenizer is None else self.decode,
-            masks,
-        )
-        self.scores = torch.empty(0)
-        self.entropies: dict[int, float] = {}  # sums over the thinking so far, by row
+        self._trials = TrialAnswers(base, plan, None if tokenizer is None else self._decode)
+        self._unchecked = "trial_answer" in rule.asks
+        self._scores = torch.empty(0)
+        self._entropies: dict[int, float] = {}  # sums over the thinking so far, by row
         self._drawn: torch.Tensor = torch.empty(0)  # of the tokens that come next
         self._thinking: list[int] = []
 
     def __enter__(self) -> LiveRule:
-        if not self._checked:
-            self.trials.__enter__()
+        if self._unchecked:
+            self._trials.open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.trials.close()
+        self._trials.close()
 
     def keep(self, thinking: list[int], scores: torch.Tensor) -> None:
         """After each forward: adds the entropies at which thinking rows drew their last token."""
-        if not self._checked:
-            self.trials.check()
-            self._checked = True
+        if self._unchecked:
+            self._trials.fork(0)  # refuses a cache that cannot be copied
+            self._unchecked = False
         if "thinking_entropy" in self._rule.asks and thinking:
             for row, entropy in zip(self._thinking, self._drawn.tolist(), strict=True):
-                self.entropies[row] = self.entropies.get(row, 0.0) + entropy
+                self._entropies[row] = self._entropies.get(row, 0.0) + entropy
             self._thinking, self._drawn = thinking, top_entropy(scores[thinking])
         if not thinking:
-            self.trials.close()
-        self.scores = scores
+            self._trials.close()
+        self._scores = scores
 
     def ask(self, rows: list[int], records: list[StopRecord], ids: torch.Tensor) -> list[Said]:
         """What the rule says of rows that have ended a step."""
         return [self._ask(row, one, ids[row]) for row, one in zip(rows, records, strict=True)]
 
     def _ask(self, row: int, record: StopRecord, ids: torch.Tensor) -> Said:
-        rule = self._rows.setdefault(row, self._rule.for_row())
-        tokens = record.thinking_tokens
-        end = _LiveEnd(
-            self, row, record, ids, len(record.step_ends), tokens,
-            tokens >= self._plan.settings.min_thinking_tokens,
-        )  # fmt: skip
-        stop, signal = rule.at_step_end(end)
-        return Said(signal, None, stop and signal == signal, end.tokens)
+        decide = self._rows.setdefault(row, self._rule.for_row())
+        tokens, spent = record.thinking_tokens, 0
+        before = record.step_ends[-1] if record.step_ends else 0
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        def trial_answer(max_tokens: int) -> TrialAnswer:
+            nonlocal spent
+            answer, cost = self._trials.answer(row, max_tokens)
+            spent += cost
+            return answer
+
+        end = StepEnd(
+            row=row,
+            step=len(record.step_ends),
+            thinking_tokens=tokens,
+            may_stop=tokens >= self._least,
+            trial_answer=trial_answer,
+            next_text=lambda: self._decode([int(self._scores[row].argmax())]),
+            step_text=lambda: self._decode(ids[before - tokens :].tolist()),
+            thinking_entropy=lambda: self._entropies[row] / tokens,
+        )
+        stops, signal = decide(end)
+        return Said(signal, None, stops, spent)
+
+    def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None  # the rule reads texts
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
@@ -215,23 +184,21 @@ def fork_row(cache: Cache, row: int, config: Any) -> DynamicCache:
     layers: list[Any] = cache.layers
     for i, layer in enumerate(layers):
         kind = type(layer)
-        if kind not in (*_ATTENTION, *_STATIC, *_RECURRENT):
+        if kind in _STATIC:
+            _fill(forked.layers[i], layer, row)
+            continue
+        if kind not in (*_ATTENTION, *_RECURRENT):
             raise ValueError(
                 f"trial answers cannot copy a row of a cache layer {kind.__name__} (layer {i}): "
                 "use a stop rule without trial answers"
             )
-        if kind in _STATIC:
-            _fill(forked.layers[i], layer, row)
-            continue
-        own = copy.copy(layer)
-        if kind is not LinearAttentionLayer and layer.is_initialized:
-            # Dynamic layers never write into these tensors: growing makes new ones.
-            own.keys, own.values = layer.keys[row : row + 1], layer.values[row : row + 1]
-        if kind in _RECURRENT:
-            for name, value in vars(layer).items():
-                if isinstance(value, dict):
-                    setattr(own, name, {k: _row_of(v, row) for k, v in value.items()})
-        forked.layers[i] = own
+        own = forked.layers[i] = copy.copy(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                setattr(own, name, {key: _row_of(one, row) for key, one in value.items()})
+            elif name in ("keys", "values") and layer.is_initialized:
+                # Dynamic layers never write into these tensors: growing makes new ones.
+                setattr(own, name, value[row : row + 1])
     return forked
 
 
@@ -253,36 +220,26 @@ def _fill(target: Any, source: Any, row: int) -> None:
 
 
 class TrialAnswers:
-    """A context in which rows of a running generate can be asked for answers.
+    """Asks rows of a running generate for answers, while it is open.
 
     It only looks on as the base's forwards of this thread pass, to know the cache and the
     positions.
 
     Args:
         base: the causal LM.
-        token_format: the base's way of thinking.
-        eos_ids: ids that end a text.
-        masked_ids: ids that an answer must not hold.
-        masks: whether an answer must not complete a marker of several tokens that would open the
-            thinking again.
+        plan: what the rows have in common: their format, and what ends and must not enter a text.
         decode: from token ids to text; None leaves `TrialAnswer.text` empty.
     """
 
     def __init__(
-        self,
-        base: Any,
-        token_format: TokenFormat,
-        eos_ids: frozenset[int],
-        masked_ids: Sequence[int] = (),
-        decode: Callable[[Sequence[int]], str] | None = None,
-        masks: bool = False,
+        self, base: Any, plan: RowPlan, decode: Callable[[Sequence[int]], str] | None
     ) -> None:
-        self._marker = token_format.start_marker if masks else None
-        self._base = base
-        self._format = token_format
-        self._eos_ids = eos_ids
-        self._masked = list(masked_ids)
-        self._decode = decode
+        fmt, masks = plan.token_format, plan.settings.mask_reentry
+        self._base, self._format, self._decode = base, fmt, decode
+        self._eos_ids = plan.eos_ids.union(fmt.answer_end_ids)
+        # What must not open the thinking again: ids, and a marker of several of them.
+        self._masked = list(fmt.reentry_ids) if masks else []
+        self._marker = fmt.start_marker if masks else None
         self._thread = threading.get_ident()
         self._handle: Any = None
         self._cache: Cache | None = None
@@ -291,17 +248,9 @@ class TrialAnswers:
         self._axes = 2  # of the position ids: (B, S)
         self._looking = True
 
-    def __enter__(self) -> TrialAnswers:
+    def open(self) -> None:
+        """Begins to look on."""
         self._handle = self._base.register_forward_pre_hook(self._look, with_kwargs=True)
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stops looking on, and forgets the cache."""
@@ -318,15 +267,12 @@ class TrialAnswers:
         self._axes = 2 if positions is None else positions.dim()
         self._positions = None if positions is None else positions[..., -1].reshape(-1)
 
-    def check(self) -> None:
-        """Tries to copy a row.
+    def fork(self, row: int) -> DynamicCache:
+        """A copy of one row of the cache.
 
         Raises:
             ValueError: the base's cache cannot be copied by rows.
         """
-        self._fork(0)
-
-    def _fork(self, row: int) -> DynamicCache:
         if self._cache is None:
             raise ValueError(
                 f"trial answers need past_key_values, which {type(self._base).__name__} does not "
@@ -350,7 +296,7 @@ class TrialAnswers:
         Returns:
             The answer, and the number of tokens it took: those forced and those decoded.
         """
-        cache = self._fork(row)
+        cache = self.fork(row)
         position = self._columns
         if self._positions is not None:
             position = int(self._positions[row % len(self._positions)]) + 1

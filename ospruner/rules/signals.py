@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
-
-__all__ = ["REFLECTION", "Same", "StepEnd", "TrialAnswer", "similarity", "student_tail"]
+from statistics import fmean, stdev
+from typing import Any, Literal
 
 Same = Callable[[str, str], bool]
 """Whether two answers mean the same."""
@@ -66,35 +65,31 @@ class TrialAnswer:
         return math.exp(math.fsum(self.logprobs) / len(self.logprobs))
 
 
-class StepEnd(Protocol):
-    """A row at the end of a step: what a rule is told, and may ask for."""
+@dataclass(frozen=True)
+class StepEnd:
+    """A row at the end of a step: what a rule is told, and may ask for, of labels and generate.
 
-    @property
-    def step(self) -> int:
-        """The step's index, from 0."""
+    Attributes:
+        row: which of the rows.
+        step: the step's index, from 0.
+        thinking_tokens: L_i, the tokens generated through the step's end.
+        may_stop: whether `min_thinking_tokens` is reached; if not, a stop is ignored.
+        trial_answer: gives an answer forced here, of at most so many tokens; the row is left as it
+            is.
+        next_text: gives the text of the token that the model finds most likely to come next.
+        step_text: gives the text of the step that has ended here.
+        thinking_entropy: gives the mean entropy, in nats, at which the thinking's tokens so far
+            were drawn, each over the ENTROPY_TOKENS most likely tokens at temperature 1.
+    """
 
-    @property
-    def thinking_tokens(self) -> int:
-        """L_i, the tokens generated through the step's end."""
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether `min_thinking_tokens` is reached; if not, a stop is ignored."""
-
-    def trial_answer(self, max_tokens: int) -> TrialAnswer:
-        """An answer forced here, of at most so many tokens; the row is left as it is."""
-
-    def next_text(self) -> str:
-        """The text of the token that the model finds most likely to come next."""
-
-    def step_text(self) -> str:
-        """The text of the step that has ended here."""
-
-    def thinking_entropy(self) -> float:
-        """Mean entropy, in nats, at which the thinking's tokens so far were drawn.
-
-        Each over the ENTROPY_TOKENS most likely tokens at temperature 1.
-        """
+    row: int
+    step: int
+    thinking_tokens: int
+    may_stop: bool
+    trial_answer: Callable[[int], TrialAnswer]
+    next_text: Callable[[], str]
+    step_text: Callable[[], str]
+    thinking_entropy: Callable[[], float]
 
 
 def tokens(ends: Iterable[StepEnd], same: Same) -> Iterator[float]:
@@ -215,32 +210,13 @@ def _above(last: int, earlier: Sequence[int], significance: float) -> bool:
     m = len(earlier)
     if m < 2:
         return True
-    mean = math.fsum(earlier) / m
-    deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in earlier) / (m - 1))
+    deviation = stdev(earlier)
     if deviation == 0:
-        return last > mean
-    return student_tail((last - mean) * math.sqrt(m) / deviation, m - 1) < significance
+        return last > fmean(earlier)
+    t = (last - fmean(earlier)) * math.sqrt(m) / deviation
+    from scipy.special import stdtr  # here: it is slow to import, and one rule's
 
-
-def student_tail(t: float, freedom: int) -> float:
-    """P(T > t) of Student's distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4).
-
-    Our own: scipy is no dependency.
-
-    Args:
-        t: the statistic.
-        freedom: degrees of freedom, 1 or more.
-    """
-    angle = math.atan2(t, math.sqrt(freedom))
-    cosine2 = math.cos(angle) ** 2
-    odd = freedom % 2
-    term = math.sin(angle) * (math.cos(angle) if odd else 1.0)
-    total = 0.0
-    for k in range(freedom // 2):
-        total += term
-        term *= cosine2 * (2 * k + 1 + odd) / (2 * k + 2 + odd)
-    within = 2 / math.pi * (angle + total) if odd else total
-    return (1 - within) / 2
+    return float(stdtr(m - 1, -t)) < significance
 
 
 def whole_entropy(

@@ -10,6 +10,28 @@ from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import Rule
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
+from ospruner.eval.table import TraceTable
+
+
+def tabled(mask: Any, **columns: Any) -> TraceTable:
+    """A table of these steps (N, T), which hold nothing but what is given."""
+    traces = len(mask)
+    empty = dict.fromkeys(("lengths", "answer_tokens"), np.zeros(mask.shape, np.int64))
+    values = {
+        "problem_ids": [f"p{i}" for i in range(traces)],
+        "problem_index": np.arange(traces),
+        **empty,
+        "correct": np.zeros(mask.shape),
+        "matches_final": np.zeros_like(mask),
+        "mask": mask,
+        "num_steps": mask.sum(axis=1),
+        "natural_correct": np.full(traces, np.nan),
+        "natural_answer_tokens": np.full(traces, 5),
+        "capped": np.zeros(traces, bool),
+        "families": [""] * traces,
+        "ungraded": np.zeros(traces, np.int64),
+    }
+    return TraceTable(**{**values, **columns})
 
 
 def outcome(

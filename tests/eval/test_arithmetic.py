@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GemmaConfig, MistralConfig, Qwen2ForCausalLM
 
-from ospruner.eval.arithmetic import LayerWork, ModelWork
+from ospruner.eval.compute import LayerWork, ModelWork
 
 
 def counted(base: Qwen2ForCausalLM, ids: torch.Tensor, **arguments: Any) -> tuple[int, Any]:

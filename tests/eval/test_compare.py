@@ -14,7 +14,7 @@ from ospruner import rules
 from ospruner.eval.compare import Method, Report, Said, compare, policy_thresholds, replay_use
 from ospruner.eval.learnstop import features_of, fit, learn_stop, scores
 from ospruner.eval.measured import COUNT, Split
-from ospruner.eval.methods import PolicyUse, parse_policies
+from ospruner.eval.methods import parse_policies
 from ospruner.eval.replay import replay, replay_full, replay_step
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
@@ -161,6 +161,16 @@ def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
     outcome = replay_use(use, charged, one)
     np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
     np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
+    # OS-Pruner is told its price, a verifier none.
+    asked: list[float | None] = []
+
+    def at(price: float | None) -> FloatArray:
+        asked.append(price)
+        return np.zeros(TEST.table.mask.shape)
+
+    for other in (*parse_policies([saved(tmp_path / "ours")]), use):
+        replay_use(other, TEST, Said(at))
+    assert asked == [1e-3, None]
     free = replay_use(use, TEST, said("x", TEST))
     np.testing.assert_array_equal(free.tokens, outcome.tokens)
     assert not free.probe_tokens.any()
@@ -191,19 +201,6 @@ def test_a_policy_s_thresholds_are_its_own() -> None:
     odd = pi.copy()
     odd[np.arange(len(table)), table.last] = 0.9
     assert policy_thresholds(table, odd) == grid
-
-
-def test_a_policy_is_told_its_price(tmp_path: Path) -> None:
-    path = saved(tmp_path / "ours")
-    config = OSPrunerConfig.from_pretrained(path)
-    asked: list[float | None] = []
-
-    def at(price: float | None) -> FloatArray:
-        asked.append(price)
-        return np.zeros(TEST.table.mask.shape)
-
-    replay_use(PolicyUse(path, config, "sample"), TEST, Said(at))
-    assert asked == [1e-3]
 
 
 def test_learnstop_learns_from_other_problems() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset
 
 from ospruner.eval.frontiers import frontiers, hull, worth_asking
 from ospruner.eval.intervals import Rule
@@ -17,21 +15,14 @@ from ospruner.eval.replay import Outcome, pool, replay_at, replay_full, replay_s
 from ospruner.eval.results import Estimate
 from ospruner.eval.table import TraceTable
 
+from .evaluations import tabled
+
 
 def table_of(grades: list[list[float]]) -> TraceTable:
     """Traces whose steps take 10 tokens each."""
-    columns: dict[str, list[Any]] = {
-        "problem_id": [f"p{n}" for n in range(len(grades))],
-        "family": [""] * len(grades),
-        "step_ends": [[10 * (t + 1) for t in range(len(row))] for row in grades],
-        "forced_correct": grades,
-        "matches_final": [[value == row[-1] for value in row] for row in grades],
-        "forced_answer_tokens": [[1] * len(row) for row in grades],
-        "natural_correct": [row[-1] for row in grades],
-        "natural_answer_tokens": [1] * len(grades),
-        "ended": ["natural"] * len(grades),
-    }
-    return TraceTable.from_dataset(Dataset.from_dict(columns))
+    correct = np.array(grades)
+    lengths = np.broadcast_to(10 * np.arange(1, correct.shape[1] + 1), correct.shape)
+    return tabled(np.ones(correct.shape, bool), correct=correct, lengths=lengths)
 
 
 # Right from the second step on, or only at the fourth.

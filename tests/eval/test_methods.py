@@ -1,14 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modeling_ospruner import OSPrunerConfig
-from modeling_ospruner.stopping_ospruner import uniform
 from ospruner.eval.methods import PAPER_THRESHOLDS, parse_policies, refuse_other_base
-from ospruner.eval.schema import MATH_TASK
+from ospruner.eval.schema import LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 
 
@@ -56,6 +56,10 @@ def test_bad_policies_are_refused(tmp_path: Path) -> None:
     for how in ("2", "half", "-1"):
         with pytest.raises(ValueError, match="after @ stand thresholds in .0, 1., such as @.7,.8"):
             parse_policies([f"{ours}@{how}"])
+    with pytest.raises(ValueError, match="dear is no folder here; did you mean the rule 'deer'"):
+        parse_policies(["dear"])
+    with pytest.raises(ValueError, match="is no folder here. Give the folder of a policy"):
+        parse_policies(["qqqqqqqq"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no policy"):
         parse_policies([str(tmp_path / "empty")])
@@ -73,27 +77,20 @@ def test_training_seeds_are_policies_of_one_method_and_parameter(tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_a_use_decides_as_generate_does(tmp_path: Path) -> None:
-    path = str(save(tmp_path / "ours"))
-    drawn, careful = parse_policies([f"{path}@sample", f"{path}@.7"])
-    assert careful.stops(0.7, 0, 0, 0)
-    assert not careful.stops(0.69, 0, 0, 0)
-    for step in range(20):
-        assert drawn.stops(0.5, 3, 1, step) is (uniform(3, 1, step) < 0.5)
-    assert not drawn.stops(float("nan"), 3, 1, 0)
-    assert not careful.stops(float("nan"), 3, 1, 0)
-
-
 def test_a_policy_for_another_base_is_refused(tmp_path: Path) -> None:
     use = parse_policies([str(save(tmp_path / "ours"))])[0]
-    literals = DEEPSEEK_R1.to_dict()
-    refuse_other_base(use, "org/base", "abc", literals, 1)
-    with pytest.raises(ValueError, match="is a policy for org/base at revision abc, the traces ar"):
-        refuse_other_base(use, "org/other", "abc", literals, 1)
-    with pytest.raises(ValueError, match="at revision abc, the traces are of org/base at def"):
-        refuse_other_base(use, "org/base", "def", literals, 1)
-    other = {**literals, "box_prefix": "Answer: {"}
-    with pytest.raises(ValueError, match="was trained on traces with box_prefix"):
-        refuse_other_base(use, "org/base", "abc", other, 1, MATH_TASK)
-    with pytest.raises(ValueError, match=r"decides at every 1\. step, here every 2\."):
-        refuse_other_base(use, "org/base", "abc", literals, 2)
+    labels = LabelSettings(
+        base_model="org/base", base_revision="abc", reasoning_format=DEEPSEEK_R1.to_dict()
+    )
+    refuse_other_base(use, labels)
+    other = {**labels.reasoning_format, "box_prefix": "Answer: {"}
+    refuse_other_base(use, replace(labels, reasoning_format=other), any_task=True)
+    for changes, message in (
+        ({"base_model": "org/other"}, "is a policy for org/base at revision abc, the traces are"),
+        ({"base_revision": "def"}, "at revision abc, the traces are of org/base at def"),
+        ({"reasoning_format": other}, "was trained on traces with box_prefix"),
+        ({"task": {"name": "choice"}}, "was trained on the task math, here it is choice"),
+        ({"step_stride": 2}, r"decides at every 1\. step, here every 2\."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refuse_other_base(use, replace(labels, **changes))

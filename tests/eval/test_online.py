@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.stopping_ospruner import uniform
 from ospruner import rules
 from ospruner.comparing import compare
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import bootstrap_interval
 from ospruner.eval.methods import PolicyUse, parse_policies
-from ospruner.eval.online import Asked, Generator, Journal, SampleRow, evaluate_online
+from ospruner.eval.online import Asked, Generator, SampleRow, evaluate_online, read_journal
 from ospruner.eval.problems.task import Math
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import TraceTable
@@ -106,7 +107,7 @@ def test_other_settings_damage_and_bad_numbers_are_refused(tmp_path: Path) -> No
     lines = journal.read_text().splitlines()
     journal.write_text("\n".join([lines[0], "{}", *lines[1:]]) + "\n")
     with pytest.raises(ValueError, match="is damaged .KeyError.*delete it to begin anew"):
-        Journal(journal, json.loads(lines[0])["settings"])
+        read_journal(journal, json.loads(lines[0])["settings"])
     with pytest.raises(ValueError, match="two methods are 'fixed budget"):
         evaluate(tmp_path / "b", Counting(), [rules.Budget(40), rules.Budget(40)])
     with pytest.raises(ValueError, match="samples is 2 at temperature 0: greedy samples are all"):
@@ -159,7 +160,7 @@ def test_online_and_replay_agree_trace_by_trace(
 ) -> None:
     """Greedy traces are those that were labelled; so must be stops, answers, grades, compute."""
     use = untrained(reasoner, tmp_path / "policy", tuning)
-    labels = greedy_labels(reasoner, tmp_path / "labels", 8)
+    labels = greedy_labels(reasoner, tmp_path / "labels", 5)
     replayed = compare(
         tmp_path / "labels", [f"{use.path}@.05", "budget:100", "entropy:0.4"]
     ).evaluation
@@ -174,13 +175,14 @@ def test_online_and_replay_agree_trace_by_trace(
         assert (one.outcome.seconds > 0).all()
     np.testing.assert_array_equal(online.natural_correct, replayed.natural_correct)
     assert online.rules[1].outcome.tokens.mean() < online.rules[0].outcome.tokens.mean()
-    # What draws its stops decides as `PolicyUse.stops` says, for each sample by its number.
+    # What draws its stops draws for each sample by its number.
     table = TraceTable.from_dataset(labels)
-    pi = compare(tmp_path / "labels", [use.path]).went_by[1]
+    pi = compare(tmp_path / "labels", [use.path]).evaluation.rules[1].went_by
+    assert pi is not None
     drawn = generated(reasoner, labels, [use], seed=4)
     for n, tokens in enumerate(drawn.rules[1].outcome.tokens):
         steps = range(int(table.num_steps[n]))
-        stops = (i for i in steps if i == steps[-1] or use.stops(pi[n, i], 4, n, i))
+        stops = (i for i in steps if i == steps[-1] or uniform(4, n, i) < pi[n, i])
         assert tokens == table.lengths[n, next(stops)]
 
 
@@ -197,13 +199,13 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
     def counting(how: Any, first: int) -> Any:
         generate = call(how, first)
 
-        def counted(ids: torch.Tensor, arguments: dict[str, Any]) -> Any:
+        def counted(ids: torch.Tensor, **arguments: Any) -> Any:
             def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 passed[-1] += kwargs["input_ids"].numel()
 
             hook = reasoner.model.register_forward_pre_hook(count, with_kwargs=True)
             try:
-                return generate(ids, arguments)
+                return generate(ids, **arguments)
             finally:
                 hook.remove()
 

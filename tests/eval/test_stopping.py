@@ -2,20 +2,22 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ospruner.eval.replay import stop_weights
 from ospruner.eval.stopping import (
     expected_reward,
     last_step_mask,
     log_stop_distribution,
-    stop_distribution_from_probabilities,
     stop_entropy,
-    threshold_stop,
 )
+
+from .evaluations import tabled
 
 PENALTY = 3e-4
 
@@ -173,35 +175,8 @@ def test_distribution_and_reward_properties(
     rewards = (correct - penalty * lengths)[mask]
     reward = float(expected_reward(logits, correct, lengths, penalty, mask))
     assert float(rewards.min()) - 1e-12 <= reward <= float(rewards.max()) + 1e-12
-    torch.testing.assert_close(
-        stop_distribution_from_probabilities(torch.sigmoid(logits), mask),
-        distribution,
-        rtol=1e-9,
-        atol=1e-12,
-    )
-
-
-@given(traces, st.floats(0, 1))
-@settings(deadline=None)
-def test_higher_thresholds_stop_no_earlier(
-    trace: tuple[list[float], list[float], int], threshold: float
-) -> None:
-    values, _, real = trace
-    probabilities = torch.sigmoid(torch.tensor([values], dtype=torch.float64))
-    mask = torch.arange(len(values))[None] < real
-    stop = int(threshold_stop(probabilities, threshold, mask))
-    assert (probabilities[0, :stop] < threshold).all()
-    assert stop == real - 1 or float(probabilities[0, stop]) >= threshold
-    assert stop <= int(threshold_stop(probabilities, min(1.0, threshold + 0.1), mask))
-
-
-def test_nan_probability_continues() -> None:
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    probabilities = torch.tensor([[math.nan, 0.5, math.nan]])
-    expected = torch.tensor([[0.0, 0.5, 0.5]], dtype=torch.float64)
-    assert torch.equal(stop_distribution_from_probabilities(probabilities, mask), expected)
-    assert threshold_stop(probabilities, 0.0, mask).tolist() == [1]
-    assert threshold_stop(probabilities, 0.6, mask).tolist() == [2]
+    weights = stop_weights(tabled(mask.numpy()), torch.sigmoid(logits).numpy())
+    np.testing.assert_allclose(weights, distribution, rtol=1e-9, atol=1e-12)
 
 
 def test_errors_name_the_argument() -> None:
@@ -219,7 +194,3 @@ def test_errors_name_the_argument() -> None:
         log_stop_distribution(torch.zeros(1, 3), torch.tensor([[True, False, True]]))
     with pytest.raises(ValueError, match="without steps"):
         log_stop_distribution(x, torch.zeros(1, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"threshold is 1\.5"):
-        threshold_stop(x, 1.5, mask)
-    with pytest.raises(ValueError, match=r"probabilities holds -3\.0"):
-        stop_distribution_from_probabilities(x - 3, mask)

@@ -52,7 +52,8 @@ def test_all_rules_have_examples() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("luck:3", "rule 'luck:3' is not known; rules are written as budget:200"),
+        ("luck:3", "rule 'luck:3' is not known. Rules are written as budget:200"),
+        ("deeer:3", "rule 'deeer:3' is not known; did you mean the rule 'deer'."),
         ("budget:many", "'many' is no number"),
         ("budget:2.5", "'budget' takes a whole number, not 2.5"),
         ("budget:0", "'budget': tokens is 0; it must lie in .1, "),
@@ -97,7 +98,7 @@ def test_a_rule_of_a_file(file: Path) -> None:
 def test_a_rule_of_a_package_goes_by_its_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Point(importlib.metadata.EntryPoint):
         def load(self) -> object:
-            return families.family_of(file, "SHORT")
+            return parse_rule(f"{file}:SHORT")
 
     def points(*, group: str) -> list[Point]:
         assert group == "ospruner_rules"

@@ -16,13 +16,14 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner import OSPrunerConfig, StopPolicyConfig, StopRecord, TokenFormat
 from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.measured import thinking_entropies
 from ospruner.eval.problems.problem import user_message
-from ospruner.eval.table import TraceTable
-from ospruner.eval.thinking import thinking_entropies
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.rules import Agreement, AnswerEntropy, Budget, Family, StopRule, TrialConfidence
 from ospruner.rules.live import generate_with_rule
 from ospruner.rules.signals import TrialAnswer
+
+from ..eval.evaluations import tabled
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
 NEW_TOKENS = 24
@@ -154,7 +155,7 @@ def answer_by_whole_passes(
     return ids, logprobs, entropy
 
 
-SLOW = ("qwen3_next", "gemma3_text")
+SLOW = ("qwen3_next", "gemma3_text")  # as gpt_oss and falcon_h1 here
 CASES = [
     pytest.param(family, cache, marks=[pytest.mark.slow] if family in SLOW else [])
     for family in FAMILIES
@@ -374,12 +375,8 @@ def test_rules_are_told_steps_and_the_thinkings_entropy(
     ends = [r.step_ends for r in records]
     steps = max(len(row) for row in ends)
     lengths = np.array([[*row, *[row[-1]] * (steps - len(row))] for row in ends])
-    table = TraceTable(
-        [], np.zeros(len(ends), np.int64), lengths, np.zeros(lengths.shape),
-        np.zeros(lengths.shape, bool), lengths, np.ones(lengths.shape, bool),
-        np.array([len(row) for row in ends]), np.zeros(len(ends)), np.zeros(len(ends), np.int64),
-        np.zeros(len(ends), bool), [], np.zeros(len(ends), np.int64),
-    )  # fmt: skip
+    mask = np.arange(steps) < np.array([[len(row)] for row in ends])
+    table = tabled(mask, lengths=lengths)
     dataset = Dataset.from_dict({"prompt_ids": prompts, "trace_ids": traces})
     entropies = thinking_entropies(reasoner.model, dataset, table)
     for i, row in enumerate(ends):
@@ -403,12 +400,9 @@ def test_a_budget_needs_no_policy(
     assert [r.thinking_tokens for r in limited] == [r.thinking_tokens for r in records]
 
 
-def test_a_rule_is_needed_without_a_policy(reasoner: Reasoner) -> None:
+def test_rules_and_the_learned_policys_settings_exclude_each_other(reasoner: Reasoner) -> None:
     with pytest.raises(ValueError, match="stop_policy holds no rule"):
         solve(reasoner, {"threshold": 0.5})
-
-
-def test_rules_and_the_learned_policys_settings_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="mode, threshold and price are the learned"):
         StopPolicyConfig(rule=Agreement(2), threshold=0.3)
     for wrong in ("entropy", Agreement):

@@ -20,7 +20,7 @@ from ospruner.calibrating import calibrate
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.eval.methods import parse_policies
+from ospruner.eval.methods import EVERY_PRICE, parse_policies
 from ospruner.eval.replay import replay
 from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
@@ -81,7 +81,8 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     done = CliRunner().invoke(app, [*command, "--prices", "all"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert next(passes) == 1
-    rows = Results.read(tmp_path / "results.json").frame.query("method == @EVERY_PRICE")
+    rows = Results.read(tmp_path / "results.json").frame
+    rows = rows[rows["method"] == EVERY_PRICE]
     config = OSPrunerConfig.from_pretrained(trained / "run")
     assert config.prices is not None
     assert rows["parameter"].tolist() == list(config.prices.grid())
@@ -125,7 +126,8 @@ def test_online_stops_at_the_prices_that_are_asked_for(trained: Path, tmp_path: 
     command += [str(tmp_path / "out"), "--limit", "3", "--prices", "0,1e-2"]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    rows = Results.read(tmp_path / "out" / "results.json").frame.query("method == @EVERY_PRICE")
+    rows = Results.read(tmp_path / "out" / "results.json").frame
+    rows = rows[rows["method"] == EVERY_PRICE]
     found = dict(zip(rows["parameter"], rows["tokens"], strict=True))
     assert found.keys() == {0.0, 1e-2}
     assert found[1e-2] <= found[0.0]

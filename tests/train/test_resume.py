@@ -39,7 +39,7 @@ from ospruner.train.label_sets import Labels
 from ospruner.train.trainer import StopTrainer
 torch.set_num_threads(1)
 data, out, fields, kill_at = sys.argv[1:]
-settings = LabelSettings.load(data + "/settings.json")
+settings = LabelSettings.from_dict(json.load(open(data + "/settings.json")))
 def progress(phase, done, total, note=""):
     if phase == "train" and done == int(kill_at):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,9 +99,8 @@ def test_a_killed_run_ends_with_the_same_bits(
     labels, held_out = make_labels(40), make_labels(10, seed=1, prefix="v")
     labels.save_to_disk(tmp_path / "train")
     held_out.save_to_disk(tmp_path / "validation")
-    LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict()).save(
-        tmp_path / "settings.json"
-    )
+    settings = LabelSettings(base_model=str(tiny_base_dir), reasoning_format=DEEPSEEK_R1.to_dict())
+    (tmp_path / "settings.json").write_text(json.dumps(settings.to_dict()))
     kill_at = 14  # of 2 stages x 2 epochs x 5 steps: in the second, two steps after a checkpoint
     command = [
         sys.executable, "-c", WORKER, str(tmp_path), str(tmp_path / "killed"), json.dumps(STAGES),

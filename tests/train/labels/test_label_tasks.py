@@ -23,7 +23,8 @@ from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.programs import Code
 from ospruner.eval.problems.registry import parse_task
 from ospruner.eval.report.summary import results_of
-from ospruner.eval.schema import LabelSettings, TraceTable
+from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import TraceTable
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.provenance import PROVENANCE_FILE
 from ospruner.train.labels.folder import read_labels, read_manifest

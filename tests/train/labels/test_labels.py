@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -160,6 +161,7 @@ def test_finished_run_is_read_back_and_more_problems_are_added(
 
 
 WORKER = """
+import json
 import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -174,7 +176,7 @@ tokenizer = AutoTokenizer.from_pretrained(base)
 engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(base), tokenizer, batch_size=8)
 problems = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(5000)]
 fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-labeller = Labeller(tokenizer, fmt, LabelSettings.load(settings))
+labeller = Labeller(tokenizer, fmt, LabelSettings.from_dict(json.loads(Path(settings).read_text())))
 label_problems(problems, engine, labeller, out, chunk_traces=2)
 """
 
@@ -187,7 +189,7 @@ def test_killed_run_goes_on_without_repeating_or_losing(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "labels"
-    SETTINGS.save(tmp_path / "settings.json")
+    (tmp_path / "settings.json").write_text(json.dumps(SETTINGS.to_dict()))
     command = [
         sys.executable, "-c", WORKER, str(tiny_base_dir), str(folder),
         str(tmp_path / "settings.json"),
