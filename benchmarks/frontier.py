@@ -143,7 +143,7 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     found = compare(
         str(labels / "test"), [*map(str, policies), "rules"], base=base, states=run / STATES,
         choose_on=str(labels / "validation"), train=str(labels / "train"), rewards_at=prices,
-        prices=(), viewed=0,
+        prices=(),
     )  # fmt: skip
     return Results(
         dataset="embedded reasoner, test problems",
