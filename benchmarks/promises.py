@@ -85,7 +85,7 @@ def measure(
     modes: dict[Any, float | None] = {"sample": None, "threshold": PRICE_THRESHOLD}
     for mode, threshold in modes.items():
         outcomes = [
-            replay(table, said.probabilities(price), mode, threshold)
+            replay(table, said.probabilities(price), threshold)
             for price in use.config.prices.grid()
         ]
         lost[mode] = np.stack([losses(table, outcome) for outcome in outcomes])

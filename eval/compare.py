@@ -255,7 +255,7 @@ def _with_thresholds(
 
     Each is named once for every threshold of the paper: the first stands for all.
     """
-    found: dict[tuple[str, float | None, float | None, str], PolicyUse] = {}
+    found: dict[tuple[str, float | None, float | None], PolicyUse] = {}
     grids: dict[str, tuple[float, ...]] = {}
     for use in uses:
         thresholds: Sequence[float | None] = [use.threshold]
@@ -266,7 +266,7 @@ def _with_thresholds(
                 grids[use.method] = policy_thresholds(choose_on, signals)
             thresholds = grids[use.method]
         for value in thresholds:
-            key = use.path, use.asked_price, value, use.mode
+            key = use.path, use.asked_price, value
             found.setdefault(key, dataclasses.replace(use, threshold=value))
     return list(found.values())
 
@@ -295,7 +295,7 @@ def replay_use(use: PolicyUse, split: Split, said: Said) -> Outcome:
         queries = config.tuning == "queries"
         table = split.compute.charge_tail(table, config.num_policy_layers, queries)
     pi = said.at(use.price if use.is_ours else None)
-    return replay(table, pi, use.mode, use.threshold, said.read_tokens)
+    return replay(table, pi, use.threshold, said.read_tokens)
 
 
 def _family_rules(family: Family, test: Split, choose_on: Split) -> list[Rule]:
@@ -321,7 +321,7 @@ def _learn_stop_rules(test: Split, choose_on: Split, train: Split | None) -> lis
             LEARN_STOP,
             value,
             "threshold",
-            [replay(table, scores, "threshold", value) for table, scores in both],
+            [replay(table, scores, value) for table, scores in both],
         )
         for value in policy_thresholds(choose_on.table, there)
     ]

@@ -39,15 +39,13 @@ class PolicyUse:
     Attributes:
         path: its folder, or its id on the Hub.
         config: its configuration.
-        mode: "sample" stops with the probability given (the paper), "threshold" from a threshold.
-        threshold: with mode "threshold".
+        threshold: from which stop probability on it stops; None stops with the probability given.
         asked_price: the price of a token that it is told; None for its own lambda.
         by_name: whether only its name was given, so that more thresholds may be tried.
     """
 
     path: str
     config: OSPrunerConfig
-    mode: Literal["sample", "threshold"]
     threshold: float | None = None
     asked_price: float | None = None
     by_name: bool = False
@@ -56,6 +54,11 @@ class PolicyUse:
     def price(self) -> float:
         """The lambda at which it stops."""
         return self.config.price if self.asked_price is None else self.asked_price
+
+    @property
+    def mode(self) -> Literal["sample", "threshold"]:
+        """How it decides, as generate calls it; "sample" is the paper's."""
+        return "sample" if self.threshold is None else "threshold"
 
     @property
     def is_ours(self) -> bool:
@@ -137,7 +140,7 @@ def parse_policies(specs: Sequence[str], prices: Sequence[float] | None = None) 
                     f"with {name} {mine!r} and {theirs!r}: they are no training seeds of one "
                     "policy; evaluate them into two folders"
                 )
-        if (same := (use.path, use.mode, use.threshold, use.price)) in given:
+        if (same := (use.path, use.threshold, use.price)) in given:
             raise ValueError(
                 f"{use.path} is given twice for {use.method} with parameter {use.parameter}: give "
                 "each policy once (training seeds have folders of their own, and are pooled)"
@@ -163,10 +166,10 @@ def _parse(spec: str, prices: Sequence[float] | None) -> list[PolicyUse]:
             raise ValueError(f"{path} holds no policy: neither it nor a folder in it has a config")
     found = [(folder, OSPrunerConfig.from_pretrained(folder)) for folder in folders]
     return [
-        PolicyUse(folder, config, mode, threshold, price, not at)
+        PolicyUse(folder, config, threshold, price, not at)
         for folder, config in sorted(found, key=lambda one: -one[1].price)
         for price in _prices(folder, config, prices)
-        for mode, threshold in _modes(config, at and how, spec)
+        for threshold in _thresholds(config, at and how, spec)
     ]
 
 
@@ -190,17 +193,14 @@ def _prices(
     return prices
 
 
-def _modes(
-    config: OSPrunerConfig, how: str, spec: str
-) -> list[tuple[Literal["sample", "threshold"], float | None]]:
-    if how == "sample":
-        return [("sample", None)]
+def _thresholds(config: OSPrunerConfig, how: str, spec: str) -> Sequence[float | None]:
+    """What stands after "@", or what the configuration says; None draws."""
     if not how:
         if config.method != "os-pruner":
-            return [("threshold", value) for value in PAPER_THRESHOLDS]
-        if config.default_mode == "sample":
-            return [("sample", None)]
-        return [("threshold", config.default_threshold)]
+            return PAPER_THRESHOLDS
+        return [None if config.default_mode == "sample" else config.default_threshold]
+    if how == "sample":
+        return [None]
     try:
         values = [float(number) for number in how.split(",")]
     except ValueError:
@@ -209,7 +209,7 @@ def _modes(
         raise ValueError(
             f"policy {spec!r}: after @ stand thresholds in [0, 1], such as @.7,.8, or @sample"
         )
-    return [("threshold", value) for value in values]
+    return values
 
 
 def refuse_other_base(use: PolicyUse, labels: LabelSettings, *, any_task: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,6 @@ class Outcome:
 def replay(
     table: TraceTable,
     probabilities: npt.ArrayLike,
-    mode: Literal["sample", "threshold"] = "sample",
     threshold: float | None = None,
     read_tokens: npt.NDArray[Any] | None = None,
 ) -> Outcome:
@@ -73,20 +72,16 @@ def replay(
     Args:
         table: N labelled traces of up to T steps.
         probabilities: see `stop_weights`, which raises.
-        mode: see there.
         threshold: see there.
         read_tokens: (N, T) tokens that the policy has read where a trace stops at each step, where
             it is a model of its own.
     """
-    weights = stop_weights(table, probabilities, mode, threshold)
+    weights = stop_weights(table, probabilities, threshold)
     return _outcome(table, lambda column: (weights * column).sum(axis=1), read_tokens)
 
 
 def stop_weights(
-    table: TraceTable,
-    probabilities: npt.ArrayLike,
-    mode: Literal["sample", "threshold"] = "sample",
-    threshold: float | None = None,
+    table: TraceTable, probabilities: npt.ArrayLike, threshold: float | None = None
 ) -> FloatArray:
     """(N, T) the probability that a policy stops at each step; rows sum to one, 0 on padding.
 
@@ -96,13 +91,11 @@ def stop_weights(
         table: N labelled traces of up to T steps.
         probabilities: (N, T) stop probability at each step; NaN means "continue", as it does when
             generating; the last step's and the padding's are not read.
-        mode: "sample" stops with the probability given; "threshold" stops at the first step whose
-            probability is at least `threshold`.
-        threshold: in [0, 1]; with mode "threshold" only.
+        threshold: in [0, 1]: stops at the first step whose probability is at least that; None
+            stops with the probability given (mode "sample" of generate).
 
     Raises:
-        ValueError: shapes differ, a probability or the threshold is outside [0, 1], an unknown
-            mode, or a threshold missing or given needlessly.
+        ValueError: shapes differ, or a probability or the threshold is outside [0, 1].
     """
     pi = np.asarray(probabilities, np.float64)
     if pi.shape != table.mask.shape:
@@ -110,10 +103,6 @@ def stop_weights(
             f"probabilities has shape {pi.shape}; the table's traces and steps are "
             f"{table.mask.shape}"
         )
-    if mode not in ("sample", "threshold"):
-        raise ValueError(f"mode is {mode!r}; it must be 'sample' or 'threshold'")
-    if (mode == "threshold") != (threshold is not None):
-        raise ValueError(f"threshold is {threshold}: mode 'threshold' needs one, 'sample' has none")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ValueError(f"threshold is {threshold}; it must lie in [0, 1]")
     steps, last = np.arange(pi.shape[1]), table.last[:, None]

@@ -103,13 +103,11 @@ def calibrate(
     _refuse_own(folder, use, ours)
     table = TraceTable.from_dataset(ours.traces)
 
-    def setting(
-        said: Predicted, value: float
-    ) -> tuple[npt.NDArray[np.float32], Literal["threshold", "sample"], float | None]:
-        """What `replay` takes for a value: stop probabilities, the mode, and its threshold."""
+    def setting(said: Predicted, value: float) -> tuple[npt.NDArray[np.float32], float | None]:
+        """What `replay` takes for a value: stop probabilities, and the threshold or None."""
         if known is None:
-            return said.probabilities(), mode, value
-        return said.probabilities(value), mode, PRICE_THRESHOLD if mode == "threshold" else None
+            return said.probabilities(), value
+        return said.probabilities(value), PRICE_THRESHOLD if mode == "threshold" else None
 
     said = ours.predicted(use.path)
     candidates = [Candidate(value, replay(table, *setting(said, value))) for value in values]
@@ -122,7 +120,7 @@ def calibrate(
         variance = max(float(losses(other, replay(other, *middle)).var()), 0.005)
     found = boldest(table, candidates, max_loss, confidence, variance=variance, seed=seed)
     if found.value is not None:
-        pi, _, threshold = setting(said, found.value)
+        pi, threshold = setting(said, found.value)
         promise = {
             "max_loss": max_loss,
             "confidence": confidence,
@@ -226,7 +224,7 @@ def _traffic(
     table: TraceTable, said: Predicted, pi: npt.NDArray[np.float32], threshold: float | None
 ) -> dict[str, Any]:
     """How the calibration's traces are distributed, which a server compares its own with."""
-    weights = stop_weights(table, pi, "sample" if threshold is None else "threshold", threshold)
+    weights = stop_weights(table, pi, threshold)
     first = said.probabilities() if said.indifference is None else said.indifference
     decided = first[table.num_steps > 1, 0].astype(np.float64)
     real = weights > 0

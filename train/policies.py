@@ -123,10 +123,9 @@ def _prepared(model: AnyTrainable, config: StopConfig) -> AnyTrainable:
 
 def replayed(model: Trainable, table: TraceTable, said: Predicted, price: float) -> Outcome:
     """What a policy comes to on traces, as it decides by default."""
-    probabilities = said.probabilities(price)
-    if model.config.default_mode == "sample":
-        return replay(table, probabilities)
-    return replay(table, probabilities, "threshold", model.config.default_threshold)
+    draws = model.config.default_mode == "sample"
+    threshold = None if draws else model.config.default_threshold
+    return replay(table, said.probabilities(price), threshold)
 
 
 def save_policy(

@@ -194,7 +194,7 @@ def test_a_policy_s_thresholds_are_its_own() -> None:
     assert len(grid) == COUNT
     assert grid[0] == 1.0 > 0.001 >= grid[1]
     assert grid[-1] == 0.0
-    tokens = [replay(table, pi, "threshold", threshold).mean_tokens for threshold in grid]
+    tokens = [replay(table, pi, threshold).mean_tokens for threshold in grid]
     assert tokens == sorted(tokens, reverse=True)
     assert len(set(tokens)) > 30
     # What stands at the forced last step is no choice, and gives no threshold.

@@ -192,7 +192,7 @@ def test_the_yardstick_of_time_does_the_work_of_a_policy_that_never_stops(
     """Counted, not timed: the tokens that the base passes within the time that is taken."""
     made = generator(reasoner, SETTINGS)
     asked = _asked(reasoner, 4)
-    never = dataclasses.replace(use, mode="threshold", threshold=1.0)
+    never = dataclasses.replace(use, threshold=1.0)
     passed: list[int] = []
     call = made._call
 

@@ -127,7 +127,7 @@ def test_expectation_equals_simulation() -> None:
 def test_modes_agree_where_they_must(seed: int, threshold: float) -> None:
     table = make_table(seed)
     pi = np.random.default_rng(seed).random(table.mask.shape)
-    by_threshold = replay(table, pi, "threshold", threshold)
+    by_threshold = replay(table, pi, threshold)
     hard = replay(table, (pi >= threshold).astype(np.float64))  # a certain policy samples nothing
     np.testing.assert_allclose(by_threshold.columns(), hard.columns(), atol=1e-12)
     never = replay(table, np.zeros_like(pi))
@@ -174,8 +174,7 @@ def test_unread_probabilities_may_be_anything_and_nan_continues() -> None:
     np.testing.assert_array_equal(outcomes[0], outcomes[1])
     np.testing.assert_allclose(outcomes[0], replay(table, pi.astype(np.float64)).columns())
     for threshold in (None, 0.0):
-        mode = "sample" if threshold is None else "threshold"
-        never = replay(table, np.full(table.mask.shape, np.nan), mode, threshold)  # type: ignore[arg-type]
+        never = replay(table, np.full(table.mask.shape, np.nan), threshold)
         np.testing.assert_array_equal(never.columns(), replay_full(table).columns())
 
 
@@ -185,11 +184,8 @@ def test_errors() -> None:
     bad: list[tuple[str, Any]] = [
         (r"probabilities has shape \(40, 7\)", (pi[:, :7],)),
         (r"probabilities holds 1\.5", (pi + 1,)),
-        ("threshold is None: mode 'threshold' needs one", (pi, "threshold")),
-        (r"threshold is -0\.1", (pi, "threshold", -0.1)),
-        (r"threshold is 1\.5", (pi, "threshold", 1.5)),
-        ("threshold is 0.5: .* 'sample' has none", (pi, "sample", 0.5)),
-        ("mode is 'greedy'", (pi, "greedy")),
+        (r"threshold is -0\.1", (pi, -0.1)),
+        (r"threshold is 1\.5", (pi, 1.5)),
     ]
     for message, arguments in bad:
         with pytest.raises(ValueError, match=message):

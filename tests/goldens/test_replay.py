@@ -42,9 +42,9 @@ def outcome(name: str, traces: Any) -> Outcome:
     probabilities = 0.5 + 0.5 * np.array(wave)
     kind, _, number = name.partition(" ")
     if kind == "sample":
-        return replay(table, probabilities, mode="sample")
+        return replay(table, probabilities)
     if kind == "threshold":
-        return replay(table, probabilities, mode="threshold", threshold=float(number))
+        return replay(table, probabilities, threshold=float(number))
     if kind == "full":
         return replay_full(table)
     if kind == "oracle":
