@@ -8,17 +8,18 @@ measured    rules without training on labelled traces
 learnstop   a classifier of scalars, fitted here
 methods     policies by name, and how they decide
 compare     one comparison of all of these
-compute     what a rule computes, in floating-point operations (arithmetic: what a model does)
+online      the same methods by generating
+compute     what models and rules compute, in floating-point operations
 metrics     reduction, AES, choosing an operating point
 intervals   intervals by problem and training seed, which make each choice again
 frontiers   areas under whole methods, and the oracle's gap
 limits      what no rule can beat, and exactly solved stopping problems
 calibration promises about accuracy
-results     every number with its interval: the file, and the frame
+results     every number with its interval: the frame, and the file
+text        numbers and tables as text
 
 problems/   where problems come from and how they are asked
 grading/    boxed answers, compared by Math-Verify under a time limit
-online/     the same methods by generating
 report/     terminal, tables, pictures, one HTML page, the paper's numbers
 harness/    policies as models of lm-evaluation-harness
 """
