@@ -154,30 +154,41 @@ def generated(
     return evaluate_online(Asked.of_labels(labels), methods, run, settings, about, batch_problems=4)
 
 
+@pytest.fixture(scope="module")
+def labelled(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Greedy labels of five problems, and their folder."""
+    folder = tmp_path_factory.mktemp("labels") / "labels"
+    return folder, greedy_labels(reasoner, folder, 5)
+
+
 @pytest.mark.parametrize("tuning", ["layers", "queries"])
 def test_online_and_replay_agree_trace_by_trace(
-    reasoner: Reasoner, tmp_path: Path, tuning: Literal["layers", "queries"]
+    reasoner: Reasoner,
+    labelled: tuple[Path, Any],
+    tmp_path: Path,
+    tuning: Literal["layers", "queries"],
 ) -> None:
     """Greedy traces are those that were labelled; so must be stops, answers, grades, compute."""
     use = untrained(reasoner, tmp_path / "policy", tuning)
-    labels = greedy_labels(reasoner, tmp_path / "labels", 5)
-    replayed = compare(
-        tmp_path / "labels", [f"{use.path}@.05", "budget:100", "entropy:0.4"]
-    ).evaluation
+    folder, labels = labelled
+    replayed = compare(folder, [f"{use.path}@.05", use.path, "budget:100", "entropy:0.4"])
+    careful, drawing, *others = replayed.evaluation.rules[1:]
     (early,) = parse_policies([f"{use.path}@.05"])
     methods = [early, rules.Budget(100), rules.AnswerEntropy(0.4, same=Math().same)]
     online = generated(reasoner, labels, methods)
-    assert [rule.name for rule in online.rules] == [rule.name for rule in replayed.rules]
-    for one, other in zip(online.rules, replayed.rules, strict=True):
+    wanted = [replayed.evaluation.rules[0], careful, *others]
+    assert [rule.name for rule in online.rules] == [rule.name for rule in wanted]
+    for one, other in zip(online.rules, wanted, strict=True):
         for name in ("tokens", "correct", "answer_tokens", "probe_tokens", "truncated"):
             np.testing.assert_array_equal(vars(one.outcome)[name], vars(other.outcome)[name])
         np.testing.assert_allclose(one.outcome.flops, other.outcome.flops)
         assert (one.outcome.seconds > 0).all()
-    np.testing.assert_array_equal(online.natural_correct, replayed.natural_correct)
+    np.testing.assert_array_equal(online.natural_correct, replayed.evaluation.natural_correct)
     assert online.rules[1].outcome.tokens.mean() < online.rules[0].outcome.tokens.mean()
+    if tuning == "queries":
+        return
     # What draws its stops draws for each sample by its number.
-    table = TraceTable.from_dataset(labels)
-    pi = compare(tmp_path / "labels", [use.path]).evaluation.rules[1].went_by
+    table, pi = TraceTable.from_dataset(labels), drawing.went_by
     assert pi is not None
     drawn = generated(reasoner, labels, [use], seed=4)
     for n, tokens in enumerate(drawn.rules[1].outcome.tokens):
