@@ -120,6 +120,9 @@ def test_expectation_equals_simulation() -> None:
     correct, tokens = simulate(table, pi, draws=3000)
     np.testing.assert_allclose(outcome.correct, correct, atol=0.04)
     np.testing.assert_allclose(outcome.tokens, tokens, atol=2.5)
+    assert np.isnan(outcome.flops).all()  # not counted
+    charged = replay(replace(table, flops=7.0 * table.lengths), pi)
+    np.testing.assert_allclose(charged.flops, 7 * outcome.tokens)
 
 
 @given(st.integers(0, 10**6), st.floats(0, 1))
@@ -273,21 +276,6 @@ def test_thinking_is_charged_as_in_the_paper_and_compute_where_asked_for() -> No
         )
     with pytest.raises(ValueError, match="charge is 'money'; it must be 'thinking' or 'compute'"):
         AesVariant(charge="money")  # type: ignore[arg-type]
-
-
-def test_the_expectation_of_compute_is_over_the_stops() -> None:
-    table = make_table(2)
-    table = replace(table, flops=np.random.default_rng(0).random(table.mask.shape))
-    assert table.flops is not None
-    half = replay(table, np.full(table.mask.shape, 0.5))
-    n = int(np.flatnonzero(table.num_steps >= 3)[0])
-    by_hand, last, going = 0.0, int(table.last[n]), 1.0
-    for step in range(last):
-        going /= 2
-        by_hand += going * table.flops[n, step]
-    assert half.flops[n] == pytest.approx(by_hand + going * table.flops[n, last])
-    assert table.subset([n]).flops is not None
-    assert np.isnan(replay(make_table(2), np.full(table.mask.shape, 0.5)).flops).all()
 
 
 def test_pooling_by_hand() -> None:
