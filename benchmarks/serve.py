@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ class Case:
 
     Attributes:
         early: the policy's settings in arm "early".
-        extra: further keys of each request, for `Paragraphs`.
+        extra: further keys of each request, for `Paragraphs`; () for none.
         ignore_eos: whether requests go on to `max_tokens`.
     """
 
@@ -117,7 +117,7 @@ class Case:
     prompts: list[list[int]]
     max_tokens: int
     early: dict[str, Any]
-    extra: list[dict[str, Any]]
+    extra: Sequence[dict[str, Any]] = ()
     ignore_eos: bool = False
 
 
@@ -174,7 +174,8 @@ class Arms:
         case = self.case
         engine = (self.plain if arm == "plain" else self.pruned).llm_engine
         ours = {"plain": {}, "never": NEVER, "early": case.early}[arm]
-        for i, (prompt, theirs) in enumerate(zip(case.prompts, case.extra, strict=True)):
+        for i, prompt in enumerate(case.prompts):
+            theirs = case.extra[i] if case.extra else {}
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=limit or case.max_tokens,
@@ -197,11 +198,8 @@ def policy_case(policy: Path, labels: Path, requests: int, max_tokens: int, pric
     """A policy on its own base and the first prompts of labels; it stops as at a price."""
     config = OSPrunerConfig.from_pretrained(policy)
     prompts = [list(ids) for ids in load_labels(labels).traces["prompt_ids"][:requests]]
-    base, early = (
-        Path(config.base_model_name_or_path),
-        {"stop_mode": "threshold", "stop_price": price},
-    )
-    return Case(base.name, base, policy, prompts, max_tokens, early, [{} for _ in prompts])
+    base, early = config.base_model_name_or_path, {"stop_mode": "threshold", "stop_price": price}
+    return Case(Path(base).name, Path(base), policy, prompts, max_tokens, early)
 
 
 def reasoner_case(
@@ -215,18 +213,12 @@ def reasoner_case(
         prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt)
         for p in problems
     ]
-    model = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        num_policy_layers=layers,
-        tuning=tuning,
-        base_model_name_or_path=str(reasoner.folder),
-    )
-    model.save_pretrained(folder / "policy")
-    blank: list[dict[str, Any]] = [{} for _ in prompts]
-    return Case(
-        "reasoner", reasoner.folder, folder / "policy", prompts, max_tokens, budget(60), blank
-    )
+    place = str(reasoner.folder)
+    base, tokenizer = reasoner.model, reasoner.tokenizer
+    made = untrained(base, tokenizer, layers, tuning, base_model_name_or_path=place)
+    made.save_pretrained(folder / "policy")
+    policy = folder / "policy"
+    return Case("reasoner", reasoner.folder, policy, prompts, max_tokens, budget(60))
 
 
 def random_case(
@@ -244,13 +236,9 @@ def random_case(
     base = random_base(shape, reasoner.tokenizer, 4096, seed)
     base.save_pretrained(folder / "base")
     reasoner.tokenizer.save_pretrained(folder / "base")
-    untrained(
-        base,
-        reasoner.tokenizer,
-        num_policy_layers=layers,
-        tuning=tuning,
-        base_model_name_or_path=str(folder / "base"),
-    ).save_pretrained(folder / "policy")
+    place = str(folder / "base")
+    made = untrained(base, reasoner.tokenizer, layers, tuning, base_model_name_or_path=place)
+    made.save_pretrained(folder / "policy")
     draw = random.Random(seed)
     # As short beside the text as a problem is beside a reasoning model's thinking.
     length = max(1, tokens // 50)

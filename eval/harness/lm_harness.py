@@ -9,13 +9,13 @@ that count in the answer alone, and how long the model thought.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
@@ -86,17 +86,13 @@ class OSPrunerLM(HFLM):
             think_end_token=-1,  # answers come without it; so told, `hf` strips blanks before them
             tokenizer=model.tokenizer,
             max_length=max_positions(model.base.config),
-            batch_size=1 if batch_size is None else batch_size,
+            batch_size=batch_size or 1,
             max_batch_size=max_batch_size,
         )
-        self.policy, self._max_gen_toks = policy, max_gen_toks
+        self.policy, self._max_gen_toks, self._templated = policy, max_gen_toks, False
         # The marker of the thinking's end may end a turn, too: in Harmony.
         ends = end_ids(model.base.generation_config, model.tokenizer)
-        self._ends = {
-            *ends.difference(model.token_format.think_end_ids),
-            self.tokenizer.pad_token_id,
-        }
-        self._templated = False
+        self._ends = {*(ends - {*model.token_format.think_end_ids}), self.tokenizer.pad_token_id}
         self._logs: dict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)  # by prompt
         self._replies: list[dict[str, Any]] = []
 
@@ -154,38 +150,38 @@ class OSPrunerLM(HFLM):
         written = super()._model_generate(
             context, max_length, [], stop_policy=settings or False, **arguments
         )
-        model: Any = self.model
-        fmt = model.token_format
         answers = torch.full_like(written, self.tokenizer.pad_token_id)
         answers[:, : context.shape[1]] = context
         for row, ids in enumerate(written[:, context.shape[1] :].tolist()):
             prompt = context[row][mask[row].bool()].tolist()
-            length = next((n for n, token in enumerate(ids) if token in self._ends), len(ids))
-            thinking, answer = answer_of(fmt, prompt, ids[:length])
-            closed = length < len(ids) or follow(fmt, prompt, ids).ended
-            log: dict[str, Any] = {"thinking_tokens": len(thinking), "tokens": length}
-            log["reason"] = "natural" if closed else "length"
-            if settings is not None:  # a sentence forced before the closing is not counted
-                record = model.last_stop[row]
-                log |= {"thinking_tokens": record.thinking_tokens, "reason": str(record.reason)}
-            self._replies.append(log)
-            text = self.tokenizer.decode(thinking, skip_special_tokens=True)
-            self._logs[tuple(prompt)].append({**log, "thinking": text.strip()})
-            answers[row, context.shape[1] :][: len(answer)] = torch.tensor(answer)
+            answer = torch.tensor(self._logged(row, prompt, ids))
+            answers[row, context.shape[1] :][: len(answer)] = answer
         return answers
+
+    def _logged(self, row: int, prompt: list[int], ids: list[int]) -> list[int]:
+        """The answer in a row's reply; how the thinking before it ended is logged."""
+        model: Any = self.model
+        length = next((n for n, token in enumerate(ids) if token in self._ends), len(ids))
+        thinking, answer = answer_of(model.token_format, prompt, ids[:length])
+        closed = length < len(ids) or follow(model.token_format, prompt, ids).ended
+        log: dict[str, Any] = {"thinking_tokens": len(thinking), "tokens": length}
+        log["reason"] = "natural" if closed else "length"
+        if self.settings is not None:  # a sentence forced before the closing is not counted
+            record = model.last_stop[row]
+            log |= {"thinking_tokens": record.thinking_tokens, "reason": str(record.reason)}
+        self._replies.append(log)
+        text = self.tokenizer.decode(thinking, skip_special_tokens=True)
+        self._logs[tuple(prompt)].append({**log, "thinking": text.strip()})
+        return answer
 
     def get_model_info(self) -> dict[str, Any]:
         """Which policy, and what its replies came to: means of tokens, and reasons."""
         if not self._replies:
             return {"policy": self.policy}
-        means = {
-            name: round(statistics.fmean(reply[name] for reply in self._replies), 1)
-            for name in ("thinking_tokens", "tokens")
-        }
-        reasons = dict(Counter(reply["reason"] for reply in self._replies))
-        found = {"replies": len(self._replies), **means, "reasons": reasons}
-        print(f"{self.policy}: {found}", file=sys.stderr)
-        return {"policy": self.policy, LOGGED: found}
+        frame = pd.DataFrame(self._replies)
+        means = frame[["thinking_tokens", "tokens"]].mean().round(1).to_dict()
+        reasons = frame["reason"].value_counts().to_dict()
+        return {"policy": self.policy, LOGGED: {"replies": len(frame), **means, "reasons": reasons}}
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
         """Refused: a policy changes what is generated, not how likely a text is."""

@@ -23,7 +23,7 @@ from ..problems.sources import load_source
 
 __all__ = ["ProblemsTask"]
 
-_TAKEN = ("dataset", "split", "files", "task", "prompt", "allow_code")
+TAKEN = ("split", "files", "task", "prompt", "allow_code")
 
 
 class ProblemsTask(ConfigurableTask):
@@ -45,25 +45,18 @@ class ProblemsTask(ConfigurableTask):
     def __init__(self, config: Mapping[str, Any]) -> None:
         own = {name: value for name, value in config.items() if name != "class"}
         given = dict(own.pop("dataset_kwargs", None) or {})
-        if "dataset" not in given or (unknown := sorted(set(given) - set(_TAKEN))):
+        unknown = sorted(set(given) - {"dataset", *TAKEN})
+        if "dataset" not in given or unknown:
             raise ValueError(
-                f"dataset_kwargs is {given}; it needs `dataset`, and may hold "
-                f"{', '.join(_TAKEN[1:])}" + (f", not {unknown}" if "dataset" in given else "")
+                f"dataset_kwargs is {given}; it needs `dataset`, and may hold {', '.join(TAKEN)}, "
+                f"not {unknown}"
             )
-        self.domain = parse_task(
-            given.get("task", "math"),
-            given.get("prompt", "default"),
-            given.get("allow_code", False),
-        )
+        asked = given.get("task", "math"), given.get("prompt", "default")
+        self.domain = parse_task(*asked, given.get("allow_code", False))
         self.domain.check()
-        problems = load_source(
-            given["dataset"],
-            files=given.get("files", ()),
-            split=given.get("split"),
-            read=self.domain.read_row,
-        ).problems
+        source = {"files": given.get("files", ()), "split": given.get("split")}
+        problems = load_source(given["dataset"], **source, read=self.domain.read_row).problems
         rows = Dataset.from_list([vars(problem) for problem in problems])
-        mean = {"aggregation": "mean"}
         defaults = {
             "task": f"ospruner_{self.domain.name}",
             "custom_dataset": lambda **_: {"test": rows},
@@ -73,8 +66,8 @@ class ProblemsTask(ConfigurableTask):
             "doc_to_target": "{{answer}}",
             "process_results": self._graded,
             "metric_list": [
-                {"metric": "acc", "higher_is_better": True, **mean},
-                {"metric": "ungraded", "higher_is_better": False, **mean},
+                {"metric": name, "higher_is_better": name == "acc", "aggregation": "mean"}
+                for name in ("acc", "ungraded")
             ],
             "generation_kwargs": {"until": []},
             "metadata": {"version": 1},

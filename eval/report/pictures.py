@@ -89,7 +89,8 @@ def draw_pareto(panels: Mapping[str, pd.DataFrame], title: str = "") -> Figure:
         )  # fmt: skip
         axes.set_title(heading, loc="left", fontsize=10, color=INK)
     _finish(figure, title)
-    figure.draw_without_rendering()  # labels find their places in pixels
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # it is final: labels find their places in pixels
     for axes, frame in zip(grid, panels.values(), strict=False):
         ours = frame["method"] == FRONTIER
         others = [

@@ -72,7 +72,7 @@ def results_of(
     """Every number of an evaluation with its interval."""
     said, natural = evaluation.settings, evaluation.natural_correct
     setting = [said["model"], f"{said['answer']} answers", said["mode"]]
-    if _of_probabilities(evaluation):
+    if _of_probabilities(said):
         setting.append("probabilities of right answers")
     return Results(
         dataset=said["benchmark"],
@@ -87,9 +87,9 @@ def results_of(
     )
 
 
-def _of_probabilities(evaluation: Evaluation) -> bool:
+def _of_probabilities(settings: Mapping[str, Any]) -> bool:
     """Whether the labels are probabilities of right answers, so that accuracy is their mean."""
-    task = evaluation.settings.get("label_settings", {}).get("task", {})
+    task = settings.get("label_settings", {}).get("task", {})
     return bool(task.get("labels") == "probability")
 
 
@@ -105,7 +105,7 @@ def never_right(evaluation: Evaluation) -> dict[str, Any]:
         and under "saved" of each rule's savings, None where it saves nothing.
     """
     oracle = next((rule.outcome for rule in evaluation.limits if rule.method == ORACLE), None)
-    if oracle is None or _of_probabilities(evaluation):
+    if oracle is None or _of_probabilities(evaluation.settings):
         return {}
     never, full = oracle.correct < 0.5, evaluation.full.tokens
     saved = {rule.name: full - rule.outcome.tokens for rule in evaluation.rules[1:]}
@@ -128,7 +128,7 @@ def told(results: Results) -> list[str]:
             f"The model's own answers after its own end: {natural.text(100, 1)} % right (never "
             "mixed with forced ones)."
         )
-    if results.setting.endswith("probabilities of right answers"):
+    if _of_probabilities(results.about.get("settings", {})):
         lines.append("Accuracy is the mean probability of the right answer.")
     if found := results.about.get("never_right"):
         best = best_rows(results.frame)

@@ -7,7 +7,10 @@ import importlib.util
 import io
 import json
 import math
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from rich.console import Console
@@ -44,23 +47,20 @@ def test_generate(run_here: RunScript) -> None:
     assert "time, stopping at half, queries, batch 1" in printed
 
 
-def test_engines_label_the_same_problems(run_script: RunScript, tmp_path: Path) -> None:
+def test_engines(load_script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """The first problem starts the engine and is not counted."""
     file = tmp_path / "problems.jsonl"
     rows = [vars(one) for one in draw_split("test", 3, 0)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--base", str(Reasoner().folder), "--dataset", str(file), "--limit", "2"]
-    arguments += ["--max-tokens", "30", "--arms", "transformers:float32", "transformers"]
-    found, printed = run_script("engines.py", *arguments)
-    assert list(found["arms"]) == ["transformers:float32", "transformers"]
-    first, second = found["arms"].values()
-    assert first["problems"] == second["problems"] == 2
-    assert first["thinking_tokens"] == second["thinking_tokens"] > 0  # both in float32, one seed
-    assert first["thinking_tokens"] <= 2 * 30
-    for arm in (first, second):
-        rate = arm["thinking_tokens"] / arm["seconds"]
-        assert arm["thinking_tokens_per_second"] == pytest.approx(rate, rel=0.02)
-    assert "transformers:float32: " in printed
+    asked = Namespace(
+        base=str(Reasoner().folder), dataset=str(file), split=None, format=None, prompt="default",
+        limit=2, max_tokens=30, seed=0,
+    )  # fmt: skip
+    arm = load_script("benchmarks/engines.py").measure("transformers:float32", asked)
+    assert arm["problems"] == 2
+    assert 0 < arm["thinking_tokens"] <= 2 * 30
+    rate = arm["thinking_tokens"] / arm["seconds"]
+    assert arm["thinking_tokens_per_second"] == pytest.approx(rate, rel=0.02)
 
 
 def test_labels(run_here: RunScript, monkeypatch: pytest.MonkeyPatch) -> None:

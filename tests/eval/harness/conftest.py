@@ -13,7 +13,7 @@ from ospruner.eval.problems.problem import user_message
 
 from ...serving.vllm.plugin_replay import make_policy
 
-COUNT = 6
+COUNT = 4
 
 
 @pytest.fixture(scope="session")

