@@ -15,9 +15,7 @@ kept         the same from the trunk's states in memory, as in all epochs but th
 queries      kept, for a policy that is queries only
 every_price  kept, for a policy of every price on six of them (another loss)
 
-Arms are timed in turn. `graph` is the memory that is kept for the backward pass, weights left out;
-`of limit` is counted floating-point operations a second over what one large matrix product reaches
-here.
+Arms are timed in turn; operations are counted floating-point ones.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from generate import Shape, random_base
 from timing import (
     Timed,
     environment,
     in_turn,
-    matrix_limit,
     median_ratio,
     options,
     parse,
@@ -212,31 +210,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     arms = Arms(target, priced, queries, traces, kept, keys)
     names = ("naive", "padded", "packed", "kept", "queries", "every_price")
     calls = {name: getattr(arms, name) for name in names}
-    losses, found = {}, {}
+    losses: dict[str, float] = {}
+    operations: dict[str, int | None] = {}
     for name, call in calls.items():  # untimed: also the warm-up
         # Counting is too slow for the many passes of "naive".
         with FlopCounterMode(display=False) if name != "naive" else nullcontext() as counter:
             losses[name] = call()
-        found[name] = {
-            "operations": counter.get_total_flops() if counter is not None else None,
-            "bytes_for_backward": bytes_for_backward(call, [target, priced, queries]),
-            "states_bytes": states_bytes.get(name, 0),
-        }
+        operations[name] = None if counter is None else counter.get_total_flops()
     times: dict[str, list[Timed]] = {name: [] for name in calls}
     for number in range(args.rounds):
         for name, (taken,) in in_turn(
             {n: partial(_once, c) for n, c in calls.items()}, number
         ).items():
             times[name].append(taken)
-    limit, tokens = matrix_limit(device), int(traces.token_lengths.sum())
-    for name, arm in found.items():
-        seconds = statistics.median(t.wall_seconds for t in times[name])
-        counted = arm["operations"]
-        arm |= {
+    tokens, found = int(traces.token_lengths.sum()), {}
+    for name, of_arm in times.items():
+        seconds = statistics.median(t.wall_seconds for t in of_arm)
+        found[name] = {
             "seconds": seconds,
-            "cpu_seconds": statistics.median(t.cpu_seconds for t in times[name]),
+            "cpu_seconds": statistics.median(t.cpu_seconds for t in of_arm),
             "tokens_per_second": tokens / seconds,
-            "share_of_limit": None if counted is None else counted / seconds / limit,
+            "operations": operations[name],
+            "states_bytes": states_bytes.get(name, 0),
         }
     ratios = {
         name: median_ratio(
@@ -254,7 +249,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "intervals": {name: ratio[1:] for name, ratio in ratios.items()},
         "arms": found,
         "loss_difference": max(same) - min(same),
-        "matrix_limit": limit,
         "base": f"{args.layers} layers of width {args.width}, {args.limit} traces of "
         f"{args.steps} steps, {tokens} tokens",
         **environment(),
@@ -264,26 +258,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _once(call: Callable[[], float]) -> bool:
     call()
     return False
-
-
-def bytes_for_backward(call: Callable[[], object], targets: list[Target]) -> int:
-    """Bytes of activations that a call keeps for its backward passes, shared ones counted once."""
-    weights = {
-        parameter.untyped_storage().data_ptr()
-        for target in targets
-        for parameter in target.model.parameters()
-    }
-    found: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        call()
-    return sum(found.values())
 
 
 def main() -> None:
@@ -302,14 +276,7 @@ def main() -> None:
     args.tokens = args.tokens or (120 if args.quick else 400)
     result = measure(args)
     print(f"{result['base']}; {result['device']}, {result['threads']} thread(s)")
-    heads = ("s a step", "tokens/s", "of limit", "graph MiB", "states MiB")
-    print(f"{'arm':12}" + "".join(f"{head:>11}" for head in heads))
-    for name, arm in result["arms"].items():
-        share = "-" if arm["share_of_limit"] is None else f"{arm['share_of_limit']:.2f}"
-        print(
-            f"{name:12}{arm['seconds']:11.3f}{arm['tokens_per_second']:11.0f}{share:>11}"
-            f"{arm['bytes_for_backward'] / 2**20:11.1f}{arm['states_bytes'] / 2**20:11.1f}"
-        )
+    print(pd.DataFrame(result["arms"]).T.to_string(float_format="{:.4g}".format))
     for name, (low, high) in result["intervals"].items():
         print(f"{name:24}{result[name]:8.2f} [{low:.2f}, {high:.2f}]")
     print(f"{'losses differ by at most':24}{result['loss_difference']:8.1e}")

@@ -104,7 +104,8 @@ def write_report(
         title=title,
         about=(
             f"{len(evaluations)} evaluation{'s' * (len(evaluations) > 1)} ({', '.join(modes)}); "
-            f"AES {variant.label}; brackets are 95 % intervals by problem (cluster bootstrap)."
+            f"AES {variant.label}; brackets are 95 % intervals by problem (cluster bootstrap). "
+            "A click on a heading sorts its table."
         ),
         sections=[summary, *sections],
         viewers=[{"name": one.name, "traces": one.traces} for one in evaluations if one.traces],

@@ -102,7 +102,7 @@ class Table:
         caption: what is shown, on what, and how points were chosen.
         corner: heading of the rows' labels.
         name: a file name without its ending.
-        title: above it in a terminal.
+        title: above it in a terminal and on a page.
         bold: number of the row that is bold in a terminal.
         line_after: number of the row below which a terminal has a line.
     """
@@ -228,7 +228,8 @@ class Table:
         for frame in (texts, marks):  # heads may stand twice, which Styler does not take
             frame.index, frame.columns = map(pd.RangeIndex, frame.shape)
         style = texts.style.format(escape="html").set_td_classes(marks)
-        style = style.set_caption(html.escape(self.caption))
+        above = ". ".join(filter(None, (self.title, self.caption)))
+        style = style.set_caption(html.escape(above))
         style = style.relabel_index([html.escape(one) for one in self.labels])
         style = style.relabel_index([html.escape(one) for one in self.heads], axis=1)
         return str(style.to_html(table_attributes='class="sortable"'))

@@ -116,6 +116,7 @@ def test_every_number_of_the_tables_has_its_interval(written: dict[str, Path]) -
 def test_measured_stands_beside_published(written: dict[str, Path]) -> None:
     text = written["report.html"].read_text("utf-8")
     assert "Measured beside published" in text
+    assert "<caption>Changed answers and further tokens</caption>" in text
     assert ">59.3</td>" in text  # the paper's reduction at lambda 5e-5 on GSM8K
 
 
