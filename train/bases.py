@@ -14,11 +14,9 @@ from modeling_ospruner.policy_ospruner import is_quantised
 from ospruner.engines.opening import known_revision, load_tokenizer
 from ospruner.engines.transformers.engine import LIKELIHOOD_TOLERANCE, mean_logprob
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.registry import open_task
-from ospruner.eval.problems.task import prompt_token_ids
 
 from .label_sets import Labels
-from .labels.rows import OptionIds
+from .labels.rows import Labeller
 
 __all__ = ["labelled_tokenizer", "load_labelled_base"]
 
@@ -99,8 +97,7 @@ def _answers_difference(
             ids = [*row["prompt_ids"], *row["trace_ids"][:end], *suffix]
             among = None
             if shares is not None:
-                task = open_task(labels.settings.task)
-                among = OptionIds(task, tokenizer, fmt, labels.settings.answer).of(problem)
+                among = Labeller(tokenizer, fmt, labels.settings).options(problem)
             differences.append(abs(mean_logprob(model, ids, answer, among) - stored))
     return float(np.median(differences)) if differences else 0.0
 
@@ -126,7 +123,6 @@ def _refuse_other_base(where: str, tokenizer: PreTrainedTokenizerBase, labels: L
     problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
     reasoning_format = ReasoningFormat.from_dict(labels.settings.reasoning_format)
     fmt = TokenFormat.compile(reasoning_format, tokenizer)
-    message = open_task(labels.settings.task).message(problem, reasoning_format)
-    asked = prompt_token_ids(problem.id, message, tokenizer, fmt)
+    asked = Labeller(tokenizer, fmt, labels.settings).prompt(problem)
     if not Path(where).is_dir() or asked != row["prompt_ids"]:
         raise ValueError(f"{_not_by(where, labels)}. {_INSTEAD}")

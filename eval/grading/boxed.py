@@ -33,7 +33,8 @@ TIME_LIMIT_SECONDS = 5
 MAX_ANSWER_CHARS = 1_000
 """Longer answers stay ungraded: the longest reference of our benchmarks has 53 characters."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+"""What opens a box, what is escaped (the brace of `\\left\\{` opens nothing), a plain brace."""
 _AND = r"(?:\band\b|\bor\b|\\text\{ *(?:and|or) *\})"
 _JOINED = re.compile(rf"[\s$]*(?:[,;]|{_AND})[\s$]*(?:{_AND}[\s$]*)?")
 _ROOT = re.compile(r"\\sqrt\s*\{\s*(?:\\[dt]?frac\s*\{1\}\s*\{(\w+)\}|1\s*/\s*(\w+))\s*\}")
@@ -49,16 +50,10 @@ def read_box(text: str) -> str | None:
         The content, stripped; None where the box never closes.
     """
     depth = 1
-    position = 0
-    while position < len(text):
-        character = text[position]
-        if character == "\\":  # an escaped brace, as in \left\{, neither opens nor closes
-            position += 2
-            continue
-        depth += (character == "{") - (character == "}")
+    for found in _BRACE.finditer(text):
+        depth += (found[0] == "{" or found["box"] is not None) - (found[0] == "}")
         if depth == 0:
-            return text[:position].strip()
-        position += 1
+            return text[: found.start()].strip()
     return None
 
 
@@ -70,28 +65,16 @@ def extract_boxed(text: str) -> str | None:
     closed box. One pass, so that a text of nothing but opening boxes is no trap.
     """
     answer, before = None, 0  # what was read so far, and where it ended
-    open_braces: list[int | None] = []  # where a box's content starts; None for a plain brace
-    position = 0
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            box = _BOX.match(text, position)
-            if box:
-                open_braces.append(box.end())
-            position = box.end() if box else position + 2
-            continue
-        if character == "{":
-            open_braces.append(None)
-        elif character == "}" and open_braces:
-            start = open_braces.pop()
-            if start is not None:
-                content = text[start:position].strip()
-                opened = text.rfind("\\", 0, start)
-                joined = answer is not None and _JOINED.fullmatch(text, before, opened)
-                # An enclosing box closes later, and wins.
-                answer = f"{answer}, {content}" if joined else content
-                before = position + 1
-        position += 1
+    opened: list[re.Match[str] | None] = []  # what opened a box; None for a plain brace
+    for found in _BRACE.finditer(text):
+        if found[0] == "{" or found["box"]:
+            opened.append(found if found["box"] else None)
+        elif found[0] == "}" and opened and (box := opened.pop()):
+            content = text[box.end() : found.start()].strip()
+            joined = answer is not None and _JOINED.fullmatch(text, before, box.start())
+            # An enclosing box closes later, and wins.
+            answer = f"{answer}, {content}" if joined else content
+            before = found.end()
     return answer
 
 
@@ -147,12 +130,13 @@ def grade(answer: str | None, reference: str) -> bool | None:
     """
     if not reference.strip():
         raise ValueError("reference is empty: there is nothing to grade the answer against")
-    return _compare(reference, answer).correct
+    return equal(reference, answer)
 
 
 def equal(a: str | None, b: str | None) -> bool | None:
     """Do two answers mean the same? None where either is missing or there is no verdict."""
-    return _compare(a, b).correct
+    pair = (a or "").strip(), (b or "").strip()
+    return (_at_once(*pair) or _ask(*pair)).correct
 
 
 def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Verdict]:
@@ -164,24 +148,14 @@ def compare_many(pairs: Sequence[tuple[str | None, str | None]]) -> list[Verdict
         A verdict for each pair, in order; equal pairs are compared once.
     """
     stripped = [((reference or "").strip(), (answer or "").strip()) for reference, answer in pairs]
-    verdicts: dict[tuple[str, str], Verdict] = {}
-    hard = []
-    for pair in dict.fromkeys(stripped):
-        known = _at_once(*pair)
-        if known is None:
-            hard.append(pair)
-        else:
-            verdicts[pair] = known
+    known = {pair: _at_once(*pair) for pair in stripped}
+    hard = [pair for pair, verdict in known.items() if verdict is None]
+    verdicts = {pair: verdict for pair, verdict in known.items() if verdict is not None}
     if hard:
         # A process takes a second to start: a few pairs are not worth many.
         with ThreadPoolExecutor(min(_POOL.size, 1 + len(hard) // 8)) as threads:
             verdicts |= zip(hard, threads.map(lambda pair: _ask(*pair), hard), strict=True)
     return [verdicts[pair] for pair in stripped]
-
-
-def _compare(reference: str | None, answer: str | None) -> Verdict:
-    pair = (reference or "").strip(), (answer or "").strip()
-    return _at_once(*pair) or _ask(*pair)
 
 
 def _at_once(reference: str, answer: str) -> Verdict | None:

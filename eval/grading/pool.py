@@ -16,6 +16,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +77,8 @@ class GradingPool:
                 worker = _started()
             # Three limited calls (two parses, a comparison) and then some: beyond that the child
             # hangs where its own signal cannot reach it.
-            reply, late = _answer(worker, [reference, answer, seconds], 4.0 * seconds)
+            request = json.dumps([reference, answer, seconds]).encode() + b"\n"
+            reply, late = _answer(worker, request, 4.0 * seconds)
             if not reply:
                 _end(worker)
                 return Verdict(None, "time limit" if late else "crash")
@@ -100,7 +102,7 @@ def _started() -> Worker:
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for us: it must not die before it has answered
     )
-    if _answer(worker, None, START_SECONDS)[0] != b"ready\n":
+    if _answer(worker, b"", START_SECONDS)[0] != b"ready\n":
         _end(worker)
         raise RuntimeError(
             "the grading process did not start: check that "
@@ -109,27 +111,21 @@ def _started() -> Worker:
     return worker
 
 
-def _answer(worker: Worker, request: object, seconds: float) -> tuple[bytes, bool]:
+def _answer(worker: Worker, request: bytes, seconds: float) -> tuple[bytes, bool]:
     """The worker's next line, b"" where it ended before; and whether it was killed for the time."""
     assert worker.stdin is not None
     assert worker.stdout is not None
-    late = threading.Event()
-
-    def kill() -> None:
-        late.set()
-        worker.kill()
-
-    timer = threading.Timer(seconds, kill)
+    begun, timer = time.monotonic(), threading.Timer(seconds, worker.kill)
     timer.start()
     try:
-        if request is not None:
-            worker.stdin.write(json.dumps(request).encode() + b"\n")
-            worker.stdin.flush()
-        return worker.stdout.readline(), late.is_set()
+        worker.stdin.write(request)
+        worker.stdin.flush()
+        line = worker.stdout.readline()
     except BrokenPipeError:
-        return b"", late.is_set()
+        line = b""
     finally:
         timer.cancel()
+    return line, time.monotonic() - begun >= seconds
 
 
 def _end(worker: Worker) -> None:

@@ -7,6 +7,7 @@ work here, because this is the main thread of its process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -20,42 +21,28 @@ MEMORY_LIMIT_BYTES = 4 * 2**30
 
 def verdict(reference: str, answer: str, seconds: int) -> tuple[bool | None, str | None]:
     """Math-Verify's verdict on two box contents, or None and why it has none."""
-    references, why = _readings(reference, seconds)
-    answers, why_not = _readings(answer, seconds)
-    reason = why or why_not
-    for gold in references:
-        for target in answers:
-            match, failed = _match(gold, target, seconds)
-            if match:
-                return True, None
-            reason = reason or failed
+    readings: list[list[Any]] = []  # expressions, or texts
+    for text in (reference, answer):
+        boxed = rf"\boxed{{{text}}}"
+        try:
+            readings.append(parse(boxed, parsing_timeout=seconds, raise_on_error=True))
+        except TimeoutException:
+            return None, "time limit"
+        except Exception:  # noqa: BLE001 - whatever it is, the next is to be served
+            return None, "unreadable"
+    if not all(readings):
+        return None, "unreadable"
+    reason = None
+    for pair in itertools.product(*readings):
+        for gold, target in (pair, pair[::-1]):  # `x > 2` is an interval as the reference alone
+            try:
+                if verify(gold, target, timeout_seconds=seconds, raise_on_error=True):
+                    return True, None
+            except TimeoutException:
+                reason = reason or "time limit"
+            except Exception:  # noqa: BLE001 - such as recursion or memory running out
+                reason = reason or "undecided"
     return (None, reason) if reason else (False, None)
-
-
-def _readings(text: str, seconds: int) -> tuple[list[Any], str | None]:
-    """Math-Verify's readings of a box's content (expressions, or texts), or why there are none."""
-    try:
-        readings: list[Any] = parse(
-            rf"\boxed{{{text}}}", parsing_timeout=seconds, raise_on_error=True
-        )
-    except TimeoutException:
-        return [], "time limit"
-    except Exception:  # noqa: BLE001 - whatever it is, the next is to be served
-        return [], "unreadable"
-    return readings, None if readings else "unreadable"
-
-
-def _match(gold: Any, target: Any, seconds: int) -> tuple[bool, str | None]:
-    try:
-        # In both orders: it reads `x > 2` as an interval where that is the reference alone.
-        pairs = ((gold, target), (target, gold))
-        return any(
-            verify(*pair, timeout_seconds=seconds, raise_on_error=True) for pair in pairs
-        ), None
-    except TimeoutException:
-        return False, "time limit"
-    except Exception:  # noqa: BLE001 - such as recursion or memory running out
-        return False, "undecided"
 
 
 def main() -> None:

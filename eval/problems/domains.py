@@ -48,12 +48,12 @@ class Choice(Task):
 
     def __init__(self, prompt: str = "default", force: str = "box", labels: str = "letter") -> None:
         super().__init__(prompt)
-        if force not in ("box", "answer"):
-            raise ValueError(f"choice: force is {force!r}; it must be 'box' or 'answer'")
-        if labels not in ("letter", "probability", "decoded"):
-            raise ValueError(
-                f"choice: labels is {labels!r}; it must be 'letter', 'probability' or 'decoded'"
-            )
+        for name, given, allowed in (
+            ("force", force, ("box", "answer")),
+            ("labels", labels, ("letter", "probability", "decoded")),
+        ):
+            if given not in allowed:
+                raise ValueError(f"choice: {name} is {given!r}; it must be one of {allowed}")
         self.force = force
         self.labels = labels
         self.labels_expect = labels == "probability"
@@ -85,26 +85,22 @@ class Choice(Task):
         """
         if (choices := row.get("choices")) is None:
             return row
-        if isinstance(choices, Mapping):
-            texts, labels = list(choices["text"]), [str(label) for label in choices["label"]]
-        else:
-            texts, labels = list(choices), list(string.ascii_uppercase[: len(choices)])
-        right = row.get("answerKey", row.get("answer"))
+        arc = isinstance(choices, Mapping)
+        texts = list(choices["text"] if arc else choices)
         letters = string.ascii_uppercase[: len(texts)]
-        if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(letters):
-            answer = letters[right]
-        elif str(right) in labels and len(letters) == len(texts):  # ARC has some with 1 to 4
-            answer = letters[labels.index(str(right))]
-        else:
+        labels = list(map(str, choices["label"] if arc else letters))  # ARC has some with 1 to 4
+        right = row.get("answerKey", row.get("answer"))
+        number = right if type(right) is int else None
+        if number is None and str(right) in labels:
+            number = labels.index(str(right))
+        if number is None or not 0 <= number < len(texts) or len(texts) > len(letters):
             raise ValueError(
                 f"the right option is {right!r}, of {len(texts)} options {labels}: it must be the "
                 "letter of one of at most 26, or its number from 0"
             )
-        options = "\n".join(
-            f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True)
-        )
+        options = "\n".join(f"{one}. {text}" for one, text in zip(letters, texts, strict=True))
         question = row.get("question", row.get("problem"))
-        return {**row, "problem": f"{question}\n\n{options}", "answer": answer}
+        return {**row, "problem": f"{question}\n\n{options}", "answer": letters[number]}
 
     def options(self, problem: Problem) -> tuple[str, ...]:
         """The letters of the options that the question lists, a line each; see `Task.options`."""

@@ -21,7 +21,6 @@ GYM = "reasoning-gym:"
 
 PIP_LINE = "pip install reasoning-gym"
 _NAMED = re.compile(r"(?P<families>\w+(?:\+\w+)*)(?::(?P<count>\d+))?(?::(?P<seed>\d+))?")
-_COUNT = 100
 _SECONDS_TO_START, _SECONDS_EACH = 60.0, 5.0
 
 _SCORER = """
@@ -29,30 +28,28 @@ import json, signal, sys, warnings
 from unittest.mock import MagicMock
 warnings.simplefilter("ignore")
 # One of its packages draws, and matplotlib does not load where no file can be written.
-parts = ("", ".pyplot", ".animation", ".collections")
-for name in (*("matplotlib" + part for part in parts), "mpl_toolkits", "mpl_toolkits.mplot3d"):
-    sys.modules[name] = MagicMock()
+for part in ("", ".pyplot", ".animation", ".collections"):
+    sys.modules["matplotlib" + part] = MagicMock()
+sys.modules |= {"mpl_toolkits": MagicMock(), "mpl_toolkits.mplot3d": MagicMock()}
 import reasoning_gym
 made, result = {}, []
 def too_long(*ignored): raise TimeoutError
 signal.signal(signal.SIGALRM, too_long)
 for answer, reference in asked:
-    entry = json.loads(reference)
-    key = entry["family"], entry["seed"], entry["size"]
-    made_here = None
+    entry, problem = json.loads(reference), None
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
+        key = entry["family"], entry["seed"], entry["size"]
         if key not in made:
             made[key] = reasoning_gym.create_dataset(key[0], seed=key[1], size=key[2])
-        made_here = made[key][entry["index"]]
-        if made_here["answer"] != entry["answer"]:
-            result.append("another version of reasoning-gym")
-        else:
-            result.append(float(made[key].score_answer(answer, made_here)))
+        problem = made[key][entry["index"]]
+        same = problem["answer"] == entry["answer"]
+        grade = float(made[key].score_answer(answer, problem)) if same else None
+        result.append(grade if same else "another version of reasoning-gym")
     except TimeoutError:
         result.append("time limit")
     except Exception as error:  # the generator's fault, or else the answer's
-        why = "unreadable" if made_here else "the problem cannot be made again: " + repr(error)
+        why = "unreadable" if problem else "the problem cannot be made again: " + repr(error)
         result.append(why)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -76,7 +73,7 @@ def gym_rows(text: str) -> Iterator[dict[str, Any]]:
             f"{GYM}leg_counting+chain_sum:200:1"
         )
     gym = needed("reasoning_gym", f"a dataset {GYM}...", PIP_LINE)
-    count, seed = int(found["count"] or _COUNT), int(found["seed"] or 0)
+    count, seed = int(found["count"] or 100), int(found["seed"] or 0)
     made = {}
     for family in found["families"].split("+"):
         try:
@@ -88,18 +85,12 @@ def gym_rows(text: str) -> Iterator[dict[str, Any]]:
             ) from error
     for index in range(count):
         for family, dataset in made.items():
-            entry = dataset[index]
-            reference = {
-                "family": family,
-                "seed": seed,
-                "size": count,
-                "index": index,
-                "answer": entry["answer"],
-            }
+            question, answer = dataset[index]["question"], dataset[index]["answer"]
+            reference = {"family": family, "seed": seed, "size": count, "index": index}
             yield {
                 "id": f"{family}/{seed}/{index}",
-                "problem": entry["question"],
-                "answer": json.dumps(reference),
+                "problem": question,
+                "answer": json.dumps(reference | {"answer": answer}),
                 "family": family,
             }
 
@@ -148,29 +139,31 @@ class Generated(Task):
         """See `Task.grade_many`; all in one child process."""
         self.check()
         pairs = list(dict.fromkeys((answer, p.answer) for answer, p in asked if answer))
-        grades = dict(zip(pairs, self._score(pairs), strict=True)) if pairs else {}
-        return [
-            grades[answer, problem.answer] if answer else Grade(None, "no answer")
-            for answer, problem in asked
-        ]
+        grades = dict(zip(pairs, _score(pairs), strict=True))
+        none = Grade(None, "no answer")
+        return [grades.get((answer, problem.answer), none) for answer, problem in asked]
 
     def equal(self, one: str, other: str) -> bool | None:
         """Whether both are the same short text."""
         return normalised(one) == normalised(other)
 
-    def _score(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
-        ran = run_program(
-            _SCORER,
-            _SECONDS_TO_START + _SECONDS_EACH * len(pairs),
-            memory_bytes=4 << 30,
-            given={"asked": [list(pair) for pair in pairs], "seconds": _SECONDS_EACH},
-            packages=True,
-        )
-        if ran.ended != "done":
-            if len(pairs) == 1:
-                return [Grade(None, "crash" if ran.ended == "error" else ran.ended)]
-            return [grade for pair in pairs for grade in self._score([pair])]
+
+def _score(pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+    """Grades of (answer, reference); where one breaks the scorer, each in a child of its own."""
+    if not pairs:
+        return []
+    ran = run_program(
+        _SCORER,
+        _SECONDS_TO_START + _SECONDS_EACH * len(pairs),
+        memory_bytes=4 << 30,
+        given={"asked": [list(pair) for pair in pairs], "seconds": _SECONDS_EACH},
+        packages=True,
+    )
+    if ran.ended == "done":
         return [
-            Grade(None, said) if isinstance(said, str) else Grade(min(1.0, max(0.0, float(said))))
+            Grade(None, said) if isinstance(said, str) else Grade(min(1.0, max(0.0, said)))
             for said in ran.result
         ]
+    if len(pairs) == 1:
+        return [Grade(None, "crash" if ran.ended == "error" else ran.ended)]
+    return [grade for pair in pairs for grade in _score([pair])]

@@ -18,7 +18,6 @@ __all__ = ["ANSWER_LINE", "Code", "program_of"]
 ANSWER_LINE = "# THE ANSWER"
 """A line of the reference in whose place the answer is put; without one, it is put before it."""
 
-_FENCE = "```"
 _FREE = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _WORKERS = 4
 
@@ -78,7 +77,7 @@ class Code(Task):
         before = asked[: asked.rfind(f"def {row['entry_point']}")]
         problem = (
             "Complete this Python function. Repeat its head and what it imports.\n\n"
-            f"{_FENCE}python\n{asked.strip()}\n{_FENCE}"
+            f"```python\n{asked.strip()}\n```"
         )
         reference = f"{before}\n{ANSWER_LINE}\n{row['test']}\ncheck({row['entry_point']})\n"
         named = {"id": row["task_id"]} if "task_id" in row else {}
@@ -96,18 +95,20 @@ class Code(Task):
 
     def grade(self, answer: str | None, problem: Problem) -> float | None:
         """Whether the program passes its tests; None without an answer."""
-        return self._graded(answer or "", problem).value
+        return self.grade_many([(answer or "", problem)])[0].value
 
     def grade_many(self, asked: Sequence[tuple[str, Problem]]) -> list[Grade]:
         """See `Task.grade_many`; several at once, equal ones once."""
         self.check()
         known = dict.fromkeys((answer, problem.answer) for answer, problem in asked if answer)
+
+        def passes(pair: tuple[str, str]) -> Grade:
+            return Grade(float(run_program(program_of(*pair), self.seconds).ended == "done"))
+
         with ThreadPoolExecutor(_WORKERS) as threads:
-            grades = dict(zip(known, threads.map(lambda one: self._run(*one), known), strict=True))
-        return [
-            grades[answer, problem.answer] if answer else Grade(None, "no answer")
-            for answer, problem in asked
-        ]
+            grades = dict(zip(known, threads.map(passes, known), strict=True))
+        none = Grade(None, "no answer")
+        return [grades.get((answer, problem.answer), none) for answer, problem in asked]
 
     def equal(self, one: str, other: str) -> bool | None:
         """Whether both are the same program but for its layout and comments."""
@@ -115,14 +116,6 @@ class Code(Task):
             return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return one.strip() == other.strip()
-
-    def _graded(self, answer: str, problem: Problem) -> Grade:
-        self.check()
-        return self._run(answer, problem.answer) if answer else Grade(None, "no answer")
-
-    def _run(self, answer: str, reference: str) -> Grade:
-        ran = run_program(program_of(answer, reference), self.seconds)
-        return Grade(float(ran.ended == "done"))
 
 
 def program_of(answer: str, reference: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any
 from .domains import Choice, Exact
 from .generated import Generated
 from .programs import Code
-from .task import Math, Task, load_task_class
+from .task import Math, Task
 
-__all__ = ["TASKS", "open_task", "parse_task"]
+__all__ = ["TASKS", "load_task_class", "open_task", "parse_task"]
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Math, Choice, Exact, Code, Generated)}
 """The built-in tasks by name."""
@@ -56,25 +58,51 @@ def open_task(settings: Mapping[str, Any], allow_code: bool = False) -> Task:
     """
     chosen = dict(settings)
     name, file, hashed = chosen.pop("name"), chosen.pop("file", None), chosen.pop("sha256", None)
-    if file is not None:
-        kind = load_task_class(file)
-    elif name in TASKS:
-        kind = TASKS[name]
-    else:
+    if file is None and name not in TASKS:
         raise ValueError(
             f"task is {name!r}; it must be one of {', '.join(TASKS)}, or a .py file with a "
             "subclass of Task"
         )
-    taken = list(inspect.signature(kind).parameters)
-    if unknown := sorted(set(chosen) - set(taken) | ({"allow_code"} & set(chosen))):
-        allowed = [one for one in taken if one != "allow_code"]
-        raise ValueError(f"the task {name} takes the settings {allowed}, not {unknown}")
+    kind = TASKS[name] if file is None else load_task_class(file)
+    taken = set(inspect.signature(kind).parameters)
+    allowed = taken - {"allow_code"}
+    if unknown := sorted(set(chosen) - allowed):
+        raise ValueError(f"the task {name} takes the settings {sorted(allowed)}, not {unknown}")
     if "allow_code" in taken:
         chosen["allow_code"] = allow_code
     task = kind(**chosen)
-    if hashed is not None and task.settings["sha256"] != hashed:
+    if hashed not in (None, kind.sha256):
         raise ValueError(
             f"the task {Path(str(file))} has changed since it was used here: take back the change, "
             "or label anew in another folder"
         )
     return task
+
+
+def load_task_class(path: str | Path) -> type[Task]:
+    """The one subclass of `Task` in a Python file, which is run.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file cannot be run, or defines none, or several.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no task at {path}: give a .py file with a subclass of Task")
+    spec = importlib.util.spec_from_file_location(f"ospruner_task_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no .py file; a task is a Python file with a subclass of Task")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file may raise
+        raise ValueError(
+            f"the task {path} cannot be run ({type(error).__name__}: {error}): mend the file"
+        ) from error
+    classes = [value for value in vars(module).values() if inspect.isclass(value)]
+    found = [one for one in classes if issubclass(one, Task) and one.__module__ == spec.name]
+    if len(found) != 1:
+        raise ValueError(f"{path} defines {len(found)} subclasses of Task; it must define one")
+    kind: type[Task] = found[0]
+    kind.file, kind.sha256 = str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+    return kind

@@ -1,43 +1,25 @@
 """A task: how problems are asked, how an answer is forced and read, graded and compared.
 
 `Task` is this interface, for labelling, training, replay and online evaluation alike. Its defaults
-are mathematics (`math`), which is `Math` in bulk. `TASKS` has the built-in ones by name; another
-domain is one file with a subclass (docs/eval.md shows one). A task is named by its settings, which
-labels and policies pin.
+are mathematics (`math`), which is `Math` in bulk. `registry.TASKS` has the built-in ones by name;
+another domain is one file with a subclass (docs/eval.md shows one). A task is named by its
+settings, which labels and policies pin.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 
-from ..grading.boxed import (
-    check_grader,
-    compare_many,
-    equal,
-    extract_boxed,
-    grade,
-    read_box,
-)
+from ..grading.boxed import check_grader, compare_many, equal, extract_boxed, grade, read_box
 from .problem import Problem, user_message
 
-__all__ = [
-    "PROMPT_PRESETS",
-    "Grade",
-    "Math",
-    "Task",
-    "load_task_class",
-    "prompt_token_ids",
-]
+__all__ = ["PROMPT_PRESETS", "Grade", "Math", "Task", "prompt_token_ids"]
 
 PROMPT_PRESETS = {
     "default": "",
@@ -158,11 +140,12 @@ class Task:
 
     def shape(self, reasoning_format: ReasoningFormat) -> ReasoningFormat:
         """The format with this task's forced answer; labels and policies pin its literals."""
-        prefix, end = self.box_prefix, self.answer_end
-        if not prefix and not reasoning_format.answer_end:
+        if not self.box_prefix and not reasoning_format.answer_end:
             return reasoning_format
         # A format in another task's shape has lost its own box.
-        return replace(reasoning_format, box_prefix=prefix or BOX, answer_end=end)
+        return replace(
+            reasoning_format, box_prefix=self.box_prefix or BOX, answer_end=self.answer_end
+        )
 
     def message(self, problem: Problem, fmt: ReasoningFormat) -> str:
         """The user's turn: the problem, the prompt preset, the instruction."""
@@ -199,27 +182,22 @@ class Task:
         """Whether two answers mean the same; None where there is no verdict."""
         return equal(one, other)
 
-    def grade_many(self, asked: Sequence[tuple[str, Problem]]) -> list[Grade]:
-        """What answers are worth, in order; by default `grade` of each.
-
-        Args:
-            asked: answers ("" for none) with their problems.
-        """
-        return [self._graded(answer, problem) for answer, problem in asked]
-
-    def equal_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """Whether pairs of answers mean the same, in order; by default `equal` of each."""
-        return [self.equal(one, other) if one and other else None for one, other in pairs]
-
     def same(self, one: str, other: str) -> bool:
         """Whether two answers surely mean the same: what rules of agreement ask."""
         return bool(one and other and self.equal(one, other))
 
-    def _graded(self, answer: str, problem: Problem) -> Grade:
-        if not answer:
-            return Grade(None, "no answer")
-        value = self.grade(answer, problem)
-        return Grade(None, "undecided") if value is None else Grade(float(value))
+    def grade_many(self, asked: Sequence[tuple[str, Problem]]) -> list[Grade]:
+        """What answers ("" for none) are worth, in order; by default `grade` of each."""
+        grades = []
+        for answer, problem in asked:
+            value = self.grade(answer, problem) if answer else None
+            reason = "undecided" if answer else "no answer"
+            grades.append(Grade(None, reason) if value is None else Grade(float(value)))
+        return grades
+
+    def equal_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+        """Whether pairs of answers mean the same, in order; by default `equal` of each."""
+        return [self.equal(one, other) if one and other else None for one, other in pairs]
 
 
 class Math(Task):
@@ -239,35 +217,3 @@ class Math(Task):
     def equal_many(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
         """See `Task.equal_many`; many at once."""
         return [verdict.correct for verdict in compare_many(pairs)]
-
-
-def load_task_class(path: str | Path) -> type[Task]:
-    """The one subclass of `Task` in a Python file, which is run.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file cannot be run, or defines none, or several.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no task at {path}: give a .py file with a subclass of Task")
-    spec = importlib.util.spec_from_file_location(f"ospruner_task_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no .py file; a task is a Python file with a subclass of Task")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file may raise
-        raise ValueError(
-            f"the task {path} cannot be run ({type(error).__name__}: {error}): mend the file"
-        ) from error
-    found = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Task) and value.__module__ == spec.name
-    ]
-    if len(found) != 1:
-        raise ValueError(f"{path} defines {len(found)} subclasses of Task; it must define one")
-    kind: type[Task] = found[0]
-    kind.file, kind.sha256 = str(path), hashlib.sha256(path.read_bytes()).hexdigest()
-    return kind

@@ -4,7 +4,7 @@ data/train-00000.parquet ...      labelled traces, some a shard; pages carry che
 prefixes/train-00000.parquet ...  the same, one row a labelled step; derived when a run ends
 manifest.json                     settings, lost traces, costs, and each shard with its SHA-256
 README.md                         names the shards to `load_dataset(FOLDER)`, with a hash of them
-damaged/                          shards that are no longer what was written, set aside
+data/train-00000.unlisted ...     shards that are damaged, or that a kill left behind
 .lock                             held by the run that writes
 
 A shard counts once the manifest lists it: it is written and takes its name, then the manifest takes
@@ -47,8 +47,7 @@ __all__ = [
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 README = "README.md"
-DAMAGED = "damaged"
-_OWN = {"data", "prefixes", DAMAGED, MANIFEST, LOCK, README, PROVENANCE_FILE}
+_OWN = {"data", "prefixes", MANIFEST, LOCK, README, PROVENANCE_FILE}
 _AGAIN = "run `ospruner label` again with the same arguments, which"
 
 
@@ -203,8 +202,7 @@ def check_folder(path: str | Path, settings: LabelSettings) -> None:
     """Checks that a run with these settings may write into a folder; changes nothing.
 
     Raises:
-        ValueError: it is no folder, or holds something else, or labels made with other settings,
-            or a Parquet file beside the shards.
+        ValueError: it is no folder, or holds something else, or labels made with other settings.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -218,14 +216,7 @@ def check_folder(path: str | Path, settings: LabelSettings) -> None:
                 f"{path} holds labels made with other settings ({'; '.join(differences)}):"
                 " use the same settings to continue them, or another folder"
             )
-        strangers = [file for file in path.glob("data/*") if file.suffix and not _is_ours(file)]
-        if strangers:
-            raise ValueError(f"{strangers[0]} is not of this run: move it out of the folder")
     elif others:
         raise ValueError(
             f"{path} holds another run's files ({', '.join(others[:5])}): use an empty folder"
         )
-
-
-def _is_ours(file: Path) -> bool:
-    return file.name.startswith("train-") or file.name.endswith(".partial")

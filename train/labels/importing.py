@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
-from transformers import PreTrainedTokenizerBase
-
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
-from ospruner.engines.interface import (
-    AnswerStop,
-    Engine,
-    Sampled,
-    SamplingSettings,
-    TokenCount,
-    TraceDesk,
-    TraceRequest,
-)
-from ospruner.eval.problems.problem import Problem, problems_from_rows, read_rows
+from modeling_ospruner.formats_ospruner import ReasoningFormat
+from ospruner.engines.interface import Sampled
+from ospruner.eval.problems.problem import Problem, first_of, problems_from_rows, read_rows
 from ospruner.eval.problems.sources import text_key
 
-from .rows import TraceKey
+from .rows import Labeller, TraceKey
 
-__all__ = ["ImportedTrace", "ImportedTraces", "read_traces"]
+__all__ = ["ImportedTrace", "read_traces"]
 
-IMPORT_COLUMNS: dict[str, tuple[str, ...]] = {
-    "id": ("id",),
-    "problem": ("problem",),
-    "answer": ("answer",),
-    "family": ("family",),
-    "reasoning": ("reasoning",),
-    "response": ("response",),
-    "closed": ("closed",),
-}
-"""Columns of a file of traces: `read_traces` says what they hold."""
+_PROBLEM = ("id", "problem", "answer", "family")
+_TRACE = ("reasoning", "response", "closed")
 
 
 @dataclass(frozen=True)
@@ -53,6 +36,29 @@ class ImportedTrace:
     reasoning: str
     response: str
     closed: bool
+
+    def sampled(self, prompt_ids: Sequence[int], labeller: Labeller) -> Sampled:
+        """The trace as if it had been sampled, cut at `max_new_tokens`.
+
+        There are no generated ids: the labeller's tokenizer tokenises the texts, in which nothing
+        is a control token. What opens the thinking is put before it where the prompt lacks it.
+        """
+        tokenizer, form = labeller.tokenizer, labeller.fmt.format
+
+        def ids_of(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+        start, opening, reasoning = form.think_start, list[int](), self.reasoning
+        tail = str(tokenizer.decode(list(prompt_ids)[-64:], clean_up_tokenization_spaces=False))
+        if start and start not in tail.rpartition(form.think_end)[2]:
+            newline = "\n" if start == "<think>" else ""
+            opening = list(tokenizer.encode(start + newline, add_special_tokens=False))
+        if opening or tail.endswith("\n"):
+            reasoning = reasoning.lstrip("\n")
+        ids, cap = opening + ids_of(reasoning), labeller.settings.max_new_tokens
+        if len(ids) > cap or not self.closed:
+            return Sampled(ids[:cap], [], "cap")
+        return Sampled(ids, ids_of(self.response), "natural")
 
 
 def read_traces(
@@ -79,46 +85,32 @@ def read_traces(
         FileNotFoundError: no such file.
         ValueError: a row that is no trace, an unknown field in `columns`, or limit < 1.
     """
-    columns = columns or {}
-    if unknown := sorted(set(columns) - set(IMPORT_COLUMNS)):
-        raise ValueError(f"columns names the fields {unknown}; a trace has {list(IMPORT_COLUMNS)}")
-    names = {**IMPORT_COLUMNS, **columns}
-    rows: list[Mapping[str, Any]] = []
-    for row in read_rows(path):
-        if limit is not None and len(rows) >= max(limit, 1):
-            break
-        rows.append(row)
-    fields = ("id", "problem", "answer", "family")
+    names: dict[str, Sequence[str]] = {name: (name,) for name in (*_PROBLEM, *_TRACE)}
+    if unknown := sorted(set(columns or {}) - set(names)):
+        raise ValueError(f"columns names the fields {unknown}; a trace has {list(names)}")
+    names |= columns or {}
+    rows = list(islice(read_rows(path), None if limit is None else max(limit, 1)))
     problems = problems_from_rows(
-        rows, columns={name: names[name] for name in fields}, limit=limit, source=path
+        rows, columns={name: names[name] for name in _PROBLEM}, limit=limit, source=path
     )
     first: dict[str, Problem] = {}
-    samples: dict[str, int] = {}
+    samples: Counter[str] = Counter()
     traces = []
     for number, (row, problem) in enumerate(zip(rows, problems, strict=True)):
         known = first.setdefault(text_key(problem.problem), problem)
-        samples[known.id] = samples.get(known.id, -1) + 1
-        values = {
-            name: next((row[c] for c in names[name] if row.get(c) is not None), None)
-            for name in ("reasoning", "response", "closed")
-        }
-        reasoning, closed = values["reasoning"], values["closed"]
+        reasoning, response, closed = (first_of(row, names[name]) for name in _TRACE)
         where = f"{path}, row {number}: column {' or '.join(map(repr, names['reasoning']))}"
         if not isinstance(reasoning, str) or not reasoning.strip():
             raise ValueError(f"{where} holds {reasoning!r}; it must be the text of a trace")
-        if closed not in (None, True, False):
+        if not (closed is None or isinstance(closed, bool)):
             raise ValueError(
                 f"{path}, row {number}: closed is {closed!r}; it must be true or false (without "
                 "quotes): whether the model ended its thinking itself"
             )
-        response = _paragraphs(str(values["response"] or ""))
-        traces.append(
-            ImportedTrace(
-                TraceKey(known, samples[known.id]),
-                *_split(_paragraphs(reasoning), response, fmt, where),
-                closed is None or bool(closed),
-            )
-        )
+        texts = _split(_paragraphs(reasoning), _paragraphs(str(response or "")), fmt, where)
+        key = TraceKey(known, samples[known.id])
+        samples[known.id] += 1
+        traces.append(ImportedTrace(key, *texts, closed is not False))
     return traces
 
 
@@ -151,76 +143,3 @@ def _split(
     if not thinking.strip():
         raise ValueError(f"{where} holds no thinking before {fmt.think_end!r}")
     return thinking, response if not end or response.strip() else after
-
-
-class ImportedTraces(Engine):
-    """An `Engine` whose sampled traces are imported ones; another engine forks their answers.
-
-    Args:
-        traces: the traces.
-        engine: forks the answers.
-        tokenizer: of that engine's model. The traces' texts are tokenised by it, as there are no
-            generated ids.
-    """
-
-    def __init__(
-        self, traces: Sequence[ImportedTrace], engine: Engine, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.traces = {trace.key.name: trace for trace in traces}
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.batch_effects = engine.batch_effects
-        self.counts = engine.counts
-        self.sample_counts = TokenCount()
-
-    def sample_and_fork(
-        self,
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat | None,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None = None,
-    ) -> None:
-        """Forks the traces of the desk's keys; see `Engine.sample_and_fork`."""
-        assert fmt is not None
-        form = fmt
-
-        class Given:
-            """The desk, whose traces are there before they are asked for."""
-
-            sampled, done, failed = desk.sampled, desk.done, desk.failed
-
-            @staticmethod
-            def begin() -> TraceRequest | None:
-                if (request := desk.begin()) is None:
-                    return None
-                return replace(request, trace=self.given(request, settings, form))
-
-        self.engine.sample_and_fork(Given(), settings, None, suffix_ids, max_new_tokens, stop)
-
-    def given(self, request: TraceRequest, settings: SamplingSettings, fmt: TokenFormat) -> Sampled:
-        """An imported trace, cut at `max_new_tokens`."""
-        trace = self.traces[request.key]
-        ids = self._opened(request.prompt_ids, trace.reasoning, fmt)
-        if len(ids) > settings.max_new_tokens or not trace.closed:
-            return Sampled(ids[: settings.max_new_tokens], [], "cap")
-        return Sampled(ids, self._ids(trace.response), "natural")
-
-    def _opened(self, prompt: Sequence[int], reasoning: str, fmt: TokenFormat) -> list[int]:
-        """A trace's ids, with what opens the thinking where the prompt does not write it."""
-        start, opening = fmt.format.think_start, list[int]()
-        tail = str(self.tokenizer.decode(list(prompt)[-64:], clean_up_tokenization_spaces=False))
-        if start and start not in tail.rpartition(fmt.format.think_end)[2]:
-            newline = "\n" if start == "<think>" else ""
-            opening = list(self.tokenizer.encode(start + newline, add_special_tokens=False))
-            reasoning = reasoning.lstrip("\n")
-        elif tail.endswith("\n"):
-            reasoning = reasoning.lstrip("\n")
-        return opening + self._ids(reasoning)
-
-    def _ids(self, text: str) -> list[int]:
-        """The tokens of a text, in which nothing is a control token."""
-        return list(
-            self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        )

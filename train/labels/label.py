@@ -13,8 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import CONFIG_MAPPING
 
 from modeling_ospruner.configuration_ospruner import max_positions
-from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.engines.interface import Engine
+from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import (
     ENGINES,
     EngineOptions,
@@ -34,11 +33,11 @@ from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, read_provenance, write_provenance
 
 from .folder import check_folder, data_hash, read_labels, read_manifest
-from .importing import ImportedTrace, ImportedTraces, read_traces
+from .importing import ImportedTrace, read_traces
 from .loading import load_splits
-from .making import Labeller, label_problems
-from .on_ray import EngineWorker, label_with_ray
-from .rows import grade_rows
+from .making import label_problems
+from .on_ray import Worker, label_with_ray
+from .rows import Labeller, grade_rows
 from .store import LabelStore
 
 __all__ = [
@@ -108,6 +107,7 @@ class LabelConfig:
         Raises:
             ValueError: no such task; or programs would run on every node of a cluster.
         """
+        self.engine_name()  # an engine that is none is refused before anything is read
         name = self.task or task_of(self.dataset)
         task = parse_task(name, self.prompt, self.allow_code)
         if self.actors and "allow_code" in vars(task):
@@ -116,6 +116,17 @@ class LabelConfig:
                 "on every node: label on one machine"
             )
         return task
+
+    def engine_name(self) -> str:
+        """The engine's name.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        name = default_engine(self.device)[0] if self.engine == "auto" else self.engine
+        if name not in ENGINES:
+            raise ValueError(f"engine is {name!r}; it must be auto or one of {', '.join(ENGINES)}")
+        return name
 
     def engine_options(self) -> EngineOptions:
         """Which base the engine runs, and how."""
@@ -186,25 +197,35 @@ def label(
         TypeError: a setting that is none.
         FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    given = {"base": base, "dataset": dataset, "out": str(out), "split": split, "engine": engine}
-    return run_label(_config(given | {"limit": limit}, settings), progress)
+    given: dict[str, Any] = {
+        "base": base,
+        "dataset": dataset,
+        "split": split,
+        "engine": engine,
+        "limit": limit,
+    }
+    _refuse_settings(settings, set(given) | {"out"})
+    return run_label(LabelConfig(**given, out=str(out), **settings), progress)
 
 
-def _config(given: Mapping[str, Any], settings: Mapping[str, Any]) -> LabelConfig:
-    known = [one.name for one in fields(LabelConfig) if one.name not in given]
+def _refuse_settings(settings: Mapping[str, Any], others: set[str]) -> None:
+    known = [one.name for one in fields(LabelConfig) if one.name not in others]
     if unknown := sorted(set(settings) - set(known)):
         raise TypeError(f"settings are {unknown}; they must be among {', '.join(known)}")
-    return LabelConfig(**given, **settings)
 
 
 def run_label(config: LabelConfig, progress: Progress = silent) -> DatasetDict:
     """What `label` does, with all settings in one object."""
-    _engine_of(config)
     task = config.open_task()
     task.check()
     loaded = load_run_problems(config, task)
-    _run(config, task, loaded.problems, loaded.source, progress)
-    return load_splits(config.out)
+    return _run(config, task, loaded.problems, loaded.source, progress)
+
+
+_NOT_OF_IMPORTS = {
+    *("samples", "temperature", "top_p", "top_k", "seed"),  # they are sampled already
+    *("split", "files", "exclude", "actors", "gpus_per_actor"),
+}
 
 
 def import_traces(
@@ -226,17 +247,14 @@ def import_traces(
         engine: likewise.
         limit: only the first so many traces.
         progress: likewise.
-        settings: other fields of `LabelConfig`, but for those that say how traces are sampled.
+        settings: other fields of `LabelConfig`, but for those of sampling, data sets and Ray.
 
     Raises:
         TypeError, FileNotFoundError, ValueError, MissingPackageError: naming what is wrong.
     """
-    sampling = {"samples", "temperature", "top_p", "top_k", "seed", "split", "files", "exclude"}
-    if unknown := sorted(sampling & set(settings)):
-        raise TypeError(f"settings are {unknown}; imported traces are sampled already")
-    given = {"base": base, "dataset": file, "out": str(out), "engine": engine, "limit": limit}
-    config = _config(given, settings)
-    _engine_of(config)
+    given: dict[str, Any] = {"base": base, "dataset": file, "engine": engine, "limit": limit}
+    _refuse_settings(settings, set(given) | {"out"} | _NOT_OF_IMPORTS)
+    config = LabelConfig(**given, out=str(out), **settings)
     task = config.open_task()
     task.check()
     fmt = read_format(config.format, load_tokenizer(base, config.revision), None, task).format
@@ -244,20 +262,7 @@ def import_traces(
     samples = 1 + max(trace.key.sample_index for trace in traces)
     problems = list({trace.key.problem.id: trace.key.problem for trace in traces}.values())
     source = {"traces": Path(file).name}
-    _run(replace(config, samples=samples), task, problems, source, progress, traces)
-    return load_splits(out)
-
-
-def _engine_of(config: LabelConfig) -> str:
-    """The engine's name.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
-    name = default_engine(config.device)[0] if config.engine == "auto" else config.engine
-    if name not in ENGINES:
-        raise ValueError(f"engine is {name!r}; it must be auto or one of {', '.join(ENGINES)}")
-    return name
+    return _run(replace(config, samples=samples), task, problems, source, progress, traces)
 
 
 def _run(
@@ -267,21 +272,29 @@ def _run(
     source: Mapping[str, Any],
     progress: Progress,
     imported: Sequence[ImportedTrace] = (),
-) -> None:
+) -> DatasetDict:
     """Labels problems. Whatever can be refused is refused before the engine starts."""
-    name, options = _engine_of(config), config.engine_options()
+    name, options = config.engine_name(), config.engine_options()
     tokenizer = load_tokenizer(config.base, config.revision)
     fmt = read_format(config.format, tokenizer, config.wind_down, task)
     settings = config.settings(task, fmt, Path(config.dataset).name if imported else "")
     check_folder(config.out, settings)
     labeller = Labeller(tokenizer, fmt, settings, task)
-    labeller.options.check(problems)
+    for problem in problems:
+        labeller.options(problem)  # refuses what cannot be read
     _refuse_beyond_positions(problems, options, labeller)
     source = {**source, "engine": name}
+
+    def worker() -> Worker:  # in another process, perhaps on another machine
+        own = load_tokenizer(config.base, config.revision)
+        literals = ReasoningFormat.from_dict(settings.reasoning_format)
+        labels = Labeller(own, TokenFormat.compile(literals, own), settings)
+        return open_engine(name, own, options), labels
+
     if config.actors:
         label_with_ray(
             problems,
-            EngineWorker(name, options, settings),
+            worker,
             settings,
             config.out,
             config.actors,
@@ -291,23 +304,19 @@ def _run(
             source={**source, "scale": "ray"},
             progress=progress,
         )
-        return
-
-    def opened() -> Engine:
-        engine = open_engine(name, tokenizer, options)
-        return ImportedTraces(imported, engine, tokenizer) if imported else engine
-
+        return load_splits(config.out)
     label_problems(
         problems,
-        opened,
+        lambda: open_engine(name, tokenizer, options),
         labeller,
         config.out,
         chunk_traces=config.chunk,
-        traces=[trace.key for trace in imported] or None,
+        imported=imported,
         retry_failed=config.retry_failed,
         source=source,
         progress=progress,
     )
+    return load_splits(config.out)
 
 
 def load_run_problems(config: LabelConfig, task: Task | None = None) -> Loaded:
@@ -322,7 +331,7 @@ def load_run_problems(config: LabelConfig, task: Task | None = None) -> Loaded:
     """
     if config.limit is not None and config.limit < 1:
         raise ValueError(f"limit is {config.limit}; it must be at least 1")
-    read = None if task is None else task.read_row
+    read = (lambda row: row) if task is None else task.read_row
     loaded = load_source(
         config.dataset,
         files=config.files,
@@ -392,21 +401,14 @@ def _refuse_beyond_positions(
     settings = labeller.settings
     prompt, longest = max((len(labeller.prompt(problem)), problem.id) for problem in problems)
     answer = len(labeller.fmt.forced_suffix(settings.answer)) + settings.max_answer_tokens
-    room = limit - prompt - answer
-    if settings.max_new_tokens <= room:
-        return
-    if room < 1:
+    room = max(0, limit - prompt - answer)
+    if settings.max_new_tokens > room:
         raise ValueError(
-            f"the prompt of problem {longest!r} has {prompt} tokens and its answer takes up to "
-            f"{answer} more, but the base {options.base!r} has {limit} positions "
-            "(max_position_embeddings): drop the problem"
+            f"max_thinking_tokens is {settings.max_new_tokens}, but beside the longest prompt "
+            f"(problem {longest!r}, {prompt} tokens) and an answer ({answer}) the base "
+            f"{options.base!r} has room for {room} thinking tokens in its {limit} positions "
+            "(max_position_embeddings): give so many or fewer, or drop the problem"
         )
-    raise ValueError(
-        f"max_thinking_tokens is {settings.max_new_tokens}, but beside the longest prompt (problem "
-        f"{longest!r}, {prompt} tokens) and an answer ({answer}) the base {options.base!r} has "
-        f"room for {room} thinking tokens in its {limit} positions (max_position_embeddings): give "
-        f"{room} or fewer"
-    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, concatenate_datasets
 from huggingface_hub import snapshot_download
@@ -59,19 +60,18 @@ def load_splits(source: str | Path) -> DatasetDict:
     """
     manifests = read_manifests(_folder_of(source))
     splits: dict[str, Dataset] = {}
-    for name, (part_folder, manifest) in manifests.items():
-        labels = _whole(part_folder, source, manifest)
+    for name, (folder, manifest) in manifests.items():
+        labels = _read(folder, source, manifest)
         of = str(manifest.get("source", {}).get("split") or "train").partition("[")[0]
         if len(manifests) > 1 or of != "train":
             splits[name if len(manifests) > 1 else of] = labels.traces
             continue
-        sides = [split_of(problem) for problem in labels.traces["problem_id"]]
+        sides = np.array([split_of(problem) for problem in labels.traces["problem_id"]])
         for side in ("train", "validation", "test"):
-            rows = [n for n, found in enumerate(sides) if found == side]
-            if rows:
+            if len(rows := np.flatnonzero(sides == side)):
                 hashed = hashlib.sha256(f"{labels.data_hash}/{side}".encode()).hexdigest()
-                side_labels = replace(labels, traces=labels.traces.select(rows), data_hash=hashed)
-                splits[side] = _told(side_labels).traces
+                part = replace(labels, traces=labels.traces.select(rows), data_hash=hashed)
+                splits[side] = _told(part).traces
     return DatasetDict(splits)
 
 
@@ -92,16 +92,12 @@ def load_labels(source: LabelSource) -> Labels:
         parts = [_remembered(part) for part in source.values()]
     else:
         found = read_manifests(_folder_of(source))
-        parts = [_whole(folder, source, manifest) for folder, manifest in found.values()]
+        parts = [_read(folder, source, manifest) for folder, manifest in found.values()]
     if len(parts) == 1:
         return parts[0]
-    whole = Labels(
-        concatenate_datasets([part.traces for part in parts]),
-        parts[0].settings,
-        hash_of(part.data_hash for part in parts),
-        parts[0].source,
-    )
-    return _told(whole)
+    traces = concatenate_datasets([part.traces for part in parts])
+    hashed = hash_of(part.data_hash for part in parts)
+    return _told(replace(parts[0], traces=traces, data_hash=hashed))
 
 
 def _folder_of(source: str | Path) -> Path:
@@ -118,7 +114,8 @@ def _folder_of(source: str | Path) -> Path:
     return Path(snapshot_download(str(source), repo_type="dataset", allow_patterns=wanted))
 
 
-def _whole(folder: Path, source: str | Path, manifest: Mapping[str, Any]) -> Labels:
+def _read(folder: Path, source: str | Path, manifest: Mapping[str, Any]) -> Labels:
+    """The labels of one manifest."""
     if not any(folder.glob("manifest-*.json")):  # else one record is beside several splits
         refuse_other_data(folder, manifest)
     of = Path(str(manifest.get("source", {}).get("dataset") or source)).name
@@ -129,12 +126,10 @@ def _whole(folder: Path, source: str | Path, manifest: Mapping[str, Any]) -> Lab
 
 def _told(labels: Labels) -> Labels:
     """The labels, whose traces say how they were made wherever they go (`Dataset.info`)."""
-    made = {
-        "settings": labels.settings.to_dict(),
-        "data_hash": labels.data_hash,
-        "source": labels.source,
-    }
-    labels.traces.info.description = json.dumps({"ospruner_labels": made})
+    made = {"settings": labels.settings.to_dict(), "data_hash": labels.data_hash}
+    labels.traces.info.description = json.dumps(
+        {"ospruner_labels": {**made, "source": labels.source}}
+    )
     return labels
 
 
@@ -151,16 +146,8 @@ def _remembered(traces: Dataset) -> Labels:
 
 
 _OF_A_PART = {
-    "task",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "samples_per_problem",
-    "max_new_tokens",
-    "max_answer_tokens",
-    "imported_from",
-    "reasoning_format",
+    *("task", "temperature", "top_p", "top_k", "seed", "samples_per_problem"),
+    *("max_new_tokens", "max_answer_tokens", "imported_from", "reasoning_format"),
 }
 """What of the settings may differ between the runs of a mix; of the format, what a task shapes."""
 

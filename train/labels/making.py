@@ -6,99 +6,30 @@ grades (the paper's section on data preprocessing).
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
-from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.modeling_ospruner import base_fingerprint
 from ospruner.durable import room_needed
 from ospruner.engines.dispatching import EnginesDownError
 from ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.registry import open_task
-from ospruner.eval.problems.task import Task, prompt_token_ids
+from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import LabelSettings, validate_row
 from ospruner.progress import Progress, silent
 from ospruner.provenance import PROVENANCE_FILE, provenance, read_provenance
 
-from .folder import data_hash, read_manifest
-from .rows import (
-    OptionIds,
-    TraceKey,
-    grade_rows,
-    labelled_step_ends,
-    sampling_settings,
-    ungraded_row,
-    wanted_traces,
-)
-from .store import Chunk, LabelStore, Lost
+from .importing import ImportedTrace
+from .rows import Labeller, TraceKey, grade_rows
+from .store import Chunk, LabelStore
 
 __all__ = ["Labeller", "Stream", "label_problems", "label_stored"]
-
-
-class Labeller:
-    """How a base's traces are asked for, answered and graded.
-
-    Args:
-        tokenizer: the base's.
-        fmt: the base's reasoning format, in the task's shape (`Task.shape`).
-        settings: of the run; an empty `reasoning_format` is filled in.
-        task: asks, reads and grades; None for the settings' own, which runs no programs.
-
-    Raises:
-        ValueError: the settings have another format, or the format another task's shape.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        fmt: TokenFormat,
-        settings: LabelSettings,
-        task: Task | None = None,
-    ) -> None:
-        literals, given = fmt.format.to_dict(), settings.reasoning_format
-        if given and given != literals:
-            raise ValueError(
-                f"settings.reasoning_format is {given}, but the format compiled for the tokenizer "
-                f"is {literals}; leave the former empty, or make them agree"
-            )
-        self.tokenizer = tokenizer
-        self.fmt = fmt
-        self.settings = replace(settings, reasoning_format=literals)
-        self.task = open_task(settings.task) if task is None else task
-        self._prompts: dict[str, array[int]] = {}
-        if self.task.shape(fmt.format) != fmt.format:
-            raise ValueError(
-                f"the reasoning format forces {fmt.format.box_prefix!r}, but the task "
-                f"{settings.task['name']} {self.task.box_prefix or 'a box'!r}: compile "
-                "`Task.shape` of it"
-            )
-
-    @cached_property
-    def options(self) -> OptionIds:
-        """Among which answers labels choose."""
-        return OptionIds(self.task, self.tokenizer, self.fmt, self.settings.answer)
-
-    def prompt(self, problem: Problem) -> list[int]:
-        """The token ids that ask a problem, templated once.
-
-        Raises:
-            ValueError: see `prompt_token_ids`.
-        """
-        if problem.id not in self._prompts:
-            message = self.task.message(problem, self.fmt.format)
-            ids = prompt_token_ids(problem.id, message, self.tokenizer, self.fmt)
-            self._prompts[problem.id] = array("i", ids)
-        return self._prompts[problem.id].tolist()
 
 
 def label_problems(
@@ -108,7 +39,7 @@ def label_problems(
     out_dir: str | Path,
     *,
     chunk_traces: int = 128,
-    traces: Sequence[TraceKey] | None = None,
+    imported: Sequence[ImportedTrace] = (),
     retry_failed: bool = False,
     source: Mapping[str, Any] | None = None,
     progress: Progress = silent,
@@ -132,7 +63,8 @@ def label_problems(
         out_dir: an empty folder, or one of an earlier run with the same settings.
         chunk_traces: traces that may be begun and not committed: a kill loses at most these. Give
             a third more than the engine works on at once.
-        traces: which traces of the problems; by default `samples_per_problem` of each.
+        imported: traces of the problems that others made; by default `samples_per_problem` of each
+            are sampled.
         retry_failed: try those again that failed in an earlier run.
         source: where the problems come from, JSON values; kept in the manifest.
         progress: called with phases "sample", "fork" and "grade", in traces.
@@ -149,16 +81,26 @@ def label_problems(
     if chunk_traces < 1:
         raise ValueError(f"chunk_traces is {chunk_traces}; it must be 1 or more")
     labeller.task.check()
-    labeller.options.check(problems)
+    for problem in problems:
+        labeller.options(problem)  # refuses what cannot be read
+    given = {trace.key.name: trace for trace in imported}
 
     def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
         running = engine() if callable(engine) else engine
-        if running.batch_effects and running.batch_effects not in store.batch_effects:
-            store.batch_effects.append(running.batch_effects)
-        counter = _Counter(progress, total - len(todo), total)
-        Stream(labeller, running, counter).do(todo, chunk_traces, store.commit)
+        store.note_effects(running.batch_effects)
+        seen: dict[str, set[str]] = defaultdict(set)  # one that is tried again counts once
 
-    return label_stored(labeller.settings, problems, out_dir, work, traces, retry_failed, source)
+        def told(phase: str, name: str) -> None:
+            seen[phase].add(name)
+            progress(phase, total - len(todo) + len(seen[phase]), total)
+
+        progress("sample", total - len(todo), total)
+        left = deque(todo)
+        take = lambda: left.popleft() if left else None  # noqa: E731
+        Stream(labeller, running, take, store.commit, chunk_traces, given, told).run()
+
+    wanted = [trace.key for trace in imported] or None
+    return label_stored(labeller.settings, problems, out_dir, work, wanted, retry_failed, source)
 
 
 def label_stored(
@@ -174,16 +116,24 @@ def label_stored(
 
     Args:
         settings: of the run.
-        problems: as for `label_problems`, and so are the others.
+        problems: as for `label_problems`, and so are `out_dir`, `retry_failed` and `source`.
         out_dir: likewise.
         work: commits traces: is given the folder, those that are left, and how many all are; not
             called where none is left.
-        traces: likewise.
+        traces: which; by default `samples_per_problem` of each problem.
         retry_failed: likewise.
         source: likewise.
     """
-    wanted = wanted_traces(problems, settings.samples_per_problem) if traces is None else traces
-    order = {(key.problem.id, key.sample_index): n for n, key in enumerate(wanted)}
+    given = {problem.id: problem for problem in problems}
+    if not problems or len(given) < len(problems):
+        double = [name for name, count in Counter(p.id for p in problems).items() if count > 1]
+        raise ValueError(
+            f"two problems share the id {double[0]!r}; ids must be unique"
+            if double
+            else "problems is empty; give at least one problem to label"
+        )
+    samples = range(settings.samples_per_problem)
+    wanted = traces or [TraceKey(problem, k) for problem in problems for k in samples]
     source = dict(source or {})
     if settings.base_fingerprint is None:
         where, revision = settings.base_model, settings.base_revision
@@ -191,232 +141,212 @@ def label_stored(
         if settings.base_fingerprint is None:
             why = f"no safetensors files of {where!r} at revision {revision!r} on this machine"
             source["base_fingerprint"] = f"unknown: {why}"
-    with room_needed(Path(out_dir)):
-        try:
-            with LabelStore(out_dir, settings, source) as store:
-                _check_problems(store, problems)
-                if retry_failed and store.lost.failed:
-                    store.forget_failed()
-                todo = [k for k in wanted if (k.problem.id, k.sample_index) not in store.done]
-                if todo:
-                    work(store, todo, len(wanted))
-                dataset = store.finish(order)
-        except KeyboardInterrupt:
-            # It may have come in the middle of a commit: opening tidies up.
-            with LabelStore(out_dir, settings, source):
-                raise
-    found = data_hash(read_manifest(out_dir))
-    recorded = (Path(out_dir) / PROVENANCE_FILE).is_file()
-    if not recorded or read_provenance(out_dir).data_hash != found:
-        provenance(
-            out_dir,
-            seed=settings.seed,
-            base_model=settings.base_model,
-            base_revision=settings.base_revision,
-            data_hash=found,
-            details={"settings": settings.to_dict()},
-        )
+    with room_needed(Path(out_dir)), LabelStore(out_dir, settings, source) as store:
+        _refuse_other_problems(store, given)
+        if retry_failed:
+            store.forget_failed()
+        todo = [key for key in wanted if key.place not in store.done]
+        if todo:
+            work(store, todo, len(wanted))
+        dataset = store.finish({key.place: n for n, key in enumerate(wanted)})
+        recorded = (store.path / PROVENANCE_FILE).is_file()
+        if not recorded or read_provenance(store.path).data_hash != store.data_hash:
+            provenance(
+                store.path,
+                seed=settings.seed,
+                base_model=settings.base_model,
+                base_revision=settings.base_revision,
+                data_hash=store.data_hash,
+                details={"settings": settings.to_dict()},
+            )
     return dataset
 
 
-@dataclass(frozen=True)
+def _refuse_other_problems(store: LabelStore, given: Mapping[str, Problem]) -> None:
+    for problem_id, stored in store.problems.items():
+        if problem_id not in given:
+            raise ValueError(
+                f"{store.path} holds traces of problem {problem_id!r}, which is not among the "
+                f"{len(given)} given: give all of its problems to continue it, or use another "
+                "folder"
+            )
+        asked = given[problem_id].problem, given[problem_id].answer
+        if asked != stored:
+            raise ValueError(
+                f"{store.path} holds traces of problem {problem_id!r} with (problem, answer) "
+                f"{stored}, given is {asked}: use another folder"
+            )
+
+
 class Stream:
-    """Labels traces with an engine, whose errors it tells apart.
-
-    Attributes:
-        labeller: asks, reads and grades.
-        engine: runs the base.
-        count: is told of a phase and a trace.
-    """
-
-    labeller: Labeller
-    engine: Engine
-    count: Callable[[str, str], None] = lambda phase, name: None
-
-    def do(self, keys: Sequence[TraceKey], window: int, commit: Callable[[Chunk], None]) -> None:
-        """Labels traces and, where an error ends several, those one by one, to see whose it is.
-
-        Args:
-            keys: which traces.
-            window: how many may be begun and not committed.
-            commit: takes what is finished.
-        """
-        with ThreadPoolExecutor(1) as grader:
-            self._do(keys, window, commit, grader)
-
-    def _do(
-        self,
-        keys: Sequence[TraceKey],
-        window: int,
-        commit: Callable[[Chunk], None],
-        grader: Executor,
-    ) -> None:
-        desk = _Desk(self, keys, window, commit, grader)
-        settings, fmt = self.labeller.settings, self.labeller.fmt
-        while desk.todo:
-            try:
-                self.engine.sample_and_fork(
-                    desk,
-                    sampling_settings(settings),
-                    fmt,
-                    fmt.forced_suffix(settings.answer),
-                    settings.max_answer_tokens,
-                    fmt.box_state if settings.answer == "forced" else None,
-                )
-            except EnginesDownError:
-                desk.settle()
-                raise
-            except OSError:  # such as a full disk
-                raise
-            except Exception as error:
-                if not desk.in_flight:
-                    raise
-                for name in list(desk.in_flight):
-                    desk.suspect(name, error)
-            desk.settle()
-            suspects, desk.suspects = desk.suspects, []
-            if len(keys) == 1:
-                commit(Chunk(failed=[_lost(key, error) for key, error in suspects]))
-            elif suspects:
-                tried: list[Chunk] = []
-                for key, _ in suspects:
-                    self._do([key], 1, tried.append, grader)
-                all_failed = sum(len(chunk.failed) for chunk in tried) == len(suspects) > 1
-                if all_failed and not desk.done_since_error:
-                    raise suspects[0][1]  # the engine is broken, not they
-                for chunk in tried:
-                    desk.ready = desk.ready.plus(chunk)
-                desk.hand_on()
-
-
-class _Desk:
-    """A label run as an engine sees it; see `TraceDesk`.
+    """Labels traces with an engine, as its `TraceDesk`, and tells whose its errors are.
 
     Traces are committed once a quarter of the window is finished and no other can be begun before.
 
     Args:
-        stream: what it takes to label traces.
-        keys: which traces.
-        window: how many may be begun and not committed.
+        labeller: asks and reads.
+        engine: runs the base.
+        take: the next trace to be begun; None where there is none now and, while none is begun, the
+            end.
         commit: takes what is finished.
-        grader: a thread that grades beside the engine.
+        window: how many traces may be begun and not committed.
+        given: traces that others made, by name; where there are any, none is sampled.
+        told: is told of a phase ("sample", "fork", "grade") and a trace's name.
+        alone: whether this is one trace that an error ended before.
     """
 
     def __init__(
         self,
-        stream: Stream,
-        keys: Sequence[TraceKey],
-        window: int,
+        labeller: Labeller,
+        engine: Engine,
+        take: Callable[[], TraceKey | None],
         commit: Callable[[Chunk], None],
-        grader: Executor,
+        window: int,
+        given: Mapping[str, ImportedTrace] | None = None,
+        told: Callable[[str, str], None] = lambda phase, name: None,
+        alone: bool = False,
     ) -> None:
-        self._count, self._engine = stream.count, stream.engine
-        self._labeller = stream.labeller
-        self._window = window
-        self._commit = commit
-        self._grader = grader
-        self._order = {key.name: n for n, key in enumerate(keys)}
-        self._spent = _costs(self._engine)
+        self._labeller, self._engine = labeller, engine
+        self._take, self._commit, self._window = take, commit, window
+        self._given, self._told, self._alone = given or {}, told, alone
+        self._spent = _costs(engine)
         self._step_ends: dict[str, list[int]] = {}
+        self._begun: dict[str, TraceKey] = {}
         self._ungraded: list[dict[str, Any]] = []
         self._grading: tuple[Future[None], list[dict[str, Any]]] | None = None
-        self.todo = deque(keys)
-        self.in_flight: dict[str, TraceKey] = {}
-        self.suspects: list[tuple[TraceKey, Exception]] = []
-        self.done_since_error = 0
-        self.ready = Chunk()
+        self._ready = Chunk()
+        self._suspects: list[tuple[TraceKey, Exception]] = []
+        self._done_since_error = 0
+        self._ended = False
+
+    def run(self) -> None:
+        """Labels until there is nothing to take."""
+        settings, fmt = self._labeller.settings, self._labeller.fmt
+        with ThreadPoolExecutor(1) as self._grader:  # beside the engine
+            while not self._ended:
+                try:
+                    self._engine.sample_and_fork(
+                        self,
+                        self._labeller.sampling,
+                        None if self._given else fmt,
+                        fmt.forced_suffix(settings.answer),
+                        settings.max_answer_tokens,
+                        fmt.box_state if settings.answer == "forced" else None,
+                    )
+                except EnginesDownError:
+                    self._settle()
+                    raise
+                except OSError:  # such as a full disk
+                    raise
+                except Exception as error:
+                    if not self._begun:
+                        raise
+                    for name in list(self._begun):
+                        self._suspect(name, error)
+                self._settle()
+                self._judge()
 
     def begin(self) -> TraceRequest | None:
         """See `TraceDesk.begin`."""
-        if not self.in_flight:
-            self.settle()
+        if not self._begun:
+            self._settle()
         self._collect()
-        if self._held() >= self._window and 4 * len(self.ready) >= self._window:
-            self.hand_on()
-        while self.todo and self._held() < self._window:
-            key = self.todo.popleft()
-            self.in_flight[key.name] = key
-            self._count("begin", key.name)
+        if self._held() >= self._window and 4 * len(self._ready) >= self._window:
+            self._hand_on()
+        while self._held() < self._window:
+            key = self._take()
+            if key is None:
+                self._ended = not self._begun
+                break
+            self._begun[key.name] = key
             try:
                 prompt = self._labeller.prompt(key.problem)
             except ValueError as error:  # such as a chat template that takes no such text
-                self.suspect(key.name, error)
+                self._suspect(key.name, error)
                 continue
-            return TraceRequest(prompt, key.name, self._labeller.options.of(key.problem))
+            trace = None
+            if self._given:
+                trace = self._given[key.name].sampled(prompt, self._labeller)
+            return TraceRequest(prompt, key.name, self._labeller.options(key.problem), trace)
         return None
 
     def sampled(self, request: TraceRequest, trace: Sampled) -> list[int]:
         """See `TraceDesk.sampled`."""
-        stride = self._labeller.settings.step_stride
-        ends = labelled_step_ends(self._labeller.fmt, trace.trace_ids, stride)
-        self._step_ends[request.key] = ends
-        self._count("sample", request.key)
+        ends = self._step_ends[request.key] = self._labeller.step_ends(trace.trace_ids)
+        self._told("sample", request.key)
         return ends
 
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
         """See `TraceDesk.done`."""
-        key, ends = self.in_flight.pop(request.key), self._step_ends.pop(request.key)
-        self.done_since_error += 1
-        self._count("fork", request.key)
+        key, ends = self._begun.pop(request.key), self._step_ends.pop(request.key)
+        self._done_since_error += 1
+        self._told("fork", request.key)
         if not trace.trace_ids:
-            why = "the trace has no thinking tokens"
-            self.ready.dropped.append((key.problem.id, key.sample_index, why))
+            self._ready.dropped.append((*key.place, "the trace has no thinking tokens"))
             return
-        self._ungraded.append(
-            ungraded_row(
-                key,
-                request.prompt_ids,
-                trace,
-                ends,
-                answers,
-                self._labeller.tokenizer,
-                self._labeller.task,
-                self._labeller.settings.answer == "forced",
-                self._labeller.fmt,
-            )
-        )
+        self._ungraded.append(self._labeller.row(key, request.prompt_ids, trace, ends, answers))
         self._collect()
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
         """See `TraceDesk.failed`."""
-        self.suspect(request.key, error)
+        self._suspect(request.key, error)
 
-    def suspect(self, name: str, error: Exception) -> None:
+    def _suspect(self, name: str, error: Exception) -> None:
         """Takes note of an error that ended a trace, which need not be its own."""
-        if not self.suspects:
-            self.done_since_error = 0
+        if not self._suspects:
+            self._done_since_error = 0
         self._step_ends.pop(name, None)
-        self.suspects.append((self.in_flight.pop(name), error))
+        self._suspects.append((self._begun.pop(name), error))
 
-    def settle(self) -> None:
+    def _judge(self) -> None:
+        """Labels what an error ended one by one: a trace that raises one again has failed."""
+        suspects, self._suspects = self._suspects, []
+        for key, error in suspects if self._alone else ():
+            lost = (*key.place, f"{type(error).__name__}: {error}")
+            self._commit(Chunk(failed=[lost]))
+        if self._alone or not suspects:
+            return
+        tried: list[Chunk] = []
+        for key, _ in suspects:
+            one = iter([key])
+            take = lambda one=one: next(one, None)  # noqa: E731
+            rest = (tried.append, 1, self._given, self._told, True)
+            Stream(self._labeller, self._engine, take, *rest).run()
+        failed = sum(len(chunk.failed) for chunk in tried)
+        if failed == len(suspects) > 1 and not self._done_since_error:
+            raise suspects[0][1]  # the engine is broken, not they
+        for chunk in tried:
+            self._ready = self._ready.plus(chunk)
+        self._hand_on()
+
+    def _settle(self) -> None:
         """Grades and commits all that was handed in."""
         while self._grading or self._ungraded:
             self._collect(wait=True)
-        if len(self.ready):
-            self.hand_on()
+        if len(self._ready):
+            self._hand_on()
 
-    def hand_on(self) -> None:
+    def _hand_on(self) -> None:
         """Commits what is finished."""
         spent = _costs(self._engine)
-        chunk, self.ready = replace(self.ready, costs=spent - self._spent), Chunk()
+        chunk, self._ready = replace(self._ready, costs=spent - self._spent), Chunk()
         self._spent = spent
-        chunk.rows.sort(key=lambda row: self._order[_name(row)])
         self._commit(chunk)
 
     def _held(self) -> int:
         """Traces that are begun and not committed."""
         grading = len(self._grading[1]) if self._grading else 0
-        waiting = len(self.in_flight) + len(self.suspects) + len(self._ungraded)
-        return waiting + grading + len(self.ready)
+        waiting = len(self._begun) + len(self._suspects) + len(self._ungraded)
+        return waiting + grading + len(self._ready)
 
     def _collect(self, wait: bool = False) -> None:
         """Takes rows that are graded, and hands over those that wait to be."""
         if self._grading and (wait or self._grading[0].done()):
             (graded, rows), self._grading = self._grading, None
             graded.result()
-            self.ready.rows.extend(rows)
+            self._ready.rows.extend(rows)
             for row in rows:
-                self._count("grade", _name(row))
+                self._told("grade", f"{row['problem_id']}/{row['sample_index']}")
         if self._ungraded and self._grading is None:
             rows, self._ungraded = self._ungraded, []
             self._grading = self._grader.submit(_grade, rows, self._labeller.task), rows
@@ -428,38 +358,6 @@ def _grade(rows: list[dict[str, Any]], task: Task) -> None:
         validate_row(row)
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    return f"{row['problem_id']}/{row['sample_index']}"
-
-
-def _lost(key: TraceKey, error: Exception) -> Lost:
-    return key.problem.id, key.sample_index, f"{type(error).__name__}: {error}"
-
-
-class _Counter:
-    """Tells the progress of a run, in traces; one that is tried again counts once.
-
-    Args:
-        progress: is told.
-        done: traces of earlier runs.
-        total: all traces.
-    """
-
-    def __init__(self, progress: Progress, done: int, total: int) -> None:
-        self._progress, self._done, self._total = progress, done, total
-        self._seen: dict[str, set[str]] = {}
-
-    def __call__(self, phase: str, name: str) -> None:
-        if phase == "begin":  # shows the first phase before its first trace
-            if not self._seen:
-                self._seen["sample"] = set()
-                self._progress("sample", self._done, self._total)
-            return
-        seen = self._seen.setdefault(phase, set())
-        seen.add(name)
-        self._progress(phase, self._done + len(seen), self._total)
-
-
 def _costs(engine: Engine) -> Counter[str]:
     forks, sampling = engine.counts, engine.sample_counts
     return Counter(
@@ -469,19 +367,3 @@ def _costs(engine: Engine) -> Counter[str]:
         sampling_computed_tokens=sampling.computed,
         sampling_unique_tokens=sampling.unique,
     )
-
-
-def _check_problems(store: LabelStore, problems: Sequence[Problem]) -> None:
-    given = {problem.id: (problem.problem, problem.answer) for problem in problems}
-    for problem_id, stored in store.problems.items():
-        if problem_id not in given:
-            raise ValueError(
-                f"{store.path} holds traces of problem {problem_id!r}, which is not among the "
-                f"{len(given)} given: give all of its problems to continue it, or use another "
-                "folder"
-            )
-        if given[problem_id] != stored:
-            raise ValueError(
-                f"{store.path} holds traces of problem {problem_id!r} with (problem, answer) "
-                f"{stored}, given is {given[problem_id]}: use another folder"
-            )

@@ -1,61 +1,38 @@
-"""Label runs on a Ray cluster: each actor holds one engine; this process writes the folder."""
+"""Label runs on a Ray cluster: each actor holds one engine; this process writes the folder.
+
+By hand, not by Ray Data or an `ActorPool`: these know tasks, and an engine is kept busy by a stream
+of traces, of which the end of its process may cost only those that it has begun.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.interface import Engine
-from ospruner.engines.opening import EngineOptions, load_tokenizer, open_engine
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.schema import LabelSettings
 from ospruner.optional import needed
 from ospruner.progress import Progress, silent
 
-from .making import Labeller, Stream, label_stored
-from .rows import TraceKey
+from .making import Stream, label_stored
+from .rows import Labeller, TraceKey
 from .store import Chunk, LabelStore
 
-__all__ = ["EngineWorker", "UnfinishedUnitsError", "label_with_ray"]
+__all__ = ["UnfinishedRunError", "Worker", "label_with_ray"]
 
 _PIP_LINE = "pip install 'ospruner[ray]'"
-_CHUNKS = 8  # of a unit, at most: the others cannot take over what a slow actor has begun
-_DEATHS = 2  # how often a unit, and then a trace alone, may end its actor
+_DEATHS = 2  # how often a trace may end its actor together with others, and then alone
 
 Worker = tuple[Engine, Labeller]
 
 
-class UnfinishedUnitsError(OSError):
-    """Some units of a run could not be done, for reasons outside of it; the others are kept."""
-
-
-@dataclass(frozen=True)
-class EngineWorker:
-    """Opens an actor's engine by names; it is sent to the actors.
-
-    Attributes:
-        engine_name: one of `ospruner.engines.opening.ENGINES`.
-        options: which base, and how it is run.
-        settings: of the run, its reasoning format filled in.
-    """
-
-    engine_name: str
-    options: EngineOptions
-    settings: LabelSettings
-
-    def __call__(self) -> Worker:
-        """Opens the engine."""
-        tokenizer = load_tokenizer(self.options.base, self.options.revision)
-        literals = ReasoningFormat.from_dict(self.settings.reasoning_format)
-        fmt = TokenFormat.compile(literals, tokenizer)
-        engine = open_engine(self.engine_name, tokenizer, self.options)
-        return engine, Labeller(tokenizer, fmt, self.settings)
+class UnfinishedRunError(OSError):
+    """Some traces of a run could not be done, for reasons outside of it; the others are kept."""
 
 
 def label_with_ray(
@@ -73,8 +50,8 @@ def label_with_ray(
 ) -> Dataset:
     """What `label_problems` does, on the actors of a Ray cluster.
 
-    Another takes the place of an actor that dies, and does again what that had begun; where it ends
-    in that, too, one by one, so that a deadly trace is found and recorded as failed.
+    Another takes the place of an actor that dies, and what that had begun is done again; what has
+    been begun in two of them is done alone, so that a deadly trace is found and recorded as failed.
 
     Args:
         problems: what to reason about; ids are unique.
@@ -94,7 +71,7 @@ def label_with_ray(
     Raises:
         MissingPackageError: Ray is not installed.
         ValueError: bad problems, or a folder that holds something else or is being written.
-        UnfinishedUnitsError: some units could not be done; the others are in the folder.
+        UnfinishedRunError: some traces could not be done; the others are in the folder.
     """
     for name, value in (("actors", actors), ("chunk_traces", chunk_traces)):
         if value < 1:
@@ -104,137 +81,159 @@ def label_with_ray(
     needed("ray", f"labelling with actors={actors}", _PIP_LINE)
 
     def work(store: LabelStore, todo: Sequence[TraceKey], total: int) -> None:
-        size = max(1, min(-(-len(todo) // actors), _CHUNKS * chunk_traces))
-        units = deque(_Unit(todo[n : n + size]) for n in range(0, len(todo), size))
-        cluster = _Cluster(make_worker, min(actors, len(units)), gpus_per_actor, chunk_traces)
-        try:
-            cluster.run(units, store, lambda done: progress("label", total - done, total))
-        finally:
-            cluster.end()
+        window = min(chunk_traces, -(-len(todo) // actors))  # none takes another's share
+        cluster = _Cluster(make_worker, gpus_per_actor, window, todo)
+
+        def receive() -> None:
+            for chunk, effects in cluster.collect():
+                store.note_effects(effects)
+                store.commit(chunk)
+            progress("label", total - sum(key.place not in store.done for key in todo), total)
+
+        errors = cluster.run(min(actors, len(todo)), receive)
+        if left := sum(key.place not in store.done for key in todo):
+            raise UnfinishedRunError(
+                f"{left} traces are not done; the first error: {''.join(errors[:1])}. The others "
+                f"are kept in {store.path}: see to the cause and run again"
+            )
 
     return label_stored(settings, problems, out_dir, work, None, retry_failed, source)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Traces that one actor labels in a stream, and how many actors have ended in it."""
+class _Cluster:
+    """The actors, and the foreman between them and this process."""
 
-    keys: Sequence[TraceKey]
-    deaths: int = 0
+    def __init__(
+        self, make_worker: Callable[[], Worker], gpus: float, window: int, todo: Sequence[TraceKey]
+    ) -> None:
+        import ray
+
+        self._ray = ray
+        self._foreman: Any = ray.remote(num_cpus=0)(_Foreman).remote(list(todo))
+        kind: Any = ray.remote(num_gpus=gpus, num_cpus=1)(_Actor)
+        self._open = lambda name: kind.remote(make_worker, self._foreman, name, window)
+
+    def collect(self) -> list[tuple[Chunk, str | None]]:
+        """What was finished since the last time, with `Engine.batch_effects`."""
+        found: list[tuple[Chunk, str | None]] = self._ray.get(self._foreman.collect.remote())
+        return found
+
+    def run(self, count: int, receive: Callable[[], None]) -> list[str]:
+        """Has all labelled by so many actors; the errors that ended some of them.
+
+        Args:
+            count: actors.
+            receive: takes what is finished, every fifth of a second.
+
+        Raises:
+            RayActorError: an actor cannot open its engine.
+        """
+        ray, errors, opened = self._ray, list[str](), 0
+        running: dict[Any, tuple[int, Any]] = {}  # by what an actor does: its number and itself
+        try:
+            while running or opened < count:
+                for number in range(opened, count):
+                    actor = self._open(number)
+                    running[actor.label.remote()] = number, actor
+                opened = count
+                ended, _ = ray.wait(list(running), timeout=0.2)
+                receive()
+                for ref in ended:
+                    number, actor = running.pop(ref)
+                    try:
+                        said = ray.get(ref)
+                    except ray.exceptions.RayActorError:
+                        if not ray.get(self._foreman.lost.remote(number)):
+                            raise
+                        count += 1  # another takes its place
+                        continue
+                    if said:
+                        errors.append(said)
+                    elif ray.get(self._foreman.left.remote()):  # what one that died had begun
+                        running[actor.label.remote()] = number, actor
+            receive()
+        finally:
+            for _, actor in running.values():
+                ray.kill(actor)
+        return errors
+
+
+class _Foreman:
+    """An actor that gives out traces, and takes what comes of them."""
+
+    def __init__(self, todo: Sequence[TraceKey]) -> None:
+        self._todo, self._suspects = deque(todo), deque[TraceKey]()
+        self._begun: dict[int, dict[tuple[str, int], TraceKey]] = {}  # by actor
+        self._deaths: Counter[tuple[str, int]] = Counter()
+        self._chunks: list[tuple[Chunk, str | None]] = []
+
+    def take(self, actor: int) -> TraceKey | None:
+        """The next trace for an actor; one that may be deadly is done alone."""
+        begun = self._begun.setdefault(actor, {})
+        if any(self._deaths[place] >= _DEATHS for place in begun):
+            return None
+        pile = self._suspects if not self._todo and not begun else self._todo
+        if not pile:
+            return None
+        key = pile.popleft()
+        begun[key.place] = key
+        return key
+
+    def hand_in(self, actor: int, chunk: Chunk, effects: str | None) -> None:
+        """Takes what an actor has finished."""
+        self._chunks.append((chunk, effects))
+        for place in chunk.places():
+            self._begun[actor].pop(place, None)
+
+    def collect(self) -> list[tuple[Chunk, str | None]]:
+        """What was handed in since the last time."""
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def left(self) -> int:
+        """How many traces wait to be begun."""
+        return len(self._todo) + len(self._suspects)
+
+    def lost(self, actor: int) -> bool:
+        """Has done again what an actor that died had begun; False where it never asked for any."""
+        for place, key in self._begun.get(actor, {}).items():
+            self._deaths[place] += 1
+            if self._deaths[place] < _DEATHS:
+                self._todo.appendleft(key)
+            elif self._deaths[place] < 2 * _DEATHS:
+                self._suspects.append(key)
+            else:
+                why = f"its worker ended {_DEATHS} times while doing it alone"
+                self._chunks.append((Chunk(failed=[(*place, why)]), None))
+        return self._begun.pop(actor, None) is not None
 
 
 class _Actor:
-    """Labels units. Errors are answers, so that Ray does not try for ever."""
+    """Labels what the foreman gives it."""
 
-    def __init__(self, make_worker: Callable[[], Worker], chunks: Any) -> None:
+    def __init__(
+        self, make_worker: Callable[[], Worker], foreman: Any, number: int, window: int
+    ) -> None:
         self._engine, self._labeller = make_worker()
-        self._chunks = chunks
+        self._foreman, self._number, self._window = foreman, number, window
 
-    def effects(self) -> str | None:
-        """`Engine.batch_effects`, once the engine is there."""
-        return self._engine.batch_effects
+    def label(self) -> str:
+        """Labels until nothing is left; the error that ended it, or "".
 
-    def label(self, keys: Sequence[TraceKey], window: int) -> str:
-        """Labels a unit; the error that ended it, or ""."""
+        Errors are answers, so that Ray does not try for ever.
+        """
+        import ray
+
+        def take() -> TraceKey | None:
+            key: TraceKey | None = ray.get(self._foreman.take.remote(self._number))
+            return key
+
+        def hand_in(chunk: Chunk) -> None:
+            effects = self._engine.batch_effects
+            ray.get(self._foreman.hand_in.remote(self._number, chunk, effects))
+
         try:
-            Stream(self._labeller, self._engine).do(keys, window, self._chunks.put)
+            Stream(self._labeller, self._engine, take, hand_in, self._window).run()
         except Exception as error:  # noqa: BLE001 - told to whoever started the run
             return f"{type(error).__name__}: {error}"
         return ""
-
-
-class _Cluster:
-    """The actors, and the queue of what they have finished."""
-
-    def __init__(
-        self, make_worker: Callable[[], Worker], actors: int, gpus: float, window: int
-    ) -> None:
-        import ray
-        from ray.util.queue import Queue
-
-        self._ray, self._window = ray, window
-        self._chunks: Any = Queue()
-        kind: Any = ray.remote(num_gpus=gpus, num_cpus=1)(_Actor)
-        self._open = lambda: kind.remote(make_worker, self._chunks)
-        self._actors = {self._open() for _ in range(actors)}
-
-    def run(self, units: deque[_Unit], store: LabelStore, left: Callable[[int], None]) -> None:
-        """Has units labelled, and commits what comes of it.
-
-        Args:
-            units: what is to be done; emptied.
-            store: takes what is finished.
-            left: is told how many traces are still to be done.
-
-        Raises:
-            UnfinishedUnitsError: some could not be done.
-        """
-        ray, errors = self._ray, list[str]()
-        alone: Counter[str] = Counter()  # how often a trace ended an actor that did it alone
-        todo = {(k.problem.id, k.sample_index) for unit in units for k in unit.keys}
-        # An actor that has opened its engine says so; one that cannot ends the run.
-        running: dict[Any, tuple[Any, _Unit | None]] = {
-            actor.effects.remote(): (actor, None) for actor in self._actors
-        }
-        while running:
-            ready, _ = ray.wait(list(running), timeout=0.2)
-            left(len(todo - store.done))
-            self._receive(store)
-            for ref in ready:
-                actor, unit = running.pop(ref)
-                try:
-                    said = ray.get(ref)
-                except ray.exceptions.RayActorError:
-                    if unit is None:
-                        raise
-                    self._receive(store)
-                    units.extendleft(self._again(unit, store, alone))
-                    self._actors.remove(actor)
-                    if units:
-                        self._actors.add(new := self._open())
-                        running[new.effects.remote()] = new, None
-                    continue
-                if unit is not None and said:
-                    errors.append(said)
-                elif unit is None and said and said not in store.batch_effects:
-                    store.batch_effects.append(said)
-                if units:
-                    following = units.popleft()
-                    task = actor.label.remote(following.keys, self._window)
-                    running[task] = actor, following
-        self._receive(store)
-        left(len(todo - store.done))
-        if errors:
-            raise UnfinishedUnitsError(
-                f"{len(errors)} units are not done; the first because of {errors[0]}. The others "
-                f"are kept in {store.path}: see to the cause and run again"
-            )
-
-    def end(self) -> None:
-        """Ends the actors."""
-        for actor in self._actors:
-            self._ray.kill(actor)
-        self._chunks.shutdown()
-
-    def _receive(self, store: LabelStore) -> None:
-        while not self._chunks.empty():
-            store.commit(self._chunks.get())
-
-    def _again(self, unit: _Unit, store: LabelStore, alone: Counter[str]) -> list[_Unit]:
-        """What is to be done of a unit in which an actor ended.
-
-        Traces are begun in order: it ended in none but the first `window` unfinished ones.
-        """
-        keys = [key for key in unit.keys if (key.problem.id, key.sample_index) not in store.done]
-        if len(unit.keys) == 1 and keys:
-            alone[keys[0].name] += 1
-            if alone[keys[0].name] >= _DEATHS:
-                why = f"its worker ended {_DEATHS} times while doing it alone"
-                key = keys[0]
-                store.commit(Chunk(failed=[(key.problem.id, key.sample_index, why)]))
-                return []
-            return [unit]
-        if unit.deaths + 1 < _DEATHS:
-            return [_Unit(keys, unit.deaths + 1)] if keys else []
-        rest = [_Unit(keys[self._window :])] if keys[self._window :] else []
-        return [*rest, *(_Unit([key]) for key in keys[: self._window])]

@@ -1,10 +1,11 @@
-"""Rows of labelled traces: sample a trace, fork an answer at each step, read it, grade it."""
+"""Rows of labelled traces: how a base's traces are asked for, answered, read and graded."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,19 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.engines.interface import ForkedAnswer, Sampled, SamplingSettings
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.task import Grade, Task
+from ospruner.eval.problems.registry import open_task
+from ospruner.eval.problems.task import Task, prompt_token_ids
 from ospruner.eval.schema import LabelSettings
 
-__all__ = [
-    "GRADE_COLUMNS",
-    "OptionIds",
-    "TraceKey",
-    "grade_rows",
-    "labelled_step_ends",
-    "sampling_settings",
-    "ungraded_row",
-    "wanted_traces",
-]
+__all__ = ["Labeller", "TraceKey", "grade_rows"]
 
 
 @dataclass(frozen=True)
@@ -44,40 +37,181 @@ class TraceKey:
         """The row's key for the engine: with the seed, it decides all of the trace's draws."""
         return f"{self.problem.id}/{self.sample_index}"
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """What tells its row from others: problem id and sample index."""
+        return self.problem.id, self.sample_index
 
-def wanted_traces(problems: Sequence[Problem], samples_per_problem: int) -> list[TraceKey]:
-    """Every trace of a label run, in order.
+
+class Labeller:
+    """How a base's traces are asked for, answered and read.
+
+    Args:
+        tokenizer: the base's.
+        fmt: the base's reasoning format, in the task's shape (`Task.shape`).
+        settings: of the run; an empty `reasoning_format` is filled in.
+        task: asks, reads and grades; None for the settings' own, which runs no programs.
 
     Raises:
-        ValueError: no problems, or an id that two problems share.
+        ValueError: the settings have another format, the format another task's shape, or labels
+            are to be expected grades of options, and answers free.
     """
-    if not problems:
-        raise ValueError("problems is empty; give at least one problem to label")
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.id in seen:
-            raise ValueError(f"two problems share the id {problem.id!r}; ids must be unique")
-        seen.add(problem.id)
-    return [TraceKey(problem, k) for problem in problems for k in range(samples_per_problem)]
 
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fmt: TokenFormat,
+        settings: LabelSettings,
+        task: Task | None = None,
+    ) -> None:
+        literals, given = fmt.format.to_dict(), settings.reasoning_format
+        if given and given != literals:
+            raise ValueError(
+                f"settings.reasoning_format is {given}, but the format compiled for the tokenizer "
+                f"is {literals}; leave the former empty, or make them agree"
+            )
+        self.tokenizer = tokenizer
+        self.fmt = fmt
+        self.settings = replace(settings, reasoning_format=literals)
+        self.task = open_task(settings.task) if task is None else task
+        self._prompts: dict[str, array[int]] = {}
+        self._option_ids: dict[str, int] = {}
+        if self.task.shape(fmt.format) != fmt.format:
+            raise ValueError(
+                f"the reasoning format forces {fmt.format.box_prefix!r}, but the task "
+                f"{settings.task['name']} {self.task.box_prefix or 'a box'!r}: compile "
+                "`Task.shape` of it"
+            )
+        if settings.answer == "free" and self.task.labels_expect:
+            raise ValueError(
+                "labels of probabilities (labels=probability) are read behind what is forced, but "
+                "answers are free: take answer=forced, or other labels"
+            )
 
-def sampling_settings(settings: LabelSettings) -> SamplingSettings:
-    """The engine's sampling settings of a label run."""
-    return SamplingSettings(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-    )
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How the engine samples traces."""
+        names = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
+        return SamplingSettings(**{name: vars(self.settings)[name] for name in names})
 
+    def prompt(self, problem: Problem) -> list[int]:
+        """The token ids that ask a problem, templated once.
 
-GRADE_COLUMNS = ("forced_correct", "matches_final", "ungraded_reasons", "natural_correct")
-"""The columns that `grade_rows` fills in."""
+        Raises:
+            ValueError: see `prompt_token_ids`.
+        """
+        if problem.id not in self._prompts:
+            message = self.task.message(problem, self.fmt.format)
+            ids = prompt_token_ids(problem.id, message, self.tokenizer, self.fmt)
+            self._prompts[problem.id] = array("i", ids)
+        return self._prompts[problem.id].tolist()
+
+    def options(self, problem: Problem) -> tuple[int, ...]:
+        """The tokens of the options that labels choose among; () where answers are decoded.
+
+        Raises:
+            ValueError: see `Task.options`; or an option is not one token of its own.
+        """
+        if self.settings.answer == "free":
+            return ()
+        return tuple(map(self._option_id, self.task.options(problem)))
+
+    def _option_id(self, option: str) -> int:
+        if option not in self._option_ids:
+            fmt, prefix = self.fmt, self.fmt.format.box_prefix
+            # As `TokenFormat.compile` tokenises it: together, unless a token reaches over the seam.
+            for text, before in (
+                (fmt.format.closing + prefix, [*fmt.closing_ids, *fmt.box_prefix_ids]),
+                (prefix, [*fmt.box_prefix_ids]),
+            ):
+                ids = self.tokenizer.encode(text + option, add_special_tokens=False)
+                if ids[:-1] == before:
+                    break
+            else:
+                raise ValueError(
+                    f"the option {option.strip()!r} is not one token of its own behind {prefix!r}: "
+                    f"these are the tokens {before}, with it {ids}. Decode the answers "
+                    "(--task choice:labels=decoded)"
+                )
+            self._option_ids[option] = ids[-1]
+        return self._option_ids[option]
+
+    def step_ends(self, trace_ids: Sequence[int]) -> list[int]:
+        """L_i of the steps that get a label: each `step_stride`-th, and always the last."""
+        ends = self.fmt.step_ends(trace_ids)
+        stride = self.settings.step_stride
+        return [end for i, end in enumerate(ends, start=1) if i % stride == 0 or i == len(ends)]
+
+    def row(
+        self,
+        key: TraceKey,
+        prompt_ids: Sequence[int],
+        trace: Sampled,
+        step_ends: Sequence[int],
+        answers: Sequence[ForkedAnswer],
+    ) -> dict[str, Any]:
+        """A row of a trace, which `grade_rows` completes.
+
+        Args:
+            key: whose trace this is.
+            prompt_ids: its prompt.
+            trace: the trace, with at least one thinking token.
+            step_ends: where answers were forked off it.
+            answers: the answers there.
+        """
+        return {
+            "problem_id": key.problem.id,
+            "sample_index": key.sample_index,
+            "family": key.problem.family,
+            "problem": key.problem.problem,
+            "answer": key.problem.answer,
+            "prompt_ids": list(prompt_ids),
+            "trace_ids": list(trace.trace_ids),
+            "step_ends": list(step_ends),
+            "forced_answers": [self._said(answer, key.problem) for answer in answers],
+            "forced_answer_tokens": [len(answer.ids) for answer in answers],
+            "forced_answer_ids": [answer.ids for answer in answers],
+            "forced_logprob": [
+                sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else None
+                for answer in answers
+            ],
+            "forced_entropy": [answer.entropy for answer in answers],
+            "forced_answer_entropy": [answer.whole_entropy for answer in answers],
+            "option_probabilities": [
+                None if logprobs is None else list(map(math.exp, logprobs))
+                for logprobs in (answer.option_logprobs for answer in answers)
+            ],
+            "natural_answer": self.task.read_free(self._after(trace)) or "",
+            "natural_answer_tokens": len(trace.answer_ids),
+            "natural_answer_ids": list(trace.answer_ids),
+            "ended": trace.ended,
+        }
+
+    def _said(self, answer: ForkedAnswer, problem: Problem) -> str:
+        if answer.option_logprobs is not None:
+            best = answer.option_logprobs.index(max(answer.option_logprobs))
+            return self.task.options(problem)[best].strip()
+        forced = self.settings.answer == "forced"
+        read = self.task.read_forced if forced else self.task.read_free
+        return read(self._text(answer.ids)) or ""
+
+    def _after(self, trace: Sampled) -> str:
+        """The text that holds a trace's own answer."""
+        marker = self.fmt.end_marker
+        if trace.end_ids and marker is not None:  # its last token may hold some of the answer
+            text = self._text([*trace.end_ids, *trace.answer_ids])
+            return text[text.find(marker.literal) + len(marker.literal) :]
+        if not self.fmt.format.think_end and trace.ended == "natural":
+            return self._text(trace.trace_ids)  # the trace is the reply
+        return self._text(trace.answer_ids)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(ids), **plain))
 
 
 def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
-    """Fills in `GRADE_COLUMNS` from the answers in the rows.
+    """Fills in the grades, why there is none, and which answers match the last forced one.
 
     A label is the grade of its answer; by `Task.labels_expect` it is the expected grade of the
     options, E[A] = sum_k p_k A(k), which has the mean of a drawn answer's grade and no variance.
@@ -91,203 +225,25 @@ def grade_rows(rows: Sequence[dict[str, Any]], task: Task) -> None:
     """
     asked: dict[tuple[str, Problem], None] = {}
     pairs: dict[tuple[str, str], None] = {}
-    problems = [
-        Problem(row["problem_id"], row["problem"], row["answer"], row["family"]) for row in rows
-    ]
-    for row, problem in zip(rows, problems, strict=True):
-        options = _answers(task, problem) if task.labels_expect else ()
-        for answer in {*row["forced_answers"], row["natural_answer"], *options}:
-            asked[answer, problem] = None
-        for answer in set(row["forced_answers"]):
-            pairs[row["forced_answers"][-1], answer] = None
-    grades: dict[tuple[str, Problem], Grade] = dict(
-        zip(asked, task.grade_many(list(asked)), strict=True)
-    )
+    about: list[tuple[Problem, list[str]]] = []
+    for row in rows:
+        problem = Problem(row["problem_id"], row["problem"], row["answer"], row["family"])
+        options = [one.strip() for one in task.options(problem)] if task.labels_expect else []
+        about.append((problem, options))
+        answers = row["forced_answers"]
+        asked |= {(one, problem): None for one in {*answers, row["natural_answer"], *options}}
+        pairs |= {(answers[-1], one): None for one in set(answers)}
+    grades = dict(zip(asked, task.grade_many(list(asked)), strict=True))
     same = dict(zip(pairs, task.equal_many(list(pairs)), strict=True))
-    for row, problem in zip(rows, problems, strict=True):
-        answers, final = row["forced_answers"], row["forced_answers"][-1]
+    for row, (problem, options) in zip(rows, about, strict=True):
+        answers = row["forced_answers"]
         graded = [grades[answer, problem] for answer in answers]
         row["forced_correct"] = [grade.value for grade in graded]
         row["ungraded_reasons"] = [grade.reason for grade in graded]
-        if task.labels_expect:
-            worth = [grades[option, problem].value for option in _answers(task, problem)]
-            for step, shares in enumerate(row["option_probabilities"]):
-                if shares is not None and None not in worth:
-                    terms = (p * (a or 0.0) for p, a in zip(shares, worth, strict=True))
-                    row["forced_correct"][step] = min(1.0, math.fsum(terms))
-        row["matches_final"] = [same[final, answer] for answer in answers]
+        row["matches_final"] = [same[answers[-1], answer] for answer in answers]
         row["natural_correct"] = grades[row["natural_answer"], problem].value
-
-
-def labelled_step_ends(
-    fmt: TokenFormat, trace_ids: Sequence[int], step_stride: int = 1
-) -> list[int]:
-    """L_i of the steps that get a label.
-
-    Args:
-        fmt: where steps end.
-        trace_ids: the thinking tokens.
-        step_stride: label every k-th step, and always the last.
-    """
-    ends = fmt.step_ends(trace_ids)
-    return [end for i, end in enumerate(ends, start=1) if i % step_stride == 0 or i == len(ends)]
-
-
-def ungraded_row(
-    key: TraceKey,
-    prompt_ids: Sequence[int],
-    trace: Sampled,
-    step_ends: Sequence[int],
-    answers: Sequence[ForkedAnswer],
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    forced: bool,
-    fmt: TokenFormat,
-) -> dict[str, Any]:
-    """A row of a trace, which `grade_rows` completes.
-
-    Args:
-        key: whose trace this is.
-        prompt_ids: its prompt.
-        trace: the trace, with at least one thinking token.
-        step_ends: where answers were forked off it, by `labelled_step_ends`.
-        answers: the answers there.
-        tokenizer: the base's.
-        task: reads the answers.
-        forced: whether the answers began with the task's prefix.
-        fmt: says whether the trace is the reply, so that its own answer stands in it, and where its
-            own answer begins after a marker of several tokens.
-    """
-    problem, texts = key.problem, _Texts(tokenizer)
-    read = task.read_forced if forced else task.read_free
-    options = _answers(task, problem) if forced else ()
-
-    def said(answer: ForkedAnswer) -> str:
-        if answer.option_logprobs is None:
-            return read(texts.of(answer.ids)) or ""
-        return options[answer.option_logprobs.index(max(answer.option_logprobs))]
-
-    contents = [said(answer) for answer in answers]
-    own = texts.of(trace.answer_ids)
-    if trace.end_ids and fmt.end_marker is not None:
-        own = texts.of([*trace.end_ids, *trace.answer_ids])
-        own = own[own.find(fmt.end_marker.literal) + len(fmt.end_marker.literal) :]
-    elif not fmt.format.think_end and trace.ended == "natural":
-        own = texts.of(trace.trace_ids)
-    return {
-        "problem_id": problem.id,
-        "sample_index": key.sample_index,
-        "family": problem.family,
-        "problem": problem.problem,
-        "answer": problem.answer,
-        "prompt_ids": list(prompt_ids),
-        "trace_ids": list(trace.trace_ids),
-        "step_ends": list(step_ends),
-        "forced_answers": contents,
-        "forced_answer_tokens": [len(answer.ids) for answer in answers],
-        "forced_answer_ids": [answer.ids for answer in answers],
-        "forced_logprob": [_mean(answer.logprobs) for answer in answers],
-        "forced_entropy": [answer.entropy for answer in answers],
-        "forced_answer_entropy": [answer.whole_entropy for answer in answers],
-        "option_probabilities": [
-            None
-            if answer.option_logprobs is None
-            else [math.exp(value) for value in answer.option_logprobs]
-            for answer in answers
-        ],
-        "natural_answer": task.read_free(own) or "",
-        "natural_answer_tokens": len(trace.answer_ids),
-        "natural_answer_ids": list(trace.answer_ids),
-        "ended": trace.ended,
-    }
-
-
-class OptionIds:
-    """The tokens of the options that labels choose among; see `Task.options`.
-
-    Args:
-        task: has the options.
-        tokenizer: the base's.
-        fmt: the base's reasoning format, in the task's shape.
-        answer: the labels' answer mode; free answers are decoded.
-
-    Raises:
-        ValueError: the labels are expected grades of options, and answers are free.
-    """
-
-    def __init__(
-        self, task: Task, tokenizer: PreTrainedTokenizerBase, fmt: TokenFormat, answer: str
-    ) -> None:
-        if answer == "free" and task.labels_expect:
-            raise ValueError(
-                "labels of probabilities (labels=probability) are read behind what is forced, but "
-                "answers are free: take answer=forced, or other labels"
-            )
-        self._task = task
-        self._tokenizer = tokenizer
-        prefix = fmt.format.box_prefix
-        # As `TokenFormat.compile` tokenises them: together, unless a token reaches over the seam.
-        self._before = (
-            (fmt.format.closing + prefix, [*fmt.closing_ids, *fmt.box_prefix_ids]),
-            (prefix, [*fmt.box_prefix_ids]),
-        )
-        self._free = answer == "free"
-        self._known: dict[str, int] = {}
-
-    def of(self, problem: Problem) -> tuple[int, ...]:
-        """The ids of a problem's options; () where its answers are decoded.
-
-        Raises:
-            ValueError: see `Task.options`; or an option is not one token of its own.
-        """
-        return () if self._free else tuple(map(self._id, self._task.options(problem)))
-
-    def check(self, problems: Sequence[Problem]) -> None:
-        """Refuses problems as `of` does."""
-        for problem in problems:
-            self.of(problem)
-
-    def _id(self, option: str) -> int:
-        if option not in self._known:
-            written = [
-                (self._tokenizer.encode(text + option, add_special_tokens=False), before)
-                for text, before in self._before
-            ]
-            found = next((ids[-1] for ids, before in written if ids[:-1] == before), None)
-            if found is None:
-                prefix, (ids, before) = self._before[-1][0], written[-1]
-                raise ValueError(
-                    f"the option {option.strip()!r} is not one token of its own behind {prefix!r}: "
-                    f"these are the tokens {before}, with it {ids}. Decode the answers "
-                    "(--task choice:labels=decoded)"
-                )
-            self._known[option] = found
-        return self._known[option]
-
-
-def _answers(task: Task, problem: Problem) -> tuple[str, ...]:
-    """The options as answers."""
-    return tuple(option.strip() for option in task.options(problem))
-
-
-class _Texts:
-    """Decodes token ids, equal ones once."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[tuple[int, ...], str] = {}
-
-    def of(self, ids: Sequence[int]) -> str:
-        """The text of an answer's ids."""
-        key = tuple(ids)
-        if key not in self._known:
-            self._known[key] = str(
-                self._tokenizer.decode(
-                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
-            )
-        return self._known[key]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+        worth = [grades[option, problem].value for option in options]
+        for step, shares in enumerate(row["option_probabilities"] if options else ()):
+            if shares is not None and None not in worth:
+                expected = math.fsum(p * (a or 0.0) for p, a in zip(shares, worth, strict=True))
+                row["forced_correct"][step] = min(1.0, expected)

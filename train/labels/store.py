@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from ospruner.provenance import hash_of
 
 from .card import folder_card, prefix_rows
 from .folder import (
-    DAMAGED,
     FORMAT_VERSION,
     MANIFEST,
     README,
@@ -33,7 +33,7 @@ from .folder import (
     shards_of,
 )
 
-__all__ = ["COSTS", "Chunk", "LabelStore", "Lost", "NoTracesError"]
+__all__ = ["COSTS", "Chunk", "LabelStore", "Lost"]
 
 _KEY = ("problem_id", "sample_index")
 
@@ -49,10 +49,6 @@ requests (which had to be computed), slots of padding; the first two of sampling
 
 Lost = tuple[str, int, str]
 """A trace that is no row: problem id, sample index, why."""
-
-
-class NoTracesError(ValueError):
-    """A finished run has no labelled trace: all were dropped, or failed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,11 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.rows) + len(self.dropped) + len(self.failed)
 
+    def places(self) -> set[tuple[str, int]]:
+        """Problem id and sample index of each trace."""
+        rows = {(row["problem_id"], row["sample_index"]) for row in self.rows}
+        return rows | {lost[:2] for lost in (*self.dropped, *self.failed)}
+
     def plus(self, other: Chunk) -> Chunk:
         """Both as one."""
         return Chunk(
@@ -87,7 +88,7 @@ class Chunk:
 class LabelStore:
     """The folder, opened for writing by one run; a context manager.
 
-    A shard that is no longer what was written is set aside, with a warning, and its traces are no
+    A shard that is no longer what was written is renamed, with a warning, and its traces are no
     longer among `done`: whoever continues the run labels them again.
 
     Args:
@@ -134,12 +135,25 @@ class LabelStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.close()
+        try:
+            self._write_card()  # a commit may have been interrupted before it
+        finally:
+            self._lock.close()
 
     @property
     def traces(self) -> int:
         """Labelled traces that the folder holds."""
         return sum(shard.rows for shard in self.shards)
+
+    @property
+    def data_hash(self) -> str:
+        """See `folder.data_hash`."""
+        return _hash(self.shards)
+
+    def note_effects(self, why: str | None) -> None:
+        """Takes note of an engine's `batch_effects`; they are written with the next commit."""
+        if why and why not in self.batch_effects:
+            self.batch_effects.append(why)
 
     def commit(self, chunk: Chunk) -> None:
         """Makes a chunk durable: when this returns, no kill loses it. Known traces are left out."""
@@ -149,10 +163,9 @@ class LabelStore:
             for lost in (chunk.dropped, chunk.failed)
         )
         added = [Dataset.from_list(rows, features=FEATURES).data.table] if rows else []
-        lost = Chunk([], dropped, failed, chunk.costs)
-        self._exchange([None] * len(self.shards), added, lost)
+        self._exchange([None] * len(self.shards), added, Chunk([], dropped, failed, chunk.costs))
         self._account(rows)
-        self.done |= {one[:2] for one in (*dropped, *failed)}
+        self.done |= chunk.places()
 
     def forget_failed(self) -> None:
         """Takes failed traces out of `done`, to be tried again."""
@@ -176,65 +189,70 @@ class LabelStore:
         self._exchange(tables)
 
     def finish(self, order: Mapping[tuple[str, int], int] | None = None) -> Dataset:
-        """Sorts the rows, derives the view of prefixes, and reads the whole back.
+        """Sorts the rows, derives the view of prefixes, and gives the whole.
 
         Args:
             order: the place of each trace, by problem id and sample index; others come first, as
                 they stand. A shard keeps its number of rows.
 
         Raises:
-            NoTracesError: there is no labelled trace.
+            ValueError: there is no labelled trace: all were dropped, or failed.
         """
         if not self.shards:
             reasons = sorted({why for _, _, why in (*self.lost.dropped, *self.lost.failed)})
-            raise NoTracesError(f"no trace could be labelled: {reasons}")
+            raise ValueError(f"no trace could be labelled: {reasons}")
         whole = pa.concat_tables([read_shard(self.path, shard) for shard in self.shards])
-        if order:
-            keys = zip(*(whole.column(name).to_pylist() for name in _KEY), strict=True)
-            places = [order.get(key, -1) for key in keys]
-            wanted = sorted(range(len(places)), key=places.__getitem__)
-            parts = [(range(first, last), wanted[first:last]) for first, last in self._bounds()]
-            self._exchange([None if list(a) == b else whole.take(b) for a, b in parts])
-            whole = whole.take(wanted)
+        ends = itertools.accumulate((shard.rows for shard in self.shards), initial=0)
+        bounds = list(itertools.pairwise(ends))
+        keys = zip(*(whole.column(name).to_pylist() for name in _KEY), strict=True)
+        places = [(order or {}).get(key, -1) for key in keys]
+        wanted = sorted(range(len(places)), key=places.__getitem__)
+        moved = [wanted[first:last] for first, last in bounds]
+        self._exchange(
+            [
+                None if rows == list(range(first, last)) else whole.take(rows)
+                for rows, (first, last) in zip(moved, bounds, strict=True)
+            ]
+        )
+        whole = whole if wanted == list(range(len(whole))) else whole.take(wanted)
         (self.path / "prefixes").mkdir(exist_ok=True)
-        for shard, (first, last) in zip(self.shards, self._bounds(), strict=True):
+        for shard, (first, last) in zip(self.shards, bounds, strict=True):
             if not (self.path / shard.view).exists():
                 rows = prefix_rows(Dataset(whole.slice(first, last - first)), first)
                 _write_parquet(self.path / shard.view, rows.data.table)
-        self._write_card()
         self._write_manifest(_counts_of(whole))
+        self._write_card()
         return Dataset(whole)
 
-    def _bounds(self) -> Iterator[tuple[int, int]]:
-        """The numbers of each shard's first row, and of the one behind its last."""
-        ends = list(itertools.accumulate(shard.rows for shard in self.shards))
-        return itertools.pairwise([0, *ends])
-
     def _open(self) -> None:
-        check_folder(self.path, self.settings)
         for partial in self.path.rglob(".*.partial"):
             partial.unlink()
+        listed: list[Shard] | None = None
         if (self.path / MANIFEST).exists():
+            check_folder(self.path, self.settings)  # another run may have begun it since
             manifest = read_manifest(self.path)
-            theirs = LabelSettings.from_dict(manifest["settings"])
-            if self.settings.base_fingerprint is None:
-                self.settings = replace(self.settings, base_fingerprint=theirs.base_fingerprint)
+            known = LabelSettings.from_dict(manifest["settings"]).base_fingerprint
+            self.settings = replace(
+                self.settings, base_fingerprint=self.settings.base_fingerprint or known
+            )
             self.source = {**manifest["source"], **self.source}
             self.batch_effects = list(manifest["batch_effects"])
             dropped, failed = (
                 [(problem, index, why) for problem, index, why in manifest[name]]
                 for name in ("dropped", "failed")
             )
-            costs = Counter({name: manifest[name] for name in COSTS})
-            self.lost = Chunk([], dropped, failed, costs)
+            self.lost = Chunk(
+                [], dropped, failed, Counter({name: manifest[name] for name in COSTS})
+            )
             self.done |= {one[:2] for one in (*dropped, *failed)}
-            (self.path / ".manifest.json.copy").unlink(missing_ok=True)  # of version 2
             listed = shards_of(manifest)
             self.shards = [shard for shard in listed if self._is_whole(shard)]
-            self._tidy(moved=self.shards != listed)
-            if self.shards == listed and self._card_is_written():
-                return
-        self._write_manifest()
+        if self.shards != listed:
+            shutil.rmtree(self.path / "prefixes", ignore_errors=True)  # traces change numbers
+            self._write_manifest()
+        counted = {self.path / shard.file for shard in self.shards}
+        for file in set(self.path.glob("data/train-*.parquet")) - counted:
+            file.replace(file.with_suffix(".unlisted"))
         self._write_card()
 
     def _is_whole(self, shard: Shard) -> bool:
@@ -243,8 +261,8 @@ class LabelStore:
             table = read_shard(self.path, shard)
         except DamagedError:
             warnings.warn(
-                f"{self.path / shard.file} is damaged: what is left of it is set aside in "
-                f"{self.path / DAMAGED}, and its {shard.rows} traces are labelled again",
+                f"{self.path / shard.file} is damaged: what is left of it is renamed to .unlisted, "
+                f"and its {shard.rows} traces are labelled again",
                 stacklevel=5,
             )
             return False
@@ -256,20 +274,6 @@ class LabelStore:
             self.done.add((row["problem_id"], row["sample_index"]))
             self.problems[row["problem_id"]] = (row["problem"], row["answer"])
 
-    def _tidy(self, moved: bool) -> None:
-        """Sets aside shards that do not count, and removes views that no shard has.
-
-        Args:
-            moved: the traces have other numbers than before, so that no view holds.
-        """
-        counted = {self.path / shard.file for shard in self.shards}
-        for file in set(self.path.glob("data/*.parquet")) - counted:
-            (self.path / DAMAGED).mkdir(exist_ok=True)
-            file.replace(self.path / DAMAGED / file.name)
-        views = set() if moved else {self.path / shard.view for shard in self.shards}
-        for file in set(self.path.glob("prefixes/*.parquet")) - views:
-            file.unlink()
-
     def _exchange(
         self,
         tables: Sequence[pa.Table | None],
@@ -278,52 +282,49 @@ class LabelStore:
     ) -> None:
         """Gives shards other contents, and adds some: all at once, with the manifest.
 
-        After a failure all is as it was: shards that are written and not listed do not count.
+        After a failure the folder is as it was: shards that nothing lists do not count.
 
         Args:
             tables: new contents of each shard; None leaves it as it is.
             added: contents of new shards.
             lost: traces that are no rows, and costs, to be added.
         """
-        before = self.shards, self.lost
-        files = self._free_files()
-        new = [
-            shard if table is None else _written(self.path, next(files), table)
-            for shard, table in zip(self.shards, tables, strict=True)
+        if lost is None and all(table is None for table in tables):
+            return
+        before, names = self.shards, self._free_names()
+        self.shards = [
+            shard if table is None else self._written(next(names), table)
+            for shard, table in zip(before, tables, strict=True)
         ]
-        try:
-            self.shards = [*new, *(_written(self.path, next(files), table) for table in added)]
-            self.lost = self.lost.plus(Chunk() if lost is None else lost)
-            self._write_manifest()
-        except BaseException:
-            self.shards, self.lost = before
-            raise
+        self.shards += [self._written(next(names), table) for table in added]
+        self.lost = self.lost.plus(Chunk() if lost is None else lost)
+        self._write_manifest()
         self._write_card()
-        for shard in set(before[0]).difference(new):
+        for shard in set(before).difference(self.shards):
             (self.path / shard.file).unlink()
             (self.path / shard.view).unlink(missing_ok=True)
 
-    def _free_files(self) -> Iterator[str]:
-        taken = [path.stem for path in self.path.glob("da*/train-*.parquet")]  # data, damaged
+    def _free_names(self) -> Iterator[str]:
+        taken = [path.stem for path in self.path.glob("da*/train-*")]  # "damaged": of earlier times
         first = 1 + max((int(name.rpartition("-")[2]) for name in taken), default=-1)
         return (f"data/train-{number:05d}.parquet" for number in itertools.count(first))
 
-    def _card(self) -> bytes:
-        viewed = [shard for shard in self.shards if (self.path / shard.view).exists()]
-        files = {
-            "default": ([shard.file for shard in self.shards], self.shards),
-            "prefixes": ([shard.view for shard in viewed], viewed),
-        }
-        hashed = {n: (f, hash_of(shard.sha256 for shard in of)) for n, (f, of) in files.items()}
-        return folder_card(hashed).encode()
-
-    def _card_is_written(self) -> bool:
-        file = self.path / README
-        return file.is_file() and file.read_bytes() == self._card()
+    def _written(self, name: str, table: pa.Table) -> Shard:
+        return Shard(name, _write_parquet(self.path / name, table), len(table))
 
     def _write_card(self) -> None:
-        if not self._card_is_written():
-            replace_file(self.path / README, self._card())
+        """Names the shards that the manifest on the disk lists, whatever a failure has left."""
+        shards = shards_of(read_manifest(self.path))
+        viewed = [shard for shard in shards if (self.path / shard.view).exists()]
+        card = folder_card(
+            {
+                "default": ([shard.file for shard in shards], _hash(shards)),
+                "prefixes": ([shard.view for shard in viewed], _hash(viewed)),
+            }
+        ).encode()
+        file = self.path / README
+        if not file.is_file() or file.read_bytes() != card:
+            replace_file(file, card)
 
     def _write_manifest(self, counts: Mapping[str, int] | None = None) -> None:
         manifest = {
@@ -343,8 +344,8 @@ class LabelStore:
         write_checked(self.path / MANIFEST, manifest)
 
 
-def _written(path: Path, file: str, table: pa.Table) -> Shard:
-    return Shard(file, _write_parquet(path / file, table), len(table))
+def _hash(shards: Iterable[Shard]) -> str:
+    return hash_of(shard.sha256 for shard in shards)
 
 
 def _write_parquet(file: Path, table: pa.Table) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,17 @@ def stats_of(path: str | Path) -> dict[str, Any]:
         "natural_accuracy": sum(natural) / len(natural) if natural else None,
         "ever_right": sum(any((g or 0) >= 0.5 for g in row) for row in grades) / len(dataset),
         "accuracy_at": {
-            str(share): sum(_grade_at(row, share) for row in rows) / len(dataset)
+            str(share): sum(_grade_at(*row, share) for row in rows) / len(dataset)
             for share in (0.25, 0.5, 0.75)
         },
         **{name: manifest[name] for name in COSTS},
     }
 
 
-def _grade_at(row: tuple[list[int], list[float | None]], share: float) -> float:
+def _grade_at(ends: list[int], grades: list[float | None], share: float) -> float:
     """The grade of the last step within that share of a trace's tokens; 0 where there is none."""
-    ends, grades = row
-    within = [
-        grade or 0.0 for end, grade in zip(ends, grades, strict=True) if end <= share * ends[-1]
-    ]
-    return within[-1] if within else 0.0
+    step = bisect.bisect_right(ends, share * ends[-1])
+    return grades[step - 1] or 0.0 if step else 0.0
 
 
 def told(path: str | Path, stats: dict[str, Any]) -> str:
@@ -77,7 +75,7 @@ def told(path: str | Path, stats: dict[str, Any]) -> str:
     if failed := stats["failed_traces"]:
         lines.append(
             f"{failed} of {failed + stats['traces']} traces failed. If they are the long ones, the "
-            "labels are biased: the same command with --retry-failed tries them again."
+            "labels are biased: the same command with --set retry_failed=true does them again."
         )
     ratio = stats["computed_tokens"] / max(1, stats["unique_tokens"])
     lines.append(
@@ -99,12 +97,6 @@ def told_regraded(result: Regraded) -> tuple[str, dict[str, Any]]:
     """What grading again changed: lines, and numbers."""
     changed = {f"{was} -> {now}": count for (was, now), count in sorted(result.changed.items())}
     detail = "".join(f"; {name}: {count}" for name, count in changed.items())
-    lines = [
-        f"{result.steps} forced answers graded, {sum(changed.values())} grades changed{detail}"
-    ]
-    lines += [f"without a verdict, {why}: {n}" for why, n in sorted(result.ungraded.items())]
-    return "\n".join(lines), {
-        "steps": result.steps,
-        "changed": changed,
-        "ungraded": dict(result.ungraded),
-    }
+    said = f"{result.steps} forced answers graded, {sum(changed.values())} grades changed{detail}"
+    without = [f"without a verdict, {why}: {n}" for why, n in sorted(result.ungraded.items())]
+    return "\n".join([said, *without]), vars(result) | {"changed": changed}

@@ -1,36 +1,26 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.task import (
-    PROMPT_PRESETS,
-    Task,
-    load_task_class,
-    prompt_token_ids,
-)
-from ospruner.formats import DEEPSEEK_R1
+from ospruner.eval.problems.problem import Problem, user_message
+from ospruner.eval.problems.registry import load_task_class
+from ospruner.eval.problems.task import PROMPT_PRESETS, Task, prompt_token_ids
+from ospruner.formats import DEEPSEEK_R1, QWEN3
 
 PROBLEMS = [Problem("a", "What is 6*7?", "42")]
-
-CHOICE = '''
-from ospruner.eval.problems.problem import Problem
-from ospruner.eval.problems.task import Task
-
-
-class MultipleChoice(Task):
-    """Questions whose answer is a letter."""
-
-    def grade(self, answer: str | None, problem: Problem) -> bool | None:
-        letter = (answer or "").strip().strip("().").upper()
-        return letter == problem.answer if letter in {"A", "B", "C", "D"} else None
-'''
 
 
 def message(prompt: str) -> str:
     return Task(prompt).message(PROBLEMS[0], DEEPSEEK_R1)
+
+
+def test_an_instruction_is_a_paragraph_of_its_own() -> None:
+    problem = PROBLEMS[0]
+    for instruction, asked in (("Box it.", "What is 6*7?\n\nBox it."), ("", "What is 6*7?")):
+        assert user_message(problem, replace(QWEN3, user_instruction=instruction)) == asked
 
 
 def test_a_preset_stands_between_problem_and_instruction() -> None:
@@ -43,24 +33,6 @@ def test_a_preset_stands_between_problem_and_instruction() -> None:
     ]
     assert "5 words at most" in draft
     assert "check it in a different way" in message("check")
-
-
-def test_mathematics_reads_and_grades() -> None:
-    task = Task()
-    assert task.read_forced("42} is it") == "42"
-    assert task.read_free("so \\boxed{42}.") == "42"
-    assert task.grade("42", PROBLEMS[0]) is True
-    assert task.grade("41", PROBLEMS[0]) is False
-    assert task.grade(None, PROBLEMS[0]) is None
-
-
-def test_another_domain_is_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "choice.py"
-    path.write_text(CHOICE)
-    task, problem = load_task_class(path)(), Problem("q", "Which?", "B")
-    assert task.grade(" (b). ", problem) is True
-    assert task.grade("C", problem) is False
-    assert task.grade("perhaps B", problem) is None
 
 
 def test_bad_tasks_are_refused(tmp_path: Path) -> None:

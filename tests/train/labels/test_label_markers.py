@@ -40,7 +40,7 @@ def fmt(request: pytest.FixtureRequest, reasoner: Reasoner) -> TokenFormat:
 def test_labels_and_generate_end_at_the_same_token(
     reasoner: Reasoner, fmt: TokenFormat, tmp_path: Path
 ) -> None:
-    problems = draw_split("test", 6, 0)
+    problems = draw_split("test", 4, 0)
     labeller = Labeller(reasoner.tokenizer, fmt, SETTINGS)
     rows = list(label_problems(problems, reasoner.engine, labeller, tmp_path / "l"))
     natural = 0

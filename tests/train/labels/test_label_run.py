@@ -17,20 +17,17 @@ from typer.testing import CliRunner
 from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.cli import app
 from ospruner.demo import REASONER
-from ospruner.engines.interface import SamplingSettings, TraceRequest
 from ospruner.engines.opening import ENGINES, EngineOptions
-from ospruner.engines.transformers.engine import TransformersEngine
-from ospruner.eval.schema import FEATURES, validate_row
+from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
 from ospruner.formats import QWEN3
 from ospruner.train.labels.folder import read_labels, read_manifest
-from ospruner.train.labels.importing import ImportedTraces, read_traces
+from ospruner.train.labels.importing import read_traces
 from ospruner.train.labels.label import (
     LabelConfig,
     label,
-    load_run_problems,
-    parse_columns,
     read_format,
 )
+from ospruner.train.labels.rows import Labeller
 
 LIMITS: dict[str, Any] = {
     "max_thinking_tokens": 40, "max_answer_tokens": 5, "columns": "problem=q,answer=gold",
@@ -122,16 +119,10 @@ def test_nothing_left_to_do_opens_no_engine(
     [
         ({"engine": "tgi"}, "engine is 'tgi'; it must be auto or one of transformers, vllm, sgl"),
         ({"dataset": "absent.jsonl"}, "no rows at absent.jsonl"),
-        ({"base": "absent-base"}, "base is 'absent-base', of which no tokenizer can be loaded"),
-        ({"answer": "both"}, "answer is 'both'; it must be 'forced' or 'free'"),
-        ({"max_thinking_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"samples": 0}, "samples_per_problem is 0; it must be at least 1"),
         ({"temprature": 1}, "settings are .'temprature'.; they must be among .* temperature"),
         ({"task": "code"}, "off by default: say --allow-code"),
         ({"task": "code", "allow_code": True, "actors": 2}, "programs on every node"),
-        ({"format": "gemini"}, "format is 'gemini'; it must be one of deepseek-r1"),
         ({"out": "a-file"}, "is a file; labels go into a folder"),
-        ({"limit": 0}, "limit is 0"),
     ],
 )
 def test_bad_input_is_refused_before_the_engine_starts(
@@ -151,20 +142,6 @@ def test_bad_input_is_refused_before_the_engine_starts(
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         label(**given | {"out": tmp_path / changes.get("out", "labels")})
     assert not (tmp_path / "labels").exists()
-
-
-def test_columns_and_problems_of_a_run(problems: str, tmp_path: Path) -> None:
-    assert parse_columns("") == {}
-    with pytest.raises(ValueError, match=r"columns holds \['problem'\]; write field=column"):
-        parse_columns("problem")
-    config = LabelConfig(
-        dataset=problems, columns="problem=q,answer=gold", exclude=(problems,), limit=1
-    )
-    with pytest.raises(ValueError, match="no column 'problem'"):
-        load_run_problems(config)
-    same = write(tmp_path / "same.jsonl", [{"problem": "a?", "answer": "1"}])
-    with pytest.raises(ValueError, match="all 1 problems are also in"):
-        load_run_problems(LabelConfig(dataset=same, exclude=(same,)))
 
 
 def test_a_data_set_has_its_task() -> None:
@@ -210,18 +187,13 @@ def test_imported_traces_are_those_of_the_file(tiny_base_dir: Path, tmp_path: Pa
     assert read_manifest(out)["sampling_computed_tokens"] == 0
 
 
-def test_thinking_is_opened_where_the_prompt_does_not(
-    tiny_base: Qwen2ForCausalLM, tiny_base_dir: Path, tmp_path: Path
-) -> None:
+def test_thinking_is_opened_where_the_prompt_does_not(tiny_base_dir: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
     traces = read_traces(write(tmp_path / "t.jsonl", TRACES))
-    imported = ImportedTraces(traces, TransformersEngine(tiny_base, tokenizer), tokenizer)
     fmt = TokenFormat.compile(QWEN3, tokenizer)
+    labeller = Labeller(tokenizer, fmt, LabelSettings(base_model="b"))
     prompts = [tokenizer.encode("<|assistant|>"), tokenizer.encode("<|assistant|><think>\n")]
-    sampled = [
-        imported.given(TraceRequest(prompt, f"a/{n}"), SamplingSettings(), fmt)
-        for n, prompt in enumerate(prompts)
-    ]
+    sampled = [traces[n].sampled(prompt, labeller) for n, prompt in enumerate(prompts)]
     assert str(tokenizer.decode(sampled[0].trace_ids)).startswith("<think>\nSo 3 + 4")
     assert tokenizer.decode(sampled[1].trace_ids) == "It is 7."
 
@@ -229,7 +201,6 @@ def test_thinking_is_opened_where_the_prompt_does_not(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"id": "d", "problem": "p", "answer": "1"}, "row 3: column 'reasoning' holds None"),
         ({"id": "d", "problem": "p", "answer": "1", "reasoning": " "}, "must be the text of a tr"),
         ({"id": "a", "problem": "p", "answer": "1", "reasoning": "x"}, "id 'a' was used before"),
     ],
@@ -251,7 +222,7 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
     with gzip.open(source, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     wanted = [row for row in rows if row["model"] == "DeepSeek-R1-Distill-Qwen-7B"]
-    chosen = sorted(wanted, key=lambda row: len(row["reasoning"]))[:3]
+    chosen = sorted(wanted, key=lambda row: len(row["reasoning"]))[:2]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -286,7 +257,7 @@ def test_real_traces_of_r1_distill_are_imported(shared_dir: Path, tmp_path: Path
 def test_chunks_batches_and_a_stop_do_not_change_labels(problems: str, tmp_path: Path) -> None:
     """The embedded reasoner, whose weights are stored in half precision."""
 
-    given = {**LIMITS, "max_thinking_tokens": 120, "max_answer_tokens": 8, "samples": 2}
+    given = {**LIMITS, "max_thinking_tokens": 60, "max_answer_tokens": 8, "samples": 2}
 
     def run(name: str, chunk: int, rows: int, dtype: str = "auto") -> list[dict[str, Any]]:
         how = given | {"batch_size": rows, "dtype": dtype, "chunk": chunk}
@@ -343,16 +314,13 @@ def test_markers_and_paragraphs_of_imported_texts(
         assert (trace.reasoning, trace.response) == expected
 
 
-def test_no_text_becomes_a_control_token(
-    tiny_base: Qwen2ForCausalLM, tiny_base_dir: Path, tmp_path: Path
-) -> None:
+def test_no_text_becomes_a_control_token(tiny_base_dir: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_base_dir)
     end = str(tokenizer.eos_token)
     row = {"id": "a", "problem": "p", "answer": "7", "reasoning": f"One {end} two", "response": end}
-    traces = read_traces(write(tmp_path / "t.jsonl", [row]))
-    imported = ImportedTraces(traces, TransformersEngine(tiny_base, tokenizer), tokenizer)
+    (trace,) = read_traces(write(tmp_path / "t.jsonl", [row]))
     fmt = TokenFormat.compile(QWEN3, tokenizer)
-    asked = TraceRequest(tokenizer.encode("<|assistant|><think>\n"), "a/0")
-    sampled = imported.given(asked, SamplingSettings(), fmt)
+    labeller = Labeller(tokenizer, fmt, LabelSettings(base_model="b"))
+    sampled = trace.sampled(tokenizer.encode("<|assistant|><think>\n"), labeller)
     assert tokenizer.eos_token_id not in [*sampled.trace_ids, *sampled.answer_ids]
     assert tokenizer.decode(sampled.trace_ids) == f"One {end} two"

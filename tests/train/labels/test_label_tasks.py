@@ -179,33 +179,6 @@ def test_choices_that_cannot_be_read_are_refused(tiny_base_dir: Path, tmp_path: 
     }
 
 
-def test_labels_that_name_no_task_are_of_mathematics() -> None:
-    values = LabelSettings(base_model="base").to_dict()
-    assert "task" not in values
-    settings = LabelSettings.from_dict(values)
-    assert settings.task == {"name": "math"}
-    named = LabelSettings(base_model="base", task={"name": "exact"})
-    assert LabelSettings.from_dict(named.to_dict()) == named
-    assert settings.differences(named) == ["task: {'name': 'math'} here, {'name': 'exact'} there"]
-    with pytest.raises(ValueError, match="it must be settings with a name"):
-        LabelSettings(base_model="base", task={})
-
-
-def test_code_needs_leave_before_anything_is_loaded(tmp_path: Path) -> None:
-    given = [
-        "label",
-        "--base",
-        "nowhere",
-        "--dataset",
-        "nothing.jsonl",
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    result = CliRunner().invoke(app, [*given, "--task", "code"])
-    assert "allow-code" in str(result.exception)
-    assert not (tmp_path / "o").exists()
-
-
 def test_a_program_ends_at_its_fence(tiny_tokenizer: Any) -> None:
     shape = Code().shape(DEEPSEEK_R1)
     fmt = TokenFormat.compile(shape, tiny_tokenizer)

@@ -239,20 +239,16 @@ def test_killed_at_each_moment_of_each_commit(
     """The steps are fsyncs and renames; the system keeps all that was written before the kill."""
     # A kill loses nothing that was written: fsync only counts as a moment here, and costs no time.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    rows = make_labels(6).to_list()
+    rows = make_labels(4).to_list()
     chunks = [
         Chunk(rows[:2], [("lost", 0, "why")], costs=Counter(computed_tokens=3, unique_tokens=2)),
-        Chunk([], failed=[("lost", 1, "why")]),
-        Chunk(rows[2:4], costs=Counter(computed_tokens=5, unique_tokens=4)),
-        Chunk(rows[4:]),
+        Chunk(rows[2:], failed=[("lost", 1, "why")], costs=Counter(computed_tokens=5)),
     ]
 
     def work(folder: Path) -> None:
         with LabelStore(folder, SETTINGS) as writer:
             for chunk in chunks:
-                keys = {(row["problem_id"], row["sample_index"]) for row in chunk.rows}
-                lost = {one[:2] for one in (*chunk.dropped, *chunk.failed)}
-                if not keys | lost <= writer.done:
+                if not chunk.places() <= writer.done:
                     writer.commit(chunk)
             writer.finish()
 
@@ -280,9 +276,9 @@ def test_killed_at_each_moment_of_each_commit(
         assert state(folder) == whole
         moment += 1
     assert code == 0
-    assert seen == {0, 2, 4, 6}
+    assert seen == {0, 2, 4}
     fuzzed("label commits killed at each moment", kills=moment - 1, taken_up_again=moment - 1)
-    assert moment > 60
+    assert moment > 40
 
 
 def test_grading_again_changes_all_or_nothing(
@@ -318,10 +314,3 @@ def test_grading_again_changes_all_or_nothing(
     assert seen == sorted(seen)
     assert not seen[3]
     assert seen[-2]
-
-
-@pytest.mark.parametrize("name", [".manifest.json.partial", ".README.md.partial"])
-def test_killed_while_the_first_files_were_written(name: str, run: Run, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("{")
-    (tmp_path / "data").mkdir()
-    assert len(run(tmp_path, 1)) == 2

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from datasets import load_dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from modeling_ospruner.formats_ospruner import TokenFormat
@@ -25,11 +17,10 @@ from ospruner.engines.interface import TraceDesk, TraceRequest
 from ospruner.engines.transformers.engine import TransformersEngine
 from ospruner.eval.grading.boxed import equal, grade, read_box
 from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import FEATURES, LabelSettings, validate_row
+from ospruner.eval.schema import LabelSettings, validate_row
 from ospruner.formats import DEEPSEEK_R1, QWEN3
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.labels.rows import labelled_step_ends
 
 SETTINGS = LabelSettings(
     base_model="tiny", temperature=1.0, top_p=1.0, max_new_tokens=48, max_answer_tokens=6
@@ -123,16 +114,13 @@ def test_labels_equal_those_of_each_prefix_encoded_from_scratch(
     assert len(capped["forced_answers"]) == len(capped["step_ends"])
 
 
-def test_load_dataset_reads_the_folder_and_ignores_the_rest(
+def test_the_manifest_counts_what_was_made(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     folder = tmp_path / "labels"
     labeller = Labeller(tiny_tokenizer, fmt, SETTINGS)
     made = label_problems(make_problems(7), engine, labeller, folder, chunk_traces=2)
     assert 4 <= len(list((folder / "data").iterdir())) <= 7
-    loaded = load_dataset(str(folder), split="train")
-    assert loaded.features == FEATURES
-    assert loaded.to_list() == made.to_list()
     manifest = read_manifest(folder)
     assert manifest["finished"]
     assert (manifest["traces"], manifest["problems"]) == (7, 7)
@@ -146,81 +134,13 @@ def test_finished_run_is_read_back_and_more_problems_are_added(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     settings = dataclasses.replace(SETTINGS, samples_per_problem=2)
-    first = label_problems(
-        make_problems(2), engine, Labeller(tiny_tokenizer, fmt, settings), tmp_path
-    )
-    again = label_problems(
-        make_problems(2), engine, Labeller(tiny_tokenizer, fmt, settings), tmp_path
+    labeller = Labeller(tiny_tokenizer, fmt, settings)
+    first, again, more = (
+        label_problems(make_problems(count), engine, labeller, tmp_path) for count in (2, 2, 3)
     )
     assert again.to_list() == first.to_list()
-    more = label_problems(
-        make_problems(3), engine, Labeller(tiny_tokenizer, fmt, settings), tmp_path
-    )
     assert engine.sampled == ["p0/0", "p0/1", "p1/0", "p1/1", "p2/0", "p2/1"]
     assert more.to_list()[:4] == first.to_list()
-
-
-WORKER = """
-import json
-import sys
-from pathlib import Path
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.formats import DEEPSEEK_R1
-from ospruner.engines.transformers.engine import TransformersEngine
-from ospruner.eval.problems.problem import Problem
-from ospruner.eval.schema import LabelSettings
-from ospruner.train.labels.making import Labeller, label_problems
-base, out, settings = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(base)
-engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(base), tokenizer, batch_size=8)
-problems = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(5000)]
-fmt = TokenFormat.compile(DEEPSEEK_R1, tokenizer)
-labeller = Labeller(tokenizer, fmt, LabelSettings.from_dict(json.loads(Path(settings).read_text())))
-label_problems(problems, engine, labeller, out, chunk_traces=2)
-"""
-
-
-def test_killed_run_goes_on_without_repeating_or_losing(
-    engine: Recording,
-    tiny_base_dir: Path,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    fmt: TokenFormat,
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "labels"
-    (tmp_path / "settings.json").write_text(json.dumps(SETTINGS.to_dict()))
-    command = [
-        sys.executable, "-c", WORKER, str(tiny_base_dir), str(folder),
-        str(tmp_path / "settings.json"),
-    ]  # fmt: skip
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 120
-    while len(list(folder.glob("data/*.parquet"))) < 3:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline, "the run wrote no three shards"
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    kept = read_labels(folder).to_list()
-    committed = set(keys_of(folder))
-    assert len(committed) >= 3
-    problems = make_problems(len(committed) + 4)
-
-    label_problems(
-        problems, engine, Labeller(tiny_tokenizer, fmt, SETTINGS), folder, chunk_traces=2
-    )
-
-    assert set(engine.sampled) == {f"p{n}/0" for n in range(len(problems))} - {
-        f"{problem}/{sample}" for problem, sample in committed
-    }
-    assert sorted(keys_of(folder)) == sorted((problem.id, 0) for problem in problems)
-    rows = read_labels(folder).to_list()
-    assert all(row in rows for row in kept)
-    undisturbed = label_problems(
-        problems, engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path / "undisturbed"
-    )
-    assert undisturbed["trace_ids"] == read_labels(folder)["trace_ids"]
 
 
 def test_what_a_kill_left_is_removed_and_a_stranger_named(
@@ -234,9 +154,6 @@ def test_what_a_kill_left_is_removed_and_a_stranger_named(
         "train-00000.parquet",
         "train-00001.parquet",
     }
-    shutil.copy(tmp_path / "data" / "train-00000.parquet", tmp_path / "data" / "other.parquet")
-    with pytest.raises(ValueError, match=r"other\.parquet is not of this run"):
-        label_problems(make_problems(3), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path)
     assert engine.sampled == ["p0/0", "p1/0", "p2/0"]
 
 
@@ -274,20 +191,6 @@ def test_other_settings_problems_files_and_runs_are_refused(
         )
 
 
-def test_tokenizer_without_chat_template_is_refused(
-    engine: Recording,
-    tiny_base_dir: Path,
-    fmt: TokenFormat,
-    tmp_path: Path,
-) -> None:
-    from transformers import AutoTokenizer
-
-    bare = AutoTokenizer.from_pretrained(tiny_base_dir)
-    bare.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        label_problems(make_problems(1), engine, Labeller(bare, fmt, SETTINGS), tmp_path / "labels")
-
-
 def test_every_keeps_the_last_step(
     fmt: TokenFormat, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -295,7 +198,7 @@ def test_every_keeps_the_last_step(
     trace = tiny_tokenizer.encode(text, add_special_tokens=False)
     ends = fmt.step_ends(trace)
     assert len(ends) == 5
-    assert labelled_step_ends(fmt, trace, 1) == ends
-    assert labelled_step_ends(fmt, trace, 2) == [ends[1], ends[3], ends[4]]
-    assert labelled_step_ends(fmt, trace, 3) == [ends[2], ends[4]]
-    assert labelled_step_ends(fmt, trace, 9) == [ends[4]]
+    for stride, kept in ((1, [0, 1, 2, 3, 4]), (2, [1, 3, 4]), (3, [2, 4]), (9, [4])):
+        settings = dataclasses.replace(SETTINGS, step_stride=stride)
+        found = Labeller(tiny_tokenizer, fmt, settings).step_ends(trace)
+        assert found == [ends[step] for step in kept]

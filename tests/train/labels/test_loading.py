@@ -17,7 +17,7 @@ from ospruner.eval.grading.boxed import Verdict
 from ospruner.eval.schema import COLUMNS, FEATURES, PREFIX_FEATURES, LabelSettings, split_of
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import regrade
-from ospruner.train.labels.loading import load_labels, load_mix, load_splits
+from ospruner.train.labels.loading import load_labels, load_splits
 from ospruner.train.labels.store import Chunk, LabelStore
 from ospruner.train.labels.summary import stats_of, told, told_regraded
 
@@ -120,7 +120,7 @@ def test_a_shard_that_nothing_lists_is_read_by_nobody(
     assert len(load(folder)) == len(read_labels(folder)) == 8
     with LabelStore(folder, SETTINGS) as store:
         assert store.traces == 8
-    assert (folder / "damaged/train-00007.parquet").is_file()
+    assert (folder / "data/train-00007.unlisted").is_file()
 
 
 def test_splits_are_by_problem_and_know_how_they_were_made(folder: Path) -> None:
@@ -164,29 +164,6 @@ def test_every_split_of_a_published_data_set_is_read_back(
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 8, "validation": 4}
     assert load_labels(splits["validation"]).data_hash == load_labels(other).data_hash
     assert len(load_labels(folder).traces) == 12
-
-
-def test_a_mix_tells_its_sources_apart(
-    folder: Path, make_labels: MakeLabels, tmp_path: Path
-) -> None:
-    def write(name: str, source: str, **changed: Any) -> Path:
-        settings = LabelSettings(**{**vars(SETTINGS), **changed})
-        with LabelStore(tmp_path / name, settings, {"dataset": source}) as store:
-            store.commit(Chunk(make_labels(3, seed=6).to_list()))
-            store.finish()
-        return tmp_path / name
-
-    mix = load_mix([folder, write("one", "data-v1.jsonl.gz")])
-    assert list(mix.parts) == ["data-v1.5", "data-v1"]
-    assert mix.traces["domain"] == ["data-v1.5"] * 8 + ["data-v1"] * 3
-    assert mix.traces["problem_id"][-1] == "data-v1/p2"
-    with pytest.raises(ValueError, match=r"the 1\. and the 2\. are both of 'data-v1.5'"):
-        load_mix([folder, folder])
-    exact = write("exact", "names", task={"name": "exact"}, max_answer_tokens=8)
-    assert list(load_mix([folder, exact]).parts) == ["math", "exact"]
-    stride = write("stride", "names", step_stride=2)
-    with pytest.raises(ValueError, match=r"cannot be mixed \(step_stride: 1 here, 2 there\)"):
-        load_mix([folder, stride])
 
 
 def test_stats_say_what_the_rows_say(folder: Path) -> None:

@@ -25,13 +25,13 @@ from ospruner.optional import MissingPackageError
 from ospruner.train.labels.folder import read_labels, read_manifest
 from ospruner.train.labels.label import label
 from ospruner.train.labels.making import Labeller, label_problems
-from ospruner.train.labels.on_ray import UnfinishedUnitsError, Worker, label_with_ray
+from ospruner.train.labels.on_ray import UnfinishedRunError, Worker, label_with_ray
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'ospruner[ray]' (docs/scale.md)",
 )
-PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(24)]
+PROBLEMS = [Problem(f"p{n}", f"What is {n} + 4?", str(n + 4)) for n in range(12)]
 OPTIONS: dict[str, Any] = {"actors": 2, "gpus_per_actor": 0, "chunk_traces": 4}
 
 
@@ -120,70 +120,51 @@ def settings() -> LabelSettings:
 
 
 @needs_ray
-def test_a_killed_actor_and_a_poisoned_trace_cost_that_trace_only(
+def test_deadly_and_poisoned_traces_cost_themselves_only(
     cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
 ) -> None:
-    deadly = tmp_path / "killed"
-    make = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", deadly=deadly)
+    """One kills its actor twice with others and twice alone; what these had begun is kept."""
+    deadly, out = tmp_path / "killed", tmp_path / "labels"
+    make = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", deadly=deadly, deaths=99)
     seen: list[int] = []
 
     def progress(phase: str, done: int, total: int, note: str = "") -> None:
         assert (phase, total) == ("label", len(PROBLEMS))
         seen.append(done)
 
-    out = tmp_path / "labels"
     labels = label_with_ray(PROBLEMS, make, settings, out, **OPTIONS, progress=progress)
-    assert len(died(deadly)) == 1
+    assert len(set(died(deadly))) == 4
     assert os.getpid() not in died(deadly)
-    assert sorted(labels["problem_id"]) == sorted({p.id for p in PROBLEMS} - {"p3"})
     manifest = read_manifest(out)
     assert manifest["finished"]
-    assert manifest["failed"] == [["p3", 0, "RuntimeError: this prompt breaks the engine"]]
+    assert sorted(manifest["failed"]) == [
+        ["p3", 0, "RuntimeError: this prompt breaks the engine"],
+        ["p9", 0, "its worker ended 2 times while doing it alone"],
+    ]
     assert seen[0] == 0
     assert seen[-1] == len(PROBLEMS)
     # The same traces as one process without faults gives; nothing is done again.
-    alone = label_problems(
-        PROBLEMS, *MakeWorker(str(tiny_base_dir), settings)(), tmp_path / "alone"
-    )
-    ours, theirs = (
-        dict(zip(d["problem_id"], d["trace_ids"], strict=True)) for d in (labels, alone)
-    )
-    assert ours == {name: ids for name, ids in theirs.items() if name != "p3"}
+    sound = MakeWorker(str(tiny_base_dir), settings)
+    alone = label_problems(PROBLEMS, *sound(), tmp_path / "alone")
+    kept = alone.filter(lambda row: row["problem_id"] not in ("p3", "p9"))
+    assert labels["problem_id"] == kept["problem_id"]
+    assert labels["trace_ids"] == kept["trace_ids"]
     again = label_with_ray(PROBLEMS, make, settings, out, **OPTIONS)
     assert again["trace_ids"] == labels["trace_ids"]
 
 
 @needs_ray
-def test_units_that_fail_are_named_and_the_others_kept(
+def test_a_run_that_cannot_end_says_why_and_keeps_the_others(
     cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "labels"
     broken = MakeWorker(str(tmp_path / "nothing-here"), settings)
     with pytest.raises(Exception, match="nothing-here"):
-        label_with_ray(PROBLEMS[:4], broken, settings, out, **OPTIONS)
+        label_with_ray(PROBLEMS[:4], broken, settings, out, **OPTIONS | {"actors": 1})
     full = MakeWorker(str(tiny_base_dir), settings, poison="p3/0", error=OSError)
-    with pytest.raises(UnfinishedUnitsError, match="1 units are not done; .* OSError: this prompt"):
-        label_with_ray(PROBLEMS[:4], full, settings, out, **OPTIONS)
-    assert {"p0", "p1"} <= set(read_labels(out)["problem_id"])  # of the other actor
-    make = MakeWorker(str(tiny_base_dir), settings)
-    assert label_with_ray(PROBLEMS[:4], make, settings, out, **OPTIONS)["problem_id"] == [
-        problem.id for problem in PROBLEMS[:4]
-    ]
-
-
-@needs_ray
-def test_a_trace_that_kills_its_actors_is_recorded_after_four_deaths(
-    cluster: Any, settings: LabelSettings, tiny_base_dir: Path, tmp_path: Path
-) -> None:
-    """Twice with the others, twice alone; what else was begun with it is done alone, and kept."""
-    deadly = tmp_path / "killed"
-    make = MakeWorker(str(tiny_base_dir), settings, deadly=deadly, deaths=99)
-    labels = label_with_ray(PROBLEMS[:12], make, settings, tmp_path / "labels", **OPTIONS)
-    assert set(labels["problem_id"]) == {p.id for p in PROBLEMS[:12]} - {"p9"}
-    assert read_manifest(tmp_path / "labels")["failed"] == [
-        ["p9", 0, "its worker ended 2 times while doing it alone"]
-    ]
-    assert len(died(deadly)) == 4
+    with pytest.raises(UnfinishedRunError, match="traces are not done; .* OSError: this prompt"):
+        label_with_ray(PROBLEMS[:4], full, settings, out, **OPTIONS | {"chunk_traces": 1})
+    assert {"p0", "p1"} <= set(read_labels(out)["problem_id"])
 
 
 @needs_ray
