@@ -43,12 +43,11 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     first, *others = load_run_problems(asked).problems
     options = EngineOptions(args.base, batch_size=args.limit, dtype=dtype or "auto")
     engine = open_engine(name, tokenizer, options)
-    made = []
     with tempfile.TemporaryDirectory() as folder:
         labeller, out = Labeller(tokenizer, fmt, settings), Path(folder, "others")
         label_problems([first], engine, labeller, Path(folder, "first"))
-        taken = timed(lambda: made.append(label_problems(others, engine, labeller, out)))
-        tokens = sum(map(len, made[0]["trace_ids"]))
+        made, taken = timed(lambda: label_problems(others, engine, labeller, out))
+        tokens = sum(map(len, made["trace_ids"]))
     rate = tokens / taken.wall_seconds
     print(f"{arm}: {tokens} thinking tokens, {rate:.1f} a second", flush=True)
     return {

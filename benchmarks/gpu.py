@@ -155,7 +155,7 @@ def check_train(job: Job) -> Found:
         processing_class=tokenizer,
     )  # fmt: skip
     with FlopCounterMode(display=False) as counter:
-        taken = timed(trainer.train)
+        _, taken = timed(trainer.train)
     found: Found = {"seconds_a_step": taken.wall_seconds, "operations": counter.get_total_flops()}
     limit = matrix_limit(job.device, job.dtype, 8192 if job.device == "cuda" else 512)
     found["share_of_matrix_product"] = found["operations"] / taken.wall_seconds / limit
@@ -219,8 +219,7 @@ class Served:
             for i in range(requests)
         ]
         asked = [{"prompt_token_ids": prompt} for prompt in self.prompts[:requests]]
-        outputs: list[Any] = []
-        taken = timed(lambda: outputs.extend(self.llm.generate(asked, params, use_tqdm=False)))
+        outputs, taken = timed(lambda: self.llm.generate(asked, params, use_tqdm=False))
         return taken.wall_seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
     def speeds(self, never: Found, early: Found) -> Found:

@@ -3,10 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/labels.py [--quick] [--json FILE] [--limit N] [--seed N]
         [--before DIR --before-python FILE]
 
-The embedded reasoner samples traces, answers after each of their steps, and the answers are graded:
-the share of time of each phase. Then what it thought is laid end to end until it is as long as real
-traces (trace_shapes.json: R1-Distill-Qwen-7B on MATH-500), and answers are forced where those had
-their steps: once by the engine, which computes shared tokens once, and once from batches of whole
+What the embedded reasoner thinks is laid end to end until it is as long as real traces
+(trace_shapes.json: R1-Distill-Qwen-7B on MATH-500), and answers are forced where those had their
+steps: once by the engine, which computes shared tokens once, and once from batches of whole
 prefixes, left-padded, each encoded anew. Both arms use the same stop rule, and their answers are
 compared. `unique` are the nodes of the trie over all requests. Where vLLM is installed it forks the
 same traces, from blocks of 32 tokens on a CPU.
@@ -28,13 +27,10 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS, Reasoner, draw_split
 from ospruner.engines import Engine, ForkedAnswer, ForkRequest, SamplingSettings, TokenCount
-from ospruner.eval.grading.boxed import read_box
 from ospruner.eval.problems.problem import user_message
-from ospruner.eval.problems.task import Math, prompt_token_ids
+from ospruner.eval.problems.task import prompt_token_ids
 
 SHAPES = Path(__file__).with_name("trace_shapes.json")
-
-Answers = list[list[ForkedAnswer]]
 
 
 class Boxes(StoppingCriteria):
@@ -115,52 +111,26 @@ def anew(
 
 def forked(
     engine: Engine, fmt: TokenFormat, requests: Sequence[ForkRequest]
-) -> tuple[Answers, Timed]:
+) -> tuple[list[list[ForkedAnswer]], Timed]:
     """The forced answers, and how long they took."""
-    kept: list[Answers] = []
     suffix = fmt.forced_suffix()
-    time = timed(
-        lambda: kept.append(engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
-    )
-    return kept[0], time
+    return timed(lambda: engine.fork(requests, suffix, MAX_ANSWER_TOKENS, fmt.box_state))
 
 
-def phases(
-    reasoner: Reasoner, problems: int, limit: int, seed: int
-) -> tuple[list[ForkRequest], dict[str, float]]:
-    """A label run in memory.
-
-    Returns:
-        Its traces' tokens laid end to end in the lengths and with the steps of real traces; and the
-        share of time of each phase.
-    """
-    fmt, engine, task = reasoner.token_format, reasoner.engine, Math()
+def long_traces(reasoner: Reasoner, problems: int, limit: int, seed: int) -> list[ForkRequest]:
+    """What the reasoner thinks, laid end to end in lengths and with steps of real traces."""
+    fmt, tokenizer = reasoner.token_format, reasoner.tokenizer
     drawn = draw_split("test", problems, seed)
-    prompts = [
-        prompt_token_ids(p.id, user_message(p, fmt.format), reasoner.tokenizer, fmt) for p in drawn
-    ]
+    prompts = [prompt_token_ids(p.id, user_message(p, fmt.format), tokenizer, fmt) for p in drawn]
     settings = SamplingSettings(max_new_tokens=MAX_THINKING_TOKENS, seed=seed)
-    names, kept = [f"{problem.id}/0" for problem in drawn], list[Any]()
-    times = {"sample": timed(lambda: kept.extend(engine.sample(prompts, settings, fmt, names)))}
-    requests = [
-        ForkRequest(prompt, trace.trace_ids, fmt.step_ends(trace.trace_ids))
-        for prompt, trace in zip(prompts, kept, strict=True)
-    ]
-    answers, times["fork"] = forked(engine, fmt, requests)
-    pairs = [
-        (read_box(str(reasoner.tokenizer.decode(fork.ids))) or "", problem)
-        for problem, forks in zip(drawn, answers, strict=True)
-        for fork in forks
-    ]
-    times["grade"] = timed(lambda: task.grade_many(pairs))
-    total = sum(time.wall_seconds for time in times.values())
+    names = [f"{problem.id}/0" for problem in drawn]
+    thought = reasoner.engine.sample(prompts, settings, fmt, names)
+    tokens = itertools.cycle([i for trace in thought for i in trace.trace_ids])
     shapes = json.loads(SHAPES.read_text("utf-8"))["traces"][:limit]
-    tokens = itertools.cycle([i for trace in kept for i in trace.trace_ids])
-    long = [
+    return [
         ForkRequest(prompt, list(itertools.islice(tokens, shape["tokens"])), shape["step_ends"])
         for prompt, shape in zip(itertools.cycle(prompts), shapes, strict=False)
     ]
-    return long, {name: time.wall_seconds / total for name, time in times.items()}
 
 
 def ratio(count: TokenCount) -> float:
@@ -198,14 +168,12 @@ def main() -> None:
     fmt, engine = reasoner.token_format, reasoner.engine
     reasoner.model.config.max_position_embeddings = 32_768  # real traces are longer than its own
     limit = args.limit or (4 if args.quick else 9)
-    requests, shares = phases(reasoner, args.problems, limit, args.seed)
+    requests = long_traces(reasoner, args.problems, limit, args.seed)
     engine.counts = shared = TokenCount()
     answers, forking = forked(engine, fmt, requests)
-    kept = list[Any]()
-    encoding = timed(
-        lambda: kept.extend(anew(reasoner.model, fmt, engine.eos_ids, requests, args.batch_tokens))
+    (theirs, computed), encoding = timed(
+        lambda: anew(reasoner.model, fmt, engine.eos_ids, requests, args.batch_tokens)
     )
-    theirs, computed = kept
     ours = [fork.ids for forks in answers for fork in forks]
     same = sum(list(ids) == other for ids, other in zip(ours, theirs, strict=True))
     result: dict[str, Any] = {
@@ -224,11 +192,9 @@ def main() -> None:
     )
     for name, value in result.items():
         print(f"{name:36}{'not installed' if value is None else f'{value:.3f}'}")
-    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    print(f"{'time of a label run':36}{told}")
     sizes = {"traces": len(requests), "trace_tokens": trace_tokens, "forks": len(ours)}
     seconds = {"fork_seconds": forking.wall_seconds, "fork_cpu_seconds": forking.cpu_seconds}
-    more = {**sizes, **seconds, "share_of_time": shares, "seed": args.seed}
+    more = {**sizes, **seconds, "seed": args.seed}
     print_last_line({**result, **more}, args.json)
 
 

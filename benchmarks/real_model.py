@@ -60,8 +60,6 @@ GAPS = "2e-3,1e-3,3e-4,1e-4"
 BASELINES = ("probe", "convergence", "final-answer")
 ARMS = ("transformers:float32", "transformers:bfloat16", "vllm:float32", "vllm:bfloat16")
 MADE_BY = ("git_commit", "git_modified", "created_utc", "data_hash", "packages")
-
-
 COMMANDS = "commands.json"
 
 
@@ -102,7 +100,10 @@ class Commands:
         ours = program == "ospruner"
         said = shlex.join(["ospruner"] if ours else ["python", f"benchmarks/{program}"])
         said = f"{said} {shlex.join(texts)}"
-        inputs = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in depends_on}
+        inputs = {
+            str(path.relative_to(self.out)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in depends_on
+        }
         before = self.kept.get(name, {})
         same = before.get("command") == said and before.get("inputs") == inputs
         if same and before.get("finished"):

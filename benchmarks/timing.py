@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from datasets import Dataset
 from ospruner.eval.schema import FEATURES
 from ospruner.provenance import git_state
 
+T = TypeVar("T")
 HERE = Path(__file__).resolve().parents[1]
 PROCESSES = 0.01
 """By how much (standard deviation) the ratio of two arms differs from process to process.
@@ -117,13 +118,13 @@ class Timed(NamedTuple):
     cpu_seconds: float
 
 
-def timed(call: Callable[[], object]) -> Timed:
-    """Times a call, whatever it leaves running on a GPU included."""
+def timed(call: Callable[[], T]) -> tuple[T, Timed]:
+    """What a call returns, and its time, whatever it leaves running on a GPU included."""
     _synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
-    call()
+    found = call()
     _synchronize()
-    return Timed(time.perf_counter() - wall, time.process_time() - cpu)
+    return found, Timed(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def in_turn(arms: Mapping[str, Callable[[], bool]], turn: int) -> dict[str, list[Timed]]:
@@ -141,9 +142,8 @@ def in_turn(arms: Mapping[str, Callable[[], bool]], turn: int) -> dict[str, list
     while any(left.values()):
         going = [name for name, more in left.items() if more]
         for name in going if turn % 2 else going[::-1]:
-            more: list[bool] = []
-            times[name].append(timed(lambda name=name, more=more: more.append(arms[name]())))  # type: ignore[misc]
-            left[name] = more[0]
+            left[name], taken = timed(arms[name])
+            times[name].append(taken)
         turn += 1
     return times
 
@@ -239,7 +239,7 @@ def matrix_limit(device: str, dtype: str = "float32", size: int = 2048) -> float
     """Floating-point operations a second that one large matrix product reaches."""
     a = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
     a @ a
-    best = min(timed(lambda: a @ a).wall_seconds for _ in range(5))
+    best = min(timed(lambda: a @ a)[1].wall_seconds for _ in range(5))
     return 2 * size**3 / best
 
 

@@ -77,7 +77,6 @@ def test_labels(run_here: RunScript, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["reencoded_over_unique"] > 2
     assert found["same_answers"] >= 0.95
     assert math.isfinite(found["speedup_over_reencode"])
-    assert sum(found["share_of_time"].values()) == pytest.approx(1)
     assert "computed_over_unique_vllm           not installed" in printed
 
 
