@@ -8,7 +8,7 @@ there, the one of the highest AES is chosen, and intervals choose again in each 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from .frontiers import frontiers, worth_asking
 from .intervals import REPLICATES, Choice, Rule, pool_seeds
 from .learnstop import LEARN_STOP, learn_stop
 from .limits import best_fixed, hindsight_oracle, hindsight_oracle_no_loss
-from .measured import COUNT, Split, family_thresholds, measure, replay_rule, spread_values
+from .measured import COUNT, Said, Split, family_thresholds, measure, replay_rule, spread_values
 from .methods import FULL, ORACLE, PolicyUse
 from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay, replay_full
@@ -36,26 +36,6 @@ from .table import FloatArray, TraceTable
 
 Method = PolicyUse | StopRule | Family | str
 """A policy with its setting, a rule, a rule whose threshold is open, or "learnstop"."""
-
-
-@dataclass(frozen=True, eq=False)
-class Said:
-    """What a policy says at the step ends of N traces of up to T steps, and what that costs.
-
-    Attributes:
-        at: gives the stop probabilities (N, T) at a price of a token; None is the policy's own.
-        read_tokens: (N, T) tokens that it has read where a trace stops at each step, for a policy
-            that is a model of its own (FlashThink); None for a tail on the base.
-        read_flops: (N, T) operations of the same.
-    """
-
-    at: Callable[[float | None], npt.NDArray[Any]]
-    read_tokens: npt.NDArray[Any] | None = None
-    read_flops: FloatArray | None = None
-
-
-Predict = Callable[[str, Split], Said]
-"""What the policy of a folder or Hub id says on some traces."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +102,6 @@ def compare(
     methods: Sequence[Method],
     *,
     choose_on: Split | None = None,
-    predict: Predict | None = None,
     train: Split | None = None,
     variant: AesVariant = AES_ABSOLUTE,
     prices: Sequence[float] | None = None,
@@ -135,7 +114,6 @@ def compare(
         test: the traces to measure on.
         methods: training seeds of one method and parameter are pooled.
         choose_on: traces of other problems; see `ospruner.compare` for this and what follows.
-        predict: what policies say; needed where there are policies.
         train: on which to fit LearnStop.
         variant: which AES chooses and is shown.
         prices: of a token, for rewards and gaps.
@@ -150,7 +128,7 @@ def compare(
     if choose_on is not None:
         refuse_shared(table, choose_on.table)
     prices = worth_asking(table) if prices is None else tuple(prices)
-    rules, left_out = _rules_of(methods, test, choose_on, predict, train)
+    rules, left_out = _rules_of(methods, test, choose_on, train)
     if methods and not rules:
         raise ValueError(f"no method could be replayed: {left_out}")
     rules = pool_seeds(rules)
@@ -199,19 +177,13 @@ def _rules_of(
     methods: Sequence[Method],
     test: Split,
     choose_on: Split | None,
-    predict: Predict | None,
     train: Split | None,
 ) -> tuple[list[Rule], dict[str, str]]:
     """Every setting as a rule, policies first, and why a method is left out."""
     splits = [test] if choose_on is None else [test, choose_on]
     left_out: dict[str, str] = {}
     uses = [method for method in methods if isinstance(method, PolicyUse)]
-    if uses and predict is None:
-        raise ValueError(f"{uses[0].path} is a policy: predict must say what it says")
-    said: dict[str, list[Said]] = {}
-    for use in uses:
-        if use.path not in said and predict is not None:
-            said[use.path] = [predict(use.path, split) for split in splits]
+    said = {use.path: [split.said(use) for split in splits] for use in uses}
     rules = []
     for use in uses if choose_on is None else _with_thresholds(uses, said, choose_on.table):
         found = [replay_use(use, *both) for both in zip(splits, said[use.path], strict=True)]

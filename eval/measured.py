@@ -26,6 +26,7 @@ from ospruner.rules.families import Family, StopRule
 from ospruner.rules.signals import Same, StepEnd, TrialAnswer
 
 from .compute import Compute
+from .methods import PolicyUse
 from .replay import Outcome, replay_at
 from .table import FloatArray, TraceTable
 
@@ -45,8 +46,28 @@ _ANSWER_COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
+class Said:
+    """What a policy says at the step ends of N traces of up to T steps, and what that costs.
+
+    Attributes:
+        at: gives the stop probabilities (N, T) at a price of a token; None is the policy's own.
+        read_tokens: (N, T) tokens that it has read where a trace stops at each step, for a policy
+            that is a model of its own (FlashThink); None for a tail on the base.
+        read_flops: (N, T) operations of the same.
+    """
+
+    at: Callable[[float | None], npt.NDArray[Any]]
+    read_tokens: npt.NDArray[Any] | None = None
+    read_flops: FloatArray | None = None
+
+
+def _nothing_said(use: PolicyUse) -> Said:
+    raise ValueError(f"{use.path} is a policy, and these traces do not know what policies say")
+
+
+@dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled traces, and what rules need to read them.
+    """Labelled traces, and what policies and rules need to read them.
 
     Attributes:
         dataset: the traces.
@@ -57,6 +78,7 @@ class Split:
         same: whether two answers mean the same (`Task.same`).
         thinking_entropy: gives the (N, T) mean entropies of the thinking up to each step, which
             labels do not keep (`thinking_entropies`); None where no base is at hand.
+        said: what a policy says at each step.
     """
 
     dataset: Any
@@ -66,6 +88,7 @@ class Split:
     compute: Compute | None = None
     same: Same = operator.eq
     thinking_entropy: Callable[[], FloatArray] | None = None
+    said: Callable[[PolicyUse], Said] = _nothing_said
 
 
 @dataclass(frozen=True, eq=False)

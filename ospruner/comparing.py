@@ -17,11 +17,11 @@ from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.engines.opening import device_named, known_revision, load_tokenizer
 from ospruner.eval import compare as comparison
-from ospruner.eval.compare import Method, Report, Said
+from ospruner.eval.compare import Method, Report
 from ospruner.eval.compute import Compute, ModelWork
 from ospruner.eval.frontiers import worth_asking
 from ospruner.eval.intervals import REPLICATES, Rule
-from ospruner.eval.measured import Split, thinking_entropies
+from ospruner.eval.measured import Said, Split, thinking_entropies
 from ospruner.eval.methods import PolicyUse, parse_policies, refuse_other_base
 from ospruner.eval.metrics import AES_ABSOLUTE, AesVariant
 from ospruner.eval.online import Asked, Generator, evaluate_online
@@ -111,6 +111,7 @@ class Judged:
             compute,
             open_task(self.settings.task).same,
             lambda: self.entropies,
+            self.said,
         )
 
     @cached_property
@@ -278,19 +279,17 @@ def compare(
         )  # fmt: skip
         asked_prices = worth_asking(ours.split.table) if rewards_at is None else tuple(rewards_at)
         return Report(evaluation, variant=variant, prices=asked_prices)
-    judged, fitted = {id(ours.split): ours}, None
+    theirs, fitted = None, None
     if choose_on is not None:
         theirs = Judged(choose_on, base, model=ours.model if uses else None, **more)
         _refuse_other_settings(ours.settings, theirs.settings)
-        judged[id(theirs.split)] = theirs
     if train is not None:
         fitted = Judged(train, base, **more).split
     answer = {"answer": ours.settings.answer, "label_settings": ours.settings.to_dict()}
     report = comparison.compare(
         ours.split,
         wanted,
-        choose_on=None if choose_on is None else theirs.split,
-        predict=lambda path, split: judged[id(split)].said(uses[path]),
+        choose_on=None if theirs is None else theirs.split,
         train=fitted,
         variant=variant,
         prices=rewards_at,

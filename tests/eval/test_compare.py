@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ from datasets import Dataset
 
 from modeling_ospruner import OSPrunerConfig
 from ospruner import rules
-from ospruner.eval.compare import Method, Report, Said, compare, policy_thresholds, replay_use
+from ospruner.eval.compare import Method, Report, compare, policy_thresholds, replay_use
 from ospruner.eval.learnstop import features_of, fit, learn_stop, scores
-from ospruner.eval.measured import COUNT, Split
-from ospruner.eval.methods import parse_policies
+from ospruner.eval.measured import COUNT, Said, Split
+from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.replay import replay, replay_full, replay_step
 from ospruner.eval.results import Results
 from ospruner.eval.table import FloatArray, TraceTable
@@ -56,9 +57,6 @@ def split(seed: int, prefix: str, count: int = 60) -> Split:
     return Split(dataset, TraceTable.from_dataset(dataset), 4, decode)
 
 
-VALIDATION, TEST = split(0, "v"), split(1, "t")
-
-
 def saved(folder: Path, method: str = "os-pruner", price: float = 1e-3) -> str:
     OSPrunerConfig(
         method=method, price=price, default_mode="sample" if method == "os-pruner" else "threshold"
@@ -66,11 +64,18 @@ def saved(folder: Path, method: str = "os-pruner", price: float = 1e-3) -> str:
     return str(folder)
 
 
-def said(path: str, of: Split) -> Said:
+def said(of: Split, use: PolicyUse) -> Said:
     """A policy that sees the answer's fate, but for some noise; another seed, other noise."""
-    noise = np.random.default_rng(len(path)).random(of.table.mask.shape)
+    noise = np.random.default_rng(len(use.path)).random(of.table.mask.shape)
     pi: FloatArray = np.where(of.table.mask, 0.15 + 0.5 * of.table.correct + 0.2 * noise, 0.0)
     return Said(lambda price: pi)
+
+
+def knowing(of: Split) -> Split:
+    return dataclasses.replace(of, said=partial(said, of))
+
+
+VALIDATION, TEST = knowing(split(0, "v")), knowing(split(1, "t"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +85,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     uses = parse_policies([*seeds, saved(folder / "probe", "probe", 0.0)])
     families = [rules.AnswerEntropy, rules.RunJump, rules.ThinkJustEnough]
     methods: list[Method] = [*uses, rules.Budget(40), *families, "learnstop"]
-    return compare(TEST, methods, choose_on=VALIDATION, predict=said, replicates=20)
+    return compare(TEST, methods, choose_on=VALIDATION, replicates=20)
 
 
 def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None:
@@ -145,10 +150,10 @@ def test_shuffled_test_labels_change_no_choice(report: Report) -> None:
 def test_baselines_are_tried_at_the_papers_thresholds_or_their_own(tmp_path: Path) -> None:
     probe = saved(tmp_path / "probe", "probe", 0.0)
     named = parse_policies([probe])
-    alone = compare(TEST, named, predict=said).frame
+    alone = compare(TEST, named).frame
     assert alone[alone.method == "probe"].parameter.tolist() == [0.7, 0.75, 0.8, 0.85, 0.9]
     given = parse_policies([f"{probe}@.4,.6"])
-    found = compare(TEST, given, choose_on=VALIDATION, predict=said, replicates=2).frame
+    found = compare(TEST, given, choose_on=VALIDATION, replicates=2).frame
     assert found[found.method == "probe"].parameter.tolist() == [0.4, 0.6]
 
 
@@ -157,7 +162,7 @@ def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
     table = dataclasses.replace(TEST.table, flops=np.zeros(TEST.table.mask.shape))
     charged = dataclasses.replace(TEST, table=table)
     read = 3 * TEST.table.lengths
-    one = dataclasses.replace(said("x", TEST), read_tokens=read, read_flops=np.asarray(2.0 * read))
+    one = dataclasses.replace(TEST.said(use), read_tokens=read, read_flops=np.asarray(2.0 * read))
     outcome = replay_use(use, charged, one)
     np.testing.assert_allclose(outcome.probe_tokens, 3 * outcome.tokens)
     np.testing.assert_allclose(outcome.flops, 6 * outcome.tokens)
@@ -171,7 +176,7 @@ def test_a_verifier_pays_for_what_it_reads(tmp_path: Path) -> None:
     for other in (*parse_policies([saved(tmp_path / "ours")]), use):
         replay_use(other, TEST, Said(at))
     assert asked == [1e-3, None]
-    free = replay_use(use, TEST, said("x", TEST))
+    free = replay_use(use, TEST, TEST.said(use))
     np.testing.assert_array_equal(free.tokens, outcome.tokens)
     assert not free.probe_tokens.any()
 
@@ -181,8 +186,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         compare(TEST, [rules.Deer], choose_on=TEST)
     with pytest.raises(ValueError, match="'deer' has no threshold, and there are no traces to cho"):
         compare(TEST, [rules.Deer])
-    with pytest.raises(ValueError, match="ours is a policy: predict must say what it says"):
-        compare(TEST, parse_policies([saved(tmp_path / "ours")]))
+    with pytest.raises(ValueError, match="ours is a policy, and these traces do not know"):
+        compare(split(1, "t"), parse_policies([saved(tmp_path / "ours")]))
     with pytest.raises(ValueError, match="which labels do not keep"):
         compare(TEST, [rules.ThinkJustEnough], choose_on=VALIDATION)
 
