@@ -121,7 +121,7 @@ def test_expectation_equals_simulation() -> None:
     np.testing.assert_allclose(outcome.correct, correct, atol=0.04)
     np.testing.assert_allclose(outcome.tokens, tokens, atol=2.5)
     assert np.isnan(outcome.flops).all()  # not counted
-    charged = replay(replace(table, flops=7.0 * table.lengths), pi)
+    charged = replay(replace(table, flops=7 * table.lengths.astype(np.float64)), pi)
     np.testing.assert_allclose(charged.flops, 7 * outcome.tokens)
 
 
