@@ -10,21 +10,20 @@ from pathlib import Path
 
 
 def run_checks(
-    file: Path, case: str | None = None, environment: Mapping[str, str] | None = None
+    *files: Path, case: str | None = None, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Runs the tests of a file, or one of them; all must pass.
+    """Runs the tests of files, or one of them; all must pass.
 
     Args:
-        file: the file.
-        case: such as `test_base[2-qwen2]`.
+        files: the files.
+        case: such as `test_base[2-qwen2]`, of each file.
         environment: variables of the process beside those of this one.
     """
-    checks = str(file)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-rPs", "-p", "no:cacheprovider"),
             "--show-capture=stdout",
-            checks if case is None else f"{checks}::{case}",
+            *(str(one) if case is None else f"{one}::{case}" for one in files),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

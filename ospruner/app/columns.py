@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from html import escape
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 __all__ = ["Column", "Columns", "Paragraph", "Question", "Source", "columns_html"]
 
@@ -16,28 +18,20 @@ REASONS = {
     "natural": "ended by itself",
     "length": "cut by the limit on tokens",
 }
+_TEMPLATE = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+).get_template("columns.html.jinja")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and how.
+    """What is asked, and how; ValueError where it is empty or far too long."""
 
-    Attributes:
-        text: The question, without any instruction.
-        stop_policy: Settings of the pruned column, by the fields of `StopPolicyConfig`.
-        temperature: Of the thinking; 0 is greedy.
-        seed: Of both columns' sampling and of the policy's draws.
-        max_tokens: Cap on thinking and answer together.
-
-    Raises:
-        ValueError: It is empty or far too long; says what to do.
-    """
-
-    text: str
-    stop_policy: dict[str, Any]
-    temperature: float
-    seed: int
-    max_tokens: int
+    text: str  # without any instruction
+    stop_policy: dict[str, Any]  # of the pruned column, by the fields of `StopPolicyConfig`
+    temperature: float  # of the thinking; 0 is greedy
+    seed: int  # of both columns' sampling and of the policy's draws
+    max_tokens: int  # cap on thinking and answer together
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -50,38 +44,27 @@ class Question:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A step of the thinking.
-
-    Attributes:
-        text: As written, with the blank lines after it.
-        tokens: Thinking tokens through its end.
-        probability: That the policy gave its end; None where it was not asked, NaN where it gave
-            none.
-    """
+    """A step of the thinking, with the blank lines after it."""
 
     text: str
-    tokens: int
-    probability: float | None = None
+    tokens: int  # of the thinking through its end
+    probability: float | None = None  # None where the policy was not asked, NaN where it gave none
+
+    @property
+    def known(self) -> float | None:
+        """The probability, where there is one."""
+        return None if math.isnan(self.probability or 0) else self.probability
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column, at any moment.
+    """One column, at any moment; the last paragraph may be incomplete."""
 
-    Attributes:
-        thinking: What was thought so far; the last paragraph may be incomplete.
-        answer: What was answered so far.
-        tokens: Thinking tokens so far.
-        seconds: Since its start, to its end.
-        reason: What ended the thinking; None where it goes on.
-        done: Whether it is complete.
-    """
-
-    thinking: Sequence[Paragraph] = field(default_factory=tuple)
+    thinking: Sequence[Paragraph] = ()
     answer: str = ""
-    tokens: int = 0
-    seconds: float = 0.0
-    reason: str | None = None
+    tokens: int = 0  # of the thinking so far
+    seconds: float = 0.0  # since its start, to its end
+    reason: str | None = None  # what ended the thinking; None where it goes on
     done: bool = False
 
 
@@ -90,17 +73,11 @@ Columns = Generator[Column, None, None]
 
 
 class Source(Protocol):
-    """Where texts come from: a policy in this process, or a server.
+    """Where texts come from: a policy in this process, or a server."""
 
-    Attributes:
-        policy: Name of the policy.
-        positions: The longest text in tokens; None where that is not known.
-        prices: Lowest and highest price of a token that it takes; None for a fixed policy.
-    """
-
-    policy: str
-    positions: int | None
-    prices: tuple[float, float] | None
+    policy: str  # its name
+    positions: int | None  # the longest text in tokens; None where that is not known
+    prices: tuple[float, float] | None  # lowest and highest that it takes; None: a fixed policy
 
     def ask(self, question: Question, pruned: bool) -> Columns:
         """A column, with the policy or without.
@@ -113,64 +90,17 @@ class Source(Protocol):
 
 def columns_html(plain: Column, pruned: Column) -> str:
     """The two columns with what was saved, as HTML; every text in it is escaped."""
-    after = pruned.tokens if pruned.done else None
-    left = [
-        _step_html(one, "osp-spared" * (after is not None and one.tokens > after))
-        for one in plain.thinking
-    ]
-    stopped = len(pruned.thinking) if pruned.reason in ("policy", "budget") else 0
-    right = [
-        _step_html(one, "osp-stopped" * (number == stopped), REASONS.get(pruned.reason or "", ""))
-        for number, one in enumerate(pruned.thinking, 1)
-    ]
-    return (
-        f'<div class="osp">{_summary_html(plain, pruned)}<div class="osp-columns">'
-        f"{_column_html('As it is', 'plain', plain, left)}"
-        f"{_column_html('Pruned', 'pruned', pruned, right)}</div></div>"
-    )
-
-
-def _summary_html(plain: Column, pruned: Column) -> str:
-    """Tokens and seconds of both, and the share that was saved once both are complete."""
-    if plain == pruned == Column():
-        return '<p class="osp-note">Ask a question: its thinking appears here.</p>'
-    rows = []
+    numbers = []
     for name, before, after, digits in (
         ("thinking tokens", plain.tokens, pruned.tokens, 0),
         ("seconds", plain.seconds, pruned.seconds, 1),
     ):
-        saved = "…"
-        if plain.done and pruned.done:
-            share = 1 - after / before if before else 0.0
-            saved = f"{share:.0%} saved" if share >= 0 else f"{-share:.0%} more"
-        rows.append(
-            f'<div class="osp-number"><span class="osp-big">{saved}</span>'
-            f"<span>{before:,.{digits}f} → {after:,.{digits}f} {name}</span></div>"
-        )
-    return f'<div class="osp-summary" role="status">{"".join(rows)}</div>'
-
-
-def _column_html(title: str, kind: str, column: Column, steps: list[str]) -> str:
-    said = answer = ""
-    if column != Column():
-        state = REASONS.get(column.reason or "", "complete" if column.done else "thinking…")
-        said = f"{column.tokens:,} thinking tokens, {state}"
-    if column.answer:
-        answer = f'<div class="osp-answer"><b>Answer</b> {escape(column.answer)}</div>'
-    return (
-        f'<section class="osp-column osp-{kind}" aria-label="{title}">'
-        f"<h3>{title} <small>{said}</small></h3>"
-        f'<div class="osp-scroll"><div>{"".join(steps)}</div></div>{answer}</section>'
+        share = 1 - after / before if before else 0.0
+        saved = f"{share:.0%} saved" if share >= 0 else f"{-share:.0%} more"
+        change = f"{before:,.{digits}f} → {after:,.{digits}f} {name}"
+        numbers.append((saved if plain.done and pruned.done else "…", change))
+    if plain == pruned == Column():
+        numbers = []
+    return _TEMPLATE.render(
+        plain=plain, pruned=pruned, numbers=numbers, reasons=REASONS, empty=Column()
     )
-
-
-def _step_html(one: Paragraph, mark: str, said: str = "") -> str:
-    """A paragraph; it lights up with its stop probability, and one that was stopped at says so."""
-    chip = style = ""
-    if one.probability is not None:
-        known = not math.isnan(one.probability)
-        shown = f"{one.probability:.0%}" if known else "no probability"
-        style = f' style="--p:{one.probability if known else 0:.3f}"'
-        chip = f'<span class="osp-chip" title="stop probability">{shown}</span>'
-    stop = f'<b class="osp-stop">{said}</b>' if mark == "osp-stopped" else ""
-    return f'<p class="osp-step {mark}"{style}>{chip}{escape(one.text.strip())}{stop}</p>'

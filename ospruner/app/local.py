@@ -20,12 +20,7 @@ FRAME_SECONDS = 0.1
 
 
 class LocalSource:
-    """A policy that is loaded in this process; see `Source`.
-
-    Args:
-        model: The policy with its base.
-        policy: Its name on the page.
-    """
+    """A policy with its base, loaded in this process, under its name on the page; see `Source`."""
 
     def __init__(self, model: OSPrunerForCausalLM, policy: str) -> None:
         self.model = model
@@ -41,19 +36,19 @@ class LocalSource:
         Raises:
             ValueError: The question is too long for the base, or a setting is out of range.
         """
-        inputs = self._prompt(question)
-        sampling: dict[str, Any] = {"do_sample": False}
+        arguments: dict[str, Any] = self._prompt(question)
+        written = _Written(self.model, arguments["input_ids"].shape[1])
+        arguments |= {"do_sample": False, "stop_policy": False}
+        arguments |= {"max_new_tokens": question.max_tokens}
+        arguments |= {"stopping_criteria": StoppingCriteriaList([written])}
         if question.temperature > 0:
-            sampling = {"do_sample": True, "temperature": question.temperature, "top_p": 0.95}
-            sampling["top_k"] = 0
-        sampling["stop_policy"] = False
-        written = _Written(self.model, inputs["input_ids"].shape[1], pruned)
+            arguments |= {"do_sample": True, "temperature": question.temperature}
+            arguments |= {"top_p": 0.95, "top_k": 0}
         if pruned:
-            sampling["stop_policy"] = {"seed": question.seed, **question.stop_policy}
-            sampling["on_step"] = written.on_step
-        sampling["max_new_tokens"] = question.max_tokens
+            arguments["stop_policy"] = {"seed": question.seed, **question.stop_policy}
+            arguments["on_step"] = written.on_step
         thread = threading.Thread(
-            target=written.run, args=(inputs, sampling, question.seed), daemon=True
+            target=written.run, args=(arguments, question.seed, pruned), daemon=True
         )
         thread.start()
         try:
@@ -70,7 +65,7 @@ class LocalSource:
     def _prompt(self, question: Question) -> dict[str, torch.Tensor]:
         """The prompt's ids and mask, (1, S)."""
         instruction = self.model.token_format.format.user_instruction
-        content = f"{question.text}\n\n{instruction}" if instruction else question.text
+        content = f"{question.text}\n\n{instruction}".rstrip()
         assert self.model.tokenizer is not None  # a saved policy has one
         inputs: Any = self.model.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}],
@@ -90,24 +85,22 @@ class LocalSource:
 
 
 class _Written(StoppingCriteria):
-    """What one generate has written; as a stopping criterion it sees each token."""
+    """What one generate has written after a prompt; as a stopping criterion it sees each token."""
 
-    def __init__(self, model: OSPrunerForCausalLM, width: int, pruned: bool) -> None:
+    def __init__(self, model: OSPrunerForCausalLM, width: int) -> None:
         self.ended = False
-        self.error: BaseException | None = None
-        self._model, self._width, self._pruned = model, width, pruned
+        self.error: Exception | None = None
+        self._model, self._width = model, width
         self._ids: list[int] = []
-        self._record: StopRecord | None = None
+        self._record = StopRecord()
         self._began = time.perf_counter()
 
-    def run(self, inputs: dict[str, Any], arguments: dict[str, Any], seed: int) -> None:
+    def run(self, arguments: dict[str, Any], seed: int, pruned: bool) -> None:
         """Generates; an error is raised again in the page's thread."""
         torch.manual_seed(seed)
         try:
-            self._model.generate(
-                **inputs, stopping_criteria=StoppingCriteriaList([self]), **arguments
-            )
-            if self._pruned:
+            self._model.generate(**arguments)
+            if pruned:
                 self._record = self._model.last_stop[0]
         except Exception as error:  # noqa: BLE001
             self.error = error
@@ -123,22 +116,17 @@ class _Written(StoppingCriteria):
 
     def column(self, done: bool) -> Column:
         """The ids as paragraphs and answer."""
-        ids, record, fmt = list(self._ids), self._record, self._model.token_format
-        tokenizer = self._model.tokenizer
-        assert tokenizer is not None  # a saved policy has one
+        ids, record, fmt = self._ids, self._record, self._model.token_format
+        tokenizer: Any = self._model.tokenizer
         span = fmt.thinking_span([0] * self._width + ids, self._width)
         tokens = span.end - span.start
-        known = {} if record is None else dict(
-            zip(record.step_ends, record.probabilities, strict=False)
-        )  # fmt: skip
-        paragraphs, begin = [], 0
-        for end in fmt.step_ends(ids[:tokens]):
-            text = str(tokenizer.decode(ids[begin:end], skip_special_tokens=False))
-            paragraphs.append(Paragraph(text, end, known.get(end)))
-            begin = end
+        known = dict(zip(record.step_ends, record.probabilities, strict=False))
+        ends = fmt.step_ends(ids[:tokens])
+        paragraphs = [
+            Paragraph(tokenizer.decode(ids[begin:end]), end, known.get(end))
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
         reason = "natural" if span.closed else "length" if done else None
-        if record is not None and record.reason != "length":
-            reason = record.reason
         rest, marker = ids[tokens:], fmt.end_marker
         if marker is None:  # after as much of the closing as stands there
             pairs = zip(rest, [*fmt.closing_ids, -1], strict=False)
@@ -146,5 +134,11 @@ class _Written(StoppingCriteria):
         answer = str(tokenizer.decode(rest, skip_special_tokens=True))
         if marker is not None:
             answer = answer.partition(marker.literal)[2]
-        seconds = time.perf_counter() - self._began
-        return Column(paragraphs, answer.strip(), tokens, seconds, reason, done)
+        return Column(
+            paragraphs,
+            answer.strip(),
+            tokens,
+            time.perf_counter() - self._began,
+            reason if record.reason == "length" else record.reason,
+            done,
+        )

@@ -37,12 +37,7 @@ _SHOW_COLUMNS = """(...values) => {
 
 
 def open_source(policy: str | None, url: str | None = None, revision: str | None = None) -> Source:
-    """What the page asks: a policy that is loaded into this process, or a server.
-
-    Args:
-        policy: Folder or Hub id of a policy.
-        url: Address of a server of `ospruner serve`, instead.
-        revision: Commit, branch or tag of the policy on the Hub.
+    """What the page asks: a policy that is loaded into this process, or a server's address.
 
     Raises:
         ValueError: Both are given, or neither.
@@ -54,17 +49,16 @@ def open_source(policy: str | None, url: str | None = None, revision: str | None
         raise ValueError(
             f"policy is {policy!r} and --url {url!r}: name a policy, or a server that serves one"
         )
-    if url is not None:
+    if policy is None:
         from .served import ServedSource
 
-        return ServedSource(url)
+        return ServedSource(str(url))
     import torch
 
     from modeling_ospruner import OSPrunerForCausalLM
 
     from .local import LocalSource
 
-    assert policy is not None
     hub: dict[str, Any] = {"revision": revision} if revision else {}
     if torch.accelerator.is_available():  # transformers spreads the base over them
         hub["device_map"] = "auto"
@@ -73,11 +67,7 @@ def open_source(policy: str | None, url: str | None = None, revision: str | None
 
 
 def build_page(source: Source) -> Any:
-    """The page, as Gradio's `Blocks`.
-
-    Raises:
-        MissingPackageError: Gradio is not installed.
-    """
+    """The page, as Gradio's `Blocks`; MissingPackageError without Gradio."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported
     gr: Any = needed("gradio", "the page of `ospruner app`", PIP_LINE)
     most = min(_MOST_TOKENS, source.positions or _MOST_TOKENS)
@@ -144,23 +134,22 @@ def shown(source: Source, question: Question) -> Iterator[str]:
 
 
 @contextmanager
-def running_app(source: Source, host: str | None = None, port: int | None = None,
-                in_browser: bool = False) -> Iterator[str]:  # fmt: skip
+def running_app(
+    source: Source, host: str | None = None, port: int | None = None, in_browser: bool = False
+) -> Iterator[str]:
     """Serves the page from a thread of this process, until the context ends; yields its address.
 
-    Args:
-        source: What it asks.
-        host: Address to listen at; None: Gradio's GRADIO_SERVER_NAME, else 127.0.0.1.
-        port: None: Gradio's GRADIO_SERVER_PORT, else the first free one from 7860.
-        in_browser: Open a browser, too.
+    It listens at Gradio's GRADIO_SERVER_NAME and GRADIO_SERVER_PORT, else at 127.0.0.1 and the
+    first free port from 7860, where `host` and `port` do not say otherwise.
 
     Raises:
         MissingPackageError: Gradio is not installed.
         OSError: The port is taken.
     """
     page = build_page(source)
-    gr: Any = needed("gradio", "the page of `ospruner app`", PIP_LINE)
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    import gradio as gr
+
+    fonts: Any = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     _, address, _ = page.queue(max_size=64).launch(
         server_name=host, server_port=port, inbrowser=in_browser, share=False, ssr_mode=False,
         footer_links=[], css_paths=Path(__file__).with_name("page.css"), show_error=True,

@@ -20,6 +20,7 @@ from .columns import Column, Columns, Paragraph, Question
 __all__ = ["ServedSource"]
 
 _RECORD_SECONDS = 0.5
+_ANSWER_SECONDS = 30.0  # as long as it may take to answer anything at all
 _KEY_OF = {name: key for key, name in KEYS.items()}
 
 
@@ -28,7 +29,6 @@ class ServedSource:
 
     Args:
         url: Its address, with or without `/v1`.
-        timeout_seconds: How long it may take to answer anything at all.
 
     Raises:
         MissingPackageError: The package openai is not installed.
@@ -38,7 +38,7 @@ class ServedSource:
 
     prices: tuple[float, float] | None = None  # the server knows them
 
-    def __init__(self, url: str, timeout_seconds: float = 30.0) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError(f"--url is {url!r}; it must be like http://localhost:8000")
@@ -46,7 +46,7 @@ class ServedSource:
         openai = needed("openai", "asking a server", "pip install 'ospruner[app]'")
         self._error: type[Exception] = openai.OpenAIError
         self._client: Any = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", timeout=timeout_seconds, max_retries=0
+            base_url=f"{self.url}/v1", api_key="none", timeout=_ANSWER_SECONDS, max_retries=0
         )
         try:
             served = self._client.models.list().data[0]
@@ -67,44 +67,50 @@ class ServedSource:
         if pruned:
             extra |= {_KEY_OF[one]: value for one, value in question.stop_policy.items()}
             extra |= {"stop_id": name, "stop_seed": question.seed}
-        instruction = DEEPSEEK_R1.user_instruction  # the same for every preset
         began = looked = time.perf_counter()
         pieces: list[tuple[int, str]] = []  # tokens so far, text
         answer, tokens = "", 0
         record: dict[str, Any] = {}
         try:
-            stream = self._client.chat.completions.create(
-                model=self.policy,
-                messages=[{"role": "user", "content": f"{question.text}\n\n{instruction}"}],
-                temperature=question.temperature,
-                max_tokens=question.max_tokens,
-                seed=question.seed,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"vllm_xargs": extra, "return_token_ids": True},
-            )
-            with stream as parts:
+            with self._streamed(question, extra) as parts:
                 for part in parts:
                     if part.usage is not None and part.usage.completion_tokens_details is not None:
                         tokens = part.usage.completion_tokens_details.reasoning_tokens
                     for choice in part.choices:
                         fields = choice.model_dump()
-                        delta = fields["delta"]
-                        if delta.get("reasoning"):
+                        if thought := fields["delta"].get("reasoning"):
                             tokens += len(fields.get("token_ids") or ())
-                            pieces.append((tokens, delta["reasoning"]))
-                        answer += delta.get("content") or ""
+                            pieces.append((tokens, thought))
+                        answer += fields["delta"].get("content") or ""
                     now = time.perf_counter()
                     if pruned and now - looked > _RECORD_SECONDS:
                         record, looked = self._record(name) or record, now
-                    shown = _paragraphs(pieces, record)
-                    yield Column(shown, answer.strip(), tokens, now - began)
+                    yield Column(_paragraphs(pieces, record), answer.strip(), tokens, now - began)
         except self._error as error:
-            self._explain(error)
+            status = vars(error).get("status_code")
+            if status is None or status >= 500:
+                raise ConnectionError(self._gone(error)) from error
+            raise ValueError(
+                f"The server refuses the question ({error}). Change what it names, or shorten the "
+                "question."
+            ) from error
         seconds = time.perf_counter() - began
         record = (self._record(name) or record) if pruned else {}
         reason = record.get("reason") or ("natural" if answer else "length")
         yield Column(_paragraphs(pieces, record), answer.strip(), tokens, seconds, reason, True)
+
+    def _streamed(self, question: Question, extra: dict[str, Any]) -> Any:
+        instruction = DEEPSEEK_R1.user_instruction  # the same for every preset
+        return self._client.chat.completions.create(
+            model=self.policy,
+            messages=[{"role": "user", "content": f"{question.text}\n\n{instruction}"}],
+            temperature=question.temperature,
+            max_tokens=question.max_tokens,
+            seed=question.seed,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"vllm_xargs": extra, "return_token_ids": True},
+        )
 
     def _record(self, name: str) -> dict[str, Any] | None:
         """The server's record of a request; None before it has any."""
@@ -116,16 +122,6 @@ class ServedSource:
             return None
         except OSError as error:
             raise ConnectionError(self._gone(error)) from error
-
-    def _explain(self, error: Exception) -> None:
-        """Says what to do about an error of a request."""
-        status = vars(error).get("status_code")
-        if status is None or status >= 500:
-            raise ConnectionError(self._gone(error)) from error
-        raise ValueError(
-            f"The server refuses the question ({error}). Change what it names, or shorten the "
-            "question."
-        ) from error
 
     def _gone(self, error: Exception) -> str:
         return (

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from itertools import pairwise
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 
 from .requests import StopRequest
 
-__all__ = ["served_policy", "value_of"]
+__all__ = ["served_policy"]
 
 
 def served_policy(
     policy: str, asked: StopRequest, arguments: Sequence[str], ours: Sequence[str]
-) -> OSPrunerConfig:
+) -> tuple[OSPrunerConfig, Namespace]:
     """The configuration of a policy that is to be served.
 
     Args:
         policy: its folder or Hub id.
         asked: the server's defaults, which what the policy promises is put into.
-        arguments: the engine's own, `--revision` among them.
+        arguments: the engine's own.
         ours: options that `ospruner serve` sets.
+
+    Returns:
+        With it what the engine's options say of `revision` and `reasoning_parser`.
 
     Raises:
         ValueError: no policy, wrong defaults, or an option that is set here.
@@ -29,17 +32,10 @@ def served_policy(
     """
     if given := [one for one in arguments if one.partition("=")[0] in ours]:
         raise ValueError(f"{', '.join(given)}: `ospruner serve` sets it by itself; leave it out")
-    revision = value_of("--revision", arguments)
-    config: OSPrunerConfig = OSPrunerConfig.from_pretrained(policy, revision=revision or "main")
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--revision", default="main")
+    parser.add_argument("--reasoning-parser")
+    options, _ = parser.parse_known_args(arguments)
+    config: OSPrunerConfig = OSPrunerConfig.from_pretrained(policy, revision=options.revision)
     asked.settle(config)
-    return config
-
-
-def value_of(name: str, arguments: Sequence[str]) -> str | None:
-    """What a command line gives to an option: `--name value` or `--name=value`; None for none."""
-    for one, following in pairwise([*arguments, ""]):
-        if one == name:
-            return following
-        if one.startswith(f"{name}="):
-            return one.partition("=")[2]
-    return None
+    return config, options

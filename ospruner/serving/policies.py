@@ -24,8 +24,7 @@ __all__ = [
     "Weights",
     "Works",
     "check_base_weights",
-    "check_files",
-    "check_kind",
+    "check_policy",
     "check_settings",
     "merge_adapters",
     "quantisation",
@@ -45,9 +44,6 @@ def check_settings(settings: object, works: Works, engine: str) -> None:
         settings: the engine's own; a name in `works` may have dots.
         works: with which values a policy works.
         engine: as it calls itself.
-
-    Raises:
-        ValueError: naming what was asked for and what to do.
     """
     for name, (allowed, advice) in works.items():
         value = attrgetter(name)(settings)
@@ -58,16 +54,29 @@ def check_settings(settings: object, works: Works, engine: str) -> None:
             )
 
 
-def check_kind(config: OSPrunerConfig, engine: str, bases: Collection[str]) -> None:
-    """Refuses policies that no engine stops requests with, and bases that this one was not run on.
+def check_policy(
+    config: OSPrunerConfig,
+    policy: str,
+    engine: str,
+    bases: Collection[str],
+    revision: str | None = None,
+    download_dir: str | None = None,
+    weights: bool = True,
+) -> None:
+    """Refuses a policy that no engine stops with, that does not fit its base, or that is broken.
 
     Args:
         config: the policy's.
+        policy: its folder or Hub id.
         engine: as it calls itself.
-        bases: the `model_type`s that it takes.
+        bases: the `model_type`s that it takes: those that it was run on.
+        revision: of the policy's repository.
+        download_dir: where the engine keeps repositories; None for the Hub's own cache.
+        weights: whether the engine will read any.
 
     Raises:
-        ValueError: naming what was asked for and what to do.
+        ValueError: naming what does not fit and what to do; or see `read_tensors`.
+        OSError: the base or the policy's file is not found.
     """
     where, kind = config.base_model_name_or_path, config.get_text_config().model_type
     if config.method == "flashthink":
@@ -81,31 +90,6 @@ def check_kind(config: OSPrunerConfig, engine: str, bases: Collection[str]) -> N
             f"{', '.join(bases)}: serve it with another engine (ospruner serve --engine), or "
             "generate with transformers: model.generate(stop_policy=True)"
         )
-
-
-def check_files(
-    config: OSPrunerConfig,
-    policy: str,
-    engine: str,
-    revision: str | None = None,
-    download_dir: str | None = None,
-    weights: bool = True,
-) -> None:
-    """Refuses a policy that does not fit its base, or whose tensors are broken.
-
-    Args:
-        config: the policy's.
-        policy: its folder or Hub id.
-        engine: as it calls itself.
-        revision: of the policy's repository.
-        download_dir: where the engine keeps repositories; None for the Hub's own cache.
-        weights: whether the engine will read any.
-
-    Raises:
-        ValueError: naming what does not fit; or see `read_tensors`.
-        OSError: the base or the policy's file is not found.
-    """
-    where = config.base_model_name_or_path
     try:
         base_config = AutoConfig.from_pretrained(where, revision=config.base_revision)
     except OSError as error:
@@ -127,16 +111,13 @@ def check_files(
 
 
 def check_base_weights(config: OSPrunerConfig, download_dir: str | None) -> None:
-    """Compares the fingerprint of the pinned base's files with that of the policy's base.
+    """Refuses a pinned base of other weights than the policy's, by their fingerprints.
 
     A quantised base's are not compared: they may be another version of the same weights.
 
     Args:
         config: the policy's.
         download_dir: where the engine keeps repositories; None for the Hub's own cache.
-
-    Raises:
-        ValueError: they differ; both are named.
     """
     where, revision = config.base_model_name_or_path, config.base_revision
     if quantisation(config) is None:
@@ -151,13 +132,12 @@ def quantisation(config: OSPrunerConfig) -> dict[str, object] | None:
     return found
 
 
-def merge_adapters(weights: Weights, total_layers: int, num_layers: int) -> Weights:
+def merge_adapters(weights: Weights, config: OSPrunerConfig) -> Weights:
     """A policy of adapters as one of layers: W + scale B A, in copies of the base's tensors.
 
     Args:
         weights: the policy's tensors, `policy.*`, and the base's, `base.*`.
-        total_layers: L, of the base.
-        num_layers: n, of the tail.
+        config: the policy's; one without adapters stays as it is.
 
     Yields:
         All tensors but the adapters', and after them the tail's.
@@ -165,18 +145,21 @@ def merge_adapters(weights: Weights, total_layers: int, num_layers: int) -> Weig
     Raises:
         ValueError: an adapter stands beside a tensor that is quantised, or beside none.
     """
+    if not config.adapter_rank:
+        yield from weights
+        return
     adapters: dict[str, torch.Tensor] = {}
     copied: dict[str, torch.Tensor] = {}
-    own = {f"base.model.layers.{total_layers - num_layers + i}.": i for i in range(num_layers)}
+    n, total = config.num_policy_layers, config.get_text_config().num_hidden_layers
+    names = {f"base.model.layers.{total - n + i}.": f"layers.{i}." for i in range(n)}
+    names["base.model.norm."] = "norm."
     for name, tensor in weights:
         if name.startswith("policy.tail."):
             adapters[name.removeprefix("policy.tail.")] = tensor
             continue
-        for prefix, i in own.items():
-            if name.startswith(prefix):
-                copied[f"layers.{i}.{name.removeprefix(prefix)}"] = tensor
-        if name == "base.model.norm.weight":
-            copied["norm.weight"] = tensor
+        for theirs, ours in names.items():
+            if name.startswith(theirs):
+                copied[ours + name.removeprefix(theirs)] = tensor
         yield name, tensor
     for name in [name for name in adapters if ".lora_A." in name]:
         down = adapters[name]  # (r, in)

@@ -7,7 +7,7 @@ To vLLM they stand in `vllm_xargs` (offline in `SamplingParams(extra_args=...)`)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, check_number, shown
@@ -23,8 +23,6 @@ __all__ = [
     "ON",
     "PRICE",
     "StopRequest",
-    "check_price",
-    "check_tools",
 ]
 
 DEFAULTS = "ospruner"
@@ -81,22 +79,17 @@ class StopRequest:
     """
 
     def __init__(
-        self,
-        extra: Mapping[str, Any] | None,
-        owner: str = "vllm_xargs",
-        server: bool = False,
+        self, extra: Mapping[str, Any] | None, owner: str = "vllm_xargs", server: bool = False
     ) -> None:
-        given = {} if extra is None else extra
+        given, self._owner = extra or {}, owner
         # Which draws a server makes is vLLM's own --seed; a request says it for itself.
         keys = [k for k in KEYS if k not in (_DRAWS if server else OF_SERVERS)]
         known = [ON, CONTROL if server else ID, *keys]
         if unknown := [k for k in given if k not in known and _LIKE_OURS.match(k)]:
             raise ValueError(f"{owner}: no {shown(unknown)}; the policy's keys are {known}")
-        self.fields: dict[str, Any] = {KEYS[k]: v for k, v in given.items() if k in keys}
-        if "answer_do_sample" in self.fields:
-            self.fields["answer_do_sample"] = _flag(
-                owner, "stop_answer_sample", self.fields["answer_do_sample"]
-            )
+        self.fields: dict[str, Any] = {KEYS[k]: given[k] for k in keys if k in given}
+        if "stop_answer_sample" in given:
+            self.fields["answer_do_sample"] = self._flag(given, "stop_answer_sample")
         self.name: str | None = given.get(ID)
         if self.name is not None and not (
             isinstance(self.name, str)
@@ -109,13 +102,8 @@ class StopRequest:
             )
         self.control: float = given.get(CONTROL, 0.0)
         check_number(owner, CONTROL, self.control, 0, 1)
-        self.on: bool | None = bool(self.fields) or None
-        if ON in given:
-            self.on = _flag(owner, ON, given[ON])
-        try:
-            mode = StopPolicyConfig(**self.fields).mode
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{owner}: {_in_keys(error)}") from None
+        self.on = self._flag(given, ON) if ON in given else bool(self.fields) or None
+        mode = self._in_keys(lambda: StopPolicyConfig(**self.fields)).mode
         if mode is not None:  # also where a threshold alone says it
             self.fields["mode"] = mode
         if "first_sample_index" in self.fields and "seed" not in self.fields:
@@ -128,17 +116,35 @@ class StopRequest:
     def settle(self, config: OSPrunerConfig) -> None:
         """Puts what the policy promises in the place of a server's `stop_max_loss`.
 
-        Args:
-            config: the policy's.
-
         Raises:
             ValueError: no calibration promises as little, or the policy does not know the price.
         """
         if "max_loss" in self.fields:
             kept = StopPolicyConfig(max_loss=self.fields.pop("max_loss")).with_defaults(config)
-            for name in ("mode", "threshold", "price"):
-                self.fields[name] = vars(kept)[name]
-        check_price(self, config, "the server's defaults")
+            self.fields |= {name: vars(kept)[name] for name in ("mode", "threshold", "price")}
+        self.check_price(config)
+
+    def check_price(self, config: OSPrunerConfig) -> None:
+        """Refuses a price that the policy does not know, naming it and those that it knows."""
+        asked = StopPolicyConfig(price=self.fields.get("price"))
+        self._in_keys(lambda: asked.with_defaults(config))
+
+    def check_tools(self, tools: object, choice: object, defaults: StopRequest) -> None:
+        """Refuses tools beside an answer that is forced into a box, which no call would fit in.
+
+        Args:
+            tools: those that are offered.
+            choice: which may be called.
+            defaults: the server's.
+        """
+        settings = self.settings(defaults)
+        # With another choice than "auto" a grammar holds, under which the policy does not stop.
+        if tools and choice == "auto" and settings is not None and settings.answer == "forced":
+            raise ValueError(
+                "tools are offered, but stop_answer is 'forced', whose box no call fits in: send "
+                f"stop_answer 'tools' in {self._owner} (`ospruner serve --answer tools` makes it "
+                "the default), or stop_policy false, or tool_choice 'none'"
+            )
 
     def settings(self, defaults: StopRequest) -> StopPolicyConfig | None:
         """The request's settings over a server's defaults; None where the policy is off."""
@@ -150,66 +156,22 @@ class StopRequest:
             fields.pop("threshold", None)  # of the defaults
         least, most = fields.get("min_thinking_tokens", 0), fields.get("max_thinking_tokens")
         if most is not None and least > most:  # the request's word is the later one
-            fields.pop(
-                "min_thinking_tokens"
-                if "max_thinking_tokens" in self.fields
-                else "max_thinking_tokens"
-            )
+            asked = "max_thinking_tokens" in self.fields
+            fields.pop("min_thinking_tokens" if asked else "max_thinking_tokens")
         return StopPolicyConfig(**fields)
 
+    def _flag(self, given: Mapping[str, Any], key: str) -> bool:
+        value = given[key]
+        if isinstance(value, bool | int | str) and value in _FLAGS:
+            return _FLAGS[value]
+        raise ValueError(f"{self._owner}: {key} is {shown(value)}; it must be true or false")
 
-def check_price(request: StopRequest, config: OSPrunerConfig, owner: str) -> None:
-    """Refuses a request of a price that the policy does not know.
-
-    Args:
-        request: its keys.
-        config: the policy's.
-        owner: what the keys belong to, for messages.
-
-    Raises:
-        ValueError: naming it and those that it knows.
-    """
-    try:
-        StopPolicyConfig(price=request.fields.get("price")).with_defaults(config)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{owner}: {_in_keys(error)}") from None
-
-
-def check_tools(
-    tools: object, choice: object, request: StopRequest, defaults: StopRequest, owner: str
-) -> None:
-    """Refuses tools in a request whose answer is forced into a box.
-
-    Args:
-        tools: those that are offered.
-        choice: which may be called.
-        request: its keys.
-        defaults: the server's.
-        owner: what the keys belong to, for messages.
-
-    Raises:
-        ValueError: no call would fit.
-    """
-    settings = request.settings(defaults)
-    # With another choice than "auto" a grammar holds, under which the policy does not stop.
-    if tools and choice == "auto" and settings is not None and settings.answer == "forced":
-        raise ValueError(
-            "tools are offered, but stop_answer is 'forced', whose box no call fits in: send "
-            f"stop_answer 'tools' in {owner} (`ospruner serve --answer tools` makes it the "
-            "default), or stop_policy false, or tool_choice 'none'"
-        )
-
-
-def _flag(owner: str, key: str, value: Any) -> bool:
-    if isinstance(value, bool | int | str) and value in _FLAGS:
-        return _FLAGS[value]
-    raise ValueError(f"{owner}: {key} is {shown(value)}; it must be true or false")
-
-
-def _in_keys(error: Exception) -> str:
-    """A message about fields of `StopPolicyConfig`, in a request's words."""
-    message = str(error).removeprefix("stop_policy: ")
-    for key, name in KEYS.items():
-        if message.startswith(f"{name} "):
-            return key + message.removeprefix(name)
-    return message
+    def _in_keys(self, make: Callable[[], StopPolicyConfig]) -> StopPolicyConfig:
+        """Makes settings; an error about one of their fields is told in a request's words."""
+        try:
+            return make()
+        except (TypeError, ValueError) as error:
+            message = str(error).removeprefix("stop_policy: ")
+            name = message.partition(" ")[0]
+            key = {name: key for key, name in KEYS.items()}.get(name, name)
+            raise ValueError(f"{self._owner}: {key}{message.removeprefix(name)}") from None

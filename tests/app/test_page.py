@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -46,11 +44,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, reasoner: Reasoner) -> Iterator[str]:
+    base = str(REASONER)
     model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         init_bias=-0.5,
-        base_model_name_or_path=str(REASONER),
+        base_model_name_or_path=base,
         tuning="layers",
     )
     with running_app(LocalSource(model, "policy")) as url:
@@ -75,12 +74,6 @@ def write(browser: Browser, text: str) -> None:
     browser.press(*text)
 
 
-def keep(browser: Browser, name: str) -> None:
-    """Keeps a screenshot where OSPRUNER_SCREENSHOTS names a folder."""
-    if folder := os.environ.get("OSPRUNER_SCREENSHOTS"):
-        browser.screenshot(Path(folder) / f"{name}.png")
-
-
 @pytest.mark.slow
 def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None:
     browser.resize(1280, 1000)
@@ -91,7 +84,6 @@ def test_two_columns_stream_and_light_up(browser: Browser, address: str) -> None
     until(lambda: browser.run("document.querySelectorAll('.osp-chip').length") >= 1)
     assert "thinking…" in browser.text(".osp-pruned")
     until(lambda: "saved" in browser.text(".osp-summary"))
-    keep(browser, "app")
     assert "stopped by the policy" in browser.text(".osp-pruned")
     assert "\\boxed{" in browser.text(".osp-plain .osp-answer")
     assert "\\boxed{" in browser.text(".osp-pruned .osp-answer")
@@ -111,7 +103,6 @@ def test_a_narrow_window_needs_no_scrolling_sideways(browser: Browser, address: 
     browser.click("#ask")
     until(lambda: "saved" in browser.text(".osp-summary"))
     time.sleep(0.5)  # it scrolls smoothly
-    keep(browser, "app-narrow")
     assert browser.run("document.documentElement.scrollWidth <= window.innerWidth")
     shown = "document.querySelector('.osp-summary').getBoundingClientRect().top"
     assert 0 <= browser.run(f"{shown}") < 400, "what was asked for is in sight"
@@ -143,4 +134,3 @@ def test_errors_say_what_to_do_and_a_price_has_its_knob(browser: Browser) -> Non
         browser.click("#ask")
         until(lambda: "the server is gone: start it again" in browser.text("body"))
         assert "'price': 0.0005" in browser.text("body")
-        keep(browser, "app-error")

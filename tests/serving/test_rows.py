@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat, kind_of
-from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopPolicyConfig
+from modeling_ospruner.stopping_ospruner import Phase, RowPlan, Said, StopPolicyConfig, StopRecord
 from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
-from ospruner.serving.admission import Admitted, promise_of
-from ospruner.serving.rows import RowCore, ServedRow, in_json
+from ospruner.serving.requests import StopRequest
+from ospruner.serving.rows import RowCore, ServedRow, in_json, promise_of
 
 PIECES = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
@@ -76,7 +76,7 @@ def served(fmt: TokenFormat, prompt: list[int], place: float | None = None, **sa
     settings = StopPolicyConfig(**said).with_defaults(config)
     eos = frozenset({*fmt.eos_ids, *ids_of("<eos2>")})
     plan = RowPlan(settings, fmt, eos, priced=place is not None)
-    return ServedRow(Admitted(plan, 3, IDS["<eos>"], False, place, None, None), prompt)
+    return ServedRow(plan, prompt, 3, IDS["<eos>"], place=place)
 
 
 def seen(row: ServedRow) -> tuple[Any, ...]:
@@ -132,16 +132,15 @@ def test_ahead_put_back_and_as_it_was(fmt: TokenFormat, number: int) -> None:
 
 def test_a_row_is_decided_shaped_and_told_once() -> None:
     fmt, told = FORMATS[0], list[ServedRow]()
-    core = RowCore(None, told.append)
+    core = RowCore(OSPrunerConfig(), fmt, StopRequest(None, server=True), 0, told.append)
     a, stop = ids_of("a", ".\n\n")
     one, two = (served(fmt, [*fmt.think_start_ids], threshold=0.5) for _ in range(2))
     for token in (a, stop):
         one.take(token)
         two.take(token)
-    said = core.hear([one, two], torch.tensor([[2.0], [torch.nan]]))
-    assert said[0].signal == pytest.approx(torch.tensor(2.0).sigmoid().item())
-    assert said[0].price is None
-    core.decide([one, two], said)
+    core.decide([one, two], torch.tensor([[2.0], [torch.nan]]))
+    assert one.record.probabilities == pytest.approx([torch.tensor(2.0).sigmoid().item()])
+    assert one.record.prices == []
     logits = torch.zeros(3, len(PIECES))
     core.shape(logits, [(2, one), (0, two)])
     assert logits[2].isfinite().nonzero().flatten().tolist() == [fmt.think_end_id]
@@ -153,25 +152,59 @@ def test_a_row_is_decided_shaped_and_told_once() -> None:
         one.take(token)
     assert one.complete
     core.shape(logits, [(1, one)])
-    assert logits[1].isfinite().nonzero().flatten().tolist() == [one.admitted.end_id]
+    assert logits[1].isfinite().nonzero().flatten().tolist() == [one.end_id]
     assert told == [one]
 
 
 def test_each_row_hears_its_own_price() -> None:
-    prices = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2]).prices
+    config = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2])
+    prices = config.prices
     assert prices is not None
     rows = [
-        served(FORMATS[0], [], prices.place(price), threshold=0.5) for price in (0.0, 1e-3, 1e-2)
+        served(FORMATS[0], [], prices.place(price), threshold=1.0) for price in (0.0, 1e-3, 1e-2)
     ]
     outputs = torch.tensor([[-2.0, 0.3, 0.4, 0.5, 0.6, 0.7]]).expand(3, 6)
-    said = RowCore(prices).hear(rows, outputs)
-    signals = [one.signal for one in said]
-    assert signals == sorted(set(signals))  # type: ignore[type-var]
-    assert len({price for _, price, *_ in said}) == 1
-    assert in_json({"probabilities": [math.nan, 0.5], "prices": [math.inf, 1.0]}) == {
-        "probabilities": [None, 0.5],
-        "prices": ["inf", 1.0],
-    }
+    for row in rows:
+        row.take(ids_of(".\n\n")[0])
+    RowCore(config, FORMATS[0], StopRequest(None, server=True), 0).decide(rows, outputs)
+    signals = [one.record.probabilities[0] for one in rows]
+    assert signals == sorted(set(signals))
+    assert len({one.record.prices[0] for one in rows}) == 1
+    told = in_json(StopRecord(probabilities=[math.nan, 0.5], prices=[math.inf, 1.0]))
+    assert (told["probabilities"], told["prices"]) == ([None, 0.5], ["inf", 1.0])
+
+
+def test_requests_are_admitted_as_they_and_the_server_say() -> None:
+    config = OSPrunerConfig(head="price", price_range=[1e-4, 1e-2], price=1e-3)
+    prices = config.prices
+    assert prices is not None
+
+    def core(**defaults: Any) -> RowCore:
+        return RowCore(config, FORMATS[0], StopRequest(defaults, server=True), 5)
+
+    server = core(stop_policy=True, stop_price=2e-4)
+    rows = [server.admit(extra, [], []) for extra in (None, {"stop_price": 1e-2}, {"stop_seed": 7})]
+    one, dear, seeded = [row for row in rows if row is not None]
+    assert [row.place for row in (one, dear)] == [prices.place(2e-4), prices.place(1e-2)]
+    assert one.plan.settings.seed == dear.plan.settings.seed != 5  # the server's, mixed
+    assert (one.sample_index, dear.sample_index) == (1, 2)
+    assert (seeded.plan.settings.seed, seeded.sample_index, seeded.end_id) == (7, 0, IDS["<eos>"])
+    third = server.admit({"stop_seed": 7, "stop_sample_index": 4}, [], [9], end_id=9, text=2)
+    assert third is not None
+    assert (third.sample_index, third.end_id, third.plan.eos_ids) == (
+        6,
+        9,
+        frozenset({IDS["<eos>"], 9}),
+    )
+    # Over HTTP these are refused; an error in the engine would end all requests.
+    for wrong in ({"stop_price": 0.5}, {"stop_treshold": 1}, {"stop_policy": False}):
+        assert server.admit(wrong, [], []) is None
+    for price in (0.5, -1):
+        with pytest.raises(ValueError, match="stop_price is"):
+            core(stop_price=price)
+    split = core(stop_policy=True, stop_control=0.3)
+    groups = [row.control for _ in range(500) if (row := split.admit({}, [], [])) is not None]
+    assert 0.2 < sum(groups) / len(groups) < 0.4
 
 
 def test_a_promise_is_kept_by_its_own_settings_alone() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,10 +28,9 @@ def test_bins_are_tenths_and_hold_their_lower_edge() -> None:
 
 def test_what_a_record_says() -> None:
     nan = float("nan")
-    record = asdict(StopRecord([5, 9], [nan, 0.2], [nan, 3e-4], 20, "natural"))
+    record = StopRecord([5, 9], [nan, 0.2], [nan, 3e-4], 20, "natural")
     assert observed(record) == {"thinking_tokens": 20.0, "first_step": 3e-4}
-    assert observed(record | {"prices": []})["first_step"] == 0.2
-    assert observed(record | {"prices": [None, "inf"]})["first_step"] == np.inf
+    assert observed(replace(record, prices=[]))["first_step"] == 0.2
     # The end of a trace is no step to decide on in labels.
-    assert observed(record | {"thinking_tokens": 9}) == {"thinking_tokens": 9.0}
-    assert "first_step" in observed(record | {"thinking_tokens": 9, "reason": "policy"})
+    assert observed(replace(record, thinking_tokens=9)) == {"thinking_tokens": 9.0}
+    assert "first_step" in observed(replace(record, thinking_tokens=9, reason="policy"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
-from ..requests import ID, StopRequest, check_price
+from ..requests import ID, StopRequest
 
 __all__ = ["DEFAULTS_VARIABLE", "OWNER", "RECORD", "check_params", "excluded", "server_defaults"]
 
@@ -24,44 +24,24 @@ DEFAULTS_VARIABLE = "OSPRUNER_SERVER_DEFAULTS"
 RECORD = "stop_record"
 """Under this name an answer's `meta_info` tells what happened: a list of one record."""
 
+_ONE_BEAM = ("beam_width", 1)
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def server_defaults() -> StopRequest:
-    """The defaults of this process's server.
-
-    Raises:
-        ValueError: a value is wrong.
-    """
-    said = os.environ.get(DEFAULTS_VARIABLE)
-    return StopRequest(None if said is None else json.loads(said), DEFAULTS_VARIABLE, server=True)
+    """The defaults of this process's server."""
+    said = json.loads(os.environ.get(DEFAULTS_VARIABLE, "null"))
+    return StopRequest(said, DEFAULTS_VARIABLE, server=True)
 
 
 def excluded(params: Any) -> dict[str, Any]:
-    """What in a request's parameters excludes the policy, by name.
-
-    Args:
-        params: SGLang's `SamplingParams`.
-    """
-    found = {name: getattr(params, name) for name in _GRAMMARS}
-    found["min_new_tokens"] = params.min_new_tokens
-    found["beam_width"] = None if params.beam_width == 1 else params.beam_width
-    return {name: value for name, value in found.items() if value}
+    """What in a request's parameters (SGLang's `SamplingParams`) excludes the policy, by name."""
+    found = {name: getattr(params, name) for name in (*_GRAMMARS, "min_new_tokens", "beam_width")}
+    return {name: value for name, value in found.items() if value and (name, value) != _ONE_BEAM}
 
 
 def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
-    """Refuses wrong keys; over HTTP, a 400 with the message.
-
-    Args:
-        params: SGLang's `SamplingParams`.
-        config: the policy's.
-
-    Returns:
-        The keys.
-
-    Raises:
-        ValueError: naming the key, its value and what is allowed.
-    """
+    """The keys of SGLang's `SamplingParams`; refuses wrong ones by name: over HTTP, a 400."""
     request = StopRequest(params.custom_params, OWNER)
     if request.name is not None:
         raise ValueError(
@@ -79,5 +59,5 @@ def check_params(params: Any, config: OSPrunerConfig) -> StopRequest:
             "tells SGLang's n texts apart: send n requests, each with its stop_sample_index, or "
             "leave stop_seed out"
         )
-    check_price(request, config, OWNER)
+    request.check_price(config)
     return request

@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from ..requests import StopRequest, check_tools
+from ..requests import StopRequest
 from .custom_params import OWNER, RECORD, check_params, server_defaults
 from .tapped import OSPrunerSGLang
 
@@ -87,7 +87,7 @@ def _check_chat(error: str | None, serving: Any, request: Any) -> str | None:
     if error is None and _is_policy(serving.tokenizer_manager.model_config):
         try:
             asked = StopRequest(request.custom_params, OWNER)
-            check_tools(request.tools, request.tool_choice, asked, server_defaults(), OWNER)
+            asked.check_tools(request.tools, request.tool_choice, server_defaults())
         except ValueError as found:
             return str(found)
     return None

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ospruner.optional import MissingPackageError
 
-from ..launch import served_policy, value_of
+from ..launch import served_policy
 from ..requests import CONTROL, StopRequest
 from ..start import SGLANG
 from .custom_params import DEFAULTS_VARIABLE
@@ -29,12 +29,12 @@ _NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 def sglang_command(
     policy: str, defaults: Mapping[str, Any], arguments: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of a server, behind its Python, and what its environment needs beside this one.
+    """The command of a server, and what its environment needs beside this one.
 
     Args:
         policy: folder or Hub id of a policy.
-        defaults: for requests that don't say otherwise, by their keys (`custom_params`).
-        arguments: SGLang's own, such as `--port 30000`.
+        defaults: for requests that don't say otherwise, by their keys.
+        arguments: the engine's own, such as `--port 8000`.
 
     Raises:
         ValueError: no policy that SGLang takes, wrong defaults, or an argument that is set here.
@@ -46,7 +46,7 @@ def sglang_command(
             f"{CONTROL} is {asked.control}, but SGLang's /metrics has no counters of ours to "
             "compare groups by: leave --control out, or serve with vLLM (--engine vllm)"
         )
-    config = served_policy(policy, asked, arguments, _OURS)
+    config, options = served_policy(policy, asked, arguments, _OURS)
     if config.tuning != "queries":
         raise ValueError(
             f"the policy {policy!r} has tuning {config.tuning!r}; inside SGLang policies of tuning "
@@ -57,7 +57,7 @@ def sglang_command(
     if _NO_PREFILL_GRAPHS not in arguments:
         command.append(_NO_PREFILL_GRAPHS)
     parser = _PARSERS.get((config.reasoning_format or {}).get("name", ""))
-    if parser is not None and value_of("--reasoning-parser", arguments) is None:
+    if parser is not None and not options.reasoning_parser:
         command += ["--reasoning-parser", parser]
     environment = {DEFAULTS_VARIABLE: json.dumps(dict(defaults))}
     if allowed := os.environ.get("SGLANG_PLUGINS"):  # else SGLang loads all that there are

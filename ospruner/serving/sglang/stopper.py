@@ -8,56 +8,36 @@ step. A request that SGLang puts back into its queue keeps its row, and may come
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
-from ..admission import Admission
-from ..requests import StopRequest
 from ..rows import RowCore, ServedRow, in_json
-from .custom_params import OWNER, excluded, server_defaults
+from .custom_params import excluded, server_defaults
 
 __all__ = ["Stopper"]
 
 _OURS = "_ospruner"  # of SGLang's own object of a request: its row, until its record is told
 
-logger = logging.getLogger(__name__)
-
 
 class Stopper:
-    """Stops requests; see the module.
-
-    Args:
-        runner: SGLang's model runner, with a policy as its model.
-
-    Raises:
-        ValueError: the server's defaults are wrong.
-    """
+    """Stops requests of SGLang's model runner; see the module."""
 
     def __init__(self, runner: Any) -> None:
-        arguments, config = runner.server_args, runner.model_config.hf_config
-        tokenizer = AutoTokenizer.from_pretrained(
+        arguments = runner.server_args
+        self._core = RowCore.load(
+            runner.model_config.hf_config,
             arguments.tokenizer_path or arguments.model_path,
-            revision=arguments.revision,
-            config=config,
-        )
-        self._admission = Admission(
-            config, tokenizer, server_defaults(), arguments.random_seed or 0
+            arguments.revision,
+            server_defaults(),
+            arguments.random_seed or 0,
         )
         self._runner = runner
         runner.model.hold(len(runner.req_to_token_pool.req_to_token))
-        self._core = RowCore(config.prices)
         self._here: dict[int, ServedRow] = {}  # by slot
 
     def meet(self, requests: list[Any]) -> None:
-        """Takes in who has come into a slot.
-
-        Args:
-            requests: SGLang's own, of the batch that is computed next.
-        """
+        """Takes in who has come into a slot, of SGLang's requests that are computed next."""
         for request in requests:
             ours, slot = vars(request), request.kv.req_pool_idx
             if _OURS not in ours:
@@ -78,21 +58,11 @@ class Stopper:
         stops = [*(params.stop_token_ids or ()), *(request.eos_token_ids or ())]
         # What still ends a request that ignores the end of text.
         end_id = min(params.stop_token_ids) if params.ignore_eos and params.stop_token_ids else None
-        try:
-            asked = StopRequest(params.custom_params, OWNER)
-            admitted = self._admission.admit(asked, stops, end_id)
-        except ValueError as error:  # over HTTP it was a 400; here an error would end the engine
-            logger.error("a request goes on without the policy: %s", error)
-            return None
-        return None if admitted is None else ServedRow(admitted, list(request.origin_input_ids))
+        prompt = list(request.origin_input_ids)
+        return self._core.admit(params.custom_params, prompt, stops, end_id)
 
     def step(self, logits: torch.Tensor, batch: Any) -> None:
-        """Decides where steps of thinking have ended, and shapes the logits.
-
-        Args:
-            logits: of the next tokens, (B, V); in place.
-            batch: SGLang's, that gave them.
-        """
+        """Decides where steps of thinking have ended, and shapes the logits (B, V) of a batch."""
         if not self._here or not len(logits):
             return
         tokens = batch.input_ids
@@ -113,15 +83,11 @@ class Stopper:
         if ended:
             slots, lengths, asked = map(list, zip(*ended, strict=True))
             outputs = self._runner.model.ask(self._runner.attn_backend, slots, lengths)
-            self._core.decide(asked, self._core.hear(asked, outputs))
+            self._core.decide(asked, outputs)
         self._core.shape(logits, rows)
 
     def record(self, request: Any) -> dict[str, Any] | None:
-        """The `StopRecord` of a request that is done, for JSON; None for one not admitted.
-
-        Args:
-            request: SGLang's own.
-        """
+        """The `StopRecord` of a request that is done, for JSON; None for one not admitted."""
         row: ServedRow | None = vars(request).get(_OURS)
         if row is None:
             return None
@@ -130,4 +96,4 @@ class Stopper:
         for token in text[max(row.taken - prompt, 0) :]:
             row.take(token)
         vars(request)[_OURS] = None
-        return in_json(asdict(row.record))
+        return in_json(row.record)

@@ -24,14 +24,13 @@ from modeling_ospruner.modeling_ospruner import check_norm
 from ..policies import (
     Weights,
     Works,
-    check_files,
-    check_kind,
+    check_policy,
     check_settings,
     merge_adapters,
     quantisation,
 )
 
-__all__ = ["BASES", "OSPrunerSGLang", "check_policy", "check_server"]
+__all__ = ["BASES", "OSPrunerSGLang", "check_start"]
 
 BASES = {  # by model_type: the module of SGLang, and the class in it
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -68,8 +67,7 @@ class OSPrunerSGLang(nn.Module):
 
         super().__init__()
         arguments = get_server_args()
-        check_server(arguments)
-        check_policy(config, arguments.model_path, arguments.revision, arguments.download_dir)
+        check_start(config, arguments)
         self._config = config
         self.secondary_weights = [
             DefaultModelLoader.Source(
@@ -168,10 +166,7 @@ class OSPrunerSGLang(nn.Module):
 
     def load_weights(self, weights: Weights) -> None:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
-        if self._config.adapter_rank:
-            total = self._config.get_text_config().num_hidden_layers
-            weights = merge_adapters(weights, total, len(self.layers))
-        self.base.load_weights(self._own(weights))
+        self.base.load_weights(self._own(merge_adapters(weights, self._config)))
         own, theirs = self.norm.weight, self.base.model.norm.weight
         # Never trained: it shows which base the policy was made for.
         where = self._config.base_model_name_or_path
@@ -199,38 +194,6 @@ class OSPrunerSGLang(nn.Module):
             getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)
 
 
-def check_policy(
-    config: OSPrunerConfig, policy: str, revision: str | None, download_dir: str | None
-) -> None:
-    """Refuses a policy that does not work inside SGLang, or does not fit its base.
-
-    Args:
-        config: the policy's.
-        policy: its folder or Hub id.
-        revision: of that.
-        download_dir: where SGLang keeps repositories; None for the Hub's own cache.
-
-    Raises:
-        ValueError: naming what was asked for and what to do; or see `read_tensors`.
-        OSError: the base or the policy's file is not found.
-    """
-    check_kind(config, "SGLang", BASES)
-    if config.tuning != "queries" or not config.num_policy_layers:
-        raise ValueError(
-            f"the policy has tuning {config.tuning!r} and {config.num_policy_layers} layers; "
-            "inside SGLang policies of tuning 'queries' work, with one layer or more: serve this "
-            "one with vLLM (ospruner serve --engine vllm), or train one with --tuning queries"
-        )
-    where = config.base_model_name_or_path
-    if (stored := quantisation(config)) is not None:
-        raise ValueError(
-            f"the base {where!r} is quantised ({stored.get('quant_method')}); inside SGLang the "
-            "policy works beside unquantised weights: serve it with vLLM (ospruner serve --engine "
-            "vllm)"
-        )
-    check_files(config, policy, "SGLang", revision, download_dir)
-
-
 _WORKS: Works = {
     "speculative_algorithm": ((None,), "leave --speculative-algorithm out"),
     "pp_size": ((1,), "use --tp-size"),
@@ -250,18 +213,31 @@ _WORKS: Works = {
 }
 
 
-def check_server(arguments: Any) -> None:
-    """Refuses a server in which the policy would be silently wrong, or was never thought of.
-
-    Args:
-        arguments: SGLang's `ServerArgs`.
+def check_start(config: OSPrunerConfig, arguments: Any) -> None:
+    """Refuses a server (SGLang's `ServerArgs`) or a policy that would be wrong, or is untried.
 
     Raises:
-        ValueError: naming what was asked for and what to do.
+        ValueError: naming what was asked for and what to do; or see `check_policy`.
+        OSError: the base or the policy's file is not found.
     """
     check_settings(arguments, _WORKS, "SGLang")
     if arguments.device != "cpu" and not arguments.disable_prefill_cuda_graph:
         raise ValueError(
             "disable_prefill_cuda_graph is False, and in a recorded prefill the policy cannot tell "
             "where requests end: start with --disable-prefill-cuda-graph (`ospruner serve` does)"
+        )
+    if config.tuning != "queries" or not config.num_policy_layers:
+        raise ValueError(
+            f"the policy has tuning {config.tuning!r} and {config.num_policy_layers} layers; "
+            "inside SGLang policies of tuning 'queries' work, with one layer or more: serve this "
+            "one with vLLM (ospruner serve --engine vllm), or train one with --tuning queries"
+        )
+    check_policy(
+        config, arguments.model_path, "SGLang", BASES, arguments.revision, arguments.download_dir
+    )
+    if (stored := quantisation(config)) is not None:
+        raise ValueError(
+            f"the base {config.base_model_name_or_path!r} is quantised "
+            f"({stored.get('quant_method')}); inside SGLang the policy works beside unquantised "
+            "weights: serve it with vLLM (ospruner serve --engine vllm)"
         )

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
 from functools import partial
 from typing import Any
 
@@ -29,9 +28,9 @@ from modeling_ospruner.modeling_ospruner import check_norm
 
 from ..policies import (
     Weights,
+    Works,
     check_base_weights,
-    check_files,
-    check_kind,
+    check_policy,
     check_settings,
     merge_adapters,
     quantisation,
@@ -46,70 +45,19 @@ STOP_HEAD = "stop_head"
 """Under this name the processor finds the head, where vLLM's own layers are found."""
 
 
-def _from_fields(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
-    return layer(
-        config=config.model_config.hf_config,
-        cache_config=config.cache_config,
-        quant_config=None,
-        prefix=prefix,
-    )
-
-
-def _from_whole(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
-    return layer(vllm_config=config, prefix=prefix)
-
-
-def _gpt_oss_layer(layer: type[nn.Module], config: VllmConfig, prefix: str) -> nn.Module:
-    return layer(vllm_config=config, quant_config=None, prefix=prefix)
-
-
-def _load(tail: _Tail, weights: Weights, mapper: WeightsMapper) -> set[str]:
-    loaded: set[str] = AutoWeightsLoader(tail).load_weights(weights, mapper=mapper)
-    return loaded
-
-
-def _load_gpt_oss(tail: _Tail, weights: Weights, mapper: WeightsMapper) -> set[str]:
-    """Experts are loaded by methods of vLLM's model, borrowed for the tail has the same parts."""
-    from vllm.model_executor.models.gpt_oss import GptOssModel
-
-    for name in ("_load_weights_other", "_load_weights_mxfp4"):
-        vars(tail)[name] = partial(getattr(GptOssModel, name), tail)
-    vars(tail)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
-    loaded: set[str] = GptOssModel.load_weights(tail, mapper.apply(weights))
-    return loaded
-
-
-@dataclass(frozen=True)
-class _Base:
-    """What differs between bases.
-
-    Attributes:
-        architecture: vLLM's class.
-        make_layer: makes one layer of a class, from a configuration and a prefix.
-        load: fills a tail with tensors named as transformers names them.
-        tapped: what is made instead of vLLM's class where that has no tap.
-    """
-
-    architecture: str
-    make_layer: Callable[[type[nn.Module], VllmConfig, str], nn.Module]
-    load: Callable[[_Tail, Weights, WeightsMapper], set[str]] = _load
-    tapped: type[nn.Module] | None = None
-
-
-_BASES = {  # by model_type
-    "qwen2": _Base("Qwen2ForCausalLM", _from_fields),
-    "qwen3": _Base("Qwen3ForCausalLM", _from_fields),
-    "qwen3_moe": _Base("Qwen3MoeForCausalLM", _from_whole),
-    "llama": _Base("LlamaForCausalLM", _from_whole),
-    "mistral": _Base("MistralForCausalLM", _from_whole),
-    "gemma3_text": _Base("Gemma3ForCausalLM", _from_fields, tapped=TappedGemma3ForCausalLM),
-    "glm4": _Base("Glm4ForCausalLM", _from_whole),
-    "gpt_oss": _Base("GptOssForCausalLM", _gpt_oss_layer, _load_gpt_oss),
+_BASES = {  # by model_type: vLLM's class
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
-
-
+_TAPPED = {"gemma3_text": TappedGemma3ForCausalLM}  # in the place of vLLM's, which has no tap
 _DRAFTS = ("ngram", "ngram_gpu", "draft_model")
-_WORKS = {  # the tail follows the whole base
+_WORKS: Works = {  # the tail follows the whole base
     "parallel_config.pipeline_parallel_size": ((1,), "use --tensor-parallel-size"),
 }
 
@@ -132,11 +80,7 @@ class StopHead(nn.Linear):
         self.arrivals: Any = None
 
     def ask(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What it says of rows of the batch, (K, 1 or 6) float32, and their last positions, (K,).
-
-        Args:
-            rows: their places in the batch, (K,) int64.
-        """
+        """What it says of rows (K,) of the batch, (K, 1 or 6), and their last positions, (K,)."""
         if self.pages is None:
             return self.outputs[rows], self.positions[rows]
         lengths, places = self.pages.ends(rows)
@@ -151,14 +95,17 @@ class _Tail(nn.Module):
         super().__init__()
         self.config = vllm_config.model_config.hf_config
         self.parallel_config = vllm_config.parallel_config
-        self._kind = _BASES[self.config.model_type]
         model = base.model
         named = base if "hf_to_vllm_mapper" in vars(type(base)) else model
         self._mapper: WeightsMapper = type(named).hf_to_vllm_mapper
+        layer = type(model.layers[-1])
+        asked = inspect.signature(layer).parameters
+        given = {"vllm_config": vllm_config, "config": self.config}
+        given |= {name: vars(vllm_config)[name] for name in ("cache_config", "quant_config")}
+        given = {name: value for name, value in given.items() if name in asked}
         first = 3 * self.config.num_hidden_layers - num_layers
         self.layers = nn.ModuleList(
-            self._kind.make_layer(type(model.layers[-1]), vllm_config, f"tail.layers.{first + i}")
-            for i in range(num_layers)
+            layer(**given, prefix=f"tail.layers.{first + i}") for i in range(num_layers)
         )
         self.norm = type(model.norm)(self.config.hidden_size, eps=model.norm.variance_epsilon)
 
@@ -172,7 +119,18 @@ class _Tail(nn.Module):
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Takes tensors as transformers names them."""
-        return self._kind.load(self, weights, self._mapper)
+        loaded: set[str]
+        if self.config.model_type != "gpt_oss":
+            loaded = AutoWeightsLoader(self).load_weights(weights, mapper=self._mapper)
+            return loaded
+        # Experts are loaded by methods of vLLM's model, borrowed, for the tail has the same parts.
+        from vllm.model_executor.models.gpt_oss import GptOssModel
+
+        for name in ("_load_weights_other", "_load_weights_mxfp4"):
+            vars(self)[name] = partial(getattr(GptOssModel, name), self)
+        vars(self)["_try_load_streamed_expert"] = GptOssModel._try_load_streamed_expert
+        loaded = GptOssModel.load_weights(self, self._mapper.apply(weights))
+        return loaded
 
 
 class OSPrunerVLLM(nn.Module):
@@ -196,21 +154,18 @@ class OSPrunerVLLM(nn.Module):
                 fall_back_to_pt=False,
             )
         ]
-        kind = _BASES[text.model_type]
-        own = _for_base(vllm_config, [kind.architecture])
+        kind = text.model_type
+        own = _for_base(vllm_config, [_BASES[kind]])
         prefix = maybe_prefix(prefix, "base")
-        base: Any = initialize_model(own, prefix=prefix, model_class=kind.tapped)
+        base: Any = initialize_model(own, prefix=prefix, model_class=_TAPPED.get(kind))
         self.base: Any = base
         self.tail: _Tail | None = None
-        self._adapters = config.adapter_rank > 0
         self._pages: Pages | None = None  # with a policy of queries only
-        n = config.num_policy_layers
-        if n:
+        if n := config.num_policy_layers:
             base.model._set_aux_hidden_state_layers((text.num_hidden_layers - n,))
+            tail_config = _for_tail(own, as_base=config.adapter_rank > 0)
             with set_model_tag("ospruner_tail"):
-                self.tail = _Tail(
-                    vllm_config=_for_tail(own, self._adapters), base=base, num_layers=n
-                )
+                self.tail = _Tail(vllm_config=tail_config, base=base, num_layers=n)
         self.head = StopHead(text.hidden_size, 1 if config.prices is None else 1 + PRICE_RAMPS)
         vllm_config.compilation_config.static_forward_context[STOP_HEAD] = self.head
         if self.tail is not None and config.tuning == "queries":
@@ -270,15 +225,13 @@ class OSPrunerVLLM(nn.Module):
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Takes the policy's tensors, and the base's with the prefix `base.`."""
-        if self.tail is not None and self._adapters:
-            total, n = self.tail.config.num_hidden_layers, len(self.tail.layers)
-            weights = merge_adapters(weights, total, n)
+        weights = merge_adapters(weights, self._config)
         mapper = WeightsMapper(orig_to_new_prefix={"policy.": ""})
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights, mapper=mapper)
         if self._pages is not None and self.tail is not None:
             keys = {f"tail.{name}" for name, _ in self.tail.named_parameters()}
             loaded |= {name for name in keys if self._pages.unread(name)}
-        if self.tail is not None and not self._adapters:
+        if self.tail is not None and not self._config.adapter_rank:
             # Never trained: it shows which base the policy was made for.
             own, theirs = self.tail.norm.weight, self.base.model.norm.weight
             where = self._config.base_model_name_or_path
@@ -292,18 +245,17 @@ def check_start(vllm_config: VllmConfig) -> None:
     """Refuses what the policy would silently do without, or do wrong.
 
     Raises:
-        ValueError: naming what was asked for and what to do; or see `read_tensors`.
+        ValueError: naming what was asked for and what to do; or see `check_policy`.
         OSError: the base or the policy's file is not found.
     """
     config: OSPrunerConfig = vllm_config.model_config.hf_config
-    check_kind(config, "vLLM", _BASES)
-    if vllm_config.use_v2_model_runner and config.tuning != "queries":
+    v2, speculative = vllm_config.use_v2_model_runner, vllm_config.speculative_config
+    if v2 and config.tuning != "queries":
         raise ValueError(
             f"vLLM's model runner V2 is on, and takes policies of tuning 'queries' only; this one "
             f"has {config.tuning!r}: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and not vllm_config.use_v2_model_runner:
+    if speculative is not None and not v2:
         raise ValueError(
             "speculative decoding is on, and vLLM's model runner V1 skips the processor that stops "
             "with it: leave --speculative-config out, or use a policy of tuning 'queries' with "
@@ -314,7 +266,6 @@ def check_start(vllm_config: VllmConfig) -> None:
             f"speculative decoding's method is {speculative.method!r}, which reads the hidden "
             f"states of vLLM's own model of the base; a policy works with {', '.join(_DRAFTS)}"
         )
-    check_settings(vllm_config, _WORKS, "vLLM")
     parser = vllm_config.structured_outputs_config.reasoning_parser
     if parser == "openai_gptoss":
         raise ValueError(
@@ -325,19 +276,18 @@ def check_start(vllm_config: VllmConfig) -> None:
         one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"
         for one in vllm_config.model_config.logits_processors or ()
     ]
-    own = (PROCESSOR, f"{__package__}.processor:StopProcessor")
-    if not set(own).intersection(names):
+    if not {PROCESSOR, f"{__package__}.processor:StopProcessor"}.intersection(names):
         raise ValueError(
             f"logits_processors is {names}; nothing would stop. Start vLLM with "
             f"--logits-processors {PROCESSOR} (`ospruner serve` does), or "
             f"LLM(..., logits_processors=[{PROCESSOR!r}])"
         )
-    if config.tuning == "queries" and config.num_policy_layers:
-        check_settings(vllm_config, QUERIES_WORK, "vLLM")
+    queries = config.tuning == "queries" and config.num_policy_layers
+    check_settings(vllm_config, {**_WORKS, **(QUERIES_WORK if queries else {})}, "vLLM")
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = load.load_format != "dummy"
     # Before the base's weights are read, and with the same words as everywhere.
-    check_files(config, model.model, "vLLM", model.revision, load.download_dir, weights)
+    check_policy(config, model.model, "vLLM", _BASES, model.revision, load.download_dir, weights)
 
 
 def _for_base(config: VllmConfig, architectures: list[str]) -> VllmConfig:
@@ -367,11 +317,8 @@ def _for_tail(config: VllmConfig, as_base: bool) -> VllmConfig:
     """The base's configuration for layers with indices beyond its own.
 
     They are counted from 2L on, so that each layer of the tail stands at the same place of a
-    pattern over layers as the one that it copies.
-
-    Args:
-        config: the base's.
-        as_base: whether the tail is quantised as the base is; copies are saved unquantised.
+    pattern over layers as the one that it copies. Copies are saved unquantised; adapters are of
+    layers that are quantised `as_base`.
     """
     text = copy.deepcopy(config.model_config.hf_config)
     total = text.num_hidden_layers

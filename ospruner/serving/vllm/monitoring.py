@@ -9,7 +9,6 @@ folder, `PROMETHEUS_MULTIPROC_DIR` (`ospruner serve` makes one).
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -17,8 +16,9 @@ from fastapi.routing import APIRoute
 from prometheus_client import Counter
 
 from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
+from modeling_ospruner.stopping_ospruner import StopRecord
 
-from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest, check_price, check_tools
+from ..requests import DEFAULTS, ID, KEYS, ON, StopRequest
 from ..rows import ServedRow, in_json
 from ..traffic import bin_of, observed
 from .plugin import HARMONY_PARSER
@@ -45,15 +45,14 @@ _PROMISED = Counter(
 
 def count_ended(row: ServedRow) -> None:
     """Counts a request whose thinking has ended, and what was promised of it."""
-    record, promise = row.record, row.admitted.promise
-    labels = ("control" if row.admitted.control else "policy", record.reason)
+    record, promise = row.record, row.promise
+    labels = ("control" if row.control else "policy", record.reason)
     _ENDED.labels(*labels).inc()
     _TOKENS.labels(*labels).inc(record.thinking_tokens)
-    if promise is None:
-        return
-    for signal, value in observed(asdict(record)).items():
-        place = bin_of(promise["traffic"][signal]["edges"], value)
-        _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
+    if promise is not None:
+        for signal, value in observed(record).items():
+            place = bin_of(promise["traffic"][signal]["edges"], value)
+            _PROMISED.labels(promise["max_loss"], promise["confidence"], signal, place).inc()
 
 
 def check_body(
@@ -73,18 +72,17 @@ def check_body(
     """
     if not isinstance(body, dict):
         return
-    keys = {ON, ID, *KEYS}
+    keys, extra = {ON, ID, *KEYS}, body.get("vllm_xargs")
+    extra = extra if isinstance(extra, dict) else {}
     if beside := sorted(keys.intersection(body)):
         raise ValueError(f"{beside} would do nothing here: send it within 'vllm_xargs'")
-    extra = body.get("vllm_xargs")
-    asked = isinstance(extra, dict) and sorted(keys.intersection(extra))
-    if asked and body.get("use_beam_search"):
+    if body.get("use_beam_search") and (asked := sorted(keys.intersection(extra))):
         raise ValueError(
             f"use_beam_search is {shown(body['use_beam_search'])}, and vllm_xargs has {asked}: "
             "beam search does not stop with the policy; leave one of them out"
         )
-    request = StopRequest(extra if isinstance(extra, dict) else None)
-    check_price(request, config, "vllm_xargs")
+    request = StopRequest(extra)
+    request.check_price(config)
     tools, choice = body.get("tools"), body.get("tool_choice", "auto")
     if tools and not parses_calls and choice != "none":
         raise ValueError(
@@ -92,7 +90,7 @@ def check_body(
             "send tool_choice 'none', or the rendered prompt to /v1/completions with stop_answer "
             "'tools', and parse the text"
         )
-    check_tools(tools, choice, request, defaults, "vllm_xargs")
+    request.check_tools(tools, choice, defaults)
 
 
 class StopRoutes:
@@ -116,31 +114,22 @@ class StopRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keeps what the routes ask."""
+        defaults = StopRequest((args.additional_config or {}).get(DEFAULTS), server=True)
+        config = engine_client.model_config.hf_config
+        parses_calls = args.reasoning_parser != HARMONY_PARSER
         state.ospruner_engine = engine_client
-        state.ospruner_config = engine_client.model_config.hf_config
-        state.ospruner_defaults = StopRequest(
-            (args.additional_config or {}).get(DEFAULTS), server=True
-        )
-        state.ospruner_parses_calls = args.reasoning_parser != HARMONY_PARSER
+        state.ospruner_check = lambda body: check_body(body, defaults, config, parses_calls)
 
 
 async def _checked_body(request: Request) -> None:
-    state = request.app.state
-    try:
-        body = await request.json()  # which is parsed once: FastAPI asks the same object
-        check_body(
-            body, state.ospruner_defaults, state.ospruner_config, state.ospruner_parses_calls
-        )
+    try:  # the body is parsed once: FastAPI asks the same object
+        request.app.state.ospruner_check(await request.json())
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
 
 
 async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
-    """The `StopRecord` of the last request with this `stop_id`.
-
-    Raises:
-        HTTPException: 404, where there is none.
-    """
+    """The `StopRecord` of the last request with this `stop_id`; 404 where there is none."""
     engine: Any = request.app.state.ospruner_engine
     records = await engine.collective_rpc("ospruner_record", args=(stop_id,))
     if records[0] is None:
@@ -149,4 +138,4 @@ async def stop_record(stop_id: str, request: Request) -> dict[str, Any]:
             f"no request had the stop_id {shown(stop_id)}, or its policy was off, or it is long "
             "ago",
         )
-    return in_json(records[0])
+    return in_json(StopRecord(**records[0]))

@@ -44,15 +44,10 @@ _NORMS_OF_KEYS = ("k_norm", "k_layernorm")
 
 @dataclass
 class _Noted:
-    """What is known of one layer's pages.
+    """What is known of one layer's pages."""
 
-    Attributes:
-        builder: makes the attention of any rows; None until vLLM has made the pages.
-        batch: where the rows of this step are, their block table included.
-    """
-
-    builder: Any = None
-    batch: CommonAttentionMetadata | None = None
+    builder: Any = None  # makes the attention of any rows; None until vLLM has made the pages
+    batch: CommonAttentionMetadata | None = None  # of this step, with its block table
 
 
 def _attention_of(layer: nn.Module) -> Attention:
@@ -61,11 +56,7 @@ def _attention_of(layer: nn.Module) -> Attention:
 
 
 def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
-    """Lets a layer of the tail attend to the pages of a base's layer, and make none of its own.
-
-    Args:
-        layer: of the tail, as vLLM makes it.
-        base_layer: of the same number.
+    """Lets a layer of the tail attend to the pages of the base's of the same number.
 
     Returns:
         What vLLM will tell of these pages.
@@ -84,11 +75,8 @@ def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
             noted.builder = self
 
         def build(
-            self,
-            common_prefix_len: int,
-            common_attn_metadata: CommonAttentionMetadata,
-            fast_build: bool = False,
-        ) -> CommonAttentionMetadata:
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
             noted.batch = common_attn_metadata
             return common_attn_metadata
 
@@ -98,27 +86,16 @@ def share_pages(layer: nn.Module, base_layer: nn.Module) -> _Noted:
     # By its own name, so that each layer is an attention group of its own.
     name = f"OSPruner{own.layer_name.replace('.', '_')}"
     own.attn_backend = subclass_attention_backend(name, own.attn_backend, Builder)
-    own.kv_sharing_target_layer_name = theirs.layer_name
-    own.impl.kv_sharing_target_layer_name = theirs.layer_name
+    for one in (own, own.impl):
+        one.kv_sharing_target_layer_name = theirs.layer_name
     return noted
 
 
 class Pages:
-    """Asks a tail of queries only about rows of vLLM's batch.
-
-    Args:
-        vllm_config: of the engine.
-        tail: copies of the base's last n layers and of its final norm.
-        base_layers: the base's, all of them.
-        hidden_size: H.
-    """
+    """Asks a tail of queries only, copies of the base's last layers, about rows of the batch."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        tail: Any,
-        base_layers: nn.ModuleList,
-        hidden_size: int,
+        self, vllm_config: VllmConfig, tail: Any, base_layers: nn.ModuleList, hidden_size: int
     ) -> None:
         self._config = vllm_config
         self._tail = tail
@@ -131,9 +108,9 @@ class Pages:
             vllm_config.scheduler_config.max_num_batched_tokens,
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
-        model = vllm_config.model_config
         # Filled by copying, which a graph records: what a replay computes lands here, too.
-        self._entering = torch.zeros(most, hidden_size, dtype=model.dtype)  # (T, H)
+        dtype = vllm_config.model_config.dtype
+        self._entering = torch.zeros(most, hidden_size, dtype=dtype)  # (T, H)
         for module in tail.modules():
             if isinstance(module, QKVParallelLinear):  # of which queries alone are loaded
                 for parameter in module.parameters():
@@ -172,11 +149,10 @@ class Pages:
             places: theirs in the step, (K,).
         """
         attention = {}
-        starts = torch.arange(len(rows) + 1, dtype=torch.int32)
+        starts, device = torch.arange(len(rows) + 1, dtype=torch.int32), lengths.device
         for name, noted in self._layers.items():
             batch = noted.batch
             assert batch is not None
-            device = batch.seq_lens.device
             asked = CommonAttentionMetadata(
                 query_start_loc=starts.to(device),
                 query_start_loc_cpu=starts,
@@ -193,14 +169,10 @@ class Pages:
         with set_forward_context(
             attention, self._config, num_tokens=len(rows), slot_mapping={}, skip_compiled=True
         ):
-            self._to_own_experts()
+            # Experts find themselves by counting; those of the base come first.
+            context = get_forward_context()
+            named = context.all_moe_layers or []
+            own = [i for i, one in enumerate(named) if one.startswith("tail.")]
+            context.moe_layer_index = own[0] if own else 0
             hidden: torch.Tensor = self._tail.forward(lengths.long() - 1, entering)
         return hidden
-
-    @staticmethod
-    def _to_own_experts() -> None:
-        """Experts find themselves by counting; those of the base come first."""
-        context = get_forward_context()
-        named = context.all_moe_layers or []
-        own = [i for i, name in enumerate(named) if name.startswith("tail.")]
-        context.moe_layer_index = own[0] if own else 0

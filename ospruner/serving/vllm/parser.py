@@ -11,11 +11,14 @@ it drops the thinking, or raises.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import AutoTokenizer
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.reasoning import ReasoningParser
 from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
@@ -26,9 +29,11 @@ from ospruner.formats import follow
 
 __all__ = ["HarmonyThinkingParser", "MarkerThinkingParser", "ThinkingParser"]
 
-_MARKER = re.compile(r"<\|(start|channel|constrain|message|end|return|call)\|>")
-_THINKING, _ANSWER = "thinking", "answer"
+_MARKERS = ("start", "channel", "constrain", "message", "end", "return", "call")
+_MARKER = re.compile(rf"<\|({'|'.join(_MARKERS)})\|>")
 _HALF_MARKER = re.compile(r"<(\|[a-z]*\|?)?\Z")  # of which the next part of a stream decides
+_THINKING, _ANSWER = "thinking", "answer"
+_CHANNELS = {"analysis": _THINKING, "final": _ANSWER, "commentary": _ANSWER}
 
 
 class ThinkingParser(DeepSeekR1ReasoningParser):
@@ -48,44 +53,49 @@ class _SplittingParser(ReasoningParser):
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
-        self._text = ""
-        self._sent = [0, 0]  # characters of thinking and answer
+        self._begin()
 
+    def _begin(self) -> None:
+        """Forgets all text."""
+        self._held = ""  # what may become a marker
+
+    @abstractmethod
     def _split(self, text: str, final: bool) -> tuple[str, str]:
-        """The thinking and the answer; unless `final`, without what may become a marker."""
-        raise NotImplementedError
+        """What a further part of the text adds to thinking and answer; held back unless final."""
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         """The thinking and the answer of a whole reply."""
-        thinking, answer = self._split(model_output, True)
+        fresh = copy.copy(self)  # of several replies one parser may be asked
+        fresh._begin()
+        thinking, answer = fresh._split(model_output, True)
         return thinking or None, answer or None
 
     def extract_reasoning_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Sequence[int],
-        current_token_ids: Sequence[int],
-        delta_token_ids: Sequence[int],
+        self, previous_text: str, current_text: str, delta_text: str, *ids: Sequence[int]
     ) -> DeltaMessage | None:
         """What has come to either since the last call."""
-        self._text += delta_text  # vLLM gathers none for parsers with `engine_based_streaming`
-        return self._send(False)
+        return self._delta(delta_text, False)
 
     def finish_streaming(self) -> DeltaMessage | None:
         """What was held back, because it looked like a part of a marker."""
-        return self._send(True)
+        return self._delta("", True)
 
     def has_engine_confirmed_reasoning_end(self) -> bool:
         """Never: vLLM would pass on what follows as it is, markers included."""
         return False
 
-    def _send(self, final: bool) -> DeltaMessage | None:
-        wholes = self._split(self._text, final)
-        parts = [part[sent:] for part, sent in zip(wholes, self._sent, strict=True)]
-        self._sent = [sent + len(part) for part, sent in zip(parts, self._sent, strict=True)]
-        return _delta(*parts)
+    def _delta(self, text: str, final: bool) -> DeltaMessage | None:
+        thinking, answer = self._split(text, final)
+        if not thinking and not answer:
+            return None
+        return DeltaMessage(reasoning=thinking or None, content=answer or None)
+
+
+@functools.cache  # a parser is made for each request
+def _format_of(policy: str) -> TokenFormat:
+    config = OSPrunerConfig.from_pretrained(policy)
+    tokenizer = AutoTokenizer.from_pretrained(policy, config=config)
+    return TokenFormat.compile(ReasoningFormat.from_dict(config.reasoning_format or {}), tokenizer)
 
 
 class MarkerThinkingParser(_SplittingParser):
@@ -99,20 +109,13 @@ class MarkerThinkingParser(_SplittingParser):
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
-        literals = _literals(str(tokenizer.name_or_path))
-        if literals not in _FORMATS:  # once a server: a parser is made for each request
-            form = ReasoningFormat.from_dict(dict(literals))
-            _FORMATS[literals] = TokenFormat.compile(form, tokenizer)
-        fmt = _FORMATS[literals]
+        self._fmt = fmt = _format_of(str(tokenizer.name_or_path))
         if fmt.end_marker is None or not fmt.format.think_end:
             raise ValueError(
                 f"--reasoning-parser ospruner_markers: of the format {fmt.format.name!r}, no marker"
                 f" of several tokens ends the thinking (think_end {fmt.format.think_end!r}): leave "
                 "the option to `ospruner serve`"
             )
-        self._fmt = fmt
-        self._end = fmt.end_marker.literal
-        self._start = fmt.format.think_start
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether an answer is being written: from there on, a grammar holds."""
@@ -130,25 +133,55 @@ class MarkerThinkingParser(_SplittingParser):
         places = [] if start is None else start.places(token_ids[:tokens])
         return tokens - sum(after - first for first, after in places)
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._begun = self._ended = False  # after the start marker, and after the end marker
+
     def _split(self, text: str, final: bool) -> tuple[str, str]:
-        if self._start and text.startswith(self._start):
-            text = text[len(self._start) :]
-        elif not final and self._start.startswith(text):
-            return "", ""
-        thinking, end, answer = text.partition(self._end)
-        if not end and not final:
-            held = max(n for n in range(len(self._end)) if text.endswith(self._end[:n]))
-            thinking = thinking[: len(thinking) - held]
+        if self._ended:
+            return "", text
+        text, self._held = self._held + text, ""
+        start, end = self._fmt.format.think_start, self._fmt.format.think_end
+        if not self._begun:
+            if start.startswith(text) and not final:
+                self._held = text
+                return "", ""
+            self._begun, text = True, text.removeprefix(start)
+        thinking, found, answer = text.partition(end)
+        self._ended = bool(found)
+        if not found and not final:
+            half = max(n for n in range(len(end)) if text.endswith(end[:n]))
+            thinking, self._held = text[: len(text) - half], text[len(text) - half :]
         return thinking, answer
 
 
-_FORMATS: dict[tuple[tuple[str, str], ...], TokenFormat] = {}  # by literals
+class _Messages:
+    """A turn of several messages as it is written.
 
+    Attributes:
+        kind: of the message in whose body it is; "" of one that is left out, None in a header.
+    """
 
-@functools.cache
-def _literals(folder: str) -> tuple[tuple[str, str], ...]:
-    """The literals of a policy's format, by its folder or Hub id."""
-    return tuple((OSPrunerConfig.from_pretrained(folder).reasoning_format or {}).items())
+    def __init__(self) -> None:
+        self.kind: str | None = _THINKING  # text under no header
+        self._header = ""  # without markers: `assistant`, the channel, a recipient
+
+    def meet(self, marker: str) -> None:
+        """Goes on after a marker."""
+        if marker != "message":
+            self.kind = None
+            self._header = "" if marker == "start" else f"{self._header} "
+            return
+        words = self._header.removeprefix("assistant").split()
+        addressed = any(word.startswith("to=") for word in words)
+        self.kind = "" if addressed else _CHANNELS.get("".join(words[:1]), "")
+        self._header = ""
+
+    def write(self, text: str) -> str:
+        """Goes on after other text; the kind of the body in which it stands, "" outside of one."""
+        if self.kind is None:
+            self._header += text
+        return self.kind or ""
 
 
 class HarmonyThinkingParser(_SplittingParser):
@@ -161,85 +194,59 @@ class HarmonyThinkingParser(_SplittingParser):
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
-        self._markers = {
-            self.vocab[text]: name
-            for name in ("start", "channel", "constrain", "message", "end", "return", "call")
-            if (text := f"<|{name}|>") in self.vocab
-        }
-        self._open = ""  # the kind of text that is being sent, where no marker has begun
+        texts = {f"<|{name}|>": name for name in _MARKERS}
+        self._markers = {self.vocab[text]: texts[text] for text in texts if text in self.vocab}
 
     def adjust_request(self, request: Any) -> Any:
         """Keeps special tokens in the reply's text."""
         request.skip_special_tokens = False
         return request
 
-    def extract_reasoning_streaming(
-        self, previous_text: str, current_text: str, delta_text: str, *ids: Sequence[int]
-    ) -> DeltaMessage | None:
-        """What has come to either since the last call."""
-        if self._open and "<" not in delta_text:  # without a look at all that came before
-            self._text += delta_text
-            self._sent[self._open == _ANSWER] += len(delta_text)
-            return _delta(*((delta_text, "") if self._open == _THINKING else ("", delta_text)))
-        return super().extract_reasoning_streaming(previous_text, current_text, delta_text, *ids)
-
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether an answer is being written: from there on, a grammar holds."""
-        return self._kinds([*input_ids, -1])[-1] == _ANSWER  # where a further token would stand
+        return self._read(input_ids)[1].kind == _ANSWER
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
         """The tokens of the answer."""
-        kinds = self._kinds(input_ids)
+        kinds, _ = self._read(input_ids)
         return [token for token, kind in zip(input_ids, kinds, strict=True) if kind == _ANSWER]
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """The tokens of the thinking, without markers and headers."""
-        return self._kinds(token_ids).count(_THINKING)
+        return self._read(token_ids)[0].count(_THINKING)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._messages = _Messages()
+        self._filled: set[str] = set()  # the kinds of the bodies so far that hold text
+        self._fresh = False  # after a marker, before text
 
     def _split(self, text: str, final: bool) -> tuple[str, str]:
-        whole = text if final else _HALF_MARKER.sub("", text)
-        first, *pieces = _MARKER.split(whole)
-        found: dict[str, list[str]] = {_THINKING: [first], _ANSWER: [], "": []}
-        header, kind, last = "", _THINKING, first
-        for marker, last in zip(pieces[::2], pieces[1::2], strict=True):
-            if marker == "message":
-                kind, header = _kind(header), ""
-                found[kind].append(last)
-            else:
-                kind = ""
-                header = last if marker == "start" else f"{header} {last}"
-        self._open = kind if last and whole == text else ""
-        thinking, answer = (list(filter(None, found[one])) for one in (_THINKING, _ANSWER))
-        return "\n".join(thinking), "\n".join(answer)
+        text, self._held = self._held + text, ""
+        if not final and (half := _HALF_MARKER.search(text)):
+            text, self._held = text[: half.start()], half[0]
+        found = {_THINKING: "", _ANSWER: "", "": ""}
+        first, *pieces = _MARKER.split(text)
+        for marker, piece in [("", first), *zip(pieces[::2], pieces[1::2], strict=True)]:
+            if marker:
+                self._messages.meet(marker)
+                self._fresh = True
+            if piece:
+                kind = self._messages.write(piece)
+                between = "\n" if self._fresh and kind in self._filled else ""
+                found[kind] += between + piece
+                self._filled.add(kind)
+                self._fresh = False
+        return found[_THINKING], found[_ANSWER]
 
-    def _kinds(self, ids: Sequence[int]) -> list[str]:
-        """For each token, what the message is in whose body it stands; "" outside of bodies."""
-        kinds: list[str] = []
-        kind = _THINKING
-        header: list[int] = []
+    def _read(self, ids: Sequence[int]) -> tuple[list[str], _Messages]:
+        """For each token, what the body is in which it stands, and where it all ends."""
+        messages, kinds = _Messages(), list[str]()
         for token in ids:
-            marker = self._markers.get(token)
-            if marker == "message":
-                kind = _kind(self.model_tokenizer.decode(header))
-            elif marker is not None:
-                kind = ""
-                if marker == "start":
-                    header = []
-            elif not kind:
-                header.append(token)
-            kinds.append("" if marker else kind)
-        return kinds
-
-
-def _delta(thinking: str, answer: str) -> DeltaMessage | None:
-    if not thinking and not answer:
-        return None
-    return DeltaMessage(reasoning=thinking or None, content=answer or None)
-
-
-def _kind(header: str) -> str:
-    """What a message is, by its header without markers: `assistant`, the channel, a recipient."""
-    words = header.removeprefix("assistant").split()
-    if not words or any(word.startswith("to=") for word in words):
-        return ""
-    return {"analysis": _THINKING, "final": _ANSWER, "commentary": _ANSWER}.get(words[0], "")
+            if (marker := self._markers.get(token)) is not None:
+                messages.meet(marker)
+                kinds.append("")
+            else:
+                inside = messages.kind is not None
+                kinds.append(messages.write("" if inside else self.model_tokenizer.decode([token])))
+        return kinds, messages

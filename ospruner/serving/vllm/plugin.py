@@ -12,34 +12,20 @@ from typing import Any
 
 from ..start import VLLM
 
-__all__ = [
-    "ARCHITECTURE",
-    "PROCESSOR",
-    "WORKER_EXTENSION",
-    "register",
-]
+__all__ = ["ARCHITECTURE", "PROCESSOR", "WORKER_EXTENSION", "register"]
 
 ARCHITECTURE = "OSPrunerForCausalLM"
-PROCESSOR = "ospruner.serving.vllm.plugin:StopProcessor"
+PROCESSOR = f"{__name__}:StopProcessor"
 """What `--logits-processors` of a server is given."""
 
-PARSER = "ospruner"
-"""What `--reasoning-parser` is given, for thinking between `<think>` and `</think>`."""
-
-HARMONY_PARSER = "ospruner_harmony"
-"""What it is given for Harmony, the format of GPT-OSS."""
-
-MARKER_PARSER = "ospruner_markers"
-"""What it is given where a marker of several tokens ends the thinking."""
-
-WORKER_EXTENSION = "ospruner.serving.vllm.plugin.StopRecords"
+WORKER_EXTENSION = f"{__name__}.StopRecords"
 """What `--worker-extension-cls` is given, where requests' records are to be read."""
 
-_MODULES = {
-    "OSPrunerVLLM": "model",
-    "StopProcessor": "processor",
-    "StopRecords": "processor",
-}
+# What `--reasoning-parser` is given: for thinking between `<think>` and `</think>`, for Harmony,
+# the format of GPT-OSS, and where a marker of several tokens ends the thinking.
+PARSER, HARMONY_PARSER, MARKER_PARSER = "ospruner", "ospruner_harmony", "ospruner_markers"
+
+_MODULES = {"OSPrunerVLLM": "model", "StopProcessor": "processor", "StopRecords": "processor"}
 
 
 def register() -> None:

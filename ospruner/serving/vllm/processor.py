@@ -1,6 +1,6 @@
 """What `--logits-processors` is given: the same for vLLM's two model runners.
 
-Each runner has a processor of its own (`runner_v1.py`, `runner_v2.py`), which follows the requests
+Each runner has a processor of its own (`runner_v2.py`, `runner_v1.py`), which follows the requests
 of its batches. How requests come, their records and counters are the same in both.
 """
 
@@ -11,133 +11,72 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
-from modeling_ospruner.configuration_ospruner import OSPrunerConfig
-
-from ..admission import Admission
-from ..requests import DEFAULTS, StopRequest
+from ..requests import DEFAULTS, ID, StopRequest
 from ..rows import RowCore, ServedRow
 from .monitoring import count_ended
 from .plugin import ARCHITECTURE, PROCESSOR
 
-__all__ = ["Arriving", "StopProcessor", "StopRecords", "check_params"]
+__all__ = ["Arriving", "StopProcessor", "StopRecords"]
 
 _MOST_RECORDS = 4096  # of requests with a `stop_id`; the oldest are forgotten
 _FIRST_SEED = "ospruner_first_seed"
 """Among a request's extra arguments: the `seed` that it came with. vLLM gives its i-th text this
 seed + i, and nothing else by which the texts could be told apart."""
 
-_INTERFACES = ("vllm.v1.sample.logits_processor", "vllm.v1.worker.gpu.sample.logits_processor")
-_interfaces: Any = tuple(
+_INTERFACES = ("vllm.v1.worker.gpu.sample.logits_processor", "vllm.v1.sample.logits_processor")
+_interfaces: Any = tuple(  # those that this vLLM has
     importlib.import_module(one).LogitsProcessor
     for one in _INTERFACES
     if importlib.util.find_spec(one) is not None
 )
 
-logger = init_logger(__name__)
-
-
-def check_params(params: SamplingParams) -> None:
-    """Refuses wrong keys: over HTTP, a 400 with the message.
-
-    Raises:
-        ValueError: naming the key, its value and what is allowed.
-    """
-    request = StopRequest(params.extra_args)
-    if request.on and params.structured_outputs is not None:
-        _refuse("structured outputs", "their grammar does not know the forced closing")
-    if request.on and params.thinking_token_budget is not None:
-        _refuse("thinking_token_budget", "use max_thinking_tokens, which ends at a step")
-    extra = dict(params.extra_args or {})
-    extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
-    if params.n > 1 and "seed" in request.fields:
-        if params.seed is None:
-            raise ValueError(
-                f"stop_seed is {request.fields['seed']} and n is {params.n}, but there is no "
-                "seed, by which alone vLLM tells the n texts apart: send a seed too, or leave "
-                "stop_seed out"
-            )
-        extra[_FIRST_SEED] = params.seed
-    params.extra_args = extra or None
-
-
-def _refuse(what: str, why: str) -> NoReturn:
-    raise ValueError(f"stop_policy and {what} exclude each other: {why}")
-
 
 class Arriving:
     """What a vLLM engine does with requests that come, in either runner.
-
-    Args:
-        vllm_config: of the engine.
-
-    Attributes:
-        config: the policy's.
-        admission: how requests are stopped.
-        core: decides.
 
     Raises:
         ValueError: the model is no policy, or the server's defaults are wrong.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        model = vllm_config.model_config
-        config: OSPrunerConfig = model.hf_config
+        model, additional = vllm_config.model_config, vllm_config.additional_config
         if ARCHITECTURE not in model.architectures:
             raise ValueError(
                 f"{PROCESSOR} stops with a policy, but {model.model!r} is none: serve a policy's "
                 "folder or Hub id, or leave --logits-processors out"
             )
-        additional = vllm_config.additional_config
-        defaults = StopRequest(
-            additional.get(DEFAULTS) if isinstance(additional, dict) else None,
-            owner=f"additional_config[{DEFAULTS!r}]",
-            server=True,
+        said = additional.get(DEFAULTS) if isinstance(additional, dict) else None
+        self.core = RowCore.load(  # admits and decides
+            model.hf_config,
+            model.tokenizer,
+            model.tokenizer_revision,
+            StopRequest(said, f"additional_config[{DEFAULTS!r}]", server=True),
+            model.seed,
+            # Of tensor-parallel ranks, which all do the same, one counts.
+            count_ended if vllm_config.parallel_config.rank == 0 else None,
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.tokenizer, revision=model.tokenizer_revision, config=config
-        )
-        self.config = config
-        self.admission = Admission(config, tokenizer, defaults, model.seed)
-        # Of tensor-parallel ranks, which all do the same, one counts.
-        first = vllm_config.parallel_config.rank == 0
-        self.core = RowCore(config.prices, count_ended if first else None)
         self._records: OrderedDict[str, ServedRow] = OrderedDict()
 
     def admit(self, params: SamplingParams, prompt_ids: Sequence[int]) -> ServedRow | None:
-        """Takes in a request that comes; None for one that is not stopped.
-
-        Args:
-            params: as vLLM holds them.
-            prompt_ids: its prompt.
-        """
+        """Takes in a request that comes; None for one that is not stopped."""
         if params.structured_outputs is not None or params.thinking_token_budget is not None:
             return None
-        end_id, text = None, 0
+        extra, end_id, text = params.extra_args or {}, None, 0
         if params.ignore_eos and params.stop_token_ids:  # what still ends it
             end_id = params.stop_token_ids[0]
-        if params.seed is not None and params.extra_args and _FIRST_SEED in params.extra_args:
-            text = params.seed - params.extra_args[_FIRST_SEED]
-        try:
-            asked = StopRequest(params.extra_args)
-            admitted = self.admission.admit(asked, params.all_stop_token_ids, end_id, text)
-        except ValueError as error:  # over HTTP it was a 400; here an error would end the engine
-            logger.error("a request goes on without the policy: %s", error)
-            return None
-        if admitted is None:
-            return None
-        row = ServedRow(admitted, prompt_ids)
-        if admitted.name is not None:
-            self._records[admitted.name] = row
+        if params.seed is not None and _FIRST_SEED in extra:
+            text = params.seed - extra[_FIRST_SEED]
+        row = self.core.admit(extra, prompt_ids, params.all_stop_token_ids, end_id, text)
+        if row is not None and (name := extra.get(ID)) is not None:
+            self._records[name] = row
             while len(self._records) > _MOST_RECORDS:
                 self._records.popitem(last=False)
-        return row if row.thinks else None
+        return row if row is not None and row.thinks else None
 
     def named(self, name: str) -> ServedRow | None:
         """The last request with the `stop_id`; None where it is not known."""
@@ -160,8 +99,29 @@ class StopProcessor(*_interfaces):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Refuses wrong keys; see `check_params`."""
-        check_params(params)
+        """Refuses wrong keys by name: over HTTP, a 400 with the message."""
+        request = StopRequest(params.extra_args)
+        if request.on and params.structured_outputs is not None:
+            raise ValueError(
+                "stop_policy and structured outputs exclude each other: their grammar does not "
+                "know the forced closing"
+            )
+        if request.on and params.thinking_token_budget is not None:
+            raise ValueError(
+                "stop_policy and thinking_token_budget exclude each other: use "
+                "max_thinking_tokens, which ends at a step"
+            )
+        extra = dict(params.extra_args or {})
+        extra.pop(_FIRST_SEED, None)  # of an earlier use of the same parameters
+        if params.n > 1 and "seed" in request.fields:
+            if params.seed is None:
+                raise ValueError(
+                    f"stop_seed is {request.fields['seed']} and n is {params.n}, but there is no "
+                    "seed, by which alone vLLM tells the n texts apart: send a seed too, or leave "
+                    "stop_seed out"
+                )
+            extra[_FIRST_SEED] = params.seed
+        params.extra_args = extra or None
 
 
 class StopRecords:
@@ -174,12 +134,6 @@ class StopRecords:
         """
         worker: Any = self
         own = _processor(worker.vllm_config)
-        if worker.vllm_config.use_v2_model_runner:
-            processors = worker.model_runner.sampler.logits_processors
-        else:
-            processors = worker.model_runner.input_batch.logitsprocs.all
-        for processor in processors:
-            if isinstance(processor, own):
-                record = processor.record(name)
-                return None if record is None else asdict(record)
-        return None
+        [processor] = [one for one in own.all_of(worker.model_runner) if isinstance(one, own)]
+        record = processor.record(name)
+        return None if record is None else asdict(record)

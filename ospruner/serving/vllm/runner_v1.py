@@ -18,7 +18,7 @@ from modeling_ospruner.stopping_ospruner import StopRecord
 
 from ..rows import ServedRow
 from .model import STOP_HEAD, StopHead
-from .processor import Arriving, check_params
+from .processor import Arriving
 
 __all__ = ["V1Processor"]
 
@@ -59,16 +59,7 @@ class _Request:
 
 
 class V1Processor(LogitsProcessor):
-    """Stops requests; see the module.
-
-    Args:
-        vllm_config: of the engine.
-        device: of the logits.
-        is_pin_memory: not used.
-
-    Raises:
-        ValueError: the model is no policy, or the server's defaults are wrong.
-    """
+    """Stops requests; see the module."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._arriving = Arriving(vllm_config)
@@ -78,10 +69,10 @@ class V1Processor(LogitsProcessor):
         self._left: list[_Request] = []  # the batch, the oldest first; preempted ones come back
         self._most_left = vllm_config.scheduler_config.max_num_seqs
 
-    @classmethod
-    def validate_params(cls, params: SamplingParams) -> None:
-        """Refuses wrong keys; see `check_params`."""
-        check_params(params)
+    @staticmethod
+    def all_of(runner: Any) -> list[LogitsProcessor]:
+        """All processors of a runner."""
+        return [*runner.input_batch.logitsprocs.all]
 
     def is_argmax_invariant(self) -> bool:
         """No: a forced token need not be the most likely one."""
@@ -98,7 +89,7 @@ class V1Processor(LogitsProcessor):
             if id(request) not in staying:
                 request.take_in()
                 self._core.tell_end(request.served)
-                if not request.output or request.output[-1] != request.served.admitted.end_id:
+                if not request.output or request.output[-1] != request.served.end_id:
                     self._left.append(request)
         # Only now, for one that leaves may come back in the same step.
         for i, one in places.items():
@@ -127,22 +118,18 @@ class V1Processor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """One decode step: decides where steps have ended, and shapes the logits (B, V)."""
-        deciding: list[tuple[int, _Request]] = []
+        deciding: list[tuple[int, ServedRow]] = []
         for i, request in self._requests.items():
             request.take_in()
             if request.served.row.at_boundary:
-                deciding.append((i, request))
+                deciding.append((i, request.served))
         if deciding:
             head: StopHead = self._layers[STOP_HEAD]
             places = torch.tensor([i for i, _ in deciding], device=head.weight.device)
             outputs, positions = head.ask(places)
             # The rows of a prefill's parts are not sampled from.
-            ended = [
-                k
-                for k, position in enumerate(positions.tolist())
-                if position == deciding[k][1].served.taken - 1
-            ]
-            rows = [deciding[k][1].served for k in ended]
-            self._core.decide(rows, self._core.hear(rows, outputs[ended]))
+            pairs = enumerate(zip(deciding, positions.tolist(), strict=True))
+            ended = [k for k, ((_, row), position) in pairs if position == row.taken - 1]
+            self._core.decide([deciding[k][1] for k in ended], outputs[ended])
         self._core.shape(logits, ((i, one.served) for i, one in self._requests.items()))
         return logits

@@ -33,7 +33,7 @@ from modeling_ospruner.stopping_ospruner import StopRecord
 
 from ..rows import ServedRow
 from .model import STOP_HEAD, StopHead
-from .processor import Arriving, check_params
+from .processor import Arriving
 
 __all__ = ["Arrivals", "V2Processor"]
 
@@ -50,14 +50,8 @@ class Arrivals(DefaultModelState):
         batch: of the step that is being computed.
     """
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        model: nn.Module,
-        encoder_cache: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(vllm_config, model, encoder_cache, device)
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, *others: Any) -> None:
+        super().__init__(vllm_config, model, *others)
         self.entering: dict[int, NewRequestData] = {}
         self.leaving: Callable[[str], None] | None = None
         self.batch: InputBatch | None = None
@@ -90,23 +84,17 @@ class _Request(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of logits: its place there, its slot, and its last token's position."""
+    """A row of logits, after the text of a slot and so many drafted tokens."""
 
     place: int
+    drafts: int
     slot: int
-    position: int
+    position: int  # of the last of these tokens
+    token: int  # that one
 
 
 class V2Processor(LogitsProcessor):
-    """Stops requests; see the module.
-
-    Args:
-        vllm_config: of the engine.
-        req_states: the runner's slots.
-
-    Raises:
-        ValueError: the model is no policy, or the server's defaults are wrong.
-    """
+    """Stops requests; see the module."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._arriving = Arriving(vllm_config)
@@ -125,10 +113,10 @@ class V2Processor(LogitsProcessor):
         self._ids: dict[str, int] = {}  # slots by the requests' ids
         self._left: OrderedDict[str, ServedRow] = OrderedDict()  # preempted ones come back
 
-    @classmethod
-    def validate_params(cls, params: SamplingParams) -> None:
-        """Refuses wrong keys; see `check_params`."""
-        check_params(params)
+    @staticmethod
+    def all_of(runner: Any) -> list[LogitsProcessor]:
+        """All processors of a runner."""
+        return [*runner.sampler.logits_processors]
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Takes in who has come into a slot; whether it may be stopped."""
@@ -166,48 +154,39 @@ class V2Processor(LogitsProcessor):
     def record(self, name: str) -> StopRecord | None:
         """What happened so far to the request with the `stop_id`; None where it is not known."""
         served = self._arriving.named(name)
-        if served is None:
-            return None
         for slot, request in self._here.items():
             if request.served is served:
                 self._take_rest(slot)
-        return served.record
+        return None if served is None else served.record
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """One step: decides where steps of thinking have ended, and shapes the logits (B, V)."""
         if not any(slot in self._here for slot in ctx.idx_mapping_np.tolist()):
             return logits
         rows, totals, last = self._copied(ctx)
-        firsts = [place for place, row in enumerate(rows) if row[0] == 0]  # of each request
+        firsts = [row for row in rows if row.drafts == 0]  # of each request
         standing: dict[int, ServedRow] = {}  # by slot
-        level: list[tuple[_Row, ServedRow]] = []
-        for place, total, tokens in zip(firsts, totals, last, strict=True):
-            _, slot, position, _ = rows[place]
-            request = self._here.get(slot)
+        for row, total, tokens in zip(firsts, totals, last, strict=True):
+            request = self._here.get(row.slot)
             if request is None:
                 continue
             served, start = request.served, total - len(tokens)
             for token in tokens[served.taken - start : max(0, request.most_tokens - start)]:
                 served.take(token)
             served.said.clear()
-            if position + 1 < total:
-                continue  # a part of a prefill, whose row is not sampled from
-            standing[slot] = served
-            if served.row.at_boundary or not served.thinks:  # nothing is done about all others
-                level.append((_Row(place, slot, position), served))
+            if row.position + 1 >= total:  # else a part of a prefill, which is not sampled from
+                standing[row.slot] = served
+        level = [(row, standing[row.slot]) for row in firsts if row.slot in standing]
         self._step(logits, level)
         if len(rows) > len(firsts):
             self._draft(logits, rows, standing)
         return logits
 
-    def _copied(
-        self, ctx: LogitsContext
-    ) -> tuple[list[tuple[int, int, int, int]], list[int], list[list[int]]]:
+    def _copied(self, ctx: LogitsContext) -> tuple[list[_Row], list[int], list[list[int]]]:
         """What a step's rows say, in one copy to the host.
 
         Returns:
-            Of each row of logits how many drafted tokens end with it, its slot, its position and
-            the token there; of each request how many tokens it has, and the last of these.
+            The rows; of each request how many tokens it has, and the last of these.
         """
         slots = ctx.idx_mapping.long()
         totals = self._runner.total_len.gpu[slots].long()
@@ -216,49 +195,30 @@ class V2Processor(LogitsProcessor):
         columns = (ctx.expanded_local_pos, ctx.expanded_idx_mapping, ctx.pos, ctx.input_ids)
         told = torch.cat([*(one.long() for one in columns), totals, last.long().flatten()]).tolist()
         count, size, each = len(ctx.pos), len(totals), len(self._last)
-        drafts, own, positions, tokens = (told[i * count : (i + 1) * count] for i in range(4))
+        own = (told[i * count : (i + 1) * count] for i in range(4))
+        rows = [_Row(place, *one) for place, one in enumerate(zip(*own, strict=True))]
         told = told[4 * count :]
-        ends = [told[i : i + each] for i in range(size, len(told), each)]
-        return list(zip(drafts, own, positions, tokens, strict=True)), told[:size], ends
+        return rows, told[:size], [told[i : i + each] for i in range(size, len(told), each)]
 
     def _step(self, logits: torch.Tensor, level: Sequence[tuple[_Row, ServedRow]]) -> None:
         """Decides on rows that have ended a step, and shapes the logits of all of them."""
         ended = [(row, served) for row, served in level if served.row.at_boundary]
         if ended:
-            asked = [served for _, served in ended]
-            said = self._core.hear(asked, self._ask([row for row, _ in ended]))
-            for (row, _), one in zip(ended, said, strict=True):
-                self._here[row.slot].served.said[row.position + 1] = one
-            self._core.decide(asked, said)
+            outputs = self._ask([row for row, _ in ended])
+            self._core.decide([served for _, served in ended], outputs)
         self._core.shape(logits, ((row.place, served) for row, served in level))
 
     def _draft(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[tuple[int, int, int, int]],
-        standing: dict[int, ServedRow],
+        self, logits: torch.Tensor, rows: Sequence[_Row], standing: dict[int, ServedRow]
     ) -> None:
-        """The rows after drafted tokens, as if these were accepted.
-
-        Args:
-            logits: in place.
-            rows: as `_copied` gives them.
-            standing: by slot, those whose tokens stand.
-        """
-        ahead = {
-            slot: standing[slot].ahead()
-            for slot in {
-                slot
-                for draft, slot, _, token in rows
-                if draft and slot in standing and standing[slot].may_turn(token)
-            }
-        }
-        for depth in range(1, 1 + max(draft for draft, *_ in rows)):
-            level = []
-            for place, (draft, slot, position, token) in enumerate(rows):
-                if draft == depth and slot in ahead:
-                    ahead[slot].take(token)
-                    level.append((_Row(place, slot, position), ahead[slot]))
+        """The rows after drafted tokens, as if these were accepted, of what stands in slots."""
+        drafted = [row for row in rows if row.drafts and row.slot in standing]
+        turning = {row.slot for row in drafted if standing[row.slot].may_turn(row.token)}
+        ahead = {slot: standing[slot].ahead() for slot in turning}
+        for depth in range(1, 1 + max((row.drafts for row in drafted), default=0)):
+            level = [(r, ahead[r.slot]) for r in drafted if r.drafts == depth and r.slot in ahead]
+            for row, served in level:
+                served.take(row.token)
             self._step(logits, level)
 
     def _ask(self, rows: Sequence[_Row]) -> torch.Tensor:

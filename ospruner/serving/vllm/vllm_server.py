@@ -16,7 +16,7 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from modeling_ospruner.formats_ospruner import ReasoningFormat, TokenFormat
 from ospruner.optional import needed
 
-from ..launch import served_policy, value_of
+from ..launch import served_policy
 from ..requests import DEFAULTS, StopRequest
 from ..start import VLLM
 from .plugin import HARMONY_PARSER, MARKER_PARSER, PARSER, PROCESSOR, WORKER_EXTENSION
@@ -35,21 +35,21 @@ def vllm_command(
 
     Args:
         policy: folder or Hub id of a policy.
-        defaults: for requests that don't say otherwise, by their keys (`vllm_xargs`).
-        arguments: vLLM's own, such as `--port 8000`.
+        defaults: for requests that don't say otherwise, by their keys.
+        arguments: the engine's own, such as `--port 8000`.
 
     Raises:
         ValueError: no policy, wrong defaults, or an argument that is set here.
         OSError: the policy is not found.
     """
     asked = StopRequest(defaults, "the server's defaults", server=True)
-    config = served_policy(policy, asked, arguments, _OURS)
+    config, options = served_policy(policy, asked, arguments, _OURS)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", policy]
     command += ["--logits-processors", PROCESSOR, "--worker-extension-cls", WORKER_EXTENSION]
     command += ["--additional-config", json.dumps({DEFAULTS: dict(defaults)})]
-    if value_of("--reasoning-parser", arguments) is None:
-        parser = _parser(policy, value_of("--revision", arguments), config)
-        command += [] if parser is None else ["--reasoning-parser", parser]
+    parser = None if options.reasoning_parser else _parser(policy, options.revision, config)
+    if parser is not None:
+        command += ["--reasoning-parser", parser]
     # V2 takes policies of queries only, and is as its user says.
     wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
     runner = wanted if config.tuning == "queries" else "0"
@@ -74,7 +74,7 @@ def serve_vllm(policy: str, defaults: Mapping[str, Any], arguments: Sequence[str
     os.execve(command[0], command, {**os.environ, **environment})
 
 
-def _parser(policy: str, revision: str | None, config: OSPrunerConfig) -> str | None:
+def _parser(policy: str, revision: str, config: OSPrunerConfig) -> str | None:
     """The reasoning parser of a policy's format; None where all of a reply is its content.
 
     Raises:
@@ -85,9 +85,7 @@ def _parser(policy: str, revision: str | None, config: OSPrunerConfig) -> str | 
     if not literals.get("think_end"):
         return parser
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            policy, revision=revision or "main", config=config
-        )
+        tokenizer = AutoTokenizer.from_pretrained(policy, revision=revision, config=config)
     except (OSError, ValueError):  # without one, the server says so itself
         return parser
     if literals["think_end"] in tokenizer.get_added_vocab():
@@ -98,15 +96,10 @@ def _parser(policy: str, revision: str | None, config: OSPrunerConfig) -> str | 
 
 def _plugins() -> list[str]:
     """All that vLLM would load anyway, and our route, which it loads only where it is named."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is None:
-        groups = (g for g in entry_points().groups if g.startswith("vllm."))
-        found = {
-            one.name
-            for group in groups
-            if group != "vllm.endpoint_plugins"
-            for one in entry_points(group=group)
-        }
-    else:
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
         found = set(filter(None, allowed.split(",")))
+    else:
+        groups = {one for one in entry_points().groups if one.startswith("vllm.")}
+        groups -= {"vllm.endpoint_plugins"}
+        found = {one.name for group in groups for one in entry_points(group=group)}
     return sorted(found | {"ospruner", "ospruner_stops"})

@@ -14,21 +14,14 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig
 from ospruner.serving.sglang.custom_params import (
     DEFAULTS_VARIABLE,
     check_params,
-    excluded,
     server_defaults,
 )
 from ospruner.serving.sglang.sglang_server import sglang_command
-from ospruner.serving.sglang.tapped import BASES, check_policy, check_server
+from ospruner.serving.sglang.tapped import BASES, check_start
 
 PLAIN = {
-    "custom_params": None,
-    "n": 1,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "min_new_tokens": 0,
-    "beam_width": None,
+    **dict.fromkeys(("custom_params", "json_schema", "regex", "ebnf", "structural_tag")),
+    **{"n": 1, "min_new_tokens": 0, "beam_width": None},
 }
 
 
@@ -44,7 +37,7 @@ def test_keys_that_a_request_may_have() -> None:
     assert check_params(params(custom_params=own), config).on is None
     asked = {"stop_seed": 3, "stop_price": 1e-3}
     assert check_params(params(custom_params=asked), config).fields["seed"] == 3
-    assert check_params(params(custom_params={"stop_policy": True}, n=4), config).on
+    assert check_params(params(custom_params={"stop_policy": True}, n=4, beam_width=1), config).on
     assert check_params(params(custom_params={"stop_policy": False}, regex="a"), config).on is False
 
 
@@ -77,10 +70,6 @@ def test_what_is_refused_is_named(said: dict[str, Any], message: str) -> None:
         check_params(params(**said), OSPrunerConfig(price=1e-3))
 
 
-def test_one_beam_excludes_nothing() -> None:
-    assert excluded(params(beam_width=1)) == {}
-
-
 def test_defaults_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEFAULTS_VARIABLE, raising=False)
     assert server_defaults().on is None
@@ -91,31 +80,34 @@ def test_defaults_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         server_defaults()
 
 
-GOOD = {
-    "speculative_algorithm": None,
-    "pp_size": 1,
-    "enable_dp_attention": False,
-    "attn_dp_size": 1,
-    "attn_cp_size": 1,
-    "dcp_size": 1,
-    "kv_cache_dtype": "auto",
-    "quantization": None,
-    "enable_lora": None,
-    "lora_paths": None,
-    "disaggregation_mode": "null",
-    "enable_pdmux": False,
-    "enable_two_batch_overlap": False,
-    "enable_hisparse": False,
-    "dllm_algorithm": None,
-    "device": "cuda",
-    "disable_prefill_cuda_graph": True,
+GOOD: dict[str, Any] = {
+    **dict.fromkeys(("speculative_algorithm", "quantization", "enable_lora", "lora_paths")),
+    **dict.fromkeys(("dllm_algorithm", "revision", "download_dir")),
+    **dict.fromkeys(("pp_size", "attn_dp_size", "attn_cp_size", "dcp_size"), 1),
+    **dict.fromkeys(("enable_dp_attention", "enable_pdmux", "enable_two_batch_overlap"), False),
+    **{"enable_hisparse": False, "kv_cache_dtype": "auto", "disaggregation_mode": "null"},
+    **{"device": "cuda", "disable_prefill_cuda_graph": True, "model_path": "policy"},
 }
 
 
-def test_servers_in_which_the_policy_works() -> None:
-    check_server(SimpleNamespace(**GOOD))
-    check_server(SimpleNamespace(**{**GOOD, "kv_cache_dtype": "bfloat16", "enable_lora": False}))
-    check_server(SimpleNamespace(**{**GOOD, "device": "cpu", "disable_prefill_cuda_graph": False}))
+def check(fields: dict[str, Any] | None = None, **server: Any) -> None:
+    """Of a policy on a base that is not there, and a server."""
+    known = {"text_config": {"model_type": "qwen2"}, "base_model_name_or_path": "base"}
+    config = OSPrunerConfig(**{**known, "tuning": "queries", **(fields or {})})
+    check_start(config, SimpleNamespace(**{**GOOD, **server}))
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {},
+        {"kv_cache_dtype": "bfloat16", "enable_lora": False},
+        {"device": "cpu", "disable_prefill_cuda_graph": False},
+    ],
+)
+def test_servers_in_which_the_policy_works(server: dict[str, Any]) -> None:
+    with pytest.raises(OSError, match="the base 'base' at revision None, which the policy pins"):
+        check(**server)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +124,9 @@ def test_servers_in_which_the_policy_works() -> None:
         ("disable_prefill_cuda_graph", False, "start with --disable-prefill-cuda-graph"),
     ],
 )
-def test_servers_that_are_refused(name: str, value: object, advice: str) -> None:
+def test_servers_that_are_refused(name: str, value: Any, advice: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}.*{advice}"):
-        check_server(SimpleNamespace(**{**GOOD, name: value}))
+        check(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -150,9 +142,8 @@ def test_servers_that_are_refused(name: str, value: object, advice: str) -> None
     ],
 )
 def test_policies_that_are_refused(fields: dict[str, Any], message: str) -> None:
-    whole = {"text_config": {"model_type": "qwen2"}, "base_model_name_or_path": "base", **fields}
     with pytest.raises(ValueError, match=message):
-        check_policy(OSPrunerConfig(**whole), "policy", None, None)
+        check(fields)
 
 
 def save_config(folder: Path, **fields: Any) -> str:
@@ -178,14 +169,18 @@ def test_the_command_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert environment["SGLANG_PLUGINS"] == "ospruner,other"
 
 
-def test_commands_that_are_refused(tmp_path: Path) -> None:
-    good = save_config(tmp_path / "good", tuning="queries")
-    layers = save_config(tmp_path / "layers")
-    with pytest.raises(ValueError, match="has tuning 'layers'; inside SGLang policies of tuning"):
-        sglang_command(layers, {}, [])
-    with pytest.raises(ValueError, match="stop_control is 0.1, but SGLang's /metrics has no"):
-        sglang_command(good, {"stop_control": 0.1}, [])
-    with pytest.raises(ValueError, match="--model-path=a: `ospruner serve` sets it by itself"):
-        sglang_command(good, {}, ["--model-path=a"])
-    with pytest.raises(ValueError, match="the policy promises nothing"):
-        sglang_command(good, {"stop_max_loss": 0.02}, [])
+@pytest.mark.parametrize(
+    ("tuning", "defaults", "arguments", "message"),
+    [
+        ("layers", {}, [], "has tuning 'layers'; inside SGLang policies of tuning"),
+        ("queries", {"stop_control": 0.1}, [], "stop_control is 0.1, but SGLang's /metrics has no"),
+        ("queries", {}, ["--model-path=a"], "--model-path=a: `ospruner serve` sets it by itself"),
+        ("queries", {"stop_max_loss": 0.02}, [], "the policy promises nothing"),
+    ],
+)
+def test_commands_that_are_refused(
+    tmp_path: Path, tuning: str, defaults: dict[str, Any], arguments: list[str], message: str
+) -> None:
+    policy = save_config(tmp_path, tuning=tuning)
+    with pytest.raises(ValueError, match=message):
+        sglang_command(policy, defaults, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,10 +16,9 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import StopRequest
 from ospruner.serving.sglang.custom_params import RECORD
-from ospruner.train.untrained import untrained
 
 from ...server_process import SGLANG_PYTHON, running_sglang
-from ..vllm.plugin_replay import make_prompts, perturb, replay
+from ..vllm.plugin_replay import check_record, make_policy, make_prompts
 
 pytestmark = pytest.mark.skipif(
     SGLANG_PYTHON is None, reason="SGLang has an environment of its own: run `make test-sglang`"
@@ -40,19 +40,7 @@ Extra = Mapping[str, Any]
 def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
     """A policy of every price."""
     folder = tmp_path_factory.mktemp("policy")
-    made = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        2,
-        tuning="queries",
-        price_range=(5e-5, 1e-2),
-        base_model_name_or_path=str(reasoner.folder),
-    )
-    perturb(made)
-    made.config.price = PRICE
-    made.save_pretrained(folder)
-    made.config._name_or_path = str(folder)
-    return made
+    return make_policy(reasoner, folder, 2, "queries", PRICE, price_range=(5e-5, 1e-2))
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +120,7 @@ def test_a_policy_that_never_fires_changes_nothing(
         assert bool(info.get(RECORD)) is (extra is never)
         if extra is never:
             retracted += info["num_retractions"]
-            [told] = info[RECORD]
-            replayed = replay(model, prompt, ids, never, told["probabilities"]).record
-            assert replayed.step_ends == told["step_ends"]
-            assert replayed.thinking_tokens == told["thinking_tokens"]
+            check_record(model, prompt, ids, never, info[RECORD][0])
     assert retracted > 0
 
 
@@ -152,24 +137,18 @@ def test_stops_where_generate_would(
         for i in range(len(prompts))
     ]
     answers = ask(url, prompts, extras)
-    reasons: dict[str, int] = {}
-    decided = 0
+    reasons: Counter[str] = Counter()
     for i, (prompt, answer, extra) in enumerate(zip(prompts, answers, extras, strict=True)):
         [told] = answer["meta_info"][RECORD]
         model.config.price = ASKED[i % 3]
-        replayed = replay(model, prompt, answer["output_ids"], extra, told["probabilities"]).record
-        assert replayed.step_ends == told["step_ends"], i
-        assert (replayed.reason, replayed.thinking_tokens) == (
-            told["reason"],
-            told["thinking_tokens"],
-        )
+        replayed = check_record(model, prompt, answer["output_ids"], extra, told)
         assert len(told["prices"]) == len(told["step_ends"])
-        reasons[replayed.reason] = reasons.get(replayed.reason, 0) + 1
-        decided += len(told["step_ends"])
+        reasons[replayed.reason] += 1
+        reasons["decided"] += len(replayed.step_ends)
     model.config.price = PRICE
-    print(f"{decided} decisions, {reasons}")
-    assert decided > 100
-    assert min(reasons.get(reason, 0) for reason in ("policy", "budget")) > 0
+    print(reasons)
+    assert reasons["decided"] > 100
+    assert min(reasons["policy"], reasons["budget"]) > 0
 
 
 def test_the_tokens_are_those_of_generate(
@@ -268,7 +247,6 @@ def test_a_prompt_that_closed_its_thinking_is_left_alone(
     ("extra", "sampling", "message"),
     [
         ({"stop_treshold": 0.5}, {}, "no ['stop_treshold']; the policy's keys are"),
-        ({"stop_mode": "greedy"}, {}, "custom_params: stop_mode is 'greedy'; it must be"),
         ({"stop_id": "a"}, {}, "stop_id is 'a'; SGLang tells what happened with each answer"),
         ({"stop_policy": True}, {"regex": "a+"}, "stop_policy and {'regex': 'a+'} exclude"),
         ({"stop_price": 0.5}, {}, "stop_price is 0.5, but"),
@@ -277,12 +255,8 @@ def test_a_prompt_that_closed_its_thinking_is_left_alone(
 def test_wrong_keys_are_refused(
     url: str, prompts: list[list[int]], extra: Extra, sampling: dict[str, Any], message: str
 ) -> None:
-    assert (
-        message
-        in json.loads(refused(url, "generate", body(prompts[0], extra, **sampling)))["error"][
-            "message"
-        ]
-    )
+    answer = refused(url, "generate", body(prompts[0], extra, **sampling))
+    assert message in json.loads(answer)["error"]["message"]
 
 
 def test_chat(url: str) -> None:

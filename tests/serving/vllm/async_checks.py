@@ -20,17 +20,17 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.runner_v1 import V1Processor
 
 from .plugin_checks import (
+    NEVER,
     TIGHT,
+    check_stops,
     environment,
     greedy,
     mixed,
     model,
-    record,
     run,
     start,
     start_policy,
 )
-from .plugin_replay import replay
 
 __all__ = ["environment", "mixed", "model"]
 
@@ -90,20 +90,9 @@ def test_preempted_requests_go_on_as_they_were(
     monkeypatch.setattr(V1Processor, "_enter", entered)
     served = start_policy(model.config._name_or_path, **TIGHT)
     assert served.llm_engine.vllm_config.scheduler_config.async_scheduling
-    never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
-    assert run(served, mixed, greedy(never)) == plain
-    extras = [
-        {"stop_policy": True, "stop_seed": 7, "stop_sample_index": i, "stop_id": f"s{i}"}
-        for i in range(len(mixed))
-    ]
-    outputs = run(served, mixed, [greedy(extra) for extra in extras])
-    reasons: dict[str, int] = {}
-    for i, (prompt, texts, extra) in enumerate(zip(mixed, outputs, extras, strict=True)):
-        told = record(served, f"s{i}")
-        replayed = replay(model, prompt, texts[0], extra, told["probabilities"]).record
-        assert replayed.step_ends == told["step_ends"], i
-        assert replayed.reason == told["reason"]
-        reasons[replayed.reason] = reasons.get(replayed.reason, 0) + 1
-    print(f"{len(came_back)} came back after {came_back} tokens; {reasons}")
+    assert run(served, mixed, greedy(NEVER | {"stop_answer": "free"})) == plain
+    seeds = [{"stop_policy": True, "stop_seed": 7, "stop_sample_index": i} for i in range(36)]
+    reasons = check_stops(served, model, mixed, seeds, ahead=True)
+    print(f"{len(came_back)} came back after {came_back} tokens")
     assert len(came_back) > 5
-    assert min(reasons.get(reason, 0) for reason in ("policy", "natural")) > 0
+    assert min(reasons[reason] for reason in ("policy", "natural")) > 0

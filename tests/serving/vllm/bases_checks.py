@@ -11,25 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm import SamplingParams
 from vllm.compilation.counter import compilation_counter
 
@@ -38,7 +20,7 @@ from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
 from ospruner.demo.shipped import Reasoner
 from ospruner.train.untrained import untrained
 
-from .plugin_checks import environment, record, run, start, start_policy
+from .plugin_checks import NEVER, environment, record, run, start, start_policy
 from .plugin_replay import perturb, replay
 
 __all__ = ["environment"]
@@ -55,63 +37,38 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-
-
-def _qwen2() -> PreTrainedModel:
-    # Qwen2's heads always have hidden_size / num_attention_heads
-    sizes = {**SIZES, "hidden_size": 128}
-    del sizes["head_dim"]
-    return Qwen2ForCausalLM(Qwen2Config(**sizes))
-
-
-def _qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
-
-
-def _llama() -> PreTrainedModel:
-    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
-    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 128}
-    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=scaled))
-
-
-def _gpt_oss() -> PreTrainedModel:
-    sizes = {**SIZES, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
-    scaled = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
-    scaled |= {"original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0}
-    return GptOssForCausalLM(GptOssConfig(**sizes, sliding_window=32, rope_parameters=scaled))
-
-
-def _qwen3_moe() -> PreTrainedModel:
-    """Every other layer is dense, and an odd number of layers: a tail's places show."""
-    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, decoder_sparse_step=2, norm_topk_prob=True))
-
-
-def _mistral() -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))
-
-
-def _gemma3() -> PreTrainedModel:
-    sizes = {**SIZES, "query_pre_attn_scalar": 32, "sliding_window": 32}
-    types = ["sliding_attention", "full_attention"] * 3
-    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, layer_types=types[:5]))
-
-
-def _glm4() -> PreTrainedModel:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    return Glm4ForCausalLM(Glm4Config(**SIZES, attention_bias=True, rope_parameters=rope))
-
-
-BASES: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "llama": _llama,
-    "gpt_oss": _gpt_oss,
-    "qwen3_moe": _qwen3_moe,
-    "mistral": _mistral,
-    "gemma3_text": _gemma3,
-    "glm4": _glm4,
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+_LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
+_YARN |= {"original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0}
+_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_EXPERTS = {"num_experts_per_tok": 2}
+BASES: dict[str, dict[str, Any]] = {  # by model_type, what differs
+    "qwen2": {"hidden_size": 128},  # its heads always have hidden_size / num_attention_heads
+    "qwen3": {},
+    "llama": {"rope_parameters": _LLAMA3},
+    "gpt_oss": {"intermediate_size": 64, "num_local_experts": 4, "sliding_window": 32}
+    | _EXPERTS
+    | {"rope_parameters": _YARN},
+    # Every other layer is dense, and an odd number of layers: a tail's places show.
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "decoder_sparse_step": 2}
+    | _EXPERTS
+    | {"norm_topk_prob": True},
+    "mistral": {"sliding_window": None},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 32}
+    | {
+        "layer_types": [f"{one}_attention" for one in ("sliding", "full") * 2]
+        + ["sliding_attention"]
+    },
+    "glm4": {"attention_bias": True, "rope_parameters": _ROTATED},
 }
+
+
+def random_base(base_type: str, **sizes: Any) -> PreTrainedModel:
+    """Of tiny sizes."""
+    config = AutoConfig.for_model(base_type, **{**SIZES, **BASES[base_type], **sizes})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 @pytest.fixture
@@ -122,19 +79,20 @@ def make(reasoner: Reasoner, tmp_path: Path) -> Iterator[Callable[..., OSPrunerF
         base_type: str, num_layers: int, tuning: str = "layers", adapter_rank: int = 0
     ) -> OSPrunerForCausalLM:
         torch.manual_seed(0)
-        base = BASES[base_type]().eval()
+        base = random_base(base_type).eval()
         with torch.no_grad():
             for name, parameter in base.named_parameters():
                 if "norm" not in name:
                     parameter.mul_(3)  # lest all tokens be about as likely
-        base.save_pretrained(tmp_path / "base")
-        reasoner.tokenizer.save_pretrained(tmp_path / "base")
+        where = str(tmp_path / "base")
+        base.save_pretrained(where)
+        reasoner.tokenizer.save_pretrained(where)
         model = untrained(
             base,
             reasoner.tokenizer,
             num_layers,
             tuning,
-            base_model_name_or_path=str(tmp_path / "base"),
+            base_model_name_or_path=where,
             adapter_rank=adapter_rank,
         )
         perturb(model)
@@ -166,8 +124,7 @@ def check(model: OSPrunerForCausalLM, folder: Path, count: int = 12, **further: 
     del plain
     gc.collect()
     served = start_policy(folder / "policy", **arguments)
-    never = {"stop_mode": "threshold", "stop_threshold": 1.0, "stop_answer": "free"}
-    extras = [never | {"stop_id": str(i)} for i in range(len(prompts))]
+    extras = [NEVER | {"stop_answer": "free", "stop_id": str(i)} for i in range(len(prompts))]
     outputs = run(served, prompts, [SamplingParams(**common, extra_args=extra) for extra in extras])
     assert outputs == wanted
     left = served.llm_engine.vllm_config.cache_config.kv_cache_size_tokens

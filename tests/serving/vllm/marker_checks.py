@@ -17,11 +17,10 @@ from ospruner.formats import HARMONY, follow
 from ospruner.serving.vllm.parser import HarmonyThinkingParser, MarkerThinkingParser
 from ospruner.serving.vllm.plugin import HARMONY_PARSER, MARKER_PARSER, PARSER, register
 from ospruner.serving.vllm.vllm_server import vllm_command
-from ospruner.train.untrained import untrained
 
+from .plugin_checks import NEVER, greedy, record, run, start_policy
 from .plugin_checks import environment as environment
-from .plugin_checks import greedy, record, run, start_policy
-from .plugin_replay import make_policy, make_prompts, perturb, replay
+from .plugin_replay import check_record, make_policy, make_prompts
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -34,21 +33,25 @@ FORMS: dict[str, dict[str, str]] = {
         "closing": "So.\n\nThat fits ",
     },
 }
-NEVER = {"stop_mode": "threshold", "stop_threshold": 1.0}
 
 
 def made(reasoner: Reasoner, folder: Path, name: str) -> OSPrunerForCausalLM:
     """A policy whose format takes the reasoner's own last words for the end of its thinking."""
-    model = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        base_model_name_or_path=str(reasoner.folder),
-        reasoning_format=replace(reasoner.token_format.format, **FORMS[name]),
-        tuning="layers",
-    )
-    perturb(model)
-    model.save_pretrained(folder)
-    return model
+    form = replace(reasoner.token_format.format, **FORMS[name])
+    return make_policy(reasoner, folder, reasoning_format=form)
+
+
+def check_split(parser: type[Any], tokenizer: Any, text: str, *wanted: str | None) -> None:
+    """The thinking and the answer of a whole reply, and of one streamed in pieces."""
+    assert parser(tokenizer).extract_reasoning(text, None) == wanted
+    for width in (1, 3, len(text)):  # which cut markers
+        one, parts = parser(tokenizer), []
+        for at in range(0, len(text), max(width, 1)):
+            piece = text[at : at + width]
+            parts.append(one.extract_reasoning_streaming("", piece, piece, [], [], []))
+        told = [part for part in (*parts, one.finish_streaming()) if part is not None]
+        assert ("".join(part.reasoning or "" for part in told) or None) == wanted[0]
+        assert ("".join(part.content or "" for part in told) or None) == wanted[1]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -66,12 +69,7 @@ def test_requests_end_where_generate_would(reasoner: Reasoner, tmp_path: Path, n
     ended = 0
     for i, [ids] in enumerate(outputs):
         told = record(llm, f"m{i}")
-        replayed = replay(model, prompts[i], ids, extras[i], told["probabilities"]).record
-        assert (replayed.reason, replayed.step_ends, replayed.thinking_tokens) == (
-            told["reason"],
-            told["step_ends"],
-            told["thinking_tokens"],
-        )
+        check_record(model, prompts[i], ids, extras[i], told)
         text = str(reasoner.tokenizer.decode(ids))
         if told["reason"] == "natural" and "That fits" in text:
             ended += 1
@@ -106,16 +104,7 @@ def test_replies_are_split(
 ) -> None:
     made(reasoner, tmp_path, "marker")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert MarkerThinkingParser(tokenizer).extract_reasoning(text, None) == (thinking, answer)
-    for width in (1, 3, len(text)):  # streamed in pieces that cut markers
-        parser, parts = MarkerThinkingParser(tokenizer), []
-        for at in range(0, len(text), max(width, 1)):
-            piece = text[at : at + width]
-            parts.append(parser.extract_reasoning_streaming("", piece, piece, [], [], []))
-        parts.append(parser.finish_streaming())
-        told = [part for part in parts if part is not None]
-        assert ("".join(part.reasoning or "" for part in told) or None) == thinking
-        assert ("".join(part.content or "" for part in told) or None) == answer
+    check_split(MarkerThinkingParser, tokenizer, text, thinking, answer)
 
 
 def test_the_server_chooses_the_parser(reasoner: Reasoner, tmp_path: Path) -> None:
@@ -163,20 +152,9 @@ def test_it_is_registered() -> None:
         ("", None, None),
     ],
 )
-def test_harmony_is_split(
-    tokenizer: PreTrainedTokenizerBase, text: str, thinking: str | None, answer: str | None
-) -> None:
-    parser = HarmonyThinkingParser(tokenizer)
-    assert parser.extract_reasoning(text, None) == (thinking, answer)
-    for width in (1, 3, len(text)):  # streamed in pieces that cut markers
-        parser, parts = HarmonyThinkingParser(tokenizer), []
-        for at in range(0, len(text), max(width, 1)):
-            piece = text[at : at + width]
-            parts.append(parser.extract_reasoning_streaming("", piece, piece, [], [], []))
-        parts.append(parser.finish_streaming())
-        told = [part for part in parts if part is not None]
-        assert ("".join(part.reasoning or "" for part in told) or None) == thinking
-        assert ("".join(part.content or "" for part in told) or None) == answer
+def test_harmony_is_split(text: str, thinking: str | None, answer: str | None) -> None:
+    tokenizer = SimpleNamespace(get_vocab=dict)  # by its text alone
+    check_split(HarmonyThinkingParser, tokenizer, text, thinking, answer)
 
 
 def test_harmony_tokens_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -19,22 +19,15 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import BREAK, VISIBLE
-from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.policies import check_base_weights, merge_adapters
-from ospruner.serving.requests import DEFAULTS
-from ospruner.serving.vllm.model import (
-    STOP_HEAD,
-    StopHead,
-    check_start,
-)
+from ospruner.serving.vllm.model import STOP_HEAD, StopHead, check_start
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.serving.vllm.processor import StopProcessor
 from ospruner.serving.vllm.runner_v1 import V1Processor
 from ospruner.serving.vllm.runner_v2 import V2Processor
-from ospruner.train.untrained import untrained
 
 from ...broken_tensors import BROKEN, break_tensors
 from ..sglang.test_stopper import MOST, SLOTS, Request, by_rows, make_request, said
@@ -43,32 +36,35 @@ from .plugin_replay import make_policy
 
 @pytest.fixture(scope="module")
 def model(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
-    folder = tmp_path_factory.mktemp("policy")
-    made = make_policy(reasoner, folder)
-    made.config._name_or_path = str(folder)
-    return made
+    return make_policy(reasoner, tmp_path_factory.mktemp("policy"))
 
 
-def started(model: OSPrunerForCausalLM, **differing: Any) -> Any:
-    """As much of vLLM's configuration as `check_start` reads."""
-    values: dict[str, Any]
-    values = {"v2": False, "speculative": None, "pipeline": 1, "processors": [PROCESSOR]}
-    values |= {"config": model.config, "parser": "ospruner"}
-    values |= {"folder": model.config._name_or_path}
-    values |= differing
-    return SimpleNamespace(
-        use_v2_model_runner=values["v2"],
-        speculative_config=values["speculative"],
-        structured_outputs_config=SimpleNamespace(reasoning_parser=values["parser"]),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
-        model_config=SimpleNamespace(
-            logits_processors=values["processors"],
-            hf_config=values["config"],
-            model=values["folder"],
+@pytest.fixture(scope="module")
+def queries(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> OSPrunerForCausalLM:
+    return make_policy(reasoner, tmp_path_factory.mktemp("queries"), 1, "queries")
+
+
+def started(policy: OSPrunerForCausalLM, config: Any = None, **differing: Any) -> Any:
+    """As much of vLLM's configuration as `check_start` reads; other settings by name."""
+    sizes = dict.fromkeys(("pipeline", "data", "decode_context", "prefill_context"), 1)
+    parallel = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    parts = {
+        "structured_outputs_config": SimpleNamespace(reasoning_parser="ospruner"),
+        "parallel_config": SimpleNamespace(use_ubatching=False, **parallel),
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "model_config": SimpleNamespace(
+            logits_processors=[PROCESSOR],
+            hf_config=policy.config if config is None else config,
+            model=policy.config._name_or_path,
             revision=None,
         ),
-        load_config=SimpleNamespace(load_format="auto", download_dir=None),
-    )
+        "load_config": SimpleNamespace(load_format="auto", download_dir=None),
+    }
+    whole = SimpleNamespace(use_v2_model_runner=False, speculative_config=None, **parts)
+    for name, value in differing.items():
+        [owner] = [one for one in (whole, *parts.values()) if name in vars(one)]
+        setattr(owner, name, value)
+    return whole
 
 
 def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
@@ -79,64 +75,58 @@ def changed(model: OSPrunerForCausalLM, **fields: Any) -> Any:
     return config
 
 
-def test_what_would_not_stop_is_refused_at_start(model: OSPrunerForCausalLM) -> None:
-    check_start(started(model))
-    check_start(started(model, processors=["a:B", StopProcessor]))
-    olmo = changed(model)
-    olmo.text_config.model_type = "olmo2"
-    for differing, message in (
-        ({"v2": True}, "takes policies of tuning 'queries' only.*VLLM_USE_V2_MODEL_RUNNER=0"),
-        ({"speculative": object()}, "speculative decoding is on.*--speculative-config"),
-        (
-            {
-                "v2": True,
-                "config": changed(model, tuning="queries"),
-                "speculative": SimpleNamespace(method="eagle3"),
-            },
-            "'eagle3', which reads the hidden.*works with ngram, ngram_gpu, draft_model",
-        ),
-        ({"pipeline": 2}, "pipeline_parallel_size is 2.*--tensor-parallel-size"),
-        ({"processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
-        (
-            {"config": olmo},
-            "is a olmo2; inside vLLM the policy works with qwen2, qwen3, qwen3_moe, llama, m",
-        ),
-        ({"parser": "openai_gptoss"}, "'openai_gptoss'.*type is gpt_oss.*parser ospruner_harmony"),
-        (
-            {"config": changed(model, method="flashthink")},
-            "is a verifier, which reads another",
-        ),
-        ({"config": changed(model, hidden_size=64)}, "hidden_size 128 where the policy needs 64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_start(started(model, **differing))
-    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
-    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
-        check_start(started(model, config=absent))
+V2 = {"use_v2_model_runner": True}
+EAGLE = {"speculative_config": SimpleNamespace(method="eagle3")}
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "advice"),
+    ("fields", "differing", "message"),
     [
-        ("cache_dtype", "fp8", "leave --kv-cache-dtype out"),
-        ("data_parallel_size", 2, "use --tensor-parallel-size"),
-        ("decode_context_parallel_size", 2, "use --tensor-parallel-size"),
-        ("prefill_context_parallel_size", 4, "use --tensor-parallel-size"),
-        ("use_ubatching", True, "leave --enable-dbo out"),
+        ({}, V2, "takes policies of tuning 'queries' only.*VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({}, EAGLE, "speculative decoding is on.*--speculative-config"),
+        (
+            {"tuning": "queries"},
+            V2 | EAGLE,
+            "'eagle3', which reads the hidden.*works with ngram, ngram_gpu, draft_model",
+        ),
+        ({}, {"pipeline_parallel_size": 2}, "parallel_size is 2.*--tensor-parallel-size"),
+        ({}, {"logits_processors": None}, rf"nothing would stop.*--logits-processors {PROCESSOR}"),
+        ({}, {"reasoning_parser": "openai_gptoss"}, "type is gpt_oss.*parser ospruner_harmony"),
+        ({"method": "flashthink"}, {}, "is a verifier, which reads another"),
+        ({"hidden_size": 64}, {}, "hidden_size 128 where the policy needs 64"),
+        *(
+            (
+                {"tuning": "queries"},
+                {name: value},
+                rf"{name} is {value!r}, and .* inside vLLM .*{do}",
+            )
+            for name, value, do in (
+                ("cache_dtype", "fp8", "leave --kv-cache-dtype out"),
+                ("data_parallel_size", 2, "use --tensor-parallel-size"),
+                ("decode_context_parallel_size", 2, "use --tensor-parallel-size"),
+                ("prefill_context_parallel_size", 4, "use --tensor-parallel-size"),
+                ("use_ubatching", True, "leave --enable-dbo out"),
+            )
+        ),
     ],
 )
-def test_what_queries_cannot_do_is_refused_at_start(
-    model: OSPrunerForCausalLM, field: str, value: Any, advice: str
+def test_what_would_be_wrong_is_refused_at_start(
+    model: OSPrunerForCausalLM, fields: dict[str, Any], differing: dict[str, Any], message: str
 ) -> None:
-    config = started(model, config=changed(model, tuning="queries"))
-    config.cache_config = SimpleNamespace(cache_dtype="auto")
-    for name in ("data", "decode_context", "prefill_context"):
-        setattr(config.parallel_config, f"{name}_parallel_size", 1)
-    config.parallel_config.use_ubatching = False
-    part = config.cache_config if field == "cache_dtype" else config.parallel_config
-    setattr(part, field, value)
-    with pytest.raises(ValueError, match=rf"{field} is {value!r}, and .* inside vLLM .*{advice}"):
-        check_start(config)
+    with pytest.raises(ValueError, match=message):
+        check_start(started(model, changed(model, **fields), **differing))
+
+
+def test_bases_at_start(model: OSPrunerForCausalLM) -> None:
+    check_start(started(model))
+    check_start(started(model, logits_processors=["a:B", StopProcessor]))
+    olmo = changed(model)
+    olmo.text_config.model_type = "olmo2"
+    with pytest.raises(ValueError, match="is a olmo2; inside vLLM the policy works with qwen2, q"):
+        check_start(started(model, olmo))
+    absent = changed(model, base_model_name_or_path="/nowhere/at/all")
+    with pytest.raises(OSError, match="the base '/nowhere/at/all' at revision None, which the"):
+        check_start(started(model, absent))
 
 
 def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
@@ -151,7 +141,9 @@ def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
         "base.model.layers.1.input_layernorm.weight": norm,
         "base.model.norm.weight": norm + 1,
     }
-    found = dict(merge_adapters([*adapters.items(), *base.items()], 2, 1))
+    text = {"model_type": "qwen2", "num_hidden_layers": 2}
+    config = OSPrunerConfig(text_config=text, num_policy_layers=1, adapter_rank=2)
+    found = dict(merge_adapters([*adapters.items(), *base.items()], config))
     assert set(found) - set(base) == {
         f"{at}.weight",
         "policy.tail.layers.0.input_layernorm.weight",
@@ -162,7 +154,8 @@ def test_adapters_are_merged_into_copies_of_the_bases_layers() -> None:
     assert torch.equal(found["policy.tail.norm.weight"], norm + 1)
     base["base.model.layers.1.self_attn.q_proj.weight"] = weight.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj cannot be merged.*_rank"):
-        list(merge_adapters([*base.items(), *adapters.items()], 2, 1))
+        list(merge_adapters([*base.items(), *adapters.items()], config))
+    assert list(merge_adapters(base.items(), OSPrunerConfig())) == [*base.items()]
 
 
 def other_base(reasoner: Reasoner, folder: Path) -> Path:
@@ -175,7 +168,7 @@ def test_a_base_of_other_weights_is_refused_at_start(
 ) -> None:
     folder = other_base(reasoner, tmp_path)
     moved = changed(model, base_model_name_or_path=str(folder))
-    check_start(started(model, config=moved))  # the same weights, lying elsewhere
+    check_start(started(model, moved))  # the same weights, lying elsewhere
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01  # not the norm, which is compared too
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -183,7 +176,7 @@ def test_a_base_of_other_weights_is_refused_at_start(
     assert known is not None
     message = rf"'{folder}' has other weights \(fingerprint .*trained on it \(fingerprint {known}\)"
     with pytest.raises(ValueError, match=message):
-        check_start(started(model, config=moved))
+        check_start(started(model, moved))
     with pytest.raises(ValueError, match=message):
         check_base_weights(moved, None)  # after the download of a base that was not there
 
@@ -216,7 +209,7 @@ def test_positions_that_change_with_the_length_are_refused_at_start(
     moved = changed(model, base_model_name_or_path=str(folder))
     message = rf"has rope_type '{rope['rope_type']}', whose positions change .*\(from {length} tok"
     with pytest.raises(ValueError, match=message):
-        check_start(started(model, config=moved))
+        check_start(started(model, moved))
 
 
 @pytest.mark.parametrize("how", BROKEN)
@@ -226,12 +219,10 @@ def test_broken_tensors_are_refused_at_start(
     folder = shutil.copytree(model.config._name_or_path, tmp_path / "policy")
     said = break_tensors(folder, how)
     with pytest.raises(ValueError, match=said):
-        check_start(started(model, folder=str(folder)))
+        check_start(started(model, model=str(folder)))
 
 
-def engine_config(
-    model: OSPrunerForCausalLM, head: StopHead, defaults: dict[str, Any], drafts: int = 0
-) -> Any:
+def engine_config(model: OSPrunerForCausalLM, head: StopHead, drafts: int = 0) -> Any:
     """As much of vLLM's configuration as processors read."""
     folder = model.config._name_or_path
     return SimpleNamespace(
@@ -243,7 +234,7 @@ def engine_config(
             tokenizer_revision=None,
             seed=0,
         ),
-        additional_config={DEFAULTS: defaults},
+        additional_config={},
         compilation_config=SimpleNamespace(static_forward_context={STOP_HEAD: head}),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
@@ -254,9 +245,9 @@ def engine_config(
 class Batch:
     """vLLM's batch as a processor sees it; each row's stop logit is what `say` told last."""
 
-    def __init__(self, model: OSPrunerForCausalLM, **defaults: Any) -> None:
+    def __init__(self, model: OSPrunerForCausalLM) -> None:
         self.head = StopHead(1, model.policy.head.out_features)
-        config = engine_config(model, self.head, defaults)
+        config = engine_config(model, self.head)
         self.processor = V1Processor(config, torch.device("cpu"), False)
         self.rows: dict[int, tuple[SamplingParams, list[int], list[int]]] = {}
 
@@ -323,50 +314,7 @@ def test_a_preempted_request_goes_on_with_another_list(model: OSPrunerForCausalL
     assert left[2].isfinite().nonzero().tolist() == [[fmt.forced_suffix()[0]]]
 
 
-def test_rows_of_one_batch_stop_at_prices_of_their_own(reasoner: Reasoner, tmp_path: Path) -> None:
-    """One tail and one head for all: each row is compared at its own price."""
-    named: dict[str, Any] = {"base_model_name_or_path": str(reasoner.folder)}
-    model = untrained(
-        reasoner.model, reasoner.tokenizer, tuning="layers", price_range=(5e-5, 1e-2), **named
-    )
-    model.config.price = 1e-3
-    model.save_pretrained(tmp_path)
-    model.config._name_or_path = str(tmp_path)
-    known = model.config.prices
-    assert known is not None
-    ids = reasoner.tokenizer.encode("<think>\nSo it is.", add_special_tokens=False)
-    end = next(i for i, kind in enumerate(model.token_format.kinds) if kind & BREAK)
-    extra = {"stop_mode": "threshold", "stop_threshold": 0.5}
-    batch = Batch(model, stop_price=2e-4)
-    texts: list[list[int]] = [[], [], []]
-    asked = (2e-4, 1e-3, 1e-2)  # the server's default, and what requests say
-    params = [SamplingParams(extra_args=extra | {"stop_id": name}) for name in "abc"]
-    for one, price in zip(params[1:], asked[1:], strict=True):
-        one.extra_args = {**(one.extra_args or {}), "stop_price": price}
-    batch.update([], {i: (params[i], ids, texts[i]) for i in range(3)})
-    places = [one.served.admitted.place for one in batch.processor._requests.values()]
-    assert places == [known.place(price) for price in asked]
-    batch.step()
-    for text in texts:
-        text.append(end)
-    last = torch.tensor([len(ids)] * 3, dtype=torch.int32)
-    said = torch.tensor([[-2.0, 0.3, 0.4, 0.5, 0.6, 0.7]]).expand(3, 6)
-    batch.head.outputs, batch.head.positions = said, last
-    batch.processor.apply(torch.zeros(3, 640))
-    for name, price in zip("abc", asked, strict=True):
-        told = batch.processor.record(name)
-        assert told is not None
-        logit = price_logits(said[0], torch.tensor(known.place(price)))
-        assert told.probabilities == pytest.approx([float(logit.sigmoid())])
-        assert told.prices == [known.price_at(float(price_places(said[0])))]
-        assert told.reason == ("policy" if told.prices[0] <= price else "length")
-    assert len({batch.processor.record(name).probabilities[0] for name in "abc"}) == 3  # type: ignore[union-attr]
-    for wrong in (0.5, -1):
-        with pytest.raises(ValueError, match="stop_price is"):
-            Batch(model, stop_price=wrong)
-    # Over HTTP it is refused; an error in the engine would end all requests.
-    batch.update([], {3: (SamplingParams(extra_args=extra | {"stop_price": 0.5}), ids, [])})
-    assert 3 not in batch.processor._requests
+COLUMNS = ("expanded_idx_mapping", "expanded_local_pos", "pos", "input_ids")
 
 
 class RunnerV2:
@@ -388,7 +336,7 @@ class RunnerV2:
             total_len=SimpleNamespace(gpu=self.total),
             all_token_ids=SimpleNamespace(gpu=self.ids),
         )
-        self.processor = V2Processor(engine_config(model, head, {}, drafts), slots)
+        self.processor = V2Processor(engine_config(model, head, drafts), slots)
 
     def come(self, slot: int, name: str, request: Request) -> None:
         text = [*request.origin_input_ids, *request.output_ids]
@@ -423,7 +371,6 @@ class RunnerV2:
             positions += range(end, end + 1 + len(tokens))
             starts.append(len(positions))
         slots = torch.tensor([*self.here])
-        expanded, local, pos, ids = torch.tensor(rows).unbind(1)
         self.arrivals.batch = SimpleNamespace(
             idx_mapping_np=slots.numpy(),
             query_start_loc=torch.tensor(starts),
@@ -432,10 +379,7 @@ class RunnerV2:
         ctx: Any = SimpleNamespace(
             idx_mapping=slots,
             idx_mapping_np=slots.numpy(),
-            expanded_idx_mapping=expanded,
-            expanded_local_pos=local,
-            pos=pos,
-            input_ids=ids,
+            **dict(zip(COLUMNS, torch.tensor(rows).unbind(1), strict=True)),
         )
         logits = torch.zeros(len(rows), 640)
         logits[torch.arange(len(rows)), torch.tensor(scripts)] = 9.0
@@ -455,15 +399,9 @@ class RunnerV2:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_slots_of_runner_v2_stop_as_rows_do(
-    reasoner: Reasoner, tmp_path: Path, drafts: int
-) -> None:
+def test_slots_of_runner_v2_stop_as_rows_do(queries: OSPrunerForCausalLM, drafts: int) -> None:
     """Through slots that are used again, preempted in between, and ahead of what stands."""
-    model = untrained(
-        reasoner.model, reasoner.tokenizer, 1, base_model_name_or_path=str(reasoner.folder)
-    )
-    model.save_pretrained(tmp_path)
-    model.config._name_or_path = str(tmp_path)
+    model = queries
     runner, draw = RunnerV2(model, drafts), random.Random(0)
     waiting = [make_request(model, i, max_answer_tokens=3) for i in range(10)]
     names = {id(request): f"r{i}" for i, request in enumerate(waiting)}

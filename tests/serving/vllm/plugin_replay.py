@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,29 @@ from ospruner.train.untrained import untrained
 TOLERANCE = 1e-4  # on stop probabilities, in float32
 
 
-def make_policy(reasoner: Reasoner, folder: Path, num_layers: int = 2) -> OSPrunerForCausalLM:
+def make_policy(
+    reasoner: Reasoner,
+    folder: Path,
+    num_layers: int = 2,
+    tuning: str = "layers",
+    price: float | None = None,
+    **further: Any,
+) -> OSPrunerForCausalLM:
     """An untrained policy whose layers differ from the base's, and whose probabilities vary."""
+    base = str(reasoner.folder)
     model = untrained(
         reasoner.model,
         reasoner.tokenizer,
         num_layers,
-        base_model_name_or_path=str(reasoner.folder),
-        tuning="layers",
+        tuning,
+        base_model_name_or_path=base,
+        **further,
     )
     perturb(model)
+    if price is not None:
+        model.config.price = price
     model.save_pretrained(folder)
+    model.config._name_or_path = str(folder)
     return model
 
 
@@ -60,19 +71,6 @@ def make_prompts(reasoner: Reasoner, count: int, first: int = 0) -> list[list[in
     ]
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """What should have happened to a response.
-
-    Attributes:
-        record: of its row.
-        phase: where its row was in the end.
-    """
-
-    record: StopRecord
-    phase: Phase
-
-
 @torch.inference_mode()
 def replay(
     model: OSPrunerForCausalLM,
@@ -80,7 +78,7 @@ def replay(
     output_ids: Sequence[int],
     extra: Mapping[str, Any],
     probabilities: Sequence[float] | None = None,
-) -> Replayed:
+) -> StopRow:
     """Follows a response; every token that the rules determine must stand there.
 
     Args:
@@ -117,11 +115,26 @@ def replay(
         else:
             assert token not in row.masked_ids, f"token {i} opens the thinking again"
         row.push(token)
-    if (
-        row.at_boundary
-        and probabilities is not None
-        and len(probabilities) > len(row.record.step_ends)
-    ):
-        told = probabilities[len(row.record.step_ends)]
-        row.decide(Said(told))  # decided, then ended by a limit
-    return Replayed(row.record, row.phase)
+    if row.at_boundary and probabilities is not None:
+        for told in probabilities[len(row.record.step_ends) :]:  # decided, then ended by a limit
+            row.decide(Said(told))
+    return row
+
+
+def check_record(
+    model: OSPrunerForCausalLM,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    extra: Mapping[str, Any],
+    told: Mapping[str, Any],
+    ahead: bool = False,
+) -> StopRecord:
+    """Compares what an engine tells of a response with its replay, which it returns.
+
+    Where an engine schedules `ahead`, it does not know the last token of a text that is cut.
+    """
+    record = replay(model, prompt_ids, output_ids, extra, told["probabilities"]).record
+    for name in ("reason", "step_ends", "thinking_tokens"):
+        if not (ahead and name == "thinking_tokens" and record.reason == "length"):
+            assert vars(record)[name] == told[name], name
+    return record

@@ -8,32 +8,20 @@ from pathlib import Path
 import pytest
 
 from ospruner.demo.shipped import Reasoner
-from ospruner.train.untrained import untrained
 
 from .plugin_checks import environment as environment
 from .plugin_checks import greedy, record, run, start_policy
-from .plugin_replay import make_prompts, perturb, replay
+from .plugin_replay import make_policy, make_prompts, replay
 
 PRICE = 2e-3
 ASKED = (PRICE, 1e-4, 1e-2)  # the first is the server's
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tuning"), [("float32", "layers"), ("bfloat16", "layers"), ("float32", "queries")]
-)
+@pytest.mark.parametrize(("dtype", "tuning"), [("bfloat16", "layers"), ("float32", "queries")])
 def test_it_is_served_at_the_prices_of_server_and_requests(
     reasoner: Reasoner, tmp_path: Path, dtype: str, tuning: str
 ) -> None:
-    model = untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        tuning=tuning,
-        price_range=(5e-5, 1e-2),
-        base_model_name_or_path=str(reasoner.folder),
-    )
-    perturb(model)
-    model.config.price = 1e-4
-    model.save_pretrained(tmp_path)
+    model = make_policy(reasoner, tmp_path, tuning=tuning, price_range=(5e-5, 1e-2), price=1e-4)
     defaults = {"stop_policy": True, "stop_price": PRICE}
     llm = start_policy(tmp_path, dtype=dtype, additional_config={"ospruner": defaults})
     prompts = make_prompts(reasoner, 12)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -25,7 +24,7 @@ from ospruner.serving.vllm.model import OSPrunerVLLM
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.train.untrained import untrained
 
-from .bases_checks import SIZES, _gpt_oss
+from .bases_checks import SIZES, random_base
 from .plugin_checks import environment
 from .plugin_replay import perturb
 
@@ -73,15 +72,11 @@ def mxfp4(name: str, weight: torch.Tensor) -> _Tensors:
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
-def _qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": False}))
-
-
-LAYOUTS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[..., _Tensors], dict[str, Any]]]
+LAYOUTS: dict[str, tuple[str, Callable[..., _Tensors], dict[str, Any]]]
 LAYOUTS = {  # base, what packs a weight, quantization_config
     # First, for the first one makes vLLM's process groups: with one for experts.
     "mxfp4": (
-        _gpt_oss,
+        "gpt_oss",
         mxfp4,
         {
             "modules_to_not_convert": [
@@ -92,9 +87,9 @@ LAYOUTS = {  # base, what packs a weight, quantization_config
             ]
         },
     ),
-    "fp8": (_qwen3, fp8, {"activation_scheme": "dynamic"}),
-    "awq": (_qwen3, awq, {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
-    "gptq": (_qwen3, gptq, {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
+    "fp8": ("qwen3", fp8, {"activation_scheme": "dynamic"}),
+    "awq": ("qwen3", awq, {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "gptq": ("qwen3", gptq, {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
 }
 PACKED = {  # what vLLM holds of a layer, by layout
     "fp8": ("qkv_proj.weight_scale", torch.float8_e4m3fn),
@@ -108,9 +103,9 @@ PACKED = {  # what vLLM holds of a layer, by layout
 def saved(reasoner: Reasoner, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """A policy of the whole base's layers, on a checkpoint of the base that is packed."""
     method = request.param
-    make, pack, config = LAYOUTS[method]
+    base_type, pack, config = LAYOUTS[method]
     torch.manual_seed(0)
-    base = make().bfloat16().eval()
+    base = random_base(base_type, tie_word_embeddings=False).bfloat16().eval()
     folder = tmp_path / "base"
     base.save_pretrained(folder)
     reasoner.tokenizer.save_pretrained(folder)

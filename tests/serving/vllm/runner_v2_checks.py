@@ -16,21 +16,21 @@ from modeling_ospruner import OSPrunerForCausalLM
 from ospruner.demo.shipped import Reasoner
 
 from . import plugin_checks, price_checks
-from .plugin_checks import TIGHT, environment, greedy, plain, record, run, served, start_policy
-from .plugin_replay import TOLERANCE, make_prompts
+from .plugin_checks import (
+    TIGHT,
+    environment,
+    greedy,
+    mixed,
+    plain,
+    record,
+    run,
+    served,
+    start_policy,
+)
+from .plugin_replay import TOLERANCE
 from .queries_checks import model
 
-plugin_checks.LONGEST = 120  # tokens of a text; in the interpreter a step takes its time
-
-__all__ = ["environment", "model", "on_runner_v2", "plain", "served"]
-
-
-@pytest.fixture(scope="module")
-def mixed(reasoner: Reasoner) -> list[list[int]]:
-    """36 prompts of different lengths, some of them twice, some with a long common prefix."""
-    prompts = make_prompts(reasoner, 24)
-    shared = [token for prompt in prompts[:3] for token in prompt]
-    return [*prompts, *prompts[:6], *([*shared, *prompt] for prompt in prompts[12:18])]
+__all__ = ["environment", "mixed", "model", "on_runner_v2", "plain", "served"]
 
 
 test_never = plugin_checks.test_a_policy_that_never_fires_changes_nothing

@@ -28,7 +28,7 @@ needs_vllm = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_base_inside_vllm(case: str) -> None:
-    run_checks(Path(__file__).with_name("bases_checks.py"), case)
+    run_checks(Path(__file__).with_name("bases_checks.py"), case=case)
 
 
 @needs_vllm
@@ -36,4 +36,4 @@ def test_base_inside_vllm(case: str) -> None:
 def test_quantised_bases_inside_vllm() -> None:
     checks = Path(__file__).with_name("quantised_checks.py")
     for layout in ("mxfp4", "fp8", "awq", "gptq"):
-        run_checks(checks, f"test_the_base_is_packed_and_the_tail_is_not[{layout}]")
+        run_checks(checks, case=f"test_the_base_is_packed_and_the_tail_is_not[{layout}]")

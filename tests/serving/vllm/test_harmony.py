@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.formats import HARMONY
 from ospruner.train.untrained import untrained
 
-from ...server_process import free_port, running_server
-from .test_server import ARGUMENTS, CPU, needs_vllm
+from .test_server import needs_vllm, serving, text
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -68,11 +67,7 @@ def client(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     untrained(
         base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
     ).save_pretrained(folder / "policy")
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder / "policy"), "--opt-in"]
-    command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
-    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    with running_server(command, url, CPU, folder / "server.log"):
+    with serving(folder / "policy", "--opt-in") as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
@@ -110,12 +105,10 @@ def test_harmony_chat_is_stopped_and_split(
     assert "".join(getattr(one.delta, "reasoning", None) or "" for one in parts) == thinking
     assert ("".join(one.delta.content or "" for one in parts) or None) == answer
     if reason is not None:
-        told = client._client.get(
-            str(client.base_url).removesuffix("v1/") + f"ospruner/stops/{reason}"
-        )
-        assert told.json()["reason"] == reason
+        told = json.loads(text(client, f"/ospruner/stops/{reason}"))
+        assert told["reason"] == reason
         # The record counts the header, usage what is written under it.
-        assert told.json()["thinking_tokens"] == (details.reasoning_tokens or 0) + 3
+        assert told["thinking_tokens"] == (details.reasoning_tokens or 0) + 3
 
 
 def test_tools_are_refused_by_name(client: OpenAI) -> None:

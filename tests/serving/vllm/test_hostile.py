@@ -1,7 +1,7 @@
 """Hostile requests: each is refused in words or cut off, and good ones get what they got before.
 
-The same bodies go to a small app with our plug-in alone, and, slow, to `ospruner serve`, which is
-also sent what only a socket can send. Every draw has a fixed seed.
+The same bodies go to a small app with our plug-in alone, and, slow, to `ospruner serve`. Every draw
+has a fixed seed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ import json
 import math
 import random
 import re
-import socket
-import sys
-import time
 import urllib.parse
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -35,45 +31,24 @@ from ospruner.demo.shipped import Reasoner
 from ospruner.serving.requests import ID, KEYS, OF_SERVERS, ON, PRICE, StopRequest
 
 from ...conftest import Fuzzed
-from ...server_process import free_port, running_server
 from .plugin_replay import make_policy, make_prompts
-from .test_server import ARGUMENTS, CPU, needs_vllm
+from .test_server import needs_vllm, serving
 
 MARK = "h0stile"  # what no metric may hold
 MEGABYTE = 2**20
 LONGEST_REFUSAL = 20_000  # characters, whatever was sent
 ALL_KEYS = (ON, ID, *(key for key in KEYS if key not in OF_SERVERS))
-NO_DEFAULTS = Namespace(additional_config={}, reasoning_parser="")
 GOOD = {"stop_policy": "true", "stop_seed": 5, "max_thinking_tokens": 4, "max_answer_tokens": 3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A body, and what becomes of it.
+    """A body, and what becomes of it."""
 
-    Attributes:
-        kind: under which it is counted.
-        body: what is sent.
-        says: what a refusal says among other things; all of it ours.
-        outcomes: those allowed.
-    """
-
-    kind: str
+    kind: str  # under which it is counted
     body: bytes
-    says: tuple[str, ...] = ()
-    outcomes: tuple[str, ...] = ("refused",)
-
-
-class Target(Protocol):
-    """Where cases are sent."""
-
-    def send(self, body: bytes) -> tuple[int, str]:
-        """Its status and text."""
-        ...
-
-    def ask(self) -> object:
-        """What a good request gets."""
-        ...
+    says: tuple[str, ...] = ()  # what a refusal says among other things; all of it ours
+    outcomes: tuple[str, ...] = ("refused",)  # those allowed
 
 
 def request(extra: object, **fields: Any) -> bytes:
@@ -150,16 +125,9 @@ def names(drawn: random.Random) -> Iterator[Case]:
     """Names that begin like ours, long ones, and thousands at once."""
     near: list[str] = []
     for key in ALL_KEYS:
-        near += [key.upper(), key.replace("_", "-"), key.replace("_", " "), f" {key}", f"{key}\0"]
-        near += [
-            f"{key}s",
-            f"{key}\u0301",
-            f"_{key}",
-            key.replace("_", ""),
-            key.replace("_", "."),
-            key[:-1],
-        ]
         place = drawn.randrange(5 if key.startswith("stop") else key.rindex("_"), len(key))
+        near += [key.upper(), f" {key}", f"{key}\0", f"{key}s", f"{key}\u0301", f"_{key}", key[:-1]]
+        near += [key.replace("_", other) for other in ("-", " ", "", ".")]
         near.append(key[:place] + drawn.choice("xqz") + key[place:])
     for name in near:
         says = (repr(name)[1:-1], "the policy's keys are ['stop_policy', ")
@@ -215,7 +183,7 @@ def huge(megabytes: int) -> Iterator[Case]:
     yield Case("huge bodies", text.encode())
 
 
-def attack(target: Target, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
+def attack(target: SmallApp | Server, cases: Iterable[Case], fuzzed: Fuzzed) -> None:
     """Sends the cases one by one, with a good request after each."""
     before = target.ask()
     wrong: list[str] = []
@@ -272,7 +240,8 @@ class SmallApp:
         app.router.routes.reverse()  # vLLM lets a plug-in's routes take the place of its own
         self.asked: list[str] = []
         self.model_config = Namespace(hf_config=OSPrunerConfig())  # of lambda 0 alone
-        asyncio.run(routes.init_state(self, app.state, NO_DEFAULTS))
+        options = Namespace(additional_config={}, reasoning_parser="")
+        asyncio.run(routes.init_state(self, app.state, options))
         self.client = TestClient(app, raise_server_exceptions=False)
 
     async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, Any] | None]:
@@ -283,13 +252,11 @@ class SmallApp:
         return [vars(record) if args[0].startswith("known") else None]
 
     def send(self, body: bytes) -> tuple[int, str]:
-        """Posts it."""
         headers = {"Content-Type": "application/json"}
         reply = self.client.post("/v1/completions", content=body, headers=headers)
         return reply.status_code, reply.text
 
     def ask(self) -> object:
-        """The settings of a good request."""
         status, text = self.send(request(GOOD))
         assert status == 200
         return text
@@ -307,39 +274,21 @@ def test_hostile_bodies_to_the_plug_in_alone(small_app: SmallApp, fuzzed: Fuzzed
     attack(small_app, huge(1), fuzzed)
 
 
-IDS = (
-    "no",
-    "\0",
-    "a/b",
-    "../..",
-    "a\nb",
-    "é\u202e",
-    "é 7",
-    MARK * 1000,
-    "?",
-    "#",
-    " ",
-    ".",
-    "\x1b",
-)
+IDS = ("no", "\0", "a/b", "../..", "a\nb", "é\u202e", "é 7", MARK * 1000, *"?# .\x1b")
 
 
 def test_hostile_names_to_the_route(small_app: SmallApp, fuzzed: Fuzzed) -> None:
     root = "http://testserver/ospruner/stops"
     for name in IDS:
         quoted = urllib.parse.quote(name, safe="")
+        reply = small_app.client.get(f"{root}/x{quoted}")
+        assert reply.status_code == 404
         if name.isprintable():  # others are refused as names
+            assert f"no request had the stop_id {shown('x' + name)}" in reply.json()["detail"]
             reply = small_app.client.get(f"{root}/known{quoted}")
             assert reply.json()["probabilities"] == [None, 0.5], name
             assert small_app.asked[-1] == f"known{name}"
-        reply = small_app.client.get(f"{root}/x{quoted}")
-        assert reply.status_code == 404
-        if name.isprintable():
-            assert f"no request had the stop_id {shown('x' + name)}" in reply.json()["detail"]
-    methods = ("POST", "PUT", "DELETE", "PATCH", MARK.upper())
-    for method in methods:
-        assert small_app.client.request(method, f"{root}/known").status_code == 405
-    fuzzed("hostile requests to SmallApp, names of records", cases=len(IDS) + len(methods))
+    fuzzed("hostile requests to SmallApp, names of records", cases=len(IDS))
 
 
 def test_counters_have_no_labels_of_a_request() -> None:
@@ -348,9 +297,8 @@ def test_counters_have_no_labels_of_a_request() -> None:
     for reason in ("policy", "budget", "natural"):
         for control in (False, True):
             record = StopRecord(reason=reason, thinking_tokens=3)
-            admitted = Namespace(control=control, promise=None)
             for _ in range(50):
-                monitoring.count_ended(Namespace(record=record, admitted=admitted))
+                monitoring.count_ended(Namespace(record=record, control=control, promise=None))
     told = prometheus.generate_latest().decode()
     series = re.findall(r"^ospruner_thinking_ended_total\{(.*?)\}", told, re.MULTILINE)
     groups, reasons = ("policy", "control"), ("policy", "budget", "natural")
@@ -360,21 +308,20 @@ def test_counters_have_no_labels_of_a_request() -> None:
 def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
     """An engine reads each request again, over the server's defaults: an error there ends it."""
     drawn = random.Random(0)
-    accepted = refused = nameless = 0
+    counts: Counter[str] = Counter()
     likely: list[Any] = [0, 1, 2, 50, 0.5, "true", "false", "sample", "threshold", "forced", "free"]
 
     def draw(server: bool) -> StopRequest:
-        nonlocal accepted, refused, nameless
         while True:
             keys = drawn.sample((*ALL_KEYS, *OF_SERVERS), drawn.randrange(1, 5))
             extra = {key: drawn.choice(likely if drawn.random() < 0.9 else VALUES) for key in keys}
             try:
                 made = StopRequest(extra, server=server)
             except ValueError as error:
-                refused += 1
-                nameless += not str(error).startswith("vllm_xargs: ")
+                counts["refused"] += 1
+                counts["nameless"] += not str(error).startswith("vllm_xargs: ")
                 continue
-            accepted += 1
+            counts["accepted"] += 1
             return made
 
     config = OSPrunerConfig(head="price", price_range=[1e-4, 1.0])
@@ -391,210 +338,73 @@ def test_what_is_accepted_never_fails_later(fuzzed: Fuzzed) -> None:
         settings = asked.settings(defaults)
         on = defaults.on if asked.on is None else asked.on
         assert (settings is not None) == bool(on)
-        for name, value in asked.fields.items():
-            assert settings is None or vars(settings)[name] == value
-        if settings is not None and not {"price"} & set(asked.fields):
-            settings.with_defaults(config)  # of a price that it does not know, an engine is told
+        if settings is not None:
+            assert asked.fields.items() <= vars(settings).items()
+            if "price" not in asked.fields:
+                settings.with_defaults(config)  # of a price that it does not know, it is told
     assert 0 < unknown < 150
-    fuzzed("random keys", accepted=accepted, refused=refused)
-    assert not nameless
+    assert not counts["nameless"]
+    fuzzed("random keys", **counts)
 
 
 class Server:
-    """`ospruner serve`, spoken to by sockets."""
+    """`ospruner serve`."""
 
-    def __init__(self, url: str, log: Path, prompt: list[int]) -> None:
-        self.address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        self.log = log
-        self.prompt = prompt
-
-    def raw(self, pieces: Iterable[bytes], seconds: float = 0.0) -> tuple[int, str]:
-        """What it answers to bytes, sent with pauses; status 0 where it only closes."""
-        told = b""
-        with closing(self.connected()) as connection:
-            try:
-                for piece in pieces:
-                    connection.sendall(piece)
-                    time.sleep(seconds)
-                while part := connection.recv(MEGABYTE):
-                    told += part
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # it has closed: of what it said before that, all counts
-        head, _, text = told.partition(b"\r\n\r\n")
-        return int(head.split()[1]) if head else 0, text.decode()
-
-    def connected(self) -> socket.socket:
-        """A connection on which it must say something within minutes."""
-        return socket.create_connection(self.address, timeout=300)
+    def __init__(self, url: str, prompt: list[int]) -> None:
+        # On a busy machine it may take minutes to say something.
+        self.client = httpx.Client(base_url=url, timeout=300)
+        wanted = {"temperature": 0, "max_tokens": 40, "return_token_ids": True}
+        self.good = request(GOOD, prompt=prompt, **wanted)
 
     def send(self, body: bytes) -> tuple[int, str]:
         """Posts it."""
-        return self.raw([posted(body), body])
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Gets it."""
-        return self.raw([f"GET {path} HTTP/1.1\r\n{CLOSE}\r\n".encode()])
+        headers = {"Content-Type": "application/json"}
+        reply = self.client.post("/v1/completions", content=body, headers=headers)
+        return reply.status_code, reply.text
 
     def ask(self) -> object:
         """The tokens of a request that the policy stops."""
-        status, text = self.send(self.good())
+        status, text = self.send(self.good)
         assert status == 200, text
         return json.loads(text)["choices"][0]["token_ids"]
-
-    def good(self) -> bytes:
-        """That request."""
-        wanted = {"temperature": 0, "max_tokens": 40, "return_token_ids": True}
-        return request(GOOD, prompt=self.prompt, **wanted)
-
-    def running(self) -> float:
-        """The requests that its engine works on."""
-        lines = self.get("/metrics")[1].splitlines()
-        kinds = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(kinds))
-
-
-CLOSE = "Host: x\r\nConnection: close\r\n"
-
-
-def posted(body: bytes, *headers: str) -> bytes:
-    """The head of a request with this body."""
-    lines = [*headers, "Content-Type: application/json", f"Content-Length: {len(body)}"]
-    head = "".join(f"{one}\r\n" for one in lines)
-    return f"POST /v1/completions HTTP/1.1\r\n{CLOSE}{head}\r\n".encode("latin-1")
 
 
 @pytest.fixture(scope="module")
 def server(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("policy")
     make_policy(reasoner, folder)
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder), "--opt-in"]
-    command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
-    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    log: Path = tmp_path_factory.mktemp("vllm") / "server.log"
-    with running_server(command, url, CPU, log):
-        yield Server(url, log, make_prompts(reasoner, 1)[0])
+    with serving(folder, "--opt-in") as url:
+        yield Server(url, make_prompts(reasoner, 1)[0])
 
 
 def of_vllm_too() -> Iterator[Case]:
     """What contradicts the policy among vLLM's own settings."""
-    for extra, fields, says in (
-        ({"stop_seed": 1}, {"n": 2}, "stop_seed is 1 and n is 2"),
-        ({"stop_policy": 1}, {"thinking_token_budget": 5}, "thinking_token_budget exclude each"),
-        ({"stop_policy": 1}, {"structured_outputs": {"regex": "a"}}, "structured outputs exclude"),
-        ({"stop_policy": 1}, {"stop_token_ids": [10**6]}, "stop_token_ids"),
-        ({"stop_policy": 1}, {"prompt": [10**6]}, ""),
-        ({"stop_policy": 1}, {"prompt": []}, ""),
-        ({"stop_policy": 1}, {"prompt": [1] * 5000}, ""),
-        ({"stop_policy": 1}, {"n": 10**9}, ""),
-        ({"stop_policy": 1}, {"max_tokens": -1}, ""),
-        ({"stop_policy": 1}, {"logit_bias": {"1000000": 1}}, ""),
+    kind, fields = "vLLM's own settings", dict[str, Any]()
+    yield Case(kind, request({"stop_seed": 1}, n=2), ("stop_seed is 1 and n is 2",))
+    for fields, says in (
+        ({"thinking_token_budget": 5}, "thinking_token_budget exclude each"),
+        ({"structured_outputs": {"regex": "a"}}, "structured outputs exclude"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"prompt": [10**6]}, ""),
+        ({"prompt": []}, ""),
+        ({"prompt": [1] * 5000}, ""),
+        ({"n": 10**9}, ""),
+        ({"max_tokens": -1}, ""),
+        ({"logit_bias": {"1000000": 1}}, ""),
     ):
-        yield Case("vLLM's own settings", request(extra, **fields), (says,))
+        yield Case(kind, request({"stop_policy": 1}, **fields), (says,))
 
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["types", "contradictions", "names", "malformed", "nested", "huge", "vllm"]
-)
-def test_hostile_bodies_to_the_server(kind: str, server: Server, fuzzed: Fuzzed) -> None:
+def test_hostile_bodies_to_the_server(server: Server, fuzzed: Fuzzed) -> None:
     drawn = random.Random(1)
-    cases = {
-        "types": wrong_types(),
-        "contradictions": contradictions(),
-        "names": names(drawn),
-        "malformed": malformed(drawn, 60),
-        "nested": nested(),
-        "huge": huge(30),
-        "vllm": of_vllm_too(),
-    }
-    attack(server, cases[kind], fuzzed)
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_slow_and_vanishing_clients(server: Server, fuzzed: Fuzzed) -> None:
-    before, drawn = server.ask(), random.Random(3)
-    body = server.good()
-    whole = posted(body) + body
-    waiting = [server.connected() for _ in range(100)]
-    for connection in waiting:  # each stops somewhere in its request
-        connection.sendall(whole[: drawn.randrange(1, len(whole) - 1)])
-    assert server.ask() == before
-    for connection in waiting[::2]:
-        connection.close()
-    assert server.ask() == before
-    status, text = server.raw((whole[n : n + 7] for n in range(0, len(whole), 7)), 0.05)
-    assert status == 200
-    assert json.loads(text)["choices"][0]["token_ids"] == before
-    for connection in waiting[1::2]:
-        connection.close()
-
-    long = request(
-        {"stop_policy": 1, "min_thinking_tokens": 900}, prompt=server.prompt, max_tokens=900
-    )
-    stream = long.replace(b'"max_tokens"', b'"stream": true, "ignore_eos": true, "max_tokens"')
-    dropped = 0
-    for sent in [long, stream] * 15:
-        with closing(server.connected()) as connection:
-            connection.sendall(posted(sent) + sent)
-            if sent is stream:  # in the middle of it
-                for _ in range(drawn.randrange(1, 9)):
-                    assert connection.recv(400)
-            else:
-                time.sleep(drawn.random() / 5)
-        dropped += 1
-        assert server.ask() == before
-    deaf = [server.connected() for _ in range(10)]
-    for connection in deaf:  # they ask for a stream, and never read it
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        connection.sendall(posted(stream) + stream)
-    assert server.ask() == before
-    for connection in deaf:
-        connection.close()
-    end = time.monotonic() + 120
-    while server.running() and time.monotonic() < end:
-        time.sleep(0.5)
-    assert server.running() == 0  # the engine has let go of them all
-    fuzzed("hostile clients of Server", slow=101, dropped=dropped, never_reading=len(deaf))
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_hostile_names_to_the_server_s_route(server: Server, fuzzed: Fuzzed) -> None:
-    asked = 0
-    for name in [*IDS, "%00", "%2F", "%"]:
-        quoted = urllib.parse.quote(name, safe="")
-        if name.isprintable() and len(name) < 200:
-            status, text = server.send(request({"stop_policy": 1, ID: f"known{name}"}))
-            assert status == 200, text
-            status, text = server.get(f"/ospruner/stops/known{quoted}")
-            assert status == 200, (name, text)
-            assert json.loads(text)["thinking_tokens"] > 0
-        status, text = server.get(f"/ospruner/stops/{MARK}{quoted}")
-        assert status == 404, (name, text)
-        assert len(text) < LONGEST_REFUSAL
-        asked += 1
-    for raw in ("%ff", "%", "%zz", "..%2f..", "a?b=c", "%E2%80"):
-        assert server.get(f"/ospruner/stops/{raw}")[0] == 404
-        asked += 1
-    fuzzed("hostile requests to Server, names of records", cases=asked)
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_no_metric_holds_what_was_sent(server: Server) -> None:
-    """Runs after the others, whose names it looks for."""
-    for _ in range(20):
-        server.get(f"/{MARK}")
-        server.send(request({f"stop_{MARK}": 1}, model=MARK))
-    status, told = server.get("/metrics")
-    assert status == 200
+    for cases in (
+        *(wrong_types(), contradictions(), names(drawn), malformed(drawn, 60), nested()),
+        *(huge(30), of_vllm_too()),
+    ):
+        attack(server, cases, fuzzed)
+    # What it was sent is in no metric.
+    told = server.client.get("/metrics").text
     assert MARK not in told.lower()
-    series = [one for one in told.splitlines() if one.startswith("ospruner_thinking_ended_total{")]
-    allowed = r'\{group="(policy|control)",reason="(policy|budget|natural)"\}'
-    assert series
-    assert all(re.search(allowed, one) for one in series), series
-    traces = server.log.read_text("utf-8", "replace").count("Traceback")
-    print(f"{traces} tracebacks in the server's log")
+    assert "ospruner_thinking_ended_total{" in told

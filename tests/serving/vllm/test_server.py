@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,14 @@ import pytest
 from openai import AsyncOpenAI, NotFoundError, OpenAI, OpenAIError
 
 from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.formats_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner
 from ospruner.serving.vllm.plugin import PROCESSOR
 from ospruner.serving.vllm.vllm_server import vllm_command
 
 from ...goldens import served
 from ...server_process import free_port, running_server
-from .plugin_replay import make_policy, make_prompts, replay
+from .plugin_replay import check_record, make_policy, make_prompts
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -32,8 +37,6 @@ needs_vllm = pytest.mark.skipif(
 )
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SOAK_SECONDS = 600.0
-# While this process replays, the server gives up idle connections, which must not be used again.
-CLOSE = {"Connection": "close"}
 ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
@@ -45,16 +48,20 @@ def policy(
     return make_policy(reasoner, folder), folder
 
 
-@pytest.fixture(scope="module")
-def client(
-    policy: tuple[OSPrunerForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OpenAI]:
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    """`ospruner serve` on a policy, as the model "toy", until the context ends; its address."""
     url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(policy[1]), "--opt-in"]
+    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder), *options]
     command += ["--served-model-name", "toy", "--block-size", "32", *ARGUMENTS]
     command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    log: Path = tmp_path_factory.mktemp("vllm") / "server.log"
-    with running_server(command, url, CPU, log):
+    with running_server(command, url, CPU, folder.with_suffix(".log")):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(policy: tuple[OSPrunerForCausalLM, Path]) -> Iterator[OpenAI]:
+    with serving(policy[1], "--opt-in") as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none")
 
 
@@ -78,11 +85,8 @@ def test_completions_stop_per_request(
         body = {"return_token_ids": True, "vllm_xargs": extra}
         whole = client.completions.create(**asked, extra_body=body).choices[0]
         ids: list[int] = whole.token_ids
-        root = client._client.get(str(client.base_url).removesuffix("v1/") + f"ospruner/stops/c{i}")
-        told = root.json()
-        replayed = replay(model, prompt, ids, extra, told["probabilities"]).record
-        assert (replayed.reason, replayed.step_ends) == (told["reason"], told["step_ends"])
-        assert replayed.thinking_tokens == told["thinking_tokens"]
+        told = json.loads(text(client, f"/ospruner/stops/c{i}"))
+        check_record(model, prompt, ids, extra, told)
         streamed = [
             token
             for part in client.completions.create(**asked, extra_body=body, stream=True)
@@ -126,19 +130,17 @@ def test_replies_are_those_of_the_first_house(client: OpenAI) -> None:
 @pytest.mark.slow
 def test_metrics_count_stops_and_thinking_tokens(client: OpenAI) -> None:
     body = {"vllm_xargs": {"max_thinking_tokens": 1, "stop_threshold": 1.0}}
-    before = counted(client)
+
+    def counted() -> float:
+        found = re.findall(
+            r"^ospruner_thinking_ended_total{.* (\S+)$", text(client, "/metrics"), re.M
+        )
+        return sum(map(float, found))
+
+    before = counted()
     client.completions.create(model="toy", prompt=[1, 5, 6], max_tokens=300, extra_body=body)
-    assert counted(client) == before + 1
+    assert counted() == before + 1
     assert "ospruner_thinking_tokens_total{" in text(client, "/metrics")
-
-
-def counted(client: OpenAI) -> float:
-    lines = text(client, "/metrics").splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith("ospruner_thinking_ended_total{")
-    )
 
 
 @needs_vllm
@@ -156,113 +158,88 @@ def test_the_example_of_a_client_runs(client: OpenAI, repo_dir: Path) -> None:
     assert "ospruner_thinking_ended_total{" in done.stdout
 
 
+def spoiled(draw: random.Random, prompt: list[int], fmt: TokenFormat) -> list[int]:
+    """A third of the prompts, with markers of thinking and answers where none belong."""
+    ids = list(prompt)
+    marks = [*fmt.forced_suffix(), *fmt.think_start_ids, *fmt.closing_ids]
+    for _ in range(draw.randrange(1, 6) if draw.random() < 0.33 else 0):
+        ids.insert(draw.randrange(1, len(ids) + 1), draw.choice(marks))
+    return ids
+
+
+def random_keys(draw: random.Random) -> dict[str, Any]:
+    extra: dict[str, Any] = {"stop_policy": True, "stop_answer": draw.choice(["forced", "free"])}
+    extra |= {"stop_seed": draw.randrange(99), "stop_sample_index": draw.randrange(9)}
+    if draw.random() < 0.5:
+        extra |= {"stop_mode": "threshold", "stop_threshold": draw.random()}
+    if draw.random() < 0.5:
+        key = draw.choice(["max_thinking_tokens", "min_thinking_tokens"])
+        extra[key] = draw.randrange(1, 150)
+    return extra
+
+
 @needs_vllm
 @pytest.mark.slow
 def test_soak(client: OpenAI, policy: tuple[OSPrunerForCausalLM, Path], reasoner: Reasoner) -> None:
     """64 streams with random keys, aborts and hostile prompts: no wrong row, no error 500."""
-    soak = Soak(client, policy[0], make_prompts(reasoner, 200))
-    asyncio.run(soak.run(SOAK_SECONDS))
-    print(f"{soak.asked} requests, {soak.aborted} aborted, {soak.checked} checked: {soak.reasons}")
-    print(f"memory of the server, MB: {[round(one / 2**20) for one in soak.memory]}")
-    assert soak.wrong == []
-    assert soak.checked > 100
-    assert soak.aborted > 10
-    # What grows with every request shows between the second quarter and the end.
-    quarter = len(soak.memory) // 4
-    assert soak.memory[-1] < 1.1 * max(soak.memory[quarter : 2 * quarter])
+    model, prompts, draw = policy[0], make_prompts(reasoner, 200), random.Random(0)
+    counts, wrong, memory = Counter[str](), list[str](), list[int]()
+    # While this process replays, the server gives up idle connections: none is used again.
+    close = {"Connection": "close"}
+    asker = AsyncOpenAI(
+        base_url=client.base_url, api_key="none", max_retries=0, timeout=600, default_headers=close
+    )
+    root = str(client.base_url).removesuffix("/v1/")
+    port = root.rpartition(":")[2]
+    server = int(subprocess.check_output(["pgrep", "-f", "--", f"--port {port}"]).split()[0])
+    family = ["ps", "-s", str(os.getsid(server)), "-o", "rss="]  # kB of each of its processes
+    end = time.monotonic() + SOAK_SECONDS
 
-
-class Soak:
-    """Random requests against a server, each response replayed by transformers.
-
-    Attributes:
-        wrong: what was wrong with responses.
-        memory: bytes of the server's processes, from time to time.
-    """
-
-    def __init__(
-        self, client: OpenAI, model: OSPrunerForCausalLM, prompts: list[list[int]]
-    ) -> None:
-        self.client = AsyncOpenAI(
-            base_url=client.base_url,
-            api_key="none",
-            max_retries=0,
-            timeout=600,
-            default_headers=CLOSE,
-        )
-        self.root = str(client.base_url).removesuffix("/v1/")
-        self.model = model
-        self.prompts = prompts
-        self.draw = random.Random(0)
-        self.asked = self.aborted = self.checked = 0
-        self.wrong: list[str] = []
-        self.memory: list[int] = []
-        self.reasons: dict[str, int] = {}
-
-    async def run(self, seconds: float) -> None:
-        """Keeps 64 requests going for so long."""
-        end = time.monotonic() + seconds
-        await asyncio.gather(*(self._stream(end) for _ in range(64)), self._watch(end))
-
-    async def _watch(self, end: float) -> None:
-        port = self.root.rpartition(":")[2]
-        server = int(subprocess.check_output(["pgrep", "-f", "--", f"--port {port}"]).split()[0])
-        family = ["ps", "-s", str(os.getsid(server)), "-o", "rss="]  # kB of each of its processes
+    async def watch() -> None:
         while time.monotonic() < end:
-            self.memory.append(1024 * sum(map(int, subprocess.check_output(family).split())))
+            memory.append(sum(map(int, subprocess.check_output(family).split())))
             await asyncio.sleep(5)
 
-    async def _stream(self, end: float) -> None:
+    async def stream() -> None:
         while time.monotonic() < end:
-            self.asked += 1
-            name = f"soak{self.asked}"
-            prompt, extra = self._prompt(), self._extra() | {"stop_id": name}
+            counts["asked"] += 1
+            name = f"soak{counts['asked']}"
+            prompt = spoiled(draw, draw.choice(prompts), model.token_format)
+            extra = random_keys(draw) | {"stop_id": name}
             asking = asyncio.ensure_future(
-                self.client.completions.create(
+                asker.completions.create(
                     model="toy",
                     prompt=prompt,
-                    temperature=self.draw.choice([0.0, 1.0]),
-                    max_tokens=self.draw.randrange(1, 300),
+                    temperature=draw.choice([0.0, 1.0]),
+                    max_tokens=draw.randrange(1, 300),
                     extra_body={"return_token_ids": True, "vllm_xargs": extra},
                 )
             )
-            if self.draw.random() < 0.15:
-                await asyncio.wait([asking], timeout=self.draw.random())
-                self.aborted += asking.cancel()
+            if draw.random() < 0.15:
+                await asyncio.wait([asking], timeout=draw.random())
+                counts["aborted"] += asking.cancel()
                 continue
             try:
-                reply = await asking
-                ids: list[int] = reply.choices[0].token_ids  # type: ignore[attr-defined]
-                url = f"{self.root}/ospruner/stops/{name}"
-                told = (await self.client._client.get(url, headers=CLOSE)).json()
-                replayed = replay(self.model, prompt, ids, extra, told["probabilities"]).record
-                assert (replayed.reason, replayed.step_ends) == (told["reason"], told["step_ends"])
-                self.checked += 1
-                self.reasons[told["reason"]] = self.reasons.get(told["reason"], 0) + 1
+                ids: list[int] = (await asking).choices[0].token_ids  # type: ignore[attr-defined]
+                url = f"{root}/ospruner/stops/{name}"
+                told = (await asker._client.get(url, headers=close)).json()
+                check_record(model, prompt, ids, extra, told, ahead=True)
+                counts["checked"] += 1
+                counts[told["reason"]] += 1
             except (OpenAIError, AssertionError, KeyError) as error:
-                self.wrong.append(f"{name} {extra}: {type(error).__name__} {error}")
+                wrong.append(f"{name} {extra}: {type(error).__name__} {error}")
 
-    def _prompt(self) -> list[int]:
-        """A problem; a third of them holds markers of thinking and answers where none belong."""
-        ids = list(self.draw.choice(self.prompts))
-        fmt = self.model.token_format
-        if self.draw.random() < 0.33:
-            marks = [*fmt.forced_suffix(), *fmt.think_start_ids, *fmt.closing_ids]
-            for _ in range(self.draw.randrange(1, 6)):
-                ids.insert(self.draw.randrange(1, len(ids) + 1), self.draw.choice(marks))
-        return ids
+    async def soak() -> None:
+        await asyncio.gather(watch(), *(stream() for _ in range(64)))
 
-    def _extra(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {"stop_policy": True}
-        extra |= {"stop_seed": self.draw.randrange(99), "stop_sample_index": self.draw.randrange(9)}
-        extra |= {"stop_answer": self.draw.choice(["forced", "free"])}
-        if self.draw.random() < 0.5:
-            extra |= {"stop_mode": "threshold", "stop_threshold": self.draw.random()}
-        if self.draw.random() < 0.3:
-            extra |= {"max_thinking_tokens": self.draw.randrange(1, 150)}
-        elif self.draw.random() < 0.3:
-            extra |= {"min_thinking_tokens": self.draw.randrange(1, 150)}
-        return extra
+    asyncio.run(soak())
+    print(counts, f"memory of the server, kB: {memory}")
+    assert wrong == []
+    assert counts["checked"] > 100
+    assert counts["aborted"] > 10
+    # What grows with every request shows between the second quarter and the end.
+    quarter = len(memory) // 4
+    assert memory[-1] < 1.1 * max(memory[quarter : 2 * quarter])
 
 
 @needs_vllm

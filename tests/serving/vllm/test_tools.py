@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ospruner.train.untrained import untrained
 
-from ...server_process import free_port, running_server
 from .test_harmony import recites
-from .test_server import ARGUMENTS, CPU, needs_vllm
+from .test_server import needs_vllm, serving, text
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 
@@ -71,12 +69,8 @@ def client(
     untrained(
         base, tokenizer, 2, base_model_name_or_path=str(folder / "base"), tuning="layers"
     ).save_pretrained(folder / "policy")
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "ospruner.cli", "serve", str(folder / "policy")]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_json"]
-    command += ["--served-model-name", "toy", *ARGUMENTS]
-    command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
-    with running_server(command, url, CPU, folder / "server.log"):
+    parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_json")
+    with serving(folder / "policy", *parsers) as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
@@ -111,8 +105,8 @@ def test_a_tool_is_called_after_a_stop_and_after_a_natural_end(
         thinking = message.reasoning
     assert (name, json.loads(arguments)) == ("add", ARGUMENTS_OF_CALL)
     assert thinking.strip() == ("First." if extra is STOPS else "First.\n\nSo")
-    told = client._client.get(f"{str(client.base_url).removesuffix('v1/')}ospruner/stops/{stream}")
-    assert told.json()["reason"] == ("policy" if extra is STOPS else "natural")
+    told = json.loads(text(client, f"/ospruner/stops/{stream}"))
+    assert told["reason"] == ("policy" if extra is STOPS else "natural")
 
 
 def test_a_box_is_not_forced_where_a_tool_is_offered(client: OpenAI) -> None:
