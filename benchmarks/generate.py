@@ -112,7 +112,8 @@ def breaks_of(fmt: TokenFormat, vocabulary: int) -> tuple[int, list[int]]:
     breaks = [i for i, kind in enumerate(fmt.kinds) if kind & (BREAK | ENDS_NEWLINE)]
     unwritten = range(len(fmt.kinds), vocabulary)  # ids without a text
     own = next(i for i in breaks if fmt.kinds[i] & BREAK and fmt.kinds[i] & VISIBLE)
-    marks = (*fmt.brace_texts, *fmt.added_ids, fmt.think_end_id, *fmt.eos_ids)
+    braces = [i for i, text in enumerate(fmt.texts) if not set("{}\\").isdisjoint(text)]
+    marks = (*braces, *fmt.added_ids, fmt.think_end_id, *fmt.eos_ids)
     return own, [*breaks, *invisible, *marks, *unwritten]
 
 

@@ -56,12 +56,7 @@ class PriceRange:
 
     def check(self, owner: str, price: object) -> None:
         """Refuses what is no price that the policy knows, by name."""
-        check_number(owner, "price", price, 0, math.inf)
-        if price > self.high:  # type: ignore[operator]  # a number
-            raise ValueError(
-                f"{owner}: price is {price}, but the policy was trained for prices of a "
-                f"token from 0 to {self.high:g}: ask for one of these, or train for a wider range"
-            )
+        check_number(f"{owner} (of a policy trained for such)", "price", price, 0, self.high)
 
     def place(self, price: float) -> float:
         """P of a price."""
@@ -148,10 +143,6 @@ class OSPrunerConfig(PreTrainedConfig):
             )
         if isinstance(self.text_config, dict):
             self.text_config = _base_config(dict(self.text_config))
-        elif not isinstance(self.text_config, PreTrainedConfig | None):
-            raise TypeError(
-                f"text_config is {shown(self.text_config)}; it must be a base's configuration"
-            )
         self.check_fields()
         super().__post_init__(**kwargs)
 
@@ -169,8 +160,8 @@ class OSPrunerConfig(PreTrainedConfig):
             self.adapter_rank = rank if self.tuning == "lora" else 0
             self.tuning = "layers"
         self.price = kwargs.pop(_OLD_PRICE, self.price)
-        for one in self.calibrations if isinstance(self.calibrations, list) else []:
-            if isinstance(one, dict) and _OLD_PRICE in one:
+        for one in self.calibrations or []:
+            if _OLD_PRICE in one:
                 one["price"] = one.pop(_OLD_PRICE)
 
     @classmethod
@@ -180,14 +171,6 @@ class OSPrunerConfig(PreTrainedConfig):
             return super().from_dict(config_dict, **kwargs)
         except (TypeError, AttributeError) as error:  # of a file, a wrong type is a wrong value
             raise ValueError(f"config.json: {error}: copy the policy again") from error
-
-    @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As in transformers; OSError also of a file that nests too deeply to be read."""
-        try:
-            return super().get_config_dict(*args, **kwargs)
-        except RecursionError as error:
-            raise OSError(f"{args}: no policy, its JSON nests too deeply") from error
 
     def validate(self) -> None:
         """What transformers calls before it saves a configuration."""
@@ -205,6 +188,7 @@ class OSPrunerConfig(PreTrainedConfig):
         for name, low in (("step_stride", 1), ("adapter_rank", 0), ("num_policy_layers", 0)):
             check_integer(owner, name, vars(self)[name], low)
         for names, kind in (
+            ("text_config", PreTrainedConfig | None),
             ("base_model_name_or_path method", str),
             ("base_revision ospruner_version", str | None),
             ("reasoning_format task", dict | None),
@@ -224,7 +208,15 @@ class OSPrunerConfig(PreTrainedConfig):
         if self.prices is not None:
             self.prices.check(owner, self.price)
         for one in self.calibrations or []:
-            _check_calibration(f"{owner}: calibrations", one)
+            if set(one) != set(CALIBRATION_FIELDS):
+                raise ValueError(
+                    f"{owner}: calibrations holds {shown(one)}; each must have the fields "
+                    f"{', '.join(CALIBRATION_FIELDS)}: make it again with `ospruner calibrate`"
+                )
+            check_choice(f"{owner}: calibrations", "mode", one["mode"], MODES)
+            for name in ("max_loss", "confidence", "tokens_saved", "threshold", "price"):
+                if one[name] is not None:
+                    check_number(f"{owner}: calibrations", name, one[name], 0, 1)
 
     @property
     def prices(self) -> PriceRange | None:
@@ -237,18 +229,6 @@ def saved_by(version: str | None) -> str:
     newer = version is not None and version.split(".") > VERSION.split(".")
     said = f"It was saved by ospruner {version or '(unknown version)'}, this is {VERSION}"
     return f"{said}: upgrade with pip install -U 'ospruner>={version}'" if newer else said
-
-
-def _check_calibration(owner: str, one: Any) -> None:
-    if not isinstance(one, dict) or set(one) != set(CALIBRATION_FIELDS):
-        raise ValueError(
-            f"{owner} holds {shown(one)}; each must have the fields "
-            f"{', '.join(CALIBRATION_FIELDS)}: make it again with `ospruner calibrate`"
-        )
-    check_choice(owner, "mode", one["mode"], MODES)
-    for name in ("max_loss", "confidence", "tokens_saved", "threshold", "price"):
-        if one[name] is not None:
-            check_number(owner, name, one[name], 0, 1)
 
 
 def _base_config(literals: dict[str, Any]) -> PreTrainedConfig:
@@ -332,31 +312,3 @@ def check_number(
         bracket = "(" if open_low else "["
         allowed = f"{bracket}{low}, inf)" if high == math.inf else f"{bracket}{low}, {high:.4g}]"
         raise ValueError(f"{owner}: {name} is {value}; it must lie in {allowed}")
-
-
-_POSITIONS = "max_position_embeddings"
-# Kinds of scaled rotary positions whose longest text the configuration names already.
-_NAMED_LENGTH = ("default", "llama3", "longrope", "su")
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest text, in tokens, that a base was made for; None where nothing limits it.
-
-    What scales positions (yarn, linear, dynamic) stretches the length it was trained on.
-
-    Args:
-        config: a base's.
-    """
-    fields = config.get_text_config().to_dict()
-    names = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS, _POSITIONS)}
-    trained = next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
-    if trained is None:
-        return None
-    scaled = fields.get("rope_parameters") or {}
-    kinds = [scaled, *(kind for kind in scaled.values() if isinstance(kind, dict))]
-    lengths = [
-        kind["factor"] * (kind.get(f"original_{_POSITIONS}") or trained)
-        for kind in kinds
-        if kind.get("factor") and kind.get("rope_type") not in _NAMED_LENGTH
-    ]
-    return max([trained, *map(int, lengths)])

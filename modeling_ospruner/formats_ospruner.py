@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -22,11 +23,9 @@ try:
 except ImportError:  # then no chat template can be rendered at all
     TemplateError = RuntimeError  # type: ignore[assignment, misc]
 
-AnswerMode = Literal["forced", "free"]
 Place = tuple[int, int]  # of a literal: its first token, and the one after its last
 _CALL_OPENINGS = ("<tool_call>", "<｜tool▁calls▁begin｜>")  # of tools, in Qwen3 and DeepSeek
 _OPTIONAL = ("steps", "wind_down", "answer_end", "answer_phrase")  # stored where they say something
-_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True)
@@ -68,44 +67,30 @@ class ReasoningFormat:
         for name, value in vars(self).items():
             if not isinstance(value, str):
                 raise TypeError(f"reasoning format: {name} is {value!r}; it must be a text")
-        wrong = [
-            (not (self.name and self.closing), "name and closing must not be empty"),
-            (self.steps not in ("", "prose"), f"steps is {self.steps!r}; it must be '' or 'prose'"),
-            (self.think_start and not self.think_end, "think_start needs a think_end"),
-            (self.answer_end and not self.box_prefix, "answer_end needs a box_prefix"),
-            (
-                self.answer_phrase and self.think_end,
-                "answer_phrase and think_end exclude each other",
-            ),
-            (
-                not self.closing.startswith(self.think_end),
-                f"closing {self.closing!r} must begin with think_end {self.think_end!r}",
-            ),
-            (
-                self.answer_phrase not in self.closing,
-                f"answer_phrase {self.answer_phrase!r} must stand in closing {self.closing!r}",
-            ),
-        ]
-        for is_wrong, what in wrong:
-            if is_wrong:
-                raise ValueError(f"reasoning format {self.name!r}: {what}")
+        wrong = {
+            "name and closing must not be empty": not (self.name and self.closing),
+            "steps must be '' or 'prose'": self.steps not in ("", "prose"),
+            "think_start needs a think_end": self.think_start and not self.think_end,
+            "answer_end needs a box_prefix": self.answer_end and not self.box_prefix,
+            "answer_phrase and think_end exclude each other": self.answer_phrase and self.think_end,
+            "closing must begin with think_end": not self.closing.startswith(self.think_end),
+            "answer_phrase must stand in closing": self.answer_phrase not in self.closing,
+        }
+        if found := [what for what, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError(f"{'; '.join(found)}: {self}")
 
     def to_dict(self) -> dict[str, str]:
         """The literals by field name, as stored in configurations and manifests."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v or k not in _OPTIONAL}
+        return {k: v for k, v in vars(self).items() if v or k not in _OPTIONAL}
 
     @classmethod
     def from_dict(cls, literals: Mapping[str, Any]) -> ReasoningFormat:
-        """The format of `to_dict`; ValueError where a field is unknown or missing."""
-        names = [one.name for one in dataclasses.fields(cls)]
-        unknown = sorted(set(literals) - set(names))
-        missing = [n for n in names if n not in literals and n not in ("think_start", *_OPTIONAL)]
-        if unknown or missing:
-            raise ValueError(
-                f"reasoning_format has the fields {names}; unknown: {unknown or 'none'}, "
-                f"missing: {missing or 'none'}"
-            )
-        return cls(**literals)
+        """The format of `to_dict`; ValueError where a field is unknown, missing, or no text."""
+        try:
+            return cls(**literals)
+        except TypeError as error:
+            names = ", ".join(one.name for one in dataclasses.fields(cls))
+            raise ValueError(f"reasoning_format: {error}; its fields are {names}") from error
 
 
 # What a token's text means for step ends, as bits.
@@ -118,7 +103,6 @@ COLON = 32  # its visible text (before its last blank line) ends with a colon
 
 # What a displayed formula or a block of code opens or closes with; tokens may cut it.
 _DISPLAYED = re.compile(r"\\\[|\\\]|\$\$|```")
-_OF_DISPLAYED = re.compile(r"[\\\[\]$`]")
 _MOST_BRIDGED = 8  # blank lines, so that a formula that never closes does not hide all steps
 
 
@@ -148,25 +132,24 @@ class Channels(NamedTuple):
     role_tokens: int  # between an end marker and the next header: <|start|>assistant
 
 
+@dataclass(frozen=True)
 class Marker:
-    """A literal of several tokens, found in token ids however they cut it.
+    """A literal that may be several tokens, found in token ids however they cut it.
 
-    It is complete with the first token after which the joined texts of all tokens contain it. A
-    literal whose characters themselves are cut by the tokenizer is refused.
+    It is complete with the first token after which the joined texts of all tokens contain it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, what: str, literal: str) -> None:
-        self.literal = literal
-        # After another token: some tokenizers drop the blank that begins a text.
-        anchor = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
-        texts = _texts(tokenizer, [anchor, *([*anchor, i] for i in range(len(tokenizer)))])
-        self.texts = [text.removeprefix(texts[0]) for text in texts[1:]]  # of each id
-        for text in (literal, f"a\n{literal}\nb"):
+    literal: str
+    texts: Sequence[str] = field(repr=False)  # of each id
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+        """Refuses a literal whose characters themselves are cut by the tokenizer."""
+        for text in (self.literal, f"a\n{self.literal}\nb"):
             ids = list(tokenizer.encode(text, add_special_tokens=False))
             if tokenizer.unk_token_id in ids or not self.places(ids):
                 raise ValueError(
-                    f"the tokenizer has no {what} {literal!r}, nor tokens whose texts join to it: "
-                    f"it writes {text!r} as {tokenizer.convert_ids_to_tokens(ids)}. Use a "
+                    f"the tokenizer has no {what} {self.literal!r}, nor tokens whose texts join to "
+                    f"it: it writes {text!r} as {tokenizer.convert_ids_to_tokens(ids)}. Use a "
                     "reasoning model's tokenizer, or a ReasoningFormat that fits it"
                 )
 
@@ -179,53 +162,40 @@ class Marker:
                 state = MarkerState(self)
         return found
 
-    @cached_property
-    def completing(self) -> tuple[frozenset[int], ...]:
-        """The ids that complete it after its first j characters; for j = 0 those that hold it."""
-        texts = list(enumerate(self.texts))
-        held = frozenset(i for i, text in texts if self.literal in text)
-        sizes = range(1, len(self.literal))
-        return (
-            held,
-            *(frozenset(i for i, t in texts if t.startswith(self.literal[j:])) for j in sizes),
-        )
-
 
 class MarkerState:
     """Looks for the first place of a `Marker` in a stream of ids.
 
+    Args:
+        marker: which.
+        before: the text before the ids, of which the marker may begin in.
+
     Attributes:
+        final_text: stands in every token that completes it.
         tokens: once it is complete, how many tokens hold any of it.
         overhang: then, the text after it in its last token.
     """
 
-    def __init__(self, marker: Marker) -> None:
-        self._marker = marker
-        self._recent: list[str] = []  # texts, as far back as the marker may have begun
+    def __init__(self, marker: Marker, before: str = "") -> None:
+        self.final_text = marker.literal[-1]
         self.tokens, self.overhang = 0, ""
+        self._marker = marker
+        self._recent = [before]  # texts, as far back as the marker may have begun
 
     def push(self, token: int) -> bool:
         """Takes the next token; whether the marker is complete."""
         literal, texts = self._marker.literal, self._marker.texts
         self._recent.append(texts[token] if token < len(texts) else "\ufffd")
         text = "".join(self._recent)
-        at = text.find(literal)
-        if at >= 0:
-            self.overhang = text[at + len(literal) :]
-            self.tokens = sum(
-                len("".join(self._recent[: i + 1])) > at for i in range(len(self._recent))
-            )
+        before, found, self.overhang = text.partition(literal)
+        if found:
+            ends = accumulate(map(len, self._recent))
+            self.tokens = sum(end > len(before) for end in ends)
             self._recent = []
             return True
-        while len(text) - len(self._recent[0]) >= len(literal) - 1:
+        while self._recent and len(text) - len(self._recent[0]) >= len(literal) - 1:
             text = text[len(self._recent.pop(0)) :]
         return False
-
-    def completing(self) -> tuple[int, ...]:
-        """The ids that would complete the marker next."""
-        text, literal = "".join(self._recent), self._marker.literal
-        begun = [j for j in range(1, len(literal)) if text.endswith(literal[:j])]
-        return tuple(sorted(frozenset().union(*(self._marker.completing[j] for j in (0, *begun)))))
 
 
 class BoundaryState:
@@ -296,8 +266,9 @@ class BoundaryState:
         self._after_newline = bool(kind & ENDS_NEWLINE)
         visible = self._visible or bool(kind & VISIBLE)
         boundary = broken and visible
-        if fmt.displays is not None:
-            boundary = self._ends_prose(kind, fmt.displays.get(token), boundary)
+        if fmt.format.steps == "prose":
+            text = fmt.texts[token] if token < len(fmt.texts) else ""
+            boundary = self._ends_prose(kind, text, boundary)
         self._visible = bool(kind & VISIBLE_AFTER) or (visible and not boundary)
         if self._starting is not None and self._starting.push(token):
             self._visible = bool(self._starting.overhang.strip())
@@ -306,13 +277,11 @@ class BoundaryState:
             self._last_step = self.thinking_tokens
         return boundary
 
-    def _ends_prose(self, kind: int, text: str | None, boundary: bool) -> bool:
+    def _ends_prose(self, kind: int, text: str, boundary: bool) -> bool:
         """The same in prose, where a formula, code, or what follows a colon goes on."""
-        before, blank_line, after = (text or "").rpartition("\n\n")
+        before, blank_line, after = text.rpartition("\n\n")
         if not blank_line:
             before, after = after, ""
-        if text is None:
-            self._rest = ""
         self._follow(before)
         if kind & VISIBLE:
             self._colon = bool(kind & COLON)
@@ -373,18 +342,14 @@ class BoxState:
 
     final_text: ClassVar[str] = "}"  # stands in every token that closes a box
 
-    def __init__(self, texts: Mapping[int, str]) -> None:
-        self._texts = texts  # of the tokens that hold a brace or a backslash
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts  # of each token id
         self._depth = 1
         self._escaped = False
 
     def push(self, token: int) -> bool:
         """Takes the next answer token; whether the box is closed."""
-        text = self._texts.get(token)
-        if text is None:
-            self._escaped = False
-            return self._depth <= 0
-        for character in text:
+        for character in self._texts[token] if token < len(self._texts) else "":
             if self._escaped:
                 self._escaped = False
             elif character == "\\":
@@ -394,26 +359,6 @@ class BoxState:
                 if self._depth <= 0:
                     return True
         return False
-
-
-class EndTextState:
-    """Finds the end of a forced answer that a text ends, which tokens may cut."""
-
-    def __init__(self, end: str, prefix: str, texts: Mapping[int, str]) -> None:
-        self.final_text = end[-1]  # stands in every token that completes the end
-        self._end = end
-        self._texts = texts  # of the tokens that hold any of the end's characters
-        self._rest = prefix[1 - len(end) :] if len(end) > 1 else ""
-
-    def push(self, token: int) -> bool:
-        """Takes the next answer token; whether the end stands there."""
-        text = self._texts.get(token)
-        if text is None:
-            self._rest = ""
-            return False
-        text = self._rest + text
-        self._rest = text[1 - len(self._end) :] if len(self._end) > 1 else ""
-        return self._end in text
 
 
 class ThinkingSpan(NamedTuple):
@@ -439,13 +384,12 @@ class TokenFormat:
     eos_ids: tuple[int, ...]
     added_ids: frozenset[int] = field(repr=False)  # markers, which are never visible text
     kinds: bytes = field(repr=False)  # one byte a token id: the bits that `BoundaryState` reads
-    brace_texts: Mapping[int, str] = field(repr=False)  # of tokens that may end a forced answer
+    texts: Sequence[str] = field(repr=False)  # of each token id
     think_start_ids: tuple[int, ...] = ()
     wind_down_ids: tuple[int, ...] = ()
     header_ids: tuple[int, ...] = ()  # what opens the model's turn, up to the thinking's markers
     opening_ids: tuple[int, ...] = ()  # what the chat template writes then, up to an end marker
     call_ids: frozenset[int] = frozenset()  # that open a call of a tool: it ends a thinking
-    displays: Mapping[int, str] | None = field(default=None, repr=False)  # in prose: of formulas
     end_marker: Marker | None = None  # of several tokens, or `answer_phrase`
     start_marker: Marker | None = None  # of several tokens, none of them added
     # The ids left of the closing after an end marker of several tokens, by what stands there of it.
@@ -464,30 +408,27 @@ class TokenFormat:
             return list(tokenizer.encode(text, add_special_tokens=False))
 
         added = frozenset(tokenizer.added_tokens_decoder)
-        end_ids = [i for i in ids(literals.think_end) if i in added - {tokenizer.unk_token_id}]
-        if len(ids(literals.think_end)) != 1:
-            end_ids = []
+        texts = _texts(tokenizer)
+        end_ids = [i for i in ids(literals.think_end) if i != tokenizer.unk_token_id]
         end = start = None
-        if literals.think_end and not end_ids:
-            end = Marker(tokenizer, "thinking end marker", literals.think_end)
-        elif literals.answer_phrase:
-            end = Marker(tokenizer, "answer_phrase", literals.answer_phrase)
+        if len(end_ids) != 1 or end_ids[0] not in added:
+            end_ids = []
+            if ending := literals.think_end or literals.answer_phrase:
+                end = Marker(ending, texts)
+                end.check(tokenizer, "thinking end marker")
         rest = literals.closing.partition(end.literal)[2] if end is not None else ""
         opens = re.match(r"<[^<>]+>", literals.think_start)
         if end is not None and opens is not None and opens[0] in rest:
             raise ValueError(
-                f"the tokenizer has no thinking end marker {end.literal!r} (format "
-                f"{literals.name!r}): it encodes as {ids(end.literal)}, but in a turn of several "
-                "messages it must be one token. Use a reasoning model's tokenizer, or a "
-                "ReasoningFormat that fits it"
+                f"think_end {end.literal!r} (format {literals.name!r}) encodes as "
+                f"{ids(end.literal)}; in a turn of several messages it must be one token"
             )
         if literals.think_start and added.isdisjoint(ids(literals.think_start)):
-            start = Marker(tokenizer, "thinking start marker", literals.think_start)
+            start = Marker(literals.think_start, texts)
+            start.check(tokenizer, "thinking start marker")
         closing, forced = ids(literals.closing), ids(literals.closing + literals.box_prefix)
         if forced[: len(closing)] != closing:  # a token would reach over the seam
             forced = [*closing, *ids(literals.box_prefix)]
-        texts = _texts(tokenizer, [[i] for i in range(len(tokenizer))])
-        ends = set(literals.answer_end) or set("{}\\")
         eos = tokenizer.eos_token_id
         compiled = cls(
             format=literals,
@@ -497,12 +438,9 @@ class TokenFormat:
             think_start_ids=tuple(ids(literals.think_start)),
             eos_ids=() if eos is None else (eos,),
             added_ids=added,
-            call_ids=frozenset(i for i in added if texts[i] in _CALL_OPENINGS),
+            call_ids=frozenset(i for i in added if texts[i].strip() in _CALL_OPENINGS),
             kinds=bytes(0 if i in added else kind_of(text) for i, text in enumerate(texts)),
-            brace_texts={i: text for i, text in enumerate(texts) if not ends.isdisjoint(text)},
-            displays={i: text for i, text in enumerate(texts) if _OF_DISPLAYED.search(text)}
-            if literals.steps == "prose"
-            else None,
+            texts=texts,
             end_marker=end,
             start_marker=start,
             closing_rests={rest[:size]: tuple(ids(rest[size:])) for size in range(len(rest) + 1)},
@@ -560,22 +498,19 @@ class TokenFormat:
         """Ids, beside those that end a text, that end an answer: Harmony's end of a message."""
         return () if self.channels is None else self.think_end_ids
 
-    def boundary_state(self, taken: Iterable[int] = ()) -> BoundaryState:
+    def boundary_state(self, taken: Iterable[int] = (), alone: bool = False) -> BoundaryState:
         """A state at the start of a thinking part, or after its tokens `taken`."""
-        state = BoundaryState(self)
+        state = BoundaryState(self, alone)
         for token in taken:
             state.push(token)
         return state
 
-    def end_state(self) -> BoundaryState:
-        """A state that looks for the end marker and steps alone: a call of a tool ends nothing."""
-        return BoundaryState(self, alone=True)
-
-    def box_state(self) -> BoxState | EndTextState:
+    def box_state(self) -> BoxState | MarkerState:
         """A state right after the box prefix, which finds the end of a forced answer."""
-        if end := self.format.answer_end:
-            return EndTextState(end, self.format.box_prefix, self.brace_texts)
-        return BoxState(self.brace_texts)
+        prefix, end = self.format.box_prefix, self.format.answer_end
+        if not end:
+            return BoxState(self.texts)
+        return MarkerState(Marker(end, self.texts), prefix[max(0, len(prefix) + 1 - len(end)) :])
 
     def step_ends(self, trace_ids: Sequence[int]) -> list[int]:
         """L_i for each step of a trace: the tokens through its end; the trace's end is the last.
@@ -599,21 +534,23 @@ class TokenFormat:
         return self.closing_rests.get(state.overhang, self.closing_rests[""])
 
     def forced_suffix(
-        self, answer: AnswerMode = "forced", ended: BoundaryState | None = None
+        self,
+        answer: Literal["forced", "free", "tools"] = "forced",
+        ended: BoundaryState | None = None,
     ) -> list[int]:
         """The ids forced after a stop: sentence, closing, and for a forced answer the box prefix.
 
         Args:
-            answer: the answer mode.
+            answer: the answer mode; with "tools" the model chooses the channel.
             ended: after a natural end, the state that has found it: what of the closing the model
                 has written is not forced.
         """
-        if answer not in ("forced", "free"):
-            raise ValueError(f"answer is {answer!r}; it must be 'forced' or 'free'")
-        prefix = self.box_prefix_ids if answer == "forced" else ()
+        left = [*self.wind_down_ids, *self.closing_ids]
         if ended is not None:
-            return [*self.closing_left(ended), *prefix]
-        return [*self.wind_down_ids, *self.closing_ids, *prefix]
+            left = list(self.closing_left(ended))
+        elif answer == "tools" and self.channels is not None:
+            del left[-len(self.channels.answer) :]
+        return [*left, *(self.box_prefix_ids if answer == "forced" else ())]
 
     def thinking_span(self, ids: Sequence[int], start: int | None = None) -> ThinkingSpan:
         """Where the thinking of the model's last turn lies in a prompt; see `ThinkingSpan`.
@@ -647,48 +584,40 @@ class TokenFormat:
         Without the chat template's own opening of a turn (a raw prompt), the last `think_start` of
         the last text counts, else its last end marker.
         """
-        ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
-        ends = [i for i in ends if i + 1 < len(ids) and not all(map(self.is_blank, ids[i + 1 :]))]
-        floor = ends[-1] + 1 if ends and self.think_end_id not in self.eos_ids else 0
-        header, opening, starts = self.header_ids, self.opening_ids, self.think_start_ids
+        floor = self._last_text(ids)
         at = self._last_turn(ids, floor)
         if at is not None:
-            at += len(header)
-            common = _common(ids[at:], opening)
-            if self.start_marker is not None and common < len(opening):
-                # The marker's last token may hold what follows it, too.
-                for _, end in self.start_marker.places(opening)[:1]:
-                    common = max(
-                        [common, *(e for _, e in self.start_marker.places(ids[at:][:end]))]
-                    )
-            return at + common
-        if header and header[0] in ids[floor:]:
+            at += len(self.header_ids)
+            return at + _common(ids[at:], self.opening_ids)
+        if self.header_ids and self.header_ids[0] in ids[floor:]:
             return len(ids)  # someone else's message is the last one
-        if opened := _places(ids[floor:], starts, self.start_marker):
-            at, after = (floor + place for place in opened[-1])
-            if self.channels is not None:
-                return at
-            own = _places(opening, starts, self.start_marker)
-            return max(at + _common(ids[at:], opening[own[0][0] if own else 0 :]), after)
+        if opened := _places(ids[floor:], self.think_start_ids, self.start_marker):
+            return floor + opened[-1][self.channels is None]  # with channels, at the header
         wanted = self.think_end_ids if self.channels is None else self.channels.answer
         closed = _places(ids[floor:], wanted, None if self.channels else self.end_marker)
         return floor + closed[-1][0] if closed else len(ids)
 
+    def _last_text(self, ids: list[int]) -> int:
+        """Where the last text begins: after the last end of one that something visible follows."""
+        followed = False
+        for i in range(len(ids) - 1, -1, -1):
+            if followed and ids[i] in self.eos_ids and self.think_end_id not in self.eos_ids:
+                return i + 1
+            followed = followed or not self.is_blank(ids[i])
+        return 0
+
     def _last_turn(self, ids: list[int], floor: int) -> int | None:
         """Where the model's last turn begins, if the last message is the model's."""
-        header, answer = self.header_ids, () if self.channels is None else self.channels.answer
-        begin, end = None, len(ids)
-        while header:
-            at = next((i for i in range(end - 1, floor - 1, -1) if ids[i] == header[0]), None)
-            if at is not None and 0 < len(ids) - at < len(header) and end == len(ids):
-                end = at  # cut off within a header
-                continue
-            if at is None or tuple(ids[at : at + len(header)]) != header:
-                break
-            answers = _common(ids[at + len(header) :], answer) >= len(answer) - 1
-            if begin is not None and answers:
-                break  # an earlier turn's
-            begin = end = at
+        header, begin = self.header_ids, None
+        answer = () if self.channels is None else self.channels.answer[:-1]
+        for at in range(len(ids) - 1, floor - 1, -1):
+            after = at + len(header)
+            if not header or ids[at] != header[0] or (begin is None and after > len(ids)):
+                continue  # which may be cut off
+            answers = tuple(ids[after : after + len(answer)]) == answer
+            if tuple(ids[at:after]) != header or (begin is not None and answers):
+                break  # someone else's, or an earlier turn's
+            begin = at
             if not answer:
                 break  # one message a turn
         return begin
@@ -724,8 +653,13 @@ def _places(ids: Sequence[int], wanted: Sequence[int], marker: Marker | None) ->
     return [(i, i + size) for i in starts if tuple(ids[i : i + size]) == wanted]
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    """The texts of rows of ids (bytes of a broken character become U+FFFD)."""
-    return tokenizer.batch_decode(
-        rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
+def _texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each id (bytes of a broken character become U+FFFD)."""
+    # After another token: some tokenizers drop the blank that begins a text.
+    anchor = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
+    first, *texts = tokenizer.batch_decode(
+        [anchor, *([*anchor, i] for i in range(len(tokenizer)))],
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
     )
+    return [text.removeprefix(first) for text in texts]

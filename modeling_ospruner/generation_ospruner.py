@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from .configuration_ospruner import check_length, max_positions
+from .configuration_ospruner import check_length
 from .formats_ospruner import TokenFormat
 from .policy_ospruner import LayerKeys, Reader, StoppingPolicy, price_places
 from .stopping_ospruner import (
@@ -51,9 +51,6 @@ _ARGUMENTS = {
     "custom_generate": "it replaces the decoding that the policy works in",
     "inputs_embeds": "steps are found in token ids: pass input_ids alone",
     "position_ids": "the policy derives them from the attention mask: pass input_ids alone",
-    "negative_prompt_ids": "a second pass of the base would reach the policy",
-    "pixel_values": "the policy reads text alone",
-    "input_features": "the policy reads text alone",
 }
 
 
@@ -63,17 +60,14 @@ def refuse_unsupported(
     """Refuses what does not go together with a stop policy, naming it and what to do."""
     compiled = any(
         module._compiled_call_impl is not None
-        or "_torchdynamo_orig_callable" in vars(vars(module).get("forward", refuse_prompts))
+        or "_torchdynamo_orig_callable" in vars(module.forward)
+        or "_orig_mod" in module._modules
         for module in base.modules()
     )
-    if compiled or "_orig_mod" in dict(base.named_children()):
+    if compiled:
         raise ValueError(
             "the base is compiled by torch.compile, which skips hooks placed later in silence: "
             f"stop_policy needs it as it was loaded, {HINT}"
-        )
-    if base.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(base).__name__} is an encoder-decoder: stop_policy needs a decoder"
         )
     mode = config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -103,20 +97,18 @@ def refuse_unsupported(
 
 def refuse_prompts(prompt: Any, mask: Any, base_config: PreTrainedConfig) -> None:
     """Refuses prompts that a base of this configuration cannot read, by row."""
-    config = base_config.get_text_config()
+    vocabulary = base_config.get_text_config().vocab_size
     if not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32):
         kind = prompt.dtype if isinstance(prompt, Tensor) else type(prompt).__name__
         raise TypeError(f"the prompt is {kind}; it must be a tensor of token ids (B, S)")
     if prompt.dim() != 2 or prompt.numel() == 0:
         raise ValueError(f"input_ids has the shape {tuple(prompt.shape)}; it must be (B, S)")
-    outside = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
-    if outside.numel():
+    if outside := prompt[(prompt < 0) | (prompt >= vocabulary)][:5].tolist():
         raise ValueError(
-            f"input_ids holds {outside[:5].tolist()}; the base's vocabulary has the ids 0 to "
-            f"{config.vocab_size - 1}: use its own tokenizer"
+            f"input_ids holds {outside}; the base's vocabulary has the ids 0 to {vocabulary - 1}: "
+            "use its own tokenizer"
         )
-    if mask is None:
-        mask = torch.ones_like(prompt)
+    mask = torch.ones_like(prompt) if mask is None else mask
     if not isinstance(mask, Tensor) or mask.shape != prompt.shape:
         raise ValueError("attention_mask must be a tensor of the shape of input_ids")
     if not ((mask == 0) | (mask == 1)).all():
@@ -127,13 +119,6 @@ def refuse_prompts(prompt: Any, mask: Any, base_config: PreTrainedConfig) -> Non
         raise ValueError(
             f"the attention_mask of rows {holes} has zeros after tokens; padding must stand on the "
             "left: set tokenizer.padding_side = 'left'"
-        )
-    lengths, limit = mask.sum(-1), max_positions(base_config)
-    if limit is not None and int(lengths.max()) > limit:
-        raise ValueError(
-            f"the prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens; the base "
-            f"has {limit} positions (max_position_embeddings): shorten the prompt, or take a base "
-            "with a longer context"
         )
 
 
@@ -269,9 +254,7 @@ class AnswerEnd(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Which rows (B,) end with their last token."""
-        ended = self.others(input_ids, scores, **kwargs) if len(self.others) else None
-        if ended is None:
-            ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        ended = self.others(input_ids, scores, **kwargs)
         elsewhere = ended.tolist()
         for i, (row, token) in enumerate(
             zip(self.hook.rows, input_ids[:, -1].tolist(), strict=True)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,17 +23,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
 from .configuration_ospruner import VERSION, OSPrunerConfig, saved_by
-from .custom_generate_ospruner import CUSTOM_GENERATE
+from .custom_generate_ospruner import CUSTOM_GENERATE, HUB_ARGUMENTS
 from .formats_ospruner import ReasoningFormat, TokenFormat
 from .generation_ospruner import generate_pruned
 from .policy_ospruner import StoppingPolicy, is_quantised
@@ -49,62 +47,41 @@ _AUTO_MAP = {
     "AutoModel": "modeling_ospruner.OSPrunerForCausalLM",
     "AutoModelForCausalLM": "modeling_ospruner.OSPrunerForCausalLM",
 }
-_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 _POLICY_ONLY = ("revision", "subfolder")
 _AUTO_ONLY = ("adapter_kwargs", "code_revision", "trust_remote_code", "_from_auto", "_commit_hash")
-_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+_SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def load_base(
-    config: OSPrunerConfig, hub: Mapping[str, Any], arguments: dict[str, Any]
+    config: OSPrunerConfig, hub: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> PreTrainedModel:
     """The base that a policy pins, at the pinned revision, from safetensors files.
 
+    One that needs code of its own is not loaded: load it yourself, and write
+    `OSPrunerForCausalLM.from_base(base, policy)`.
+
     Raises:
-        ValueError: it does not fit (said before its weights are read), or it needs code of its own
-            and `base_trust_remote_code` is not given.
+        ValueError: it does not fit (said before its weights are read), or needs code of its own.
         OSError: it is not found, or has no safetensors files.
     """
-    where, revision = config.base_model_name_or_path, config.base_revision
-    trust = arguments.pop("base_trust_remote_code", False)
-    try:
-        literals, _ = PreTrainedConfig.get_config_dict(where, revision=revision, **hub)
-    except OSError as error:
-        raise OSError(
-            f"the base {where!r} that the policy pins, at revision {revision!r}, is not found "
-            f"({error}). Where it lies elsewhere, load it yourself and write "
-            "OSPrunerForCausalLM.from_base(base, policy)"
-        ) from error
-    if "auto_map" in literals and literals.get("model_type") not in CONFIG_MAPPING and not trust:
-        raise ValueError(
-            f"the base {where!r} runs code of its own, {sorted(set(literals['auto_map'].values()))}"
-            f". Read it at revision {revision!r}, and if you trust it pass "
-            "base_trust_remote_code=True"
-        )
-    own = {"revision": revision, "trust_remote_code": trust, **hub}
+    where = config.base_model_name_or_path
+    own = {"revision": config.base_revision, "trust_remote_code": False, **hub}
     check_base(config, AutoConfig.from_pretrained(where, **own), where)
-    if (implementation := config._attn_implementation_internal) is not None:
-        arguments.setdefault("attn_implementation", implementation)
+    chosen = {"attn_implementation": config._attn_implementation_internal, **arguments}
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        where, **own, **arguments | {"use_safetensors": True}
+        where, **own, **chosen | {"use_safetensors": True}
     )
     return base
 
 
 def check_base(config: OSPrunerConfig, base_config: PreTrainedConfig, where: str) -> None:
     """Refuses a base of other sizes than those that the policy was made for, naming each."""
-    if config.text_config is None:
-        raise ValueError(
-            "the policy's config.json has no text_config, its base's configuration: copy it again"
-        )
     wanted, found = config.get_text_config(), base_config.get_text_config()
     differing = [
-        f"{name} {vars(found).get(name)} where the policy needs {getattr(wanted, name)}"
+        f"{name} {getattr(found, name, None)} where the policy needs {getattr(wanted, name, None)}"
         for name in _SIZES
-        if getattr(found, name, None) != getattr(wanted, name)
+        if getattr(found, name, None) != getattr(wanted, name, None)
     ]
-    if wanted.model_type != found.model_type:
-        differing.append(f"model_type {found.model_type} where it needs {wanted.model_type}")
     if differing:
         raise ValueError(
             f"the base {where!r} does not match the policy: it has {'; '.join(differing)}. Load "
@@ -138,25 +115,20 @@ def base_fingerprint(where: str, revision: str | None = None, **hub: Any) -> str
             files = {str(cached_file(where, name, **here)) for name in set(names)}
     except (OSError, ValueError):
         return None
-    digest = hashlib.sha256()
-    for _, said in sorted(sample for file in files for sample in _samples(file)):
-        digest.update(said)
-    return digest.hexdigest()
-
-
-def _samples(file: str, taken: int = 64) -> Iterator[tuple[str, bytes]]:
-    """Name, and what a fingerprint takes, of each tensor in a safetensors file."""
-    with open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(size))
-        header.pop("__metadata__", None)
-        for name, about in header.items():
-            start, end = about["data_offsets"]
-            said = f"{name} {about['dtype']} {about['shape']}".encode()
-            for place in range(4):
-                opened.seek(8 + size + start + max(0, end - start - taken) * place // 3)
-                said += opened.read(min(taken, end - start))
-            yield name, said
+    samples = []
+    for file in files:
+        with open(file, "rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header: dict[str, Any] = json.loads(opened.read(size))
+            header.pop("__metadata__", None)
+            for name, about in header.items():
+                start, end = about["data_offsets"]
+                said = f"{name} {about['dtype']} {about['shape']}".encode()
+                for place in range(4):
+                    opened.seek(8 + size + start + max(0, end - start - 64) * place // 3)
+                    said += opened.read(min(64, end - start))
+                samples.append((name, said))
+    return hashlib.sha256(b"".join(said for _, said in sorted(samples))).hexdigest()
 
 
 def fingerprint_of(base: PreTrainedModel) -> str | None:
@@ -168,9 +140,8 @@ def check_fingerprint(config: OSPrunerConfig, where: str, found: str | None) -> 
     """Refuses a base of other weights than the policy was trained on, where both are known."""
     if config.base_fingerprint is not None and found not in (None, config.base_fingerprint):
         raise ValueError(
-            f"the base {where!r} has other weights (fingerprint {found}) than "
-            f"{config.base_model_name_or_path!r} at revision {config.base_revision!r} had when the "
-            f"policy was trained on it (fingerprint {config.base_fingerprint}): load that one"
+            f"the base {where!r} has other weights (fingerprint {found}, not "
+            f"{config.base_fingerprint}) than {_pinned(config)}"
         )
 
 
@@ -202,7 +173,7 @@ def load_policy(
 def empty_policy(config: OSPrunerConfig, base: PreTrainedModel) -> StoppingPolicy:
     """The policy that a configuration describes, without weights."""
     queries = config.tuning == "queries"
-    return StoppingPolicy.empty(base, config.num_policy_layers, config.prices, queries)
+    return StoppingPolicy(base, config.num_policy_layers, config.prices, queries)
 
 
 def read_tensors(
@@ -219,8 +190,7 @@ def read_tensors(
         file = str(cached_file(path, WEIGHTS, **hub))
     except OSError as error:
         raise OSError(
-            f"{path} has no {WEIGHTS}: a policy is read from that file only, and pickled weights "
-            f"(pytorch_model.bin and the like) never are ({error})"
+            f"{path} has no {WEIGHTS}, and pickled weights are not read: {error}"
         ) from error
     try:
         tensors = {k.removeprefix("policy."): v for k, v in load_file(file).items()}
@@ -230,22 +200,21 @@ def read_tensors(
             "load with force_download=True"
         ) from error
     wanted = policy.stored_shapes(config.adapter_rank)
-    missing, unknown = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
-    misfits = [
-        f"{name} {one.dtype} {tuple(one.shape)} instead of {wanted[name]}"
-        for name, one in tensors.items()
-        if name in wanted and (tuple(one.shape) != wanted[name] or one.dtype not in _FLOATS)
-    ]
-    if missing or unknown or misfits:
+    floats = {name: one for name, one in tensors.items() if one.dtype in _FLOATS}
+    told = {
+        "missing": sorted(set(wanted) - set(tensors)),
+        "unknown": sorted(set(tensors) - set(wanted)),
+        "of another shape or dtype": [
+            f"{name} {one.dtype} {tuple(one.shape)} instead of {wanted[name]}"
+            for name, one in tensors.items()
+            if name in wanted and (tuple(one.shape) != wanted[name] or name not in floats)
+        ],
+        "not finite": [name for name, one in floats.items() if not one.isfinite().all()],
+    }
+    if wrong := [f"{what}: {names}" for what, names in told.items() if names]:
         raise ValueError(
-            f"{path}/{WEIGHTS} does not hold this policy's tensors; missing: {missing or 'none'}, "
-            f"unknown: {unknown or 'none'}, of another shape or dtype: {misfits or 'none'}. "
-            f"{saved_by(config.ospruner_version)}"
-        )
-    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise ValueError(
-            f"{path}/{WEIGHTS} holds NaN or infinite values in {broken}: the training went wrong, "
-            "or the file is damaged. Copy it again, or train the policy anew with a lower rate"
+            f"{path}/{WEIGHTS} does not hold this policy's tensors; {', '.join(wrong)}. Copy it "
+            f"again, or train it anew. {saved_by(config.ospruner_version)}"
         )
     return tensors
 
@@ -267,22 +236,8 @@ def check_norm(
 
 def load_tokenizer(path: str, config: OSPrunerConfig, hub: Mapping[str, Any]) -> Any:
     """The tokenizer of a policy's repository."""
-    try:
-        # Without the configuration, it would ask on the terminal whether to run this very code.
-        return AutoTokenizer.from_pretrained(path, config=config, **hub)
-    except ValueError as error:
-        raise ValueError(
-            f"the tokenizer of {path!r} cannot be read ({error}): copy the policy again"
-        ) from error
-
-
-class _NoGenerationConfig(GenerationConfig):
-    """The base's generation config is used; our own configuration holds none of its settings."""
-
-    @classmethod
-    def from_model_config(cls, model_config: Any) -> GenerationConfig:
-        """An empty one, which the base's replaces."""
-        return GenerationConfig()
+    # Without the configuration, it would ask on the terminal whether to run this very code.
+    return AutoTokenizer.from_pretrained(path, config=config, **hub)
 
 
 class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -299,7 +254,6 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = OSPrunerConfig
     config: OSPrunerConfig
     base_model_prefix = ""
-    generation_config_class = _NoGenerationConfig
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _supports_attention_backend = True
 
@@ -335,17 +289,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: see `load_policy`.
         """
-        if not isinstance(policy, str | os.PathLike):
-            raise TypeError(
-                f"from_base loads a saved policy and was given a {type(policy).__name__}; pass its "
-                "repository or folder. The package makes a fresh one: ospruner.train.untrained"
-            )
-        path = os.fspath(policy)
-        if unknown := sorted(set(hub) - {*_BOTH, *_POLICY_ONLY}):
-            raise TypeError(
-                f"from_base has no {unknown}; besides the policy it takes "
-                f"{[*_BOTH, *_POLICY_ONLY]}. The base is loaded already"
-            )
+        path, known = os.fspath(policy), (*HUB_ARGUMENTS, *_POLICY_ONLY)
+        if unknown := sorted(set(hub).difference(known)):
+            raise TypeError(f"from_base has no {unknown}; it takes {known}")
         return cls._load(path, OSPrunerConfig.from_pretrained(path, **hub), base, hub)
 
     @classmethod
@@ -363,8 +309,8 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
             args: none; for transformers' signature.
             config: the policy's configuration, where it is loaded already.
             kwargs: `revision`, `subfolder` and `code_revision` concern the policy;
-                `base_trust_remote_code` the base (`trust_remote_code` does not); `cache_dir`,
-                `token`, `local_files_only`, `force_download` and `proxies` both; all others (dtype,
+                so does `trust_remote_code`, never the base; `cache_dir`, `token`,
+                `local_files_only`, `force_download` and `proxies` both; all others (dtype,
                 device_map, quantization_config, attn_implementation...) go to the base.
 
         Raises:
@@ -372,15 +318,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         """
         path = os.fspath(pretrained_model_name_or_path)
         rest = {name: value for name, value in kwargs.items() if name not in _AUTO_ONLY}
-        if "base" in rest or rest.pop("output_loading_info", False):
-            raise ValueError(
-                "from_pretrained takes neither base (the Auto classes would copy it: write "
-                "OSPrunerForCausalLM.from_base(base, policy)) nor output_loading_info (a policy "
-                "with missing or unknown tensors is refused with their names)"
-            )
-        if rest.get("use_safetensors") is False:
-            raise ValueError("use_safetensors is False, but only safetensors files are read")
-        both = {name: rest.pop(name) for name in _BOTH if name in rest}
+        both = {name: rest.pop(name) for name in HUB_ARGUMENTS if name in rest}
         own = {**both, **{name: rest.pop(name) for name in _POLICY_ONLY if name in rest}}
         if config is None:
             config = OSPrunerConfig.from_pretrained(path, **own)
@@ -394,20 +332,6 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         model = cls(config, base, policy, load_tokenizer(path, config, hub))
         model.config._name_or_path = path
         return model
-
-    def set_policy(self, policy: str | os.PathLike[str], **hub: Any) -> None:
-        """Switches to another saved policy of the same base, which stays; see `from_base`."""
-        mine, theirs = vars(self.config), vars(OSPrunerConfig.from_pretrained(policy, **hub))
-        names = ("base_model_name_or_path", "base_revision", "reasoning_format")
-        if differing := [name for name in names if mine[name] != theirs[name]]:
-            said = [f"{name} {theirs[name]!r} instead of {mine[name]!r}" for name in differing]
-            raise ValueError(
-                f"the policy {str(policy)!r} was made for another base or format: it has "
-                f"{'; '.join(said)}. Load it as a model of its own"
-            )
-        other = type(self).from_base(self.base, policy, **hub)
-        self.policy, self.config = other.policy, other.config
-        self.token_format, self.tokenizer = other.token_format, other.tokenizer
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -428,8 +352,7 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         )
         here, target = Path(__file__).parent, Path(save_directory)
         for name in FLAT_FILES:
-            if not (target / name).exists() or not os.path.samefile(here / name, target / name):
-                shutil.copyfile(here / name, target / name)
+            shutil.copyfile(here / name, target / name)
         (target / CUSTOM_GENERATE).parent.mkdir(exist_ok=True)
         shutil.copyfile(here / "custom_generate_ospruner.py", target / CUSTOM_GENERATE)
         self.tokenizer.save_pretrained(save_directory)
@@ -440,17 +363,9 @@ class OSPrunerForCausalLM(PreTrainedModel, GenerationMixin):
         self.base.eval()
         return self
 
-    def get_decoder(self) -> PreTrainedModel:
-        """The base's decoder."""
-        return self.base.get_decoder()
-
     def get_input_embeddings(self) -> torch.nn.Module:
         """The base's token embeddings."""
         return self.base.get_input_embeddings()
-
-    def get_output_embeddings(self) -> torch.nn.Module:
-        """The base's language modelling head."""
-        return self.base.get_output_embeddings()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base's forward."""
@@ -510,17 +425,8 @@ def generate_on(
 ) -> Any:
     """`base.generate` with a repository's policy, which is loaded once per base and commit.
 
-    The base itself is left as it is: neither frozen nor put in eval mode.
-
-    Args:
-        base: the causal LM.
-        repository: the policy's id on the Hub, or its folder.
-        hub: `revision` (a commit) and where to look; empty for a folder.
-        stop_policy: as for `OSPrunerForCausalLM.generate`; False generates plainly.
-        arguments: generate's own.
-
-    Returns:
-        What generate returns; `base.last_stop` holds one `StopRecord` a row.
+    The base itself is left as it is: neither frozen nor put in eval mode. Arguments and output are
+    those of `custom_generate_ospruner.generate`, `hub` is where to look for the repository.
     """
     inputs = arguments.pop("inputs", None)
     if stop_policy is False or stop_policy is None:

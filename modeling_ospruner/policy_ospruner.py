@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from .configuration_ospruner import PRICE_RAMPS, PriceRange
@@ -74,11 +74,6 @@ def execution_device(base: PreTrainedModel, module: nn.Module) -> torch.device:
     return torch.device(device)
 
 
-def tail_device(base: PreTrainedModel) -> torch.device:
-    """Where the base computes its last layer, and the policy all of its own."""
-    return execution_device(base, decoder_layers(base)[-1])
-
-
 def is_quantised(base: PreTrainedModel) -> bool:
     """Whether the base's layers hold packed weights."""
     return vars(base).get("hf_quantizer") is not None
@@ -130,15 +125,8 @@ class Reader:
             handle.remove()
         self.hidden, self.keys, self.chunks = torch.empty(0), [], []
 
-    def entered(self, hidden: Tensor) -> None:
-        """Takes in what enters layer L-n."""
-        self.hidden, self.keys = hidden, []
-        if not self.queries:
-            self.chunks.append(hidden)
-
-    def heard(self, keys: LayerKeys) -> None:
-        """Takes in what the next one of the last n layers attends to."""
-        self.keys.append(keys)
+    def told(self) -> None:
+        """Called whenever more is known of a forward."""
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -160,8 +148,10 @@ class Reader:
             return None
         if module is self.layers[0]:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            self.entered(hidden.detach())
+            self.hidden, self.keys = hidden.detach(), []
+            self.chunks += [] if self.queries else [self.hidden]
         if not self.queries:
+            self.told()
             return None
         return args, {**kwargs, "past_key_values": _Tapped(self, kwargs.get("past_key_values"))}
 
@@ -184,7 +174,8 @@ class _Tapped:
         if self._cache is not None:
             first = self._cache.get_mask_sizes(keys.shape[-2], layer_idx)[1]
             keys, values = self._cache.update(keys, values, layer_idx, *args, **kwargs)
-        self._reader.heard(LayerKeys(keys.detach(), values.detach(), first))
+        self._reader.keys.append(LayerKeys(keys.detach(), values.detach(), first))
+        self._reader.told()
         return keys, values
 
 
@@ -255,54 +246,46 @@ class StoppingPolicy(nn.Module):
     """pi_i = sigmoid(w . h_i + b), with h_i the tail's output after its final norm.
 
     With the head "price" six numbers of h_i and the price of a token give pi_i (`price_logits`);
-    the tail never sees the price.
+    the tail never sees the price. It is made without weights (on the meta device), for `load`.
+
+    Args:
+        base: that it follows.
+        num_layers: n.
+        prices: that it knows; None for the head "fixed".
+        queries: whether it attends to the base's keys and values, and so needs no others.
 
     Attributes:
         tail: of the base's own class, with its last n layers and final norm; None for n = 0, where
             the head reads the base's last hidden state.
         head: H to 1, or to 6 with the head "price", in float32.
-        prices: that it knows; None for the head "fixed".
-        queries: whether it attends to the base's keys and values, and so needs no others.
     """
 
     def __init__(
         self,
-        tail: PreTrainedModel | None,
-        hidden_size: int,
-        prices: PriceRange | None = None,
-        queries: bool = False,
-    ) -> None:
-        super().__init__()
-        self.tail = tail
-        self.prices = prices
-        self.queries = queries and tail is not None
-        outputs = 1 if prices is None else 1 + PRICE_RAMPS
-        self.head = nn.Linear(hidden_size, outputs, dtype=torch.float32)
-        # What each layer is given in one call, by thread, so that concurrent calls don't mix.
-        self._given: dict[int, list[dict[str, Any]]] = {}
-        for layer in self.layers:
-            layer.register_forward_pre_hook(self._give, with_kwargs=True)
-        if tail is not None and self.queries:
-            self._windows = _windows(tail)
-            _drop_keys(tail)
-
-    @classmethod
-    def empty(
-        cls,
         base: PreTrainedModel,
         num_layers: int,
         prices: PriceRange | None = None,
         queries: bool = False,
-    ) -> StoppingPolicy:
-        """A policy without weights (on the meta device) for a base; refuses one too shallow."""
-        decoder, total = base.get_decoder(), len(decoder_layers(base))
+    ) -> None:
+        super().__init__()
+        total = len(decoder_layers(base))
         if not 0 <= num_layers <= total:
             raise ValueError(
                 f"num_policy_layers is {num_layers}; it must lie in 0..{total}, the base's layers"
             )
+        self.prices = prices
+        self.queries = queries and num_layers > 0
+        outputs = 1 if prices is None else 1 + PRICE_RAMPS
         with torch.device("meta"):
-            tail = _empty_tail(decoder.config, type(decoder), num_layers) if num_layers else None
-            return cls(tail, decoder.config.hidden_size, prices, queries)
+            self.tail = _empty_tail(base.get_decoder(), num_layers) if num_layers else None
+            hidden_size = base.get_decoder().config.hidden_size
+            self.head = nn.Linear(hidden_size, outputs, dtype=torch.float32)
+        # What each layer is given in one call, by thread, so that concurrent calls don't mix.
+        self._given: dict[int, list[dict[str, Any]]] = {}
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self._give, with_kwargs=True)
+        if self.tail is not None and self.queries:
+            self._windows = _drop_keys(self.tail)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -327,8 +310,8 @@ class StoppingPolicy(nn.Module):
         return shapes
 
     def name_in_base(self, base: PreTrainedModel, name: str) -> str:
-        """What a tensor of the tail is called in the base's decoder."""
-        parts = name.split(".")
+        """What a tensor of the policy's tail is called in the base's decoder."""
+        parts = name.removeprefix("tail.").split(".")
         if parts[0] == "layers":
             parts[1] = str(int(parts[1]) + len(decoder_layers(base)) - len(self.layers))
         return ".".join(parts)
@@ -339,28 +322,33 @@ class StoppingPolicy(nn.Module):
         Adapters among the tensors are merged into the base's own. What no checkpoint holds, such as
         rotary frequencies, is copied from the base.
         """
-        device, decoder = tail_device(base), base.get_decoder()
+        decoder, last = base.get_decoder(), decoder_layers(base)[-1]
+        device = execution_device(base, last)
         theirs, buffers = decoder.state_dict(), dict(decoder.named_buffers())
-        floats = (p for p in decoder_layers(base)[-1].parameters() if p.is_floating_point())
+        floats = (p for p in last.parameters() if p.is_floating_point())
         usual = base.dtype if is_quantised(base) else next(floats, torch.empty(0)).dtype
-        names = {n: self.name_in_base(base, n.removeprefix("tail.")) for n in self.state_dict()}
-        if any(".lora_" in name for name in tensors):
-            tensors = _merged(tensors, {n: theirs[b] for n, b in names.items() if b in theirs})
+        adapted = any(".lora_" in name for name in tensors)
         placed = {}
-        for name, tensor in tensors.items():
-            same, dtype = theirs.get(names[name]), tensor.dtype
+        for name in self.state_dict():
+            same = theirs.get(self.name_in_base(base, name))
+            if name in tensors:
+                tensor = tensors[name]
+            elif adapted and same is not None:
+                tensor = _merged(same, tensors, name.removesuffix(".weight"))
+            else:
+                continue  # an error of load_state_dict's
+            dtype = tensor.dtype
             if name.startswith("head."):
                 dtype = torch.float32
             elif tensor.is_floating_point():
-                alike = same is not None and same.shape == tensor.shape and same.itemsize > 1
-                dtype = same.dtype if same is not None and alike else usual
+                plain = same is not None and same.is_floating_point() and same.itemsize > 1
+                dtype = same.dtype if same is not None and plain else usual
             placed[name] = tensor.detach().to(device, dtype, copy=True)
         self.load_state_dict(placed, assign=True)
         for name, _ in list(self.named_buffers()):
             if name not in placed:
-                theirs_too = buffers[self.name_in_base(base, name.removeprefix("tail."))]
                 module, _, own = name.rpartition(".")
-                value = theirs_too.detach().to(device, copy=True)
+                value = buffers[self.name_in_base(base, name)].detach().to(device, copy=True)
                 self.get_submodule(module).register_buffer(own, value, persistent=False)
 
     def new_cache(self) -> DynamicCache | None:
@@ -469,6 +457,7 @@ class StoppingPolicy(nn.Module):
         self, first: int, length: int, window: int | None, columns: Tensor, tokens: Tensor | None
     ) -> Tensor:
         """Which keys queries see, (B, 1, T, S): true, or for eager attention 0 in scores."""
+        assert self.tail is not None
         seen, at = torch.arange(first, first + length, device=columns.device), columns[..., None]
         visible = seen <= at  # (B, T, S)
         if window is not None:
@@ -478,7 +467,6 @@ class StoppingPolicy(nn.Module):
             there = F.pad(there, (0, length - there.shape[1]))  # room not written yet
             # Padding sees itself, so that no softmax is over nothing.
             visible = visible & there[:, None] | (seen == at)
-        assert self.tail is not None
         if self.tail.config._attn_implementation == _GROUPED:
             return visible[:, None]
         zero = torch.zeros((), dtype=self.tail.dtype, device=columns.device)
@@ -489,53 +477,53 @@ def _adapter(module: str, part: str) -> str:
     return f"{module}.lora_{part}.default.weight"  # peft's names
 
 
-def _merged(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The base's tensors, by the tail's names, with adapters added: W + 2 B A; and the head's."""
-    merged = {name: value for name, value in tensors.items() if name.startswith("head.")}
-    for name, value in own.items():
-        if value.is_meta or (value.is_floating_point() and value.itemsize == 1):
-            raise ValueError(
-                "the policy's low-rank adapters are merged into the base's own layers, which are "
-                "offloaded or quantised here: load the base unquantised and in memory"
-            )
-        module = name.removesuffix(".weight")
-        if (up := tensors.get(_adapter(module, "B"))) is not None:
-            change = ADAPTER_SCALE * up.float() @ tensors[_adapter(module, "A")].float()
-            value = (value.float() + change.to(value.device)).to(value.dtype)
-        merged[name] = value
-    return merged
+def _merged(weight: Tensor, tensors: Mapping[str, Tensor], module: str) -> Tensor:
+    """The base's tensor, with the adapter of a module, if it has one, added: W + 2 B A."""
+    if weight.is_meta or (weight.is_floating_point() and weight.itemsize == 1):
+        raise ValueError(
+            "the policy's low-rank adapters are merged into the base's own layers, which are "
+            "offloaded or quantised here: load the base unquantised and in memory"
+        )
+    up, down = (tensors.get(_adapter(module, part)) for part in "BA")
+    if up is None or down is None:
+        return weight
+    change = ADAPTER_SCALE * up.float() @ down.float()
+    return (weight.float() + change.to(weight.device)).to(weight.dtype)
 
 
-def _drop_keys(tail: PreTrainedModel) -> None:
-    """Leaves nothing that makes keys and values; attention is with a mask, which no flash has."""
-    for module in list(decoder_layers(tail).modules()):
+def _drop_keys(tail: PreTrainedModel) -> list[int | None]:
+    """Leaves nothing in a tail that makes keys and values.
+
+    Returns:
+        How many tokens a token sees in each layer, itself included; None for all.
+    """
+    layers = decoder_layers(tail)
+    cached, known = (
+        DynamicCache(config=tail.config).layers,
+        (DynamicLayer, DynamicSlidingWindowLayer),
+    )
+    kinds = {type(one).__name__ for one in cached if type(one) not in known}
+    if any(name.endswith(_LATENT) for name, _ in tail.named_modules()):
+        kinds.add("latent keys and values, compressed")
+    if len(cached) != len(layers):
+        kinds.add(f"what {len(cached)} layers share")
+    if kinds:
+        raise ValueError(
+            f"tuning is 'queries', but of the last {len(layers)} layers of this base "
+            f"({type(tail).__name__}) some keep {', '.join(sorted(kinds))} in place of plain keys "
+            "and values: use tuning='layers', or fewer policy layers"
+        )
+    for module in list(layers.modules()):
         for name, child in list(module.named_children()):
             if name in _KEY_PROJECTIONS and isinstance(child, nn.Linear):
                 setattr(module, name, _Unasked(child.out_features))
             elif name in _KEY_NORMS:
                 setattr(module, name, nn.Identity())
-    # Eager attention stays what it is: each family's own, with sinks or softcaps.
+    # With a mask, which no flash attention has; eager attention stays each family's own, with
+    # sinks or softcaps.
     said, capped = tail.config._attn_implementation, vars(tail.config).get("attn_logit_softcapping")
     eager = said == "eager" or not tail._supports_sdpa or (capped is not None and said != "sdpa")
     tail.config._attn_implementation = "eager" if eager else _GROUPED
-
-
-def _windows(tail: PreTrainedModel) -> list[int | None]:
-    """How many tokens a token sees in each layer of a tail, itself included; None for all."""
-    cached, total = DynamicCache(config=tail.config).layers, len(decoder_layers(tail))
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    kinds = {type(one).__name__ for one in cached if type(one) not in known}
-    if any(name.endswith(_LATENT) for name, _ in tail.named_modules()):
-        kinds.add("latent keys and values, compressed")
-    if len(cached) != total:
-        kinds.add(f"what {len(cached)} layers share")
-    if kinds:
-        raise ValueError(
-            f"tuning is 'queries', whose layers attend to the base's cached keys and values, but "
-            f"of the last {total} layers of this base ({type(tail).__name__}) some keep "
-            f"{', '.join(sorted(kinds))}: use tuning='layers', or fewer policy layers if the last "
-            "ones are plain attention"
-        )
     return [one.sliding_window if type(one) is known[1] else None for one in cached]
 
 
@@ -551,19 +539,17 @@ class _CountingCache(DynamicCache):
         return self.tokens + query_length, 0
 
 
-def _empty_tail(
-    config: PreTrainedConfig, decoder_class: type[PreTrainedModel], num_layers: int
-) -> PreTrainedModel:
+def _empty_tail(decoder: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Keeps the last layers of a decoder built without weights, renumbered from 0.
 
     The configuration is cut after construction, for layers read their own entries of its lists
     while they are built, and caches and masks read the lists while they run.
     """
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(decoder.config)
     if isinstance(config.dtype, str):  # what save_pretrained leaves there; layers may read it
         config.dtype = getattr(torch, config.dtype)
     total = config.num_hidden_layers
-    tail = decoder_class(config)
+    tail = type(decoder)(config)
     tail.layers = decoder_layers(tail)[total - num_layers :]
     for module in tail.layers.modules():
         if "layer_idx" in vars(module) and module.layer_idx is not None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -25,10 +25,9 @@ from .configuration_ospruner import (
     check_number,
     shown,
 )
-from .formats_ospruner import BoxState, EndTextState, MarkerState, TokenFormat
+from .formats_ospruner import BoxState, MarkerState, TokenFormat
 
 _OWNER = "stop_policy"
-StopAnswer = Literal["forced", "free", "tools"]
 _MASK64 = (1 << 64) - 1
 
 
@@ -65,6 +64,29 @@ class RuleLike(Protocol):
 
     def asker(self, base: Any, plan: RowPlan, tokenizer: Any) -> Any:
         """What generate asks in place of `Asked`; refuses what the rule cannot work with."""
+
+
+_CHOICES = {"mode": MODES, "answer": ("forced", "free", "tools")}
+_HIGHEST = {"threshold": 1.0, "price": math.inf, "max_loss": 1.0}
+_LOWEST = {
+    **{"seed": -math.inf, "first_sample_index": 0, "min_thinking_tokens": 0},
+    **{"max_thinking_tokens": 1, "max_answer_tokens": 1},
+}
+_TYPES = {"wind_down": str, "answer_do_sample": bool, "mask_reentry": bool, "rule": RuleLike}
+# What may be asked beside a promise.
+_OF_A_PROMISE = {"max_loss", "seed", "first_sample_index", "max_answer_tokens", "mask_reentry"}
+
+
+def _check_setting(name: str, value: object) -> None:
+    """Refuses a value of a wrong type or out of its range, by name."""
+    if name in _CHOICES:
+        check_choice(_OWNER, name, value, _CHOICES[name])
+    elif name in _HIGHEST:
+        check_number(_OWNER, name, value, 0, _HIGHEST[name])
+    elif name in _LOWEST:
+        check_integer(_OWNER, name, value, _LOWEST[name])
+    elif not isinstance(value, _TYPES[name]):
+        raise TypeError(f"{_OWNER}: {name} is {value!r}; it must be a {_TYPES[name].__name__}")
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,7 @@ class StopPolicyConfig:
     first_sample_index: int = 0
     min_thinking_tokens: int = 0
     max_thinking_tokens: int | None = None
-    answer: StopAnswer = "forced"
+    answer: Literal["forced", "free", "tools"] = "forced"
     wind_down: str | None = None
     max_answer_tokens: int | None = None
     answer_do_sample: bool = False
@@ -112,53 +134,31 @@ class StopPolicyConfig:
     rule: RuleLike | None = None
 
     def __post_init__(self) -> None:
-        if self.mode is not None:
-            check_choice(_OWNER, "mode", self.mode, MODES)
-        check_choice(_OWNER, "answer", self.answer, get_args(StopAnswer))
-        if not isinstance(self.wind_down, str | None):
-            raise TypeError(f"{_OWNER}: wind_down is {self.wind_down!r}; it must be a text or None")
+        for one in fields(self):
+            if vars(self)[one.name] is not None or one.default is not None:
+                _check_setting(one.name, vars(self)[one.name])
         if self.threshold is not None:
-            check_number(_OWNER, "threshold", self.threshold, 0, 1)
             if self.mode == "sample":
                 raise ValueError(
                     f"{_OWNER}: threshold is {self.threshold}, but mode 'sample' draws and has "
                     "none: leave one of them out"
                 )
             object.__setattr__(self, "mode", "threshold")  # what a threshold alone means
-        if self.price is not None:
-            check_number(_OWNER, "price", self.price, 0, math.inf)
-        check_integer(_OWNER, "seed", self.seed)
-        check_integer(_OWNER, "first_sample_index", self.first_sample_index, 0)
-        check_integer(_OWNER, "min_thinking_tokens", self.min_thinking_tokens, 0)
-        for name in ("max_thinking_tokens", "max_answer_tokens"):
-            if vars(self)[name] is not None:
-                check_integer(_OWNER, name, vars(self)[name], 1)
-        for name in ("answer_do_sample", "mask_reentry"):
-            if not isinstance(vars(self)[name], bool):
-                raise TypeError(f"{_OWNER}: {name} is {vars(self)[name]!r}; it must be a bool")
         if (self.max_thinking_tokens or math.inf) < self.min_thinking_tokens:
             raise ValueError(
                 f"{_OWNER}: max_thinking_tokens is {self.max_thinking_tokens}, below "
                 f"min_thinking_tokens {self.min_thinking_tokens}; leave one out, or exchange them"
             )
-        if self.max_loss is not None:
-            self._check_promise()
-        if self.rule is not None and not isinstance(self.rule, RuleLike):
-            raise TypeError(f"{_OWNER}: rule is {self.rule!r}; it must be one of ospruner.rules")
-        if self.rule is not None and (self.mode, self.threshold, self.price) != (None, None, None):
+        given = [one.name for one in fields(self) if vars(self)[one.name] != one.default]
+        if self.max_loss is not None and (beside := sorted(set(given) - _OF_A_PROMISE)):
+            raise ValueError(
+                f"{_OWNER}: max_loss is {self.max_loss}, and so is {' and '.join(beside)} given: "
+                "what was promised holds for the calibration's setting alone; leave it out"
+            )
+        if self.rule is not None and {"mode", "threshold", "price"}.intersection(given):
             raise ValueError(
                 f"{_OWNER}: mode, threshold and price are the learned policy's, and rule "
                 f"{self.rule!r} takes its place; leave them out, or the rule"
-            )
-
-    def _check_promise(self) -> None:
-        check_number(_OWNER, "max_loss", self.max_loss, 0, 1, open_low=True)
-        free = ("max_loss", "seed", "first_sample_index", "max_answer_tokens", "mask_reentry")
-        own = [one for one in fields(self) if one.name not in free]
-        if given := [one.name for one in own if vars(self)[one.name] != one.default]:
-            raise ValueError(
-                f"{_OWNER}: max_loss is {self.max_loss}, and so is {' and '.join(given)} given: "
-                "what was promised holds for the calibration's setting alone; leave it out"
             )
 
     def with_defaults(self, config: OSPrunerConfig) -> StopPolicyConfig:
@@ -176,13 +176,20 @@ class StopPolicyConfig:
             if not kept:
                 raise ValueError(
                     f"{_OWNER}: max_loss is {self.max_loss}, but the policy promises "
-                    f"{sorted(one['max_loss'] for one in promises) or 'nothing'}: make the promise "
-                    "with `ospruner calibrate`"
+                    f"{[one['max_loss'] for one in promises]}: promise it with `ospruner calibrate`"
                 )
             boldest = max(kept, key=lambda one: (one["max_loss"], one["confidence"]))
             promised = {name: boldest[name] for name in ("mode", "threshold", "price")}
             return replace(self, max_loss=None, **promised)
-        price = asked_price(_OWNER, config, self.price)
+        price = config.price if self.price is None else self.price
+        if config.prices is not None:
+            config.prices.check(_OWNER, price)
+        elif price != config.price:
+            raise ValueError(
+                f"{_OWNER}: price is {shown(price)}, but the policy was trained for "
+                f"{config.price:g} alone (head 'fixed'): leave it out, take the policy of that "
+                "lambda, or train one for every price with `ospruner train --head price`"
+            )
         mode, threshold = self.mode or config.default_mode, self.threshold
         if mode == "threshold" and threshold is None:
             threshold = config.default_threshold
@@ -199,29 +206,12 @@ class StopPolicyConfig:
             stop_policy = vars(stop_policy)  # the installed package's class, or the repository's
         if isinstance(stop_policy, Mapping):
             known = [one.name for one in fields(cls)]
-            if "length_penalty" in stop_policy:
-                raise ValueError(f"{_OWNER}: length_penalty is called price now")
             if unknown := sorted(map(str, set(stop_policy) - set(known))):
                 raise ValueError(f"{_OWNER} has no {unknown}; its keys are {known}")
             return cls(**stop_policy)
         if isinstance(stop_policy, RuleLike) and not isinstance(stop_policy, type):
             return cls(rule=stop_policy)
         raise TypeError(f"{_OWNER} is {stop_policy!r}; it must be True, False, a dict or a rule")
-
-
-def asked_price(owner: str, config: OSPrunerConfig, asked: float | None) -> float:
-    """The price of a token at which a policy stops: the asked one if it knows it, or its own."""
-    if asked is None:
-        return config.price
-    if config.prices is not None:
-        config.prices.check(owner, asked)
-    elif asked != config.price:
-        raise ValueError(
-            f"{owner}: price is {shown(asked)}, but the policy was trained for {config.price:g} "
-            "alone (head 'fixed'): leave it out, take the policy of that lambda, or train one for "
-            "every price with `ospruner train --head price`"
-        )
-    return asked
 
 
 @dataclass
@@ -304,11 +294,9 @@ class StopRow:
         self._boundary = plan.token_format.boundary_state(prompt_ids[span.start :])
         self._prefilled_tokens = self._boundary.thinking_tokens
         self._length = 0  # tokens generated so far
-        self._box: BoxState | EndTextState | None = None
+        self._box: BoxState | MarkerState | None = None
         self._end_ids: frozenset[int] = frozenset()  # of its answer
         self._masked = False
-        marker = plan.token_format.start_marker
-        self._reopening = None if marker is None else MarkerState(marker)
         self._answer_tokens = 0
         self._last: int | None = None
 
@@ -329,8 +317,6 @@ class StopRow:
         """What its next token may not be, so that the thinking is not opened again."""
         if not self._masked or self.phase is not Phase.ANSWER:
             return ()
-        if self._reopening is not None:
-            return self._reopening.completing()
         channels = self._plan.token_format.channels
         if channels is None or self._plan.settings.answer != "tools":
             return self._plan.token_format.reentry_ids
@@ -349,8 +335,6 @@ class StopRow:
                 self.phase = Phase.ANSWER
         elif self.phase is Phase.ANSWER:
             self._answer_tokens += 1
-            if self._reopening is not None:
-                self._reopening.push(token)
             closed = self._box is not None and self._box.push(token)
             full = self._answer_tokens == self._plan.settings.max_answer_tokens
             if closed or full or token in self._end_ids:
@@ -406,22 +390,21 @@ class StopRow:
     def _close(self, natural: bool) -> None:
         """Turns to the answer; after a natural end, the model has written some closing."""
         settings, token_format = self._plan.settings, self._plan.token_format
-        boxed = settings.answer == "forced" and not self._boundary.calls
-        closed = boxed or not natural  # by us, so that the answer's message is known to be open
-        suffix: list[int] = []
+        answer = "free" if self._boundary.calls and settings.answer == "forced" else settings.answer
+        closed = (
+            answer == "forced" or not natural
+        )  # by us: the answer's message is known to be open
         if closed:
             ended = self._boundary if natural else None
-            suffix = token_format.forced_suffix("forced" if boxed else "free", ended)
-        channels = token_format.channels
-        chosen = channels is not None and settings.answer == "tools"  # the channel, by the model
-        if channels is not None and chosen and suffix:
-            del suffix[-len(channels.answer) :]
-        self.forced.extend(suffix)
-        self.phase = Phase.FORCING if suffix else Phase.ANSWER
+            self.forced.extend(token_format.forced_suffix(answer, ended))
+        self.phase = Phase.FORCING if self.forced else Phase.ANSWER
         self._masked = settings.mask_reentry and closed
+        chosen = (
+            token_format.channels is not None and answer == "tools"
+        )  # the channel, by the model
         ends = () if chosen or not closed else token_format.answer_end_ids
         self._end_ids = self._plan.eos_ids.union(ends)
-        if boxed:
+        if answer == "forced":
             self._box = token_format.box_state()
 
 
@@ -438,19 +421,17 @@ def shape_scores(
         ended: the token that ends a row which is complete already, by its place.
     """
     forced = dict(ended or {})
-    masked: tuple[list[int], list[int]] = ([], [])
-    greedy = []
+    masked: list[tuple[int, int]] = []
+    greedy: list[int] = []
     for i, row in rows:
         if row.phase is Phase.FORCING:
             forced[i] = row.forced[0]
         elif row.phase is Phase.ANSWER:
-            for token in row.masked_ids:
-                masked[0].append(i)
-                masked[1].append(token)
+            masked += [(i, token) for token in row.masked_ids]
             greedy += [i] * row.greedy
     device = scores.device
-    if masked[0]:
-        scores[torch.tensor(masked, device=device).unbind()] = -torch.inf
+    if masked:
+        scores[torch.tensor(masked, device=device).unbind(1)] = -torch.inf
     if forced or greedy:
         places = torch.tensor([*forced, *greedy], device=device)
         ids = torch.tensor(list(forced.values()), dtype=torch.long, device=device)

@@ -15,7 +15,7 @@ from modeling_ospruner.configuration_ospruner import check_length
 from modeling_ospruner.formats_ospruner import ThinkingSpan, TokenFormat
 from modeling_ospruner.generation_ospruner import refuse_prompts
 from modeling_ospruner.policy_ospruner import LayerKeys, Reader, execution_device
-from modeling_ospruner.stopping_ospruner import asked_price
+from modeling_ospruner.stopping_ospruner import StopPolicyConfig
 
 
 class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing went wrong)
@@ -25,16 +25,9 @@ class TrunkDone(Exception):  # noqa: N818  (it ends a forward early; nothing wen
 class TrunkReader(Reader):
     """One that ends each forward, by raising `TrunkDone`, when all is known."""
 
-    def entered(self, hidden: torch.Tensor) -> None:
-        """Takes in what enters layer L-n."""
-        super().entered(hidden)
-        if not self.queries:
-            raise TrunkDone
-
-    def heard(self, keys: LayerKeys) -> None:
-        """Takes in what the next one of the last n layers attends to."""
-        super().heard(keys)
-        if len(self.keys) == len(self.layers):
+    def told(self) -> None:
+        """Ends the forward once the keys of the last of n layers are there, if they are read."""
+        if not self.queries or len(self.keys) == len(self.layers):
             raise TrunkDone
 
 
@@ -108,7 +101,7 @@ def stop_logits(
     """
     hidden, keys = reading(model, input_ids, attention_mask)
     positions = positions_of(input_ids, attention_mask).to(hidden.device)
-    price = asked_price("stop_logits", model.config, price)
+    price = StopPolicyConfig(price=price).with_defaults(model.config).price
     if columns is not None:
         columns = columns.to(hidden.device)
     if columns is not None and model.policy.queries:

@@ -46,8 +46,8 @@ BROKEN: dict[str, tuple[Callable[[Tensors], None], str]] = {
     "unknown": (_unknown, r"unknown: \['extra'\]"),
     "integers": (_integers, r"head.weight torch.int32 \(1, \d+\) instead of \(1, "),
     "packed": (_packed, r"head.weight torch.float8_e4m3fn \(1, \d+\) instead of \(1, "),
-    "NaN": (_nan, r"holds NaN or infinite values in \['tail."),
-    "infinite": (_infinite, r"holds NaN or infinite values in \['tail."),
+    "NaN": (_nan, r"not finite: \['tail."),
+    "infinite": (_infinite, r"not finite: \['tail."),
 }
 """By name: how to break a policy's tensors, and what is said of it."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from modeling_ospruner.configuration_ospruner import max_positions
+from ospruner.bases import max_positions
 from ospruner.eval.table import IntArray, TraceTable, classifier_targets
 
 from .traces import LabelledTraces

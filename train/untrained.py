@@ -113,7 +113,7 @@ def fresh_layers(
         ValueError: the base has fewer layers, or its layers cannot be run on their own.
     """
     check_decoder(base)
-    policy = StoppingPolicy.empty(base, num_layers, prices, tuning == "queries")
+    policy = StoppingPolicy(base, num_layers, prices, tuning == "queries")
     source: dict[str, torch.Tensor] = {}
     if policy.tail is not None:
         source = base.get_decoder().state_dict()

@@ -69,7 +69,7 @@ def skeleton(
     except (ValueError, KeyError) as error:
         advice = "upgrade transformers, or choose a base that it has built in"
         if "auto_map" in literals:
-            advice = "it runs code of its own: read it, and load it with base_trust_remote_code"
+            advice = "it runs code of its own: read it, load it yourself, and use from_base"
         found.append(Finding("architecture", " ".join(str(error).split()), "wrong", advice))
         return None, None
     name = f"{type(config).__name__.removesuffix('Config')} ({config.model_type})"
@@ -81,14 +81,14 @@ def skeleton(
         base = empty_base(config)
         layers = base.config.get_text_config().num_hidden_layers
         check_decoder(base)
-        StoppingPolicy.empty(base, min(2, layers))
+        StoppingPolicy(base, min(2, layers))
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         advice = "choose another base: no policy can be made for this one"
         found.append(Finding("architecture", f"{name}: {error}", "wrong", advice))
         return config, None
     found.append(Finding("architecture", f"{name}, {layers} layers; its tail can be built"))
     try:
-        StoppingPolicy.empty(base, min(2, layers), queries=True)
+        StoppingPolicy(base, min(2, layers), queries=True)
     except ValueError as error:
         found.append(Finding("queries", str(error), "note", "train with --tuning layers"))
     if (switch := position_switch(config)) is not None:

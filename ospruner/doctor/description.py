@@ -36,7 +36,7 @@ def faults(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
             "the chat template appends nothing that opens the model's turn: in a chat of several "
             "turns, its thinking is looked for behind the last end of a text"
         )
-    if fmt.format.think_start and not fmt.reentry_ids and fmt.start_marker is None:
+    if fmt.format.think_start and not fmt.reentry_ids:
         found.append(
             f"think_start {fmt.format.think_start!r} has no marker of its own here: an answer "
             "cannot be kept from opening the thinking again"
@@ -67,13 +67,12 @@ def describe(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> str:
         return ", ".join(shown([i]) for i in ids) or otherwise
 
     alone, prompt = boundary_ids(fmt), _prompt(fmt, tokenizer)
-    marker, start = fmt.end_marker, fmt.start_marker
+    marker = fmt.end_marker
     end, cut = list(fmt.think_end_ids), ""
     if marker is not None:
         end = end or tokenizer.encode(marker.literal, add_special_tokens=False)
         cut = ", or as other tokens" + ", or the turn" * (not fmt.format.think_end)
     ended = fmt.boundary_state(end)
-    reopening = "nothing" if start is None else f"what would complete {start.literal!r}"
     rows = {
         "thinking opens with": shown(fmt.think_start_ids),
         "thinking ends with": shown(end) + cut if end else "the turn",
@@ -82,7 +81,7 @@ def describe(fmt: TokenFormat, tokenizer: PreTrainedTokenizerBase) -> str:
         "forced at a stop": shown(fmt.forced_suffix("forced")),
         "... answer='free'": shown(fmt.forced_suffix("free")),
         "... at its own end": shown(fmt.forced_suffix("forced", ended) if end else ()),
-        "masked in answers": each(fmt.reentry_ids, reopening),
+        "masked in answers": each(fmt.reentry_ids),
         "ends a text": each(fmt.eos_ids),
         "step ends": f"{len(alone)} of {len(fmt.kinds)} tokens hold a blank line: "
         f"{each(alone[:_SHOWN], '')} ...",

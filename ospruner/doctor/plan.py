@@ -163,7 +163,7 @@ class _Sizes:
     def __init__(self, config: PreTrainedConfig, work: Workload) -> None:
         self.work, self.queries = work, work.tuning == "queries"
         self.base = base = empty_base(config)
-        self.policy = StoppingPolicy.empty(base, work.num_policy_layers, queries=self.queries)
+        self.policy = StoppingPolicy(base, work.num_policy_layers, queries=self.queries)
         self.layers = decoder_layers(base)
         self.parameters = sum(p.numel() for p in base.parameters())
         self.tail = sum(p.numel() for p in self.policy.parameters())

@@ -471,7 +471,7 @@ class _ThinkingEnd:
     def __init__(self, fmt: TokenFormat, taken: Sequence[int] = ()) -> None:
         assert fmt.end_marker is not None
         self.final_text = fmt.end_marker.literal
-        self.state = fmt.end_state()
+        self.state = fmt.boundary_state(alone=True)
         self.take(taken)
 
     def push(self, token_id: int) -> bool:

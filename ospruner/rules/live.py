@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from modeling_ospruner.formats_ospruner import MarkerState, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.generation_ospruner import generate_pruned
 from modeling_ospruner.stopping_ospruner import RowPlan, Said, StopPolicyConfig, StopRecord
 from ospruner.formats import guess
@@ -239,7 +239,6 @@ class TrialAnswers:
         self._eos_ids = plan.eos_ids.union(fmt.answer_end_ids)
         # What must not open the thinking again: ids, and a marker of several of them.
         self._masked = list(fmt.reentry_ids) if masks else []
-        self._marker = fmt.start_marker if masks else None
         self._thread = threading.get_ident()
         self._handle: Any = None
         self._cache: Cache | None = None
@@ -306,7 +305,6 @@ class TrialAnswers:
         # Recurrent layers go on from a state one token at a time; attention takes them at once.
         pieces = [[token] for token in suffix] if recurrent else [suffix]
         box = self._format.box_state()
-        reopening = None if self._marker is None else MarkerState(self._marker)
         ids: list[int] = []
         logprobs: list[float] = []
         ended: Literal["closed", "eos", "length"] = "length"
@@ -318,10 +316,7 @@ class TrialAnswers:
             entropy, whole = float(top_entropy(logits)), 0.0
             while len(ids) < max_tokens:
                 whole += float(top_entropy(logits))
-                more = () if reopening is None else reopening.completing()
-                token, logprob = self._choose(logits, more)
-                if reopening is not None:
-                    reopening.push(token)
+                token, logprob = self._choose(logits)
                 if token in self._eos_ids:
                     ended = "eos"
                     break
@@ -339,11 +334,11 @@ class TrialAnswers:
         answer = TrialAnswer(tuple(ids), ended, tuple(logprobs), entropy, said, whole)
         return answer, len(suffix) + len(ids) + (ended == "eos")
 
-    def _choose(self, logits: torch.Tensor, masked: Sequence[int]) -> tuple[int, float]:
+    def _choose(self, logits: torch.Tensor) -> tuple[int, float]:
         """The token that a forced answer would take, and its plain log-probability."""
         plain = logits.float()
         allowed = plain.clone()
-        allowed[[*self._masked, *masked]] = -torch.inf
+        allowed[self._masked] = -torch.inf
         token = int(allowed.argmax())
         return token, float(plain[token] - plain.logsumexp(-1))
 

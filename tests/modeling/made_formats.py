@@ -14,15 +14,13 @@ def made_format(
 ) -> TokenFormat:
     """A format of nothing but the kinds of its tokens, and what is given."""
     empty: dict[str, Any] = dict.fromkeys(("closing_ids", "box_prefix_ids", "eos_ids"), ())
-    empty |= {"think_end_id": -1, "added_ids": frozenset(), "brace_texts": {}}
+    empty |= {"think_end_id": -1, "added_ids": frozenset(), "texts": ()}
     return TokenFormat(format=literals, kinds=kinds, **(empty | fields))
 
 
 def made_marker(literal: str, texts: Sequence[str]) -> Marker:
     """A marker of tokens with these texts."""
-    marker = Marker.__new__(Marker)
-    marker.literal, marker.texts = literal, list(texts)
-    return marker
+    return Marker(literal, list(texts))
 
 
 def boundaries(fmt: TokenFormat, ids: Sequence[int]) -> list[bool]:

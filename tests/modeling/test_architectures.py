@@ -10,7 +10,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -87,30 +86,25 @@ ORDINARY: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
 }
+PLAIN = """
+apertus arcee bitnet cohere ernie4_5 gemma glm glm4 helium hunyuan_v1_dense hyperclovax lfm2
+ministral3 nanochat nemotron olmo olmo2 olmo_hybrid phi phi3 seed_oss stablelm starcoder2
+"""
 OTHERS: dict[str, dict[str, Any]] = {
-    "afmoe": EXPERTS,
-    "apertus": {},
-    "arcee": {},
-    "bitnet": {},
-    "cohere": {},
-    "cohere2": WINDOW,
+    **{name: {} for name in PLAIN.split()},
+    **dict.fromkeys(
+        ["cohere2", "exaone4", "gemma2", "ministral", "mistral", "olmo3", "vaultgemma"], WINDOW
+    ),
+    **dict.fromkeys(["afmoe", "exaone_moe", "flex_olmo", "olmoe"], EXPERTS),
+    **dict.fromkeys(["minimax_m2", "mixtral", "phimoe"], LOCAL_EXPERTS),
+    **dict.fromkeys(["dots1", "solar_open"], ROUTED_EXPERTS),
+    **dict.fromkeys(
+        ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"], ROUTED_EXPERTS | LATENT
+    ),
     "cwm": {"bos_token_id": 1},
-    "deepseek_v2": {**ROUTED_EXPERTS, **LATENT},
-    "deepseek_v3": {**ROUTED_EXPERTS, **LATENT},
     "deepseek_v32": {**ROUTED_EXPERTS, **LATENT, "index_n_heads": 2, "index_head_dim": 16},
-    "dots1": ROUTED_EXPERTS,
-    "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
-    "exaone4": WINDOW,
-    "exaone_moe": EXPERTS,
     "falcon_h1": MAMBA,
-    "flex_olmo": EXPERTS,
-    "gemma": {},
-    "gemma2": WINDOW,
-    "glm": {},
-    "glm4": {},
-    "glm4_moe_lite": {**ROUTED_EXPERTS, **LATENT},
-    "glm_moe_dsa": {**ROUTED_EXPERTS, **LATENT},
     "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0},
     "granitemoehybrid": {
         **LOCAL_EXPERTS,
@@ -119,35 +113,11 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention", "mamba", "attention"],
     },
     "granitemoeshared": {**LOCAL_EXPERTS, "shared_intermediate_size": 24},
-    "helium": {},
-    "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "hyperclovax": {},
-    "lfm2": {},
-    "minimax_m2": LOCAL_EXPERTS,
-    "ministral": WINDOW,
-    "ministral3": {},
-    "mistral": WINDOW,
-    "mixtral": LOCAL_EXPERTS,
-    "nanochat": {},
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": WINDOW,
-    "olmo_hybrid": {},
-    "olmoe": EXPERTS,
-    "phi": {},
-    "phi3": {},
-    "phimoe": LOCAL_EXPERTS,
     "qwen2_moe": SHARED_EXPERTS,
     "qwen3_5_moe_text": {**SHARED_EXPERTS, **LINEAR},
     "qwen3_5_text": LINEAR,
     "qwen3_next": {**SHARED_EXPERTS, **LINEAR},
-    "seed_oss": {},
-    "solar_open": ROUTED_EXPERTS,
-    "stablelm": {},
-    "starcoder2": {},
-    "vaultgemma": WINDOW,
 }
 FAMILIES = [
     *ORDINARY,
@@ -195,12 +165,6 @@ def padded_prompts(width: int) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     mask[1, : width // 4] = 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def test_there_are_enough_of_them() -> None:
-    assert len(ORDINARY) == 10
-    assert len(ORDINARY) + len(OTHERS) >= 60
-    assert not ORDINARY.keys() & OTHERS.keys()
 
 
 @torch.no_grad()
@@ -382,29 +346,16 @@ def test_saved_loaded_and_generating(
     ("name", "fields", "message"),
     [
         ("gpt2", {}, r"GPT2LMHeadModel cannot be a base: its decoder \(GPT2Model\) keeps its la"),
-        ("llama4_text", LOCAL_EXPERTS, r"Llama4ForCausalLM cannot be a base: its decoder \("),
-        (
-            "longcat_flash",
-            {"n_routed_experts": 4, "num_layers": 2, "expert_ffn_hidden_size": 24},
-            "LongcatFlashForCausalLM cannot be a base: it has 2 layers where its configur",
-        ),
         (
             "gemma4_text",
             {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
             "Gemma4ForCausalLM cannot be a base: beside .* looks up embed_tokens_per_layer",
         ),
         ("minimax", LOCAL_EXPERTS, r"MiniMaxForCausalLM cannot be a base: its .* on their own \("),
-        ("zaya", {}, "ZayaForCausalLM cannot be a base: its last 2 layers, run on their own at on"),
-        ("deepseek_v4", {}, r"DeepseekV4ForCausalLM cannot be a base: .* on their own \(RuntimeE"),
         (
             "bamba",
             {**MAMBA, "attn_layer_indices": [1]},
             "BambaForCausalLM cannot be a base: its la",
-        ),
-        (
-            "jamba",
-            {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1},
-            "JambaForCausalLM cannot be a base: its last 2 layers, run on their own in pieces, giv",
         ),
         ("mamba", {}, r"MambaForCausalLM cannot be a base: its .* on their own \(RuntimeError"),
     ],
@@ -433,11 +384,4 @@ def test_wrapped_language_models_are_refused(
         rf"{type(base).__name__} cannot be a base: it wraps a language model.*Load that model alone"
     )
     with pytest.raises(ValueError, match=message):
-        untrained(base, tiny_tokenizer, tuning="layers")
-
-
-def test_encoder_decoders_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    base = make_base("t5", tiny_tokenizer, AutoModelForSeq2SeqLM, **sizes)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration cannot be a base: it is an e"):
         untrained(base, tiny_tokenizer, tuning="layers")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModel,
     AutoTokenizer,
     GenerationMixin,
     PreTrainedTokenizerFast,
@@ -24,7 +25,8 @@ from transformers import (
 )
 
 from modeling_ospruner import OSPrunerForCausalLM, StopPolicyConfig
-from modeling_ospruner.custom_generate_ospruner import CUSTOM_GENERATE, generate
+from modeling_ospruner.custom_generate_ospruner import generate
+from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.rules import AnswerEntropy, StopRule
 from ospruner.train.untrained import untrained
 
@@ -205,19 +207,6 @@ def test_what_cannot_work_is_refused(
         on_base(other, folder)
 
 
-def test_the_class_keeps_its_own_generate(saved: tuple[OSPrunerForCausalLM, str]) -> None:
-    """The repository's file replaces nothing there; asked for by name, it runs on the base."""
-    model, folder = saved
-    assert Path(folder, CUSTOM_GENERATE).is_file()
-    loaded = OSPrunerForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert "generate" not in vars(loaded)
-    assert "generate" not in vars(loaded.base)
-    loaded.base.generation_config = model.base.generation_config
-    wanted = model.generate(PROMPT, stop_policy=True, **ARGUMENTS)
-    assert torch.equal(loaded.generate(PROMPT, stop_policy=True, **ARGUMENTS), wanted)
-    assert torch.equal(on_base(loaded, folder), wanted)
-
-
 WITHOUT_PACKAGE = """
 import importlib.util, json, sys
 base_folder, folder, packages, result, bias = sys.argv[1:]
@@ -234,9 +223,11 @@ out = {"custom": base.generate(prompt, **custom, **arguments).tolist()}
 out["steps"] = len(base.last_stop[0].step_ends)
 for auto in (AutoModel, AutoModelForCausalLM):
     model = auto.from_pretrained(folder, trust_remote_code=True)
+    assert "transformers_modules" in type(model).__module__, type(model).__module__
     assert "generate" not in vars(model)
     assert "generate" not in vars(model.base)
     out[auto.__name__] = model.generate(prompt, stop_policy=True, **arguments).tolist()
+model.save_pretrained(folder + "-again")
 assert "modeling_ospruner" not in sys.modules
 open(result, "w").write(json.dumps(out))
 """
@@ -266,3 +257,6 @@ def test_in_a_process_without_the_package(
     wanted = model.generate(PROMPT[:1], stop_policy=True, max_new_tokens=40).tolist()
     assert found["custom"] == found["AutoModel"] == found["AutoModelForCausalLM"] == wanted
     assert found["steps"] > 0
+    again = Path(folder + "-again")
+    assert {path.name for path in again.iterdir()} >= {*FLAT_FILES, "model.safetensors"}
+    assert type(AutoModel.from_pretrained(again)) is OSPrunerForCausalLM

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,27 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast, Qwen2ForCausa
 
 from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import ReasoningFormat
-from ospruner.formats import HARMONY
+from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN
 from ospruner.train.untrained import untrained
 
-ANALYSIS = "<|channel|>analysis<|message|>"
 NEVER: dict[str, Any] = {"mode": "threshold", "threshold": 1.0}
 ALWAYS: dict[str, Any] = {"mode": "threshold", "threshold": 0.0}
+TEXTUAL = ReasoningFormat(
+    "textual", "Box it.", "</reason>", "</reason>\n\n", "\\boxed{", "<reason>"
+)
+FORMS = {
+    "harmony": HARMONY,
+    "calls": DEEPSEEK_R1,  # with Qwen3's markers of calls
+    "softly": replace(DEEPSEEK_R1, wind_down="Enough, so:"),
+    "textual": TEXTUAL,
+    "plain": PLAIN,
+    "phrase": replace(PLAIN, answer_phrase="The final answer is"),
+}
+HARMONY_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+Models = Callable[[str], OSPrunerForCausalLM]
 
 
 class Script(LogitsProcessor):
@@ -35,36 +52,34 @@ class Script(LogitsProcessor):
         return scores
 
 
-@pytest.fixture
-def model(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> OSPrunerForCausalLM:
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    markers = ["<|start|>", "<|channel|>", "<|message|>", "<|return|>"]
-    tokenizer.add_tokens(markers, special_tokens=True)
-    tokenizer.eos_token = "<|return|>"
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-    )
-    tiny_base.resize_token_embeddings(len(tokenizer))
-    tiny_base.generation_config.eos_token_id = tokenizer.eos_token_id
-    return untrained(tiny_base, tokenizer, tuning="layers")
+@pytest.fixture(scope="module")
+def models(tiny_base_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Models:
+    """The model of each format, made once."""
+    made: dict[str, OSPrunerForCausalLM] = {}
 
+    def get(kind: str) -> OSPrunerForCausalLM:
+        if kind not in made:
+            tokenizer = copy.deepcopy(tiny_tokenizer)
+            base = Qwen2ForCausalLM.from_pretrained(tiny_base_dir)
+            if kind == "harmony":
+                markers = ["<|start|>", "<|channel|>", "<|message|>", "<|return|>"]
+                tokenizer.add_tokens(markers, special_tokens=True)
+                tokenizer.eos_token = "<|return|>"
+                tokenizer.chat_template = HARMONY_TEMPLATE
+            elif kind == "calls":
+                tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+            elif kind == "textual":
+                changed = str(tokenizer.chat_template).replace("<think>", "<reason>")
+                tokenizer.chat_template = changed
+            base.resize_token_embeddings(len(tokenizer))
+            base.generation_config.eos_token_id = tokenizer.eos_token_id
+            made[kind] = untrained(base, tokenizer, reasoning_format=FORMS[kind], tuning="layers")
+        return made[kind]
 
-@pytest.fixture
-def reasoning_model(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> OSPrunerForCausalLM:
-    """Of one message a turn, with Qwen3's markers of calls."""
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
-    tiny_base.resize_token_embeddings(len(tokenizer))
-    return untrained(tiny_base, tokenizer, tuning="layers")
+    return get
 
 
 def tokens(model: OSPrunerForCausalLM, text: str) -> list[int]:
-    assert model.tokenizer is not None
     return list(model.tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -72,12 +87,10 @@ def write(
     model: OSPrunerForCausalLM, script: str, prefill: str = "", **settings: Any
 ) -> tuple[str, Any]:
     """What is written after the prompt, and the record."""
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
     chat = [{"role": "user", "content": "2 + 3?"}]
-    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-    prompt = tokenizer.encode(text + prefill, add_special_tokens=False)
-    ids = tokenizer.encode(script, add_special_tokens=False)
+    template: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
+    prompt = tokens(model, str(model.tokenizer.apply_chat_template(chat, **template)) + prefill)
+    ids = tokens(model, script)
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -86,148 +99,141 @@ def write(
         max_new_tokens=len(ids) + 30,
         do_sample=False,
     )
-    return str(tokenizer.decode(output[0][len(prompt) :])), model.last_stop[0]
+    return str(model.tokenizer.decode(output[0][len(prompt) :])), model.last_stop[0]
 
 
-def test_the_format_is_harmony(model: OSPrunerForCausalLM) -> None:
-    assert model.token_format.format == HARMONY
+@dataclass
+class Case:
+    """A script, how the text begins that comes of it, and what the record says."""
+
+    kind: str
+    script: str
+    starts: str
+    settings: dict[str, Any]
+    reason: str = "policy"
+    thought: str | None = None  # the thinking, where its tokens are counted
+    steps: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+BOXED = HARMONY.closing + "\\boxed{"
+ROLE = "<|end|><|start|>assistant"
+HELD = f"{ANALYSIS}First.\n\n"
+OTHER = f"<|channel|>commentary<|message|>I add.\n\nSo.{ROLE}"
+CALLS = f"{HELD}Then.{ROLE} to=x<|channel|>commentary"
+TOOL = f"{HELD}{ROLE}<|channel|>commentary to=x<|constrain|>json<|message|>{{\n\n}}<|return|>"
+AGAIN = f"{HELD}{ROLE}<|channel|>analysis<|message|>Again.\n\n"
+IN_THINKING = 'First.\n\nI add.<tool_call>\n{"name": "add"}\n\n</tool_call>'
+PHRASED = "It is.\n\nSo I check.\n\nThe final answer is 5, as.\n\nI said."
+LONG, FREE, TOOLS = {"max_answer_tokens": 90}, {"answer": "free"}, {"answer": "tools"}
+CASES = [
+    Case("harmony", f"{HELD}Then.\n\n", HELD + BOXED, ALWAYS),
+    # The model has written <|end|> and wants to call a tool: the final channel is forced.
+    Case("harmony", CALLS, f"{HELD}Then.{BOXED}", NEVER, "natural", steps=1),
+    Case("harmony", CALLS, CALLS, NEVER, "natural", more=FREE | LONG),
+    Case("harmony", f"{OTHER}{HELD}Then.\n\n", OTHER + HELD + BOXED, ALWAYS, steps=1),
+    Case("harmony", f"{FINAL}It is\n\n5.", f"{FINAL}\\boxed{{", ALWAYS, "natural", "", 0),
+    Case("harmony", f"{FINAL}It is\n\n5.", f"{FINAL}It", ALWAYS, "natural", "", 0, FREE),
+    # The second half of a break whose first half stands in the prompt ends a step.
+    Case(
+        *("harmony", "\nThen.\n\n", f"\n{BOXED}", ALWAYS),
+        steps=1,
+        more={"prefill": f"{ANALYSIS}First.\n"},
+    ),
+    Case("harmony", "5.\n\n", "5.\n\n", ALWAYS, "natural", more={"prefill": HARMONY.closing}),
+    # With answer "tools" the model chooses the channel of its reply, after either end.
+    Case("harmony", TOOL, TOOL, ALWAYS, more=TOOLS | LONG),
+    Case("harmony", TOOL, TOOL, NEVER, "natural", more=TOOLS | LONG),
+    Case("harmony", TOOL, HELD + HARMONY.closing, ALWAYS, more=FREE),
+    Case("harmony", AGAIN, AGAIN, ALWAYS, more=TOOLS | LONG | {"mask_reentry": False}),
+    # A call within the thinking is the model's own end, and is let be.
+    *(
+        Case("calls", IN_THINKING, IN_THINKING, NEVER, "natural", "First.\n\nI add.", 1, how | LONG)
+        for how in (FREE, TOOLS, {})
+    ),
+    Case(
+        *("calls", "First.\n\n</think>\n\n<tool_call>", "First.\n\n</think>\n\n<tool_call>"),
+        ALWAYS,
+        more=TOOLS,
+    ),
+    Case("softly", "First.\n\n", "First.\n\nEnough, so:</think>\n\n\\boxed{", ALWAYS),
+    Case("softly", "First.\n\n", "First.\n\n</think>\n\n", ALWAYS, more={"wind_down": ""}),
+    Case("softly", "First.</think>", "First.</think>\n\n\\boxed{", NEVER, "natural", "First."),
+    Case("textual", "First.\n\nThen.\n\n", "First.\n\n</reason>\n\n\\boxed{", ALWAYS),
+    *(
+        case
+        for end in ("</reason>", "</reason>\n", "</reason>\n\n")
+        for case in (
+            Case(
+                *("textual", f"One.\n\nThen{end}", "One.\n\nThen</reason>\n\n\\boxed{", NEVER),
+                *("natural", "One.\n\nThen"),
+            ),
+            Case(
+                *("textual", f"One.\n\nThen{end}It is.", f"One.\n\nThen{end}It is.", NEVER),
+                *("natural", "One.\n\nThen", 1, FREE | LONG),
+            ),
+        )
+    ),
+    Case(
+        *("textual", "son>", "son>\n\n\\boxed{", NEVER, "natural", "", 0),
+        more={"prefill": "First.\n\nThen</rea"},
+    ),
+    Case("plain", "It is:\n\n5.\n\nY", "It is:\n\n5.\n\n\n\nThe final answer is \\boxed{", ALWAYS),
+    Case("plain", "It is.\n\n5.<|end|>", "It is.\n\n5.<|end|>", NEVER, "natural", "It is.\n\n5."),
+    Case(
+        *("phrase", PHRASED, "It is.\n\nSo I check.\n\nThe final answer is \\boxed{", NEVER),
+        *("natural", "It is.\n\nSo I check.\n\n", 2),
+    ),
+    # From the phrase on nothing is thinking, and no step ends.
+    Case("phrase", PHRASED, PHRASED, NEVER, "natural", steps=2, more=FREE | LONG),
+    Case("phrase", PHRASED, "It is.\n\n\n\nThe final answer is \\boxed{", ALWAYS),
+    Case("phrase", "It is 5.<|end|>", "It is 5.<|end|>", NEVER, "natural", "It is 5."),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.reason}")
+def test_what_is_written_and_what_is_told(models: Models, case: Case) -> None:
+    model = models(case.kind)
+    text, record = write(model, case.script, **case.settings, **case.more)
+    assert text.startswith(case.starts)
+    assert record.reason == case.reason
+    if case.reason == "policy":
+        assert record.thinking_tokens == record.step_ends[-1]
+    if case.thought is not None:
+        assert record.thinking_tokens == len(tokens(model, case.thought))
+    if case.steps is not None:
+        assert len(record.step_ends) == case.steps
+
+
+def test_the_answer_does_not_open_the_analysis_again(models: Models) -> None:
+    model = models("harmony")
     assert model.token_format.channels is not None
+    text, _ = write(model, f"{HELD}{BOXED}<|channel|><|channel|><|channel|>", **ALWAYS)
+    assert text.startswith(HELD + BOXED)
+    assert "<|channel|>" not in text[len(HELD + BOXED) :]
+    # With tools any channel but the analysis.
+    text, _ = write(model, AGAIN, answer="tools", max_answer_tokens=40, **ALWAYS)
+    assert text.startswith(f"{HELD}{ROLE}<|channel|>")
+    assert not text.startswith(f"{HELD}{ROLE}<|channel|>a")
 
 
-def test_a_stop_forces_the_whole_closing(model: OSPrunerForCausalLM) -> None:
-    text, record = write(model, f"{ANALYSIS}First.\n\nThen.\n\n", **ALWAYS)
-    assert text.startswith(f"{ANALYSIS}First.\n\n{HARMONY.closing}\\boxed{{")
-    assert record.reason == "policy"
-
-
-def test_a_natural_end_is_completed(model: OSPrunerForCausalLM) -> None:
-    """The model has written <|end|> and wants to call a tool: the final channel is forced."""
-    script = f"{ANALYSIS}First.\n\nThen.<|end|><|start|>assistant to=x<|channel|>commentary"
-    text, record = write(model, script, **NEVER)
-    assert text.startswith(f"{ANALYSIS}First.\n\nThen.{HARMONY.closing}\\boxed{{")
-    assert record.reason == "natural"
-    assert len(record.step_ends) == 1
-    free, record = write(model, script, answer="free", max_answer_tokens=90, **NEVER)
-    assert free.startswith(script)  # nothing is forced after a natural end
-    assert record.reason == "natural"
-
-
-def test_other_channels_do_not_end_or_stop(model: OSPrunerForCausalLM) -> None:
-    preamble = "<|channel|>commentary<|message|>I add.\n\nSo.<|end|><|start|>assistant"
-    text, record = write(model, f"{preamble}{ANALYSIS}First.\n\nThen.\n\n", **ALWAYS)
-    assert text.startswith(f"{preamble}{ANALYSIS}First.\n\n{HARMONY.closing}\\boxed{{")
-    assert len(record.step_ends) == 1
-
-
-def test_a_final_channel_at_once_is_a_natural_end(model: OSPrunerForCausalLM) -> None:
-    opened = "<|channel|>final<|message|>"
-    text, record = write(model, f"{opened}It is.\n\n5.\n\n", **ALWAYS)
-    assert text.startswith(f"{opened}\\boxed{{")
-    assert (record.reason, record.step_ends, record.thinking_tokens) == ("natural", [], 0)
-    text, record = write(model, f"{opened}It is.\n\n5.\n\n", answer="free", **ALWAYS)
-    assert text.startswith(f"{opened}It")
-    assert "<|end|>" not in text
-
-
-def test_prefilled_analysis(model: OSPrunerForCausalLM) -> None:
-    """The second half of a break whose first half stands in the prompt ends a step."""
-    text, record = write(model, "\nThen.\n\n", prefill=f"{ANALYSIS}First.\n", **ALWAYS)
-    assert text.startswith(f"\n{HARMONY.closing}\\boxed{{")
-    assert record.step_ends == [1]
-    text, record = write(model, "5.\n\n", prefill=HARMONY.closing, **ALWAYS)
-    assert record.reason == "natural"
-    assert text.startswith("5.\n\n")
-
-
-def test_the_answer_cannot_open_the_analysis_again(model: OSPrunerForCausalLM) -> None:
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
-    thought = f"{ANALYSIS}First.\n\n"
-    closing = HARMONY.closing + "\\boxed{"
-    again = f"{thought}{closing}<|channel|><|channel|><|channel|>"
-    text, _ = write(model, again, **ALWAYS)
-    assert text.startswith(thought + closing)
-    assert "<|channel|>" not in text[len(thought + closing) :]
-
-
-def test_the_answer_ends_with_its_message(model: OSPrunerForCausalLM) -> None:
-    script = f"{ANALYSIS}First.\n\n{HARMONY.closing}\\boxed{{5<|end|>xxxxxxxx"
-    text, _ = write(model, script, max_answer_tokens=20, **ALWAYS)
+def test_the_answer_ends_with_its_message(models: Models) -> None:
+    text, _ = write(
+        models("harmony"), f"{HELD}{BOXED}5<|end|>xxxxxxxx", max_answer_tokens=20, **ALWAYS
+    )
     assert text.endswith("\\boxed{5<|end|>")
 
 
-CALL = "<|channel|>commentary to=x<|constrain|>json<|message|>{\n\n}"
-
-
-def test_a_call_in_harmony_is_left_to_the_model(model: OSPrunerForCausalLM) -> None:
-    """With answer "tools" the model chooses the channel of its reply, after either end."""
-    thought, role = f"{ANALYSIS}First.\n\n", "<|end|><|start|>assistant"
-    script = f"{thought}{role}{CALL}<|return|>"
-    text, record = write(model, script, answer="tools", max_answer_tokens=90, **ALWAYS)
-    assert (text, record.reason) == (script, "policy")
-    text, record = write(model, script, answer="tools", max_answer_tokens=90, **NEVER)
-    assert (text, record.reason) == (script, "natural")
-    free, _ = write(model, script, answer="free", **ALWAYS)
-    assert free.startswith(thought + HARMONY.closing)
-
-
-def test_after_a_stop_any_channel_but_the_analysis_opens(model: OSPrunerForCausalLM) -> None:
-    role = "<|end|><|start|>assistant"
-    begun = f"{ANALYSIS}First.\n\n{role}<|channel|>"
-    again = f"{begun}analysis<|message|>Again.\n\n"
-    settings: dict[str, Any] = {"answer": "tools", "max_answer_tokens": 40, **ALWAYS}
-    text, _ = write(model, again, **settings)
-    assert text.startswith(begun)
-    assert not text.startswith(f"{begun}a")
-    text, _ = write(model, again, mask_reentry=False, **settings)
-    assert text.startswith(again)
-
-
-def test_a_call_without_an_end_of_the_thinking(reasoning_model: OSPrunerForCausalLM) -> None:
-    """Qwen3 may open a call within its thinking: it is the model's own end, and is let be."""
-    call = '<tool_call>\n{"name": "add"}\n\n</tool_call>'
-    script = f"First.\n\nI add.{call}<|end|>"
-    for answer in ("forced", "free", "tools"):
-        text, record = write(reasoning_model, script, answer=answer, max_answer_tokens=60, **NEVER)
-        assert text.startswith(f"First.\n\nI add.{call}"), answer
-        assert record.reason == "natural"
-        assert len(record.step_ends) == 1
-        assert record.thinking_tokens == len(tokens(reasoning_model, "First.\n\nI add."))
-
-
-def test_a_call_after_a_stop(reasoning_model: OSPrunerForCausalLM) -> None:
-    closing = reasoning_model.token_format.format.closing
-    script = f"First.\n\n{closing}<tool_call>{{\n\n}}</tool_call>"
-    text, record = write(reasoning_model, script, answer="tools", max_answer_tokens=90, **ALWAYS)
-    assert text.startswith(script)
-    assert record.reason == "policy"
-
-
-def test_a_sentence_before_the_closing(reasoning_model: OSPrunerForCausalLM) -> None:
-    fmt, soft = reasoning_model.token_format.format, "I have what I need, so:"
-    script = "First.\n\nThen."
-    plain, before = write(reasoning_model, script, **ALWAYS)
-    text, record = write(reasoning_model, script, wind_down=soft, **ALWAYS)
-    assert plain.startswith(f"First.\n\n{fmt.closing}\\boxed{{")
-    assert text.startswith(f"First.\n\n{soft}{fmt.closing}\\boxed{{")
+def test_a_sentence_before_the_closing(models: Models) -> None:
+    model, soft = models("calls"), "I have what I need, so:"
+    plain, before = write(model, "First.\n\nThen.", **ALWAYS)
+    text, record = write(model, "First.\n\nThen.", wind_down=soft, **ALWAYS)
+    assert plain.startswith("First.\n\n</think>\n\n\\boxed{")
+    assert text.startswith(f"First.\n\n{soft}</think>\n\n\\boxed{{")
     assert record == before  # what is forced is no thinking of the model's
-    natural, _ = write(reasoning_model, f"{script}{fmt.think_end}", wind_down=soft, **NEVER)
-    assert natural.startswith(f"{script}{fmt.closing}\\boxed{{")
     with pytest.raises(ValueError, match="with the markers '</think>'"):
-        write(reasoning_model, script, wind_down="So: </think>", **ALWAYS)
-    with pytest.raises(TypeError, match="wind_down is 3; it must be a text"):
-        write(reasoning_model, script, wind_down=3, **ALWAYS)
-
-
-def test_a_policys_own_sentence(reasoning_model: OSPrunerForCausalLM) -> None:
-    """It stands in the format that is saved with a policy, and a call may leave it out."""
-    tokenizer = reasoning_model.tokenizer
-    assert tokenizer is not None
-    fmt = replace(reasoning_model.token_format.format, wind_down="Enough, so:")
-    made = untrained(reasoning_model.base, tokenizer, reasoning_format=fmt, tuning="layers")
-    text, _ = write(made, "First.\n\n", **ALWAYS)
-    assert text.startswith(f"First.\n\nEnough, so:{fmt.closing}")
-    text, _ = write(made, "First.\n\n", wind_down="", **ALWAYS)
-    assert text.startswith(f"First.\n\n{fmt.closing}")
+        write(model, "First.", wind_down="So: </think>", **ALWAYS)
+    fmt = FORMS["softly"]
     assert ReasoningFormat.from_dict(fmt.to_dict()) == fmt
     assert "wind_down" not in replace(fmt, wind_down="").to_dict()

@@ -1,16 +1,34 @@
-"""Properties of the states that watch tokens: channels, prefilled thinking, the box's end."""
+"""The states that watch tokens: channels, markers of several tokens, the box's end."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from modeling_ospruner.formats_ospruner import BoundaryState, BoxState, kind_of
-from ospruner.formats import HARMONY
+from modeling_ospruner.formats_ospruner import (
+    BoundaryState,
+    BoxState,
+    Marker,
+    MarkerState,
+    ReasoningFormat,
+    TokenFormat,
+    kind_of,
+)
+from ospruner.formats import HARMONY, follow
 
-from .made_formats import boundaries, made_format
+from .made_formats import boundaries, made_format, made_marker
+from .test_formats_generate import TEXTUAL
 
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 TEXTS = ("assistant", "analysis", "final", "commentary", " to=x", "a", " ", "\n", ".\n\n", "}\n\nb")
@@ -125,8 +143,7 @@ def test_a_prefilled_thinking_goes_on(messages: list[Message], cut: int) -> None
 @settings(max_examples=150, deadline=None)
 def test_box_closes_in_the_same_place_however_the_text_is_cut(tokens: list[str]) -> None:
     """Tokens hold any run of characters; the reference counts braces over the joined text."""
-    texts = {i: text for i, text in enumerate(tokens) if set(text) & set("{}\\")}
-    box = BoxState(texts)
+    box = BoxState(tokens)
     closed = next((i for i in range(len(tokens)) if box.push(i)), None)
     depth, place, escaped = 1, None, False
     for index, character in ((i, c) for i, text in enumerate(tokens) for c in text):
@@ -138,3 +155,153 @@ def test_box_closes_in_the_same_place_however_the_text_is_cut(tokens: list[str])
             place = index
             break
     assert closed == place
+
+
+CUT = ["<", "/", ">", "a", "</", "ab", "a>", "/ab>", "b", "\n\n", "", "<</ab>\n"]
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def naive(pieces: list[str], literal: str) -> tuple[int, int, str] | None:
+    """The marker's first token, the one after its last, and the text after it, by a search."""
+    for end in range(1, len(pieces) + 1):
+        text = "".join(pieces[:end])
+        at = text.find(literal)
+        if at >= 0:
+            first = max(i for i in range(end) if len("".join(pieces[:i])) <= at and pieces[i])
+            return first, end, text[at + len(literal) :]
+    return None
+
+
+@given(st.lists(st.sampled_from(range(len(CUT))), max_size=14), st.sampled_from(["</ab>", "aba"]))
+@settings(max_examples=400, deadline=None)
+def test_the_matcher_against_a_naive_search(ids: list[int], literal: str) -> None:
+    state = MarkerState(made_marker(literal, CUT))
+    found = None
+    for i, token in enumerate(ids):
+        if state.push(token):
+            found = i + 1 - state.tokens, i + 1, state.overhang
+            break
+    assert found == naive([CUT[i] for i in ids], literal)
+
+
+@given(st.text(alphabet="</reason>ab.\n é🙂", max_size=30), st.data())
+@settings(max_examples=40, deadline=None)
+def test_real_tokens_against_decoded_text(
+    real_r1: tuple[PreTrainedTokenizerBase, TokenFormat], text: str, data: st.DataObject
+) -> None:
+    """However a text is cut into tokens, the marker is complete where the decoded text says so."""
+    tokenizer, marker = real_r1[0], Marker("</reason>", real_r1[1].texts)
+    parts = [text, "</reason>", "</", "reason", ">\n\n", ".</", "é"]
+    pieces = data.draw(st.lists(st.sampled_from(parts), max_size=6))
+    ids = [i for piece in pieces for i in token_ids(tokenizer, piece)]
+    state, found = MarkerState(marker), None
+    for end, token in enumerate(ids, 1):
+        if state.push(token):
+            found = end
+            break
+    texts = [str(tokenizer.decode(ids[:end])) for end in range(1, len(ids) + 1)]
+    wanted = next((end for end, one in enumerate(texts, 1) if "</reason>" in one), None)
+    assert found == wanted
+    if found is not None:
+        first = found - state.tokens
+        assert "</reason>" in str(tokenizer.decode(ids[first:found]))
+        assert "</reason>" not in str(tokenizer.decode(ids[first + 1 : found]))
+
+
+def check_real(tokenizer: PreTrainedTokenizerBase) -> None:
+    """What a real tokenizer makes of markers that it has no tokens for."""
+    fmt = TokenFormat.compile(TEXTUAL, tokenizer)
+    assert (fmt.think_end_id, fmt.think_end_ids, fmt.reentry_ids) == (-1, (), ())
+    for text, thinking in [
+        ("One.\n\nTwo</reason>\n\nIt", "One.\n\nTwo"),
+        ("One.\n\nTwo</reason>\nIt", "One.\n\nTwo"),
+        ("One.\n\nTwo</reason>It", "One.\n\nTwo"),
+        ("One.\n\n</reason>", "One.\n\n"),
+        ("One </reason>:", "One"),
+        ("One < </reason </reason>", "One < </reason"),
+    ]:
+        ids = token_ids(tokenizer, text)
+        state = follow(fmt, [], ids)
+        assert state.ended, text
+        assert tokenizer.decode(ids[: state.thinking_tokens]) == thinking
+        after = str(tokenizer.decode(ids[state.thinking_tokens :]))
+        assert after.lstrip(" ").startswith("</reason>")
+        # What the marker's last token holds beyond it, is written already.
+        written = str(state.overhang)
+        left = "\n\n".removeprefix(written) if written.strip("\n") == "" else "\n\n"
+        assert tokenizer.decode(fmt.forced_suffix("forced", state)) == left + "\\boxed{"
+        assert fmt.step_ends(ids[: state.thinking_tokens])[-1] == state.thinking_tokens
+        assert fmt.thinking_span(ids, 0) == (0, state.thinking_tokens, True)
+    # What opens the thinking is no visible text, so that no step ends with it.
+    opened = token_ids(tokenizer, "<reason>\n\nOne.\n\nTwo")
+    assert [tokenizer.decode(opened[:end]) for end in fmt.step_ends(opened)] == [
+        "<reason>\n\nOne.\n\n",
+        "<reason>\n\nOne.\n\nTwo",
+    ]
+    chinese = ReasoningFormat("zh", "", "最终答案：", "最终答案：\n", "\\boxed{")
+    fmt = TokenFormat.compile(chinese, tokenizer)
+    ids = token_ids(tokenizer, "好🙂。\n\n最终答案：5")
+    spelled = [i for one in "好最终答案：" for i in token_ids(tokenizer, one)]
+    for row, kept in ((ids, "好🙂。\n\n"), (spelled, "好")):
+        state = follow(fmt, [], row)
+        assert state.ended
+        assert tokenizer.decode(row[: state.thinking_tokens]) == kept
+
+
+def test_with_r1_s_tokenizer(real_r1: tuple[PreTrainedTokenizerBase, TokenFormat]) -> None:
+    check_real(real_r1[0])
+    with pytest.raises(ValueError, match="turn of several messages it must be one token"):
+        TokenFormat.compile(HARMONY, real_r1[0])
+
+
+def test_with_gpt_oss_s_tokenizer(
+    real_harmony: tuple[PreTrainedTokenizerBase, TokenFormat],
+) -> None:
+    check_real(real_harmony[0])
+
+
+@pytest.mark.parametrize("variable", ["OSPRUNER_SMOLLM2", "OSPRUNER_QWEN_CODER"])
+def test_with_an_instruct_model_s_tokenizer(variable: str) -> None:
+    folder = os.environ.get(variable)
+    if folder is None:
+        pytest.skip(f"{variable} names no folder of the model")
+    tokenizer = AutoTokenizer.from_pretrained(Path(folder))
+    check_real(tokenizer)
+    end = ReasoningFormat("r1", "", "</think>", "</think>\n\n", "\\boxed{", "<think>")
+    fmt = TokenFormat.compile(end, tokenizer)
+    assert fmt.end_marker is not None  # the vocabulary lacks it
+    ids = token_ids(tokenizer, "<think>\nOne.\n\nTwo.\n</think>\n\n5")
+    kept = str(tokenizer.decode(ids[: follow(fmt, [], ids).thinking_tokens]))
+    assert kept.startswith("<think>\nOne.\n\nTwo")
+    assert "</" not in kept
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    changed = copy.deepcopy(tiny_tokenizer)
+    changed.chat_template = str(changed.chat_template).replace("<think>", "<reason>")
+    return changed
+
+
+def prompt_of(tokenizer: PreTrainedTokenizerBase, more: str = "") -> list[int]:
+    chat = [{"role": "user", "content": "<reason>2 + 3?</reason>"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return token_ids(tokenizer, f"{text}{more}")
+
+
+def test_where_a_prompt_s_thinking_begins(tokenizer: PreTrainedTokenizerFast) -> None:
+    fmt = TokenFormat.compile(TEXTUAL, tokenizer)
+    prompt = prompt_of(tokenizer)
+    assert fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+    more = prompt_of(tokenizer, "First.\n\nSo")
+    assert fmt.thinking_span(more) == (len(prompt), len(more), False)
+    over = prompt_of(tokenizer, "First.</reason>\n\nIt is")
+    span = fmt.thinking_span(over)
+    assert span.closed
+    assert tokenizer.decode(over[span.start : span.end]) == "First."
+    raw = token_ids(tokenizer, "Some text <reason>\nFirst")
+    assert str(tokenizer.decode(raw[fmt.thinking_span(raw).start :])).strip() == "First"
+    assert fmt.thinking_span(token_ids(tokenizer, "First</reason>\n\nIt")).closed

@@ -30,14 +30,6 @@ class Family:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def plain(self, text: str) -> list[int]:
-        """The ids of a text whose markers are read as plain characters."""
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        if self.fmt.added_ids.isdisjoint(ids):
-            return ids
-        # Markers that are not special (R1's `<think>`) are found even so: spell them out.
-        return [i for character in text for i in self.ids(character)]
-
     def prompt(self, chat: Chat, **template: Any) -> list[int]:
         options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **template}
         return self.ids(str(self.tokenizer.apply_chat_template(chat, **options)))
@@ -129,20 +121,11 @@ QUOTES = [
 @EVERY
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_users_markers_are_no_thinking(family: Family, quote: str) -> None:
-    """As ids of markers (what encoding the template's text makes of them), and as plain text."""
-    as_markers = family.prompt([{"role": "user", "content": quote}])
-    hole = family.prompt([{"role": "user", "content": "HOLE"}])
-    (at,) = (
-        i for i in range(len(hole)) if hole[i : i + len(family.ids("HOLE"))] == family.ids("HOLE")
-    )
-    as_text = [*hole[:at], *family.plain(quote), *hole[at + len(family.ids("HOLE")) :]]
-    assert family.tokenizer.decode(as_text) == family.tokenizer.decode(as_markers)
-    assert as_text != as_markers or not family.fmt.added_ids.intersection(family.ids(quote))
-    for prompt in (as_markers, as_text):
-        assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
-        trace = family.ids("First.\n\nThen")
-        span = family.fmt.thinking_span([*prompt, *trace])
-        assert span == (len(prompt), len(prompt) + len(trace), False)
+    prompt = family.prompt([{"role": "user", "content": quote}])
+    assert family.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
+    trace = family.ids("First.\n\nThen")
+    span = family.fmt.thinking_span([*prompt, *trace])
+    assert span == (len(prompt), len(prompt) + len(trace), False)
 
 
 @TAGS
@@ -186,7 +169,7 @@ def test_prompts_without_the_chat_template(r1: Family) -> None:
     trace = r1.ids("First.\n\nThen")
     for prompt in ("What is 2 + 3?\n<think>\n", "Q: 1\n<think>a</think> 1\nQ: 2\n<think>\n"):
         ids = r1.ids(prompt)
-        assert fmt.thinking_span([*ids, *trace]) == (len(ids), len(ids) + len(trace), False)
+        assert fmt.thinking_span([*ids, *trace]) == (len(ids) - 1, len(ids) + len(trace), False)
     closed = r1.ids("What is 2 + 3? <think>\nFive.</think>\n\nIt is")
     assert fmt.thinking_span(closed)[2]
     assert fmt.thinking_span(r1.ids("What is 2 + 3?</think>\n\nIt")).closed
@@ -215,24 +198,6 @@ def test_qwen3_without_thinking(qwen3: Family) -> None:
         "<think>\n\nFirst.\n\n",
         "<think>\n\nFirst.\n\nThen",
     ]
-
-
-def test_qwen3_keeps_the_thinking_of_a_tool_call(qwen3: Family) -> None:
-    """The template writes the last query's thinking again, in an earlier message of the model."""
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    chat: Chat = [
-        *ASK,
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "Use\n\nit.",
-            "tool_calls": [call],
-        },
-        {"role": "tool", "content": "5"},
-    ]
-    prompt = qwen3.prompt(chat)
-    assert "Use\n\nit.\n</think>" in qwen3.tokenizer.decode(prompt)
-    assert qwen3.fmt.thinking_span(prompt) == (len(prompt), len(prompt), False)
 
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -328,6 +293,7 @@ def test_harmony_tool_call_in_the_chat(harmony: Family) -> None:
 def test_harmony_turns_stay_apart(harmony: Family) -> None:
     fmt = harmony.fmt
     chat: Chat = [*ASK, {"role": "assistant", "content": "5.\n\nYes.", "thinking": "hm\n\nhm"}]
+    assert harmony.tokenizer.decode(list(fmt.answer_end_ids)) == "<|end|>"
     trained = harmony.prompt(chat, add_generation_prompt=False)
     span = fmt.thinking_span(trained)
     assert harmony.tokenizer.decode(trained[span.start : span.end]) == f"{ANALYSIS}hm\n\nhm"
@@ -338,11 +304,6 @@ def test_harmony_turns_stay_apart(harmony: Family) -> None:
     # The model speaks twice: the first message's answer is not this turn's.
     twice = harmony.prompt(chat[:1] + [{"role": "assistant", "content": "5."}] * 2)
     assert fmt.thinking_span(twice) == (len(twice), len(twice), False)
-
-
-def test_harmony_answer_ends_with_its_message(harmony: Family, r1: Family) -> None:
-    assert harmony.tokenizer.decode(list(harmony.fmt.answer_end_ids)) == "<|end|>"
-    assert r1.fmt.answer_end_ids == ()
 
 
 CUSTOM = {

@@ -1,13 +1,14 @@
+"""Generate with a stop policy on tiny bases, and in transformers' own pipeline."""
+
 from __future__ import annotations
 
-import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM, pipeline
 
 from modeling_ospruner import OSPrunerForCausalLM, uniform
 from ospruner.demo.shipped import Reasoner
@@ -86,9 +87,9 @@ def greedy_answer(model: OSPrunerForCausalLM, text: list[int], most: int) -> lis
     return out
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("batch", "sampling", "cache"), [(1, {}, "dynamic"), (8, SAMPLED, "dynamic"), (8, {}, "static")]
+)
 def test_rows_equal_plain_generate_until_they_stop(
     model: OSPrunerForCausalLM, batch: int, sampling: dict[str, Any], cache: str
 ) -> None:
@@ -129,8 +130,10 @@ def test_forced_answers_are_the_greedy_ones(model: OSPrunerForCausalLM) -> None:
     assert compared > 20
 
 
-@pytest.mark.parametrize("layers", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layers", "dtype"),
+    [(0, torch.float32), (1, torch.float32), (2, torch.float32), (2, torch.bfloat16)],
+)
 def test_online_probabilities_equal_one_offline_pass(
     tiny_base: Qwen2ForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -175,14 +178,6 @@ def test_sampled_decisions_follow_the_counter_based_draws(model: OSPrunerForCaus
         assert stops == [False] * (len(stops) - 1) + [record.reason == "policy"]
 
 
-def test_a_policy_that_never_stops_changes_nothing(model: OSPrunerForCausalLM) -> None:
-    torch.nn.init.zeros_(model.policy.head.weight)
-    inputs = prompts(model, 4)
-    never = {"mode": "threshold", "threshold": 0.9, "answer": "free"}
-    assert torch.equal(run(model, inputs, stop_policy=never), run(model, inputs))
-    assert {record.reason for record in model.last_stop} == {"length"}
-
-
 def test_natural_ends_are_forced_too(model: OSPrunerForCausalLM) -> None:
     model.base.generation_config.sequence_bias = {
         (model.token_format.think_end_id,): 14.0,
@@ -204,90 +199,6 @@ def test_natural_ends_are_forced_too(model: OSPrunerForCausalLM) -> None:
     assert torch.equal(free, plain)
 
 
-def test_budget_and_minimum(model: OSPrunerForCausalLM) -> None:
-    inputs = prompts(model, 8)
-    budget = {"mode": "threshold", "threshold": 1.0, "max_thinking_tokens": 12}
-    run(model, inputs, stop_policy=budget, **SAMPLED)
-    stopped = [record for record in model.last_stop if record.reason == "budget"]
-    assert stopped
-    for record in stopped:
-        assert record.thinking_tokens >= 12
-        assert all(end < 12 for end in record.step_ends[:-1])
-    at_once = {"mode": "threshold", "threshold": 0.0, "min_thinking_tokens": 12}
-    run(model, inputs, stop_policy=at_once, **SAMPLED)
-    assert all(r.thinking_tokens >= 12 for r in model.last_stop if r.reason == "policy")
-    assert any(len(record.step_ends) > 1 for record in model.last_stop)
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-def test_answers_end_at_their_cap(model: OSPrunerForCausalLM, limit: int) -> None:
-    inputs = prompts(model, 1)
-    settings = {"mode": "threshold", "threshold": 0.0, "max_answer_tokens": limit}
-    output = run(model, inputs, stop_policy=settings)
-    record = model.last_stop[0]
-    assert record.reason == "policy"
-    forced = model.token_format.forced_suffix()
-    answer = output.shape[1] - inputs["input_ids"].shape[1] - record.thinking_tokens - len(forced)
-    assert 1 <= answer <= limit
-
-
-class Recorder(BaseStreamer):
-    """Keeps what is streamed."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.ids += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_streaming(model: OSPrunerForCausalLM) -> None:
-    inputs, streamer = prompts(model, 1), Recorder()
-    output = run(model, inputs, stop_policy=True, streamer=streamer)
-    assert model.last_stop[0].reason == "policy"
-    assert streamer.ids == output[0].tolist()
-    assert streamer.ended
-
-
-def test_several_return_sequences_and_the_output_object(model: OSPrunerForCausalLM) -> None:
-    inputs = prompts(model, 2)
-    extra: dict[str, Any] = {"num_return_sequences": 3, **SAMPLED}
-    plain = run(model, inputs, **extra)
-    output: Any = run(model, inputs, stop_policy=True, return_dict_in_generate=True, **extra)
-    assert output.stop == model.last_stop
-    assert len(output.stop) == 6
-    width = inputs["input_ids"].shape[1]
-    for row, record in enumerate(output.stop):
-        end = width + record.thinking_tokens
-        assert torch.equal(output.sequences[row, width:end], plain[row, width:end])
-
-
-def test_prefill_in_chunks(model: OSPrunerForCausalLM) -> None:
-    inputs = prompts(model, 3)
-    whole = run(model, inputs, stop_policy=True)
-    records = model.last_stop
-    chunked = run(model, inputs, stop_policy=True, prefill_chunk_size=4)
-    assert torch.equal(whole, chunked)
-    for one, other in zip(records, model.last_stop, strict=True):
-        assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
-
-
-def test_a_prompt_that_closed_its_thinking_is_left_alone(model: OSPrunerForCausalLM) -> None:
-    inputs = prompts(model, 1)
-    closing = torch.tensor([model.token_format.closing_ids])
-    ids = torch.cat([inputs["input_ids"], closing], dim=1)
-    always = {"mode": "threshold", "threshold": 0.0}
-    assert torch.equal(
-        run(model, {"input_ids": ids}, stop_policy=always), run(model, {"input_ids": ids})
-    )
-    assert model.last_stop[0].thinking_tokens == 0
-    assert model.last_stop[0].reason == "natural"
-
-
 @pytest.mark.parametrize("where", ["head", "layers"])
 def test_nan_never_stops_or_crashes(model: OSPrunerForCausalLM, where: str) -> None:
     # Of queries that are NaN torch's attention kernel for the CPU makes zeros.
@@ -307,29 +218,6 @@ def test_nan_never_stops_or_crashes(model: OSPrunerForCausalLM, where: str) -> N
     for record in model.last_stop:
         assert record.nan_steps == len(record.step_ends) > 0
         assert record.reason == "length"
-
-
-def test_concurrent_calls_do_not_mix(model: OSPrunerForCausalLM) -> None:
-    batches = [prompts(model, size) for size in (1, 2, 3)]
-
-    def greedy(inputs: dict[str, torch.Tensor]) -> Any:
-        return model.generate(
-            **inputs, max_new_tokens=40, stop_policy={"seed": 2}, return_dict_in_generate=True
-        )
-
-    alone = [greedy(inputs) for inputs in batches]
-    together: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda i=i, b=b: together.update({i: greedy(b)}))
-        for i, b in enumerate(batches)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, one in enumerate(alone):
-        assert torch.equal(one.sequences, together[i].sequences)
-        assert [r.step_ends for r in one.stop] == [r.step_ends for r in together[i].stop]
 
 
 def test_draws_are_pinned() -> None:
@@ -358,3 +246,88 @@ def test_on_step_is_told_of_each_decision(reasoner: Reasoner) -> None:
         steps = list(zip(record.step_ends, record.probabilities, strict=True))
         assert [(end, p) for row, end, p in told if row == i] == steps
         assert steps
+
+
+CHATS = [
+    [{"role": "user", "content": text}]
+    for text in ("Ann has 3 apples", "Ann has 3 apples and buys 4 more", "So 3 + 4 = 7")
+]
+ARGUMENTS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+
+
+@pytest.fixture
+def stopping(tiny_base: Qwen2ForCausalLM, tiny_tokenizer: Any) -> OSPrunerForCausalLM:
+    """A policy that stops at the first paragraph's end."""
+    model = untrained(tiny_base, tiny_tokenizer, init_bias=50.0, tuning="layers")
+    breaks = [i for i, kind in enumerate(model.token_format.kinds) if kind & 1 and kind & 8]
+    model.base.generation_config.sequence_bias = [[[i], 6.0] for i in breaks]
+    return model
+
+
+def alone(model: OSPrunerForCausalLM, chat: Any, stop_policy: Any = True) -> str:
+    """What generate writes for one chat by itself."""
+    assert model.tokenizer is not None
+    inputs: Any = model.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**inputs, stop_policy=stop_policy, **ARGUMENTS)
+    new = output[0, inputs["input_ids"].shape[1] :]
+    return str(model.tokenizer.decode(new, skip_special_tokens=True))
+
+
+def test_chats_one_by_one_and_in_batches(stopping: OSPrunerForCausalLM) -> None:
+    make: Any = pipeline
+    pipe = make(
+        "text-generation",
+        model=stopping,
+        tokenizer=stopping.tokenizer,
+        stop_policy=True,
+        **ARGUMENTS,
+    )
+    wanted = [alone(stopping, chat) for chat in CHATS]
+    assert all("</think>" in text for text in wanted)
+    (one,) = pipe(CHATS[0])
+    assert one["generated_text"][-1] == {"role": "assistant", "content": wanted[0]}
+    batch = pipe(CHATS, batch_size=3, return_full_text=False)
+    assert [found[0]["generated_text"] for found in batch] == wanted
+    assert [record.reason for record in stopping.last_stop] == ["policy"] * 3
+    (text,) = pipe("Ann has 3 apples", stop_policy={"mode": "threshold", "threshold": 1.0})
+    assert text["generated_text"].startswith("Ann has 3 apples")
+    assert stopping.last_stop[0].reason == "policy", "pi is 1 in float32"
+    off = pipe(CHATS[0], stop_policy=False, return_full_text=False)
+    assert off[0]["generated_text"] == alone(stopping, CHATS[0], stop_policy=False) != wanted[0]
+
+
+def test_a_pipeline_loads_a_policy_by_name(stopping: OSPrunerForCausalLM, tmp_path: Path) -> None:
+    stopping.base.save_pretrained(tmp_path / "base")
+    stopping.config.base_model_name_or_path = str(tmp_path / "base")
+    stopping.save_pretrained(tmp_path / "policy")
+    make: Any = pipeline
+    pipe: Any = make("text-generation", model=str(tmp_path / "policy"), trust_remote_code=True)
+    assert type(pipe.model) is OSPrunerForCausalLM
+    (found,) = pipe(CHATS[1], stop_policy=True, return_full_text=False, **ARGUMENTS)
+    assert found["generated_text"] == alone(stopping, CHATS[1])
+
+
+def test_a_generation_config_holds_the_stop_policy(stopping: OSPrunerForCausalLM) -> None:
+    """It is how `transformers serve` passes it on, from a client or by the model's default."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = stopping.generate(ids, stop_policy=True, **ARGUMENTS)
+    plain = stopping.generate(ids, **ARGUMENTS)
+    assert not torch.equal(plain, wanted)
+    given = GenerationConfig(
+        **ARGUMENTS,
+        stop_policy={"mode": "threshold"},
+        sequence_bias=stopping.generation_config.sequence_bias,
+        eos_token_id=stopping.generation_config.eos_token_id,
+    )
+    assert torch.equal(stopping.generate(ids, generation_config=given), wanted)
+    assert stopping.last_stop[0].reason == "policy"
+    off = stopping.generate(ids, generation_config=given, stop_policy=False)
+    assert torch.equal(off, plain)
+    settings: Any = stopping.generation_config
+    settings.stop_policy = True
+    assert torch.equal(stopping.generate(ids, **ARGUMENTS), wanted)
+    settings.stop_policy = {"mod": "sample"}
+    with pytest.raises(ValueError, match=r"stop_policy has no \['mod'\]"):
+        stopping.generate(ids, **ARGUMENTS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria, TextStreamer
 
-from modeling_ospruner import OSPrunerForCausalLM, uniform
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from ospruner.demo import REASONER
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.eval.problems.problem import user_message
-from ospruner.rules import AnswerEntropy
+from ospruner.rules import AnswerEntropy, Budget
 from ospruner.rules.live import generate_with_rule
 from ospruner.train.untrained import untrained
 
@@ -81,19 +82,6 @@ class Prefer(LogitsProcessor):
         scores = scores.clone()
         scores[self.when(input_ids), self.token] += 100.0
         return scores
-
-
-def test_rows_are_numbered_in_the_outputs_order(model: OSPrunerForCausalLM) -> None:
-    """The j-th text of prompt i is row i * k + j, and draws as that sample."""
-    inputs = inputs_for(model, 2)
-    asked = {"seed": 7, "first_sample_index": 100}
-    run(model, inputs, stop_policy=asked, num_return_sequences=3, **SAMPLED)
-    assert len(model.last_stop) == 6
-    for row, record in enumerate(model.last_stop):
-        assert record.probabilities
-        drawn = [uniform(7, 100 + row, i) < p for i, p in enumerate(record.probabilities)]
-        stopped = record.reason == "policy"
-        assert drawn == [False] * (len(drawn) - stopped) + [True] * stopped
 
 
 def test_a_policy_decides_at_the_stride_of_its_labels(
@@ -160,13 +148,6 @@ def test_a_prefilled_thinking_goes_on(model: OSPrunerForCausalLM) -> None:
         record = model.last_stop[0]
         assert (record.step_ends[:1] == [1]) == is_step
         assert record.thinking_tokens <= 30
-
-
-def test_a_cut_row_counts_all_its_tokens(model: OSPrunerForCausalLM) -> None:
-    inputs = inputs_for(model, 2)
-    for new in (1, 7):
-        run(model, inputs, stop_policy=NEVER, new=new)
-        assert [(r.thinking_tokens, r.reason) for r in model.last_stop] == [(new, "length")] * 2
 
 
 class EndRow(StoppingCriteria):
@@ -241,60 +222,112 @@ def test_half_precision(reasoner: Reasoner, dtype: torch.dtype) -> None:
             assert torch.equal(pruned[row, :kept], plain[row, :kept])
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_dispatched_bases(reasoner: Reasoner, tmp_path: Path, where: str) -> None:
-    """A device map, and one with a layer that is read from disk at each forward."""
-    spread: dict[str, Any] = {"": "cpu"}
-    if where == "disk":
-        names = [name for name, _ in reasoner.model.model.layers.named_children()]
-        spread = {"model": "cpu", "lm_head": "cpu", "model.embed_tokens": "cpu"}
-        spread = {
-            **{f"model.layers.{name}": "disk" if name == "1" else "cpu" for name in names},
-            "model.embed_tokens": "cpu",
-            "model.norm": "cpu",
-            "model.rotary_emb": "cpu",
-            "lm_head": "cpu",
-        }
+def test_a_dispatched_base_with_a_rule(reasoner: Reasoner, tmp_path: Path) -> None:
+    """A device map with a layer that is read from disk at each forward."""
+    names = ("embed_tokens", "norm", "rotary_emb", *(f"layers.{i}" for i in range(6)))
+    spread = {f"model.{name}": "disk" if name == "layers.1" else "cpu" for name in names}
     base = AutoModelForCausalLM.from_pretrained(
-        REASONER, dtype=torch.float32, device_map=spread, offload_folder=str(tmp_path)
+        REASONER,
+        dtype=torch.float32,
+        device_map={**spread, "lm_head": "cpu"},
+        offload_folder=str(tmp_path),
     )
-    assert (where == "disk") == any(p.device.type == "meta" for p in base.parameters())
-    outputs = []
-    for one in (base, reasoner.model):
-        inputs = inputs_for(with_policy(reasoner.model, reasoner), 2)
-        ids, records = generate_with_rule(
-            one,
-            reasoner.tokenizer,
-            AnswerEntropy(0.3),
-            token_format=reasoner.token_format,
-            max_new_tokens=60,
-            **inputs,
-            **GREEDY,
+    assert any(parameter.device.type == "meta" for parameter in base.parameters())
+    model = with_policy(reasoner.model, reasoner)
+    how: dict[str, Any] = {"max_new_tokens": 60, **inputs_for(model, 2), **GREEDY}
+    outputs = [
+        generate_with_rule(
+            one, reasoner.tokenizer, AnswerEntropy(0.3), token_format=model.token_format, **how
         )
-        outputs.append((ids.tolist(), [(r.step_ends, r.reason, r.probe_tokens) for r in records]))
-    assert outputs[0] == outputs[1]
-    assert "policy" in [reason for _, reason, _ in outputs[0][1]]
+        for one in (base, reasoner.model)
+    ]
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert outputs[0][1] == outputs[1][1]
+    assert "policy" in [record.reason for record in outputs[0][1]]
 
 
-def test_three_threads_try_answers_as_they_would_alone(model: OSPrunerForCausalLM) -> None:
+@pytest.mark.parametrize("rule", [{"seed": 2}, AnswerEntropy(0.05)], ids=["policy", "rule"])
+def test_concurrent_calls_do_not_mix(model: OSPrunerForCausalLM, rule: Any) -> None:
     batches = [inputs_for(model, size) for size in (1, 2, 3)]
+    how: dict[str, Any] = {"max_new_tokens": 50, "return_dict_in_generate": True, **GREEDY}
 
     def solve(inputs: dict[str, torch.Tensor]) -> tuple[list[int], Any]:
-        output = model.generate(
-            **inputs, max_new_tokens=50, stop_policy=AnswerEntropy(0.05), **GREEDY,
-            return_dict_in_generate=True,
-        )  # fmt: skip
+        output = model.generate(**inputs, **how, stop_policy=rule)
         told = [(r.step_ends, r.signals, r.probe_tokens) for r in output.stop]
         return output.sequences.tolist(), told
 
     alone = [solve(inputs) for inputs in batches]
-    together: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda i=i, b=b: together.update({i: solve(b)}))
-        for i, b in enumerate(batches)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(solve, batches)) == alone
+
+
+@pytest.fixture
+def as_made(model: OSPrunerForCausalLM) -> Iterator[OSPrunerConfig]:
+    """The model's configuration, put back after the test."""
+    names = ("default_mode", "default_threshold", "calibrations")
+    before = {name: vars(model.config).get(name) for name in names}
+    yield model.config
+    vars(model.config).update(before)
+
+
+def outcome(model: OSPrunerForCausalLM, settings: Any, **how: Any) -> tuple[Any, ...]:
+    """What is generated, and what is told of it."""
+    texts = run(model, inputs_for(model, 4), stop_policy=settings, **how)
+    return texts.tolist(), [(one.reason, one.step_ends) for one in model.last_stop]
+
+
+# Of each setting: others that give it a meaning, and two values of it that must differ in effect.
+CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "mode": ({}, "sample", "threshold"),
+    "threshold": ({}, 0.0, 1.0),
+    "price": ({}, 0.0, 0.1),
+    "max_loss": ({}, 0.01, 0.02),
+    "seed": ({"mode": "sample"}, 0, 1),
+    "first_sample_index": ({"mode": "sample"}, 0, 4),
+    "min_thinking_tokens": (ALWAYS, 0, 30),
+    "max_thinking_tokens": (NEVER, None, 5),
+    "answer": (ALWAYS, "forced", "free"),
+    "wind_down": (ALWAYS, None, "So:"),
+    "max_answer_tokens": (ALWAYS, None, 1),
+    "answer_do_sample": (ALWAYS, False, True),
+    "mask_reentry": (ALWAYS, True, False),
+    "rule": ({"max_answer_tokens": 3}, None, Budget(1)),
+}
+
+
+def test_every_setting_of_generate_changes_something(
+    model: OSPrunerForCausalLM, as_made: OSPrunerConfig
+) -> None:
+    as_made.calibrations = [
+        {"max_loss": loss, "confidence": 0.95, "price": None}
+        | {"mode": "threshold", "threshold": threshold}
+        for loss, threshold in ((0.01, 1.0), (0.02, 0.0))
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [together[i] for i in range(3)] == alone
+    assert model.tokenizer is not None
+    priced = untrained(
+        model.base, model.tokenizer, num_policy_layers=1, price_range=(1e-4, 0.1), tuning="layers"
+    )
+    fmt = model.token_format
+    again = Prefer(fmt.reentry_ids[0], lambda ids: (ids == fmt.think_end_id).any(-1))
+    hot = {**SAMPLED, "temperature": 20.0}
+    how: dict[str, dict[str, Any]] = {
+        "answer_do_sample": hot,
+        "mask_reentry": {"logits_processor": [again]},
+    }
+    assert list(CHANGES) == [one.name for one in fields(StopPolicyConfig)]
+    for name, (others, one, another) in CHANGES.items():
+        asked = priced if name == "price" else model
+        first, second = (
+            outcome(asked, {**others, name: value}, **how.get(name, {})) for value in (one, another)
+        )
+        assert first != second, name
+
+
+def test_what_true_and_a_threshold_alone_mean(
+    model: OSPrunerForCausalLM, as_made: OSPrunerConfig
+) -> None:
+    sampled = outcome(model, True)
+    at_once = outcome(model, {"threshold": 0.0})
+    assert at_once == outcome(model, {"mode": "threshold", "threshold": 0.0})
+    as_made.default_mode, as_made.default_threshold = "threshold", 0.0
+    assert outcome(model, True) == at_once != sampled

@@ -12,8 +12,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
@@ -33,7 +31,7 @@ def model(reasoner: Reasoner) -> OSPrunerForCausalLM:
 PROMPT = torch.arange(20, 30)[None]
 
 
-def refused(model: Any, error: type[Exception], message: str, *inputs: Any, **kwargs: Any) -> None:
+def refused(model: Any, error: Any, message: str, *inputs: Any, **kwargs: Any) -> None:
     """Refused before the base runs at all."""
     ran: list[int] = []
     handle = model.base.register_forward_pre_hook(lambda module, args: ran.append(1))
@@ -52,24 +50,21 @@ def refused(model: Any, error: type[Exception], message: str, *inputs: Any, **kw
         ({"threshold": 1.5}, ValueError, r"threshold is 1.5; it must lie in \[0, 1\]"),
         ({"threshold": float("nan")}, ValueError, r"threshold is nan; it must lie in \[0, 1\]"),
         ({"threshold": True}, TypeError, "threshold is True; it must be a number"),
-        ({"threshold": "0.5"}, TypeError, "threshold is '0.5'; it must be a number"),
         ({"mode": "always"}, ValueError, "mode is 'always'; it must be 'sample' or 'threshold'"),
         ({"answer": "loud"}, ValueError, "answer is 'loud'; it must be 'forced' or 'free'"),
-        ({"seed": 1.0}, TypeError, "seed is 1.0; it must be an integer"),
         ({"seed": True}, TypeError, "seed is True; it must be an integer"),
+        ({"seed": None}, TypeError, "seed is None; it must be an integer"),
         ({"first_sample_index": -1}, ValueError, "first_sample_index is -1; it must be 0 or more"),
         ({"max_thinking_tokens": 0}, ValueError, "max_thinking_tokens is 0; it must be 1 or more"),
-        ({"max_thinking_tokens": True}, TypeError, "max_thinking_tokens is True; it must be an in"),
-        ({"min_thinking_tokens": -1}, ValueError, "min_thinking_tokens is -1; it must be 0 or mo"),
         ({"max_answer_tokens": 2.5}, TypeError, "max_answer_tokens is 2.5; it must be an integer"),
         ({"mask_reentry": 1}, TypeError, "mask_reentry is 1; it must be a bool"),
-        ({"answer_do_sample": "no"}, TypeError, "answer_do_sample is 'no'; it must be a bool"),
+        ({"wind_down": 3}, TypeError, "wind_down is 3; it must be a str"),
+        ({"rule": Agreement}, TypeError, "rule is .*; it must be a RuleLike"),
         (
             {"min_thinking_tokens": 9, "max_thinking_tokens": 5},
             ValueError,
             "max_thinking_tokens is 5, below min_thinking_tokens 9",
         ),
-        ("yes", TypeError, "stop_policy is 'yes'; it must be True"),
         (1, TypeError, "stop_policy is 1; it must be True, False"),
         (Agreement, TypeError, "it must be True, False, a dict or a rule"),
     ],
@@ -87,21 +82,15 @@ def test_settings(
             {"num_beams": 2, "do_sample": False},
             "greedy decoding and sampling, not with beam_se",
         ),
-        ({"num_beams": 2, "do_sample": True}, "not with beam_sample"),
-        ({"num_beams": 4, "num_beam_groups": 2}, "not with group_beam_search"),
-        ({"num_beams": 2, "force_words_ids": [[5]]}, "not with constrained_beam_search"),
         ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "not with contrastive_search"),
         ({"dola_layers": "low", "do_sample": False}, "not with dola_generation"),
         ({"prompt_lookup_num_tokens": 3}, "not with assisted_generation"),
         ({"use_cache": False}, "use_cache is False; stop_policy needs the cache"),
         ({"cache_implementation": "paged"}, "continuous batching"),
         ({"guidance_scale": 2.0}, "guidance_scale and token_healing run the base a second"),
-        ({"token_healing": True}, "guidance_scale and token_healing run the base a second"),
         ({"custom_generate": "x/y"}, "custom_generate and stop_policy exclude each other; it repl"),
-        ({"custom_generate": print}, "custom_generate and stop_policy exclude each other"),
         ({"inputs_embeds": torch.zeros(1, 3, 8)}, "inputs_embeds and stop_policy exclude"),
         ({"position_ids": torch.arange(3)[None]}, "position_ids and stop_policy exclude"),
-        ({"negative_prompt_ids": PROMPT}, "negative_prompt_ids and stop_policy exclude"),
         ({"stop_strings": ["7"], "tokenizer": None}, "stop_strings needs the base's tokenizer"),
     ],
 )
@@ -129,9 +118,16 @@ def test_options_in_a_generation_config(model: OSPrunerForCausalLM) -> None:
 @pytest.mark.parametrize(
     ("inputs", "mask", "message"),
     [
+        ([[5, 6]], None, "the prompt is list; it must be a tensor"),
+        (PROMPT.float(), None, "the prompt is torch.float32; it must be"),
         (torch.zeros(1, 0, dtype=torch.long), None, r"the prompt is|input_ids has the shape"),
         (torch.arange(5), None, r"input_ids has the shape \(5,\); it must be \(B, S\)"),
+        (torch.tensor([[3, -1]]), None, r"holds \[-1\]; .*vocabulary has the ids 0 to 639"),
+        (torch.tensor([[3, 640]]), None, r"holds \[640\]; .*vocabulary has the ids 0 to 639"),
         (PROMPT, torch.ones(1, 9), "attention_mask must be a tensor of the shape"),
+        (PROMPT, [[1] * 10], "attention_mask must be a tensor"),
+        (PROMPT, torch.full(PROMPT.shape, 2.0), "1 for tokens and 0 for padding"),
+        (PROMPT, torch.full(PROMPT.shape, torch.nan), "1 for tokens and 0 for padding"),
         (
             PROMPT.expand(2, 10),
             torch.tensor([[1], [0]]).expand(2, 10),
@@ -144,31 +140,11 @@ def test_options_in_a_generation_config(model: OSPrunerForCausalLM) -> None:
         ),
     ],
 )
-def test_prompts(
-    model: OSPrunerForCausalLM,
-    inputs: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    message: str,
-) -> None:
-    refused(model, ValueError, message, inputs, attention_mask=mask)
-
-
-def test_a_prompt_has_no_more_tokens_than_the_base_has_positions(
-    model: OSPrunerForCausalLM,
-) -> None:
-    limit = model.base.config.max_position_embeddings
-    ids = torch.full((2, limit + 1), int(PROMPT[0, 0]))
-    message = rf"prompt of row 1 has {limit + 1} tokens; the base has {limit} positions"
-    padded = torch.ones_like(ids)
-    padded[0, 0] = 0
-    refused(model, ValueError, message, ids, attention_mask=padded)
-    refused(model, ValueError, message.replace("row 1", "row 0"), ids)
-
-
-def test_prompts_of_another_type(model: OSPrunerForCausalLM, reasoner: Reasoner) -> None:
-    encoded = reasoner.tokenizer("Find 7.", return_tensors="pt")
-    refused(model, TypeError, "the prompt is BatchEncoding; it must be a tensor", encoded)
-    refused(model, TypeError, "the prompt is list; it must be a tensor", [[5, 6]])
+def test_prompts(model: OSPrunerForCausalLM, inputs: Any, mask: Any, message: str) -> None:
+    refused(model, (TypeError, ValueError), message, inputs, attention_mask=mask)
+    if mask is None and isinstance(inputs, torch.Tensor) and inputs.dim() == 2:
+        with pytest.raises((TypeError, ValueError)):
+            stop_probabilities(model, inputs, prompt_length=1)
 
 
 def test_compiled_bases(reasoner: Reasoner) -> None:
@@ -218,15 +194,6 @@ def test_neither_policy_nor_rule(reasoner: Reasoner) -> None:
         generate_with_rule(reasoner.model, reasoner.tokenizer, settings, PROMPT)
 
 
-def test_encoder_decoders(reasoner: Reasoner) -> None:
-    config = T5Config(vocab_size=640, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4)
-    base = T5ForConditionalGeneration(config)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
-        generate_with_rule(
-            base, reasoner.tokenizer, Budget(5), PROMPT, token_format=reasoner.token_format
-        )
-
-
 def test_continuous_batching(model: OSPrunerForCausalLM) -> None:
     with pytest.raises(ValueError, match="generate_batch cannot stop"):
         model.generate_batch([[5, 6]], stop_policy=True)
@@ -241,28 +208,3 @@ def test_caches_that_cannot_be_copied_by_rows(reasoner: Reasoner) -> None:
     message = r"cannot copy a row of a cache layer DynamicIndexedLayer \(layer 1\)"
     with pytest.raises(ValueError, match=message):
         fork_row(indexed, 0, reasoner.model.config)
-
-
-@pytest.mark.parametrize(
-    ("ids", "error", "message"),
-    [
-        (PROMPT.float(), TypeError, "the prompt is torch.float32; it must be"),
-        (PROMPT.bool(), TypeError, "the prompt is torch.bool"),
-        (torch.tensor([[3, -1]]), ValueError, r"holds \[-1\]; .*vocabulary has the ids 0 to 639"),
-        (torch.tensor([[3, 640]]), ValueError, r"holds \[640\]; .*vocabulary has the ids 0 to 639"),
-    ],
-)
-def test_ids_that_the_base_cannot_read_are_refused(
-    model: OSPrunerForCausalLM, ids: torch.Tensor, error: type[Exception], message: str
-) -> None:
-    refused(model, error, message, ids)
-    with pytest.raises(error):
-        stop_probabilities(model, ids, prompt_length=1)
-
-
-@pytest.mark.parametrize("value", [2.0, -1.0, float("nan")])
-def test_a_mask_of_other_values_is_refused(model: OSPrunerForCausalLM, value: float) -> None:
-    mask = torch.full(PROMPT.shape, value)
-    refused(model, ValueError, "1 for tokens and 0 for padding", PROMPT, attention_mask=mask)
-    listed = mask.tolist()
-    refused(model, ValueError, "attention_mask must be a tensor", PROMPT, attention_mask=listed)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
 
-from modeling_ospruner import OSPrunerForCausalLM, ReasoningFormat
-from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import VERSION
 from ospruner.demo.shipped import Reasoner
 from ospruner.scoring import stop_probabilities
 from ospruner.train.untrained import fresh_layers, untrained
@@ -69,58 +66,21 @@ def change_config(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def test_policies_share_a_base_and_are_exchanged(
+def test_policies_share_a_base(
     base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     folders = [save_policy(base, tiny_tokenizer, tmp_path / f"{i}", seed=i) for i in (1, 2)]
     one, two = (OSPrunerForCausalLM.from_base(base, folder) for folder in folders)
-    wanted = [scores(one), scores(two)]
-    assert (wanted[0] - wanted[1]).abs().max() > 1e-3
-    ids = torch.tensor([TEXT[:4]])
-    generated = two.generate(ids, max_new_tokens=30, stop_policy=True)
-    one.set_policy(folders[1])
     assert one.base is two.base is base
-    assert one.config.price == 2e-5
-    assert torch.equal(scores(one), wanted[1])
-    assert torch.equal(one.generate(ids, max_new_tokens=30, stop_policy=True), generated)
-    one.set_policy(str(folders[0]))
-    assert torch.equal(scores(one), wanted[0])
+    assert two.config.price == 2e-5
+    wanted = scores(one)
+    assert (wanted - scores(two)).abs().max() > 1e-3
+    two.generate(torch.tensor([TEXT[:4]]), max_new_tokens=30, stop_policy=True)
+    assert torch.equal(scores(one), wanted)
     assert all(torch.equal(before[name], value) for name, value in base.state_dict().items())
-
-
-def test_a_policy_of_another_base_or_format_takes_no_others_place(
-    base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, policy: Path
-) -> None:
-    model = OSPrunerForCausalLM.from_base(base, policy)
-    before = scores(model)
-    mine = ReasoningFormat("mine", "Box it.", "</think>", "</think>\n", "So \\boxed{")
-    others: dict[str, dict[str, Any]] = {
-        r"base_model_name_or_path 'org/other' instead of": {"base_model_name_or_path": "org/other"},
-        r"base_revision 'abc' instead of None": {"base_revision": "abc"},
-        r"reasoning_format {.*'name': 'mine'": {"reasoning_format": mine},
-    }
-    for i, (message, fields) in enumerate(others.items()):
-        folder = save_policy(base, tiny_tokenizer, tmp_path / f"other{i}", **fields)
-        with pytest.raises(ValueError, match="made for another base or format: it has " + message):
-            model.set_policy(folder)
-    assert torch.equal(scores(model), before)
-    with pytest.raises((TypeError, ValueError)):
-        model.set_policy(policy, dtype=torch.float16)
-
-
-def test_a_loaded_base_goes_through_from_base_only(
-    base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, policy: Path
-) -> None:
-    for loader in (AutoModel, AutoModelForCausalLM, OSPrunerForCausalLM):
-        with pytest.raises(
-            ValueError, match=r"write\s+OSPrunerForCausalLM.from_base\(base, policy"
-        ):
-            loader.from_pretrained(policy, base=base)
-    with pytest.raises(TypeError, match="given a TokenizersBackend"):
-        OSPrunerForCausalLM.from_base(base, tiny_tokenizer)
     with pytest.raises(TypeError, match="from_base has no .*device_map"):
-        OSPrunerForCausalLM.from_base(base, policy, device_map="auto")
+        OSPrunerForCausalLM.from_base(base, folders[0], device_map="auto")
 
 
 def test_another_fine_tune_of_the_same_sizes_is_refused(
@@ -159,41 +119,25 @@ def test_broken_tensors_are_named(policy: Path, base: Qwen2ForCausalLM, how: str
         OSPrunerForCausalLM.from_base(base, policy)
 
 
-class Exploit:
-    """Unpickling an instance creates a folder."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.target),)
-
-
 @pytest.mark.parametrize("of", ["policy", "base"])
 def test_pickles_are_never_opened(
     tiny_base_dir: Path, policy: Path, tmp_path: Path, of: str
 ) -> None:
-    target = tmp_path / "opened"
     folder = policy
     if of == "base":
         folder = shutil.copytree(tiny_base_dir, tmp_path / "base")
         change_config(policy, base_model_name_or_path=str(folder))
+    tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Exploit(target)))
-    with pytest.raises(OSError, match="model.safetensors"):
-        AutoModelForCausalLM.from_pretrained(policy)
-    assert not target.exists()
-    with pytest.raises(ValueError, match="use_safetensors is False, but only safetensors files"):
-        AutoModelForCausalLM.from_pretrained(policy, use_safetensors=False)
-    pickle.loads((folder / "pytorch_model.bin").read_bytes())
-    assert target.exists()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    for way in ({}, {"use_safetensors": False}):
+        with pytest.raises(OSError, match="model.safetensors"):
+            AutoModelForCausalLM.from_pretrained(policy, **way)
 
 
-def test_what_cannot_be_honoured_is_refused(policy: Path, base: Qwen2ForCausalLM) -> None:
-    with pytest.raises(ValueError, match="nor output_loading_info"):
-        OSPrunerForCausalLM.from_pretrained(policy, output_loading_info=True)
+def test_a_policy_is_one_file(policy: Path, base: Qwen2ForCausalLM) -> None:
     OSPrunerForCausalLM.from_base(base, policy).save_pretrained(policy, max_shard_size="1KB")
-    assert not list(policy.glob("model-*.safetensors")), "a policy is one file"
+    assert not list(policy.glob("model-*.safetensors"))
 
 
 def test_newer_policies_say_so(policy: Path) -> None:
@@ -209,47 +153,23 @@ def test_newer_policies_say_so(policy: Path) -> None:
         AutoModelForCausalLM.from_pretrained(policy)
 
 
-MARTIAN_CONFIG = """
-from transformers import Qwen2Config
-class MartianConfig(Qwen2Config):
-    model_type = "martian"
-"""
-MARTIAN_MODEL = """
-from transformers import Qwen2ForCausalLM
-from .configuration_martian import MartianConfig
-class MartianForCausalLM(Qwen2ForCausalLM):
-    config_class = MartianConfig
-"""
-
-
-def test_a_bases_own_code_runs_only_where_asked(
+def test_a_bases_own_code_is_not_run(
     tiny_base_dir: Path, policy: Path, base: Qwen2ForCausalLM, tmp_path: Path
 ) -> None:
-    expected = scores(OSPrunerForCausalLM.from_base(base, policy))
     folder = shutil.copytree(tiny_base_dir, tmp_path / "martian")
-    (folder / "configuration_martian.py").write_text(MARTIAN_CONFIG)
-    (folder / "modeling_martian.py").write_text(MARTIAN_MODEL)
-    auto_map = {
-        "AutoConfig": "configuration_martian.MartianConfig",
-        "AutoModelForCausalLM": "modeling_martian.MartianForCausalLM",
-    }
+    opened = tmp_path / "opened"
+    (folder / "martian.py").write_text(f"open({str(opened)!r}, 'w')")
+    auto_map = {"AutoConfig": "martian.Config", "AutoModelForCausalLM": "martian.Model"}
     change_config(folder, model_type="martian", auto_map=auto_map)
     text_config = json.loads((policy / "config.json").read_text())["text_config"]
-    change_config(
-        policy,
-        base_model_name_or_path=str(folder),
-        text_config={**text_config, "model_type": "martian"},
-    )
+    named = {"text_config": {**text_config, "model_type": "martian"}}
+    change_config(policy, base_model_name_or_path=str(folder), **named)
     for trust in (None, True):
-        with pytest.raises(
-            ValueError, match=r"runs code of its own.*pass base_trust_remote_code=T"
-        ):
+        with pytest.raises(ValueError, match="custom code"):
             AutoModelForCausalLM.from_pretrained(policy, trust_remote_code=trust)
-    model: Any = AutoModelForCausalLM.from_pretrained(policy, base_trust_remote_code=True)
-    assert type(model.base).__name__ == "MartianForCausalLM"
-    assert torch.equal(scores(model), expected)
-    ids = torch.tensor([TEXT[:4]])
-    assert model.generate(ids, max_new_tokens=10, stop_policy=True).shape[1] > 4
+    assert not opened.exists()
+    vars(base.config)["model_type"] = "martian"  # whoever trusts it loads it
+    assert scores(OSPrunerForCausalLM.from_base(base, policy)).isfinite().all()
 
 
 def test_the_pinned_revision_is_loaded_not_the_newest(
@@ -313,12 +233,11 @@ def test_an_offloaded_base_gives_the_same(
         assert torch.equal(tensor, copies.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_bases(tmp_path: Path, bits: int) -> None:
+def test_quantised_bases(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     reasoner: Any = Reasoner()
     policy = save_policy(reasoner.model, reasoner.tokenizer, tmp_path / "policy")
-    ways = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    ways = BitsAndBytesConfig(load_in_4bit=True)
     model: Any = AutoModelForCausalLM.from_pretrained(policy, quantization_config=ways)
     assert not model.base.model.layers[0].self_attn.q_proj.weight.is_floating_point()
     whole: Any = AutoModelForCausalLM.from_pretrained(policy)
@@ -348,9 +267,3 @@ def test_a_checkpoint_that_only_exists_quantised(
     message = r"Qwen2ForCausalLM is quantised \(bitsandbytes\) .*only mxfp4, fp8 can"
     with pytest.raises(ValueError, match=message):
         untrained(only, tiny_tokenizer, tuning="layers")
-
-
-def test_json_that_nests_too_deeply_is_no_policy(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 5000 + "]" * 5000)
-    with pytest.raises(OSError, match="nests too deeply"):
-        OSPrunerConfig.from_pretrained(tmp_path)

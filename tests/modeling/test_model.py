@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -24,7 +22,7 @@ from modeling_ospruner.modeling_ospruner import FLAT_FILES
 from ospruner.scoring import stop_logits, stop_probabilities, trunk
 from ospruner.train.untrained import untrained
 
-MOST_LINES = 3_150
+MOST_LINES = 2_870
 PROMPT = [5, 6, 7, 8]
 TEXT = [*PROMPT, *range(9, 60)]
 
@@ -97,10 +95,10 @@ def test_a_passed_state_dict_is_filtered(
     )
 
 
-@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
-def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path], auto: Any) -> None:
+def test_round_trip(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
     model, folder = saved
-    loaded = auto.from_pretrained(folder)
+    assert type(AutoModel.from_pretrained(folder)) is OSPrunerForCausalLM
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is OSPrunerForCausalLM
     assert loaded.config.price == 5e-4
     assert loaded.token_format == model.token_format
@@ -147,55 +145,6 @@ def test_attn_implementation_reaches_base_and_tail(
     )
 
 
-WITHOUT_PACKAGE = """
-import importlib.util, json, sys
-folder, packages, result = sys.argv[1:]
-sys.path.append(packages)
-for name in ("modeling_ospruner", "ospruner"):
-    assert importlib.util.find_spec(name) is None, name
-import torch
-from transformers import AutoModel, AutoModelForCausalLM
-out = {}
-for auto in (AutoModel, AutoModelForCausalLM):
-    model = auto.from_pretrained(folder, trust_remote_code=True)
-    assert "transformers_modules" in type(model).__module__, type(model).__module__
-    never = {"threshold": 1}
-    ids = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=30, stop_policy=never)
-    record = model.last_stop[0]
-    out[auto.__name__] = [type(model).__name__, ids.tolist(), record.probabilities]
-model.save_pretrained(folder + "-again")
-assert "modeling_ospruner" not in sys.modules
-open(result, "w").write(json.dumps(out))
-"""
-
-
-def test_loads_in_a_process_without_the_package(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
-    """-S skips the .pth files that make the editable install importable, -I the current folder."""
-    model, folder = saved
-    packages = sysconfig.get_paths()["purelib"]
-    result_file = folder.with_name("result.json")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-I", "-S", "-c", WITHOUT_PACKAGE),
-            *(str(folder), packages, str(result_file)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(result_file.read_text())
-    ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=30, stop_policy={"threshold": 1})
-    assert set(found) == {"AutoModel", "AutoModelForCausalLM"}
-    for result in found.values():
-        assert result[:2] == ["OSPrunerForCausalLM", ids.tolist()]
-        assert result[2] == pytest.approx(model.last_stop[0].probabilities, abs=1e-6)
-    again = folder.with_name(folder.name + "-again")
-    assert {path.name for path in again.iterdir()} >= EXPECTED_FILES
-    assert type(AutoModel.from_pretrained(again)) is OSPrunerForCausalLM
-
-
 def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
     saved: tuple[OSPrunerForCausalLM, Path], tiny_base_dir: Path, tmp_path: Path
 ) -> None:
@@ -220,32 +169,6 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
         OSPrunerForCausalLM.from_base(model.base, folder)
 
 
-def test_wrong_tensors_are_refused_by_name(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
-    _, folder = saved
-    file = folder / "model.safetensors"
-    good = load_file(file)
-    changes: list[tuple[dict[str, torch.Tensor], str]] = [
-        ({k: v for k, v in good.items() if k != "policy.head.bias"}, r"missing: \['head.b"),
-        ({**good, "policy.extra": torch.zeros(1)}, r"unknown: \['extra'\]"),
-        (
-            {**good, "policy.head.bias": torch.zeros(2)},
-            r"head.bias torch.float32 \(2,\) instead of \(1,\)",
-        ),
-    ]
-    for tensors, message in changes:
-        save_file(tensors, file)
-        with pytest.raises(ValueError, match=message):
-            AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path]) -> None:
-    model, folder = saved
-    (folder / "model.safetensors").unlink()
-    torch.save(model.policy.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(OSError, match="model.safetensors"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -261,11 +184,9 @@ def test_pickled_weights_are_never_read(saved: tuple[OSPrunerForCausalLM, Path])
         ),
         ({"default_mode": "never"}, "default_mode is 'never'; it must be 'sample' or 'threshold'"),
         ({"price": float("nan")}, r"price is nan; it must lie in \[0, inf\)"),
-        ({"price": True}, r"price is True; it must be a number"),
         ({"default_threshold": "0.5"}, "default_threshold is '0.5'; it must be a number"),
-        ({"num_policy_layers": True}, "num_policy_layers is True; it must be an integer"),
         ({"adapter_rank": 2.0}, "adapter_rank is 2.0; it must be an integer"),
-        ({"adapter_rank": -1}, "adapter_rank is -1; it must be 0 or more"),
+        ({"text_config": 5}, "text_config is 5; it must be"),
         ({"trial_every": 2}, "the policy reads trial answers"),
         (
             {"base_model_name_or_path": None},
@@ -369,11 +290,9 @@ def test_given_texts_are_scored_at_their_step_ends(
     ("ids", "length", "message"),
     [
         (TEXT, None, "no thinking was found in input_ids .* pass prompt_length, the number of tok"),
-        (TEXT, 0, r"prompt_length is 0; it must lie in 1..55"),
         (TEXT, 56, r"prompt_length is 56; it must lie in 1..55"),
         ([TEXT, TEXT], [4], "prompt_length has 1 entries for 2 rows; pass one a row"),
         ([[[5]]], 1, r"input_ids has the shape \(1, 1, 1\); it must be \(S,\) or \(B, S\), not em"),
-        ([], 1, r"input_ids has the shape \(0,\)"),
     ],
 )
 def test_texts_that_cannot_be_scored_are_refused(

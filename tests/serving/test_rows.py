@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import re
 from typing import Any
 
 import pytest
@@ -45,7 +44,6 @@ def compiled(form: ReasoningFormat) -> TokenFormat:
         ),
         "plain": (("\n\n", "the answer"), ()),
     }[form.name]
-    displays = {i: text for i, text in enumerate(PIECES) if re.search(r"[\\\[\]$`]", text)}
     return TokenFormat(
         format=form,
         think_end_id=IDS[form.think_end] if form.think_end else -1,
@@ -54,16 +52,9 @@ def compiled(form: ReasoningFormat) -> TokenFormat:
         eos_ids=ids_of("<eos>"),
         added_ids=frozenset(range(MARKERS)),
         kinds=bytes(0 if i < MARKERS else kind_of(piece) for i, piece in enumerate(PIECES)),
-        brace_texts={i: text for i, text in enumerate(PIECES) if re.search(r"[{}\\]", text)},
+        texts=PIECES,
         think_start_ids=ids_of(*start),
-        wind_down_ids=(),
-        header_ids=(),
-        opening_ids=(),
         call_ids=frozenset(ids_of("<tool_call>")),
-        displays=displays if form.name == "plain" else None,
-        end_marker=None,
-        start_marker=None,
-        closing_rests={},
     )
 
 

@@ -252,7 +252,7 @@ def long_traces(count: int) -> LabelledTraces:
 def base_and_policy(name: str, fake: FakeTensorMode, tuning: str) -> Verifier:
     """A base in bfloat16 with a policy whose tail is in float32, as `new_policy` gives it."""
     base = empty_base(AutoConfig.from_pretrained(BASES / name))
-    policy = StoppingPolicy.empty(base, 2, queries=tuning == "queries")
+    policy = StoppingPolicy(base, 2, queries=tuning == "queries")
     policy.float()
     set_trainable(policy)
     config = OSPrunerConfig(text_config=plain_text_config(base.config), tuning=tuning)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_ospruner.configuration_ospruner import max_positions
 from modeling_ospruner.formats_ospruner import TokenFormat
-from ospruner.bases import input_device
+from ospruner.bases import input_device, max_positions
 
 from ..interface import (
     AnswerStop,

@@ -289,7 +289,7 @@ class SamplingRow:
             return False
         self.trace_length += 1
         if fmt.end_marker is not None:
-            self.marked = self.marked or fmt.end_state()
+            self.marked = self.marked or fmt.boundary_state(alone=True)
             self.marked.push(token)
             if self.marked.ended:
                 self.thinking = False

@@ -1,26 +1,36 @@
+"""Where steps end, also in prose; what formats and tokenizers are refused."""
+
 from __future__ import annotations
 
 import gzip
 import json
 import re
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
 
+from modeling_ospruner import OSPrunerForCausalLM
 from modeling_ospruner.formats_ospruner import (
     BoundaryState,
-    BoxState,
     ReasoningFormat,
     TokenFormat,
     kind_of,
 )
-from ospruner.formats import DEEPSEEK_R1, HARMONY, PRESETS, QWEN3, guess
+from ospruner.formats import DEEPSEEK_R1, HARMONY, PLAIN, PRESETS, QWEN3, guess
+from ospruner.scoring import stop_logits
+from ospruner.train.untrained import untrained
 
 from .made_formats import boundaries, made_format
 
@@ -96,21 +106,31 @@ def test_presets_are_pinned() -> None:
         "box_prefix": "\\boxed{",
         "think_start": "<|channel|>analysis<|message|>",
     }
-    for preset in PRESETS.values():
+    phrased = replace(PLAIN, answer_phrase="The final answer is")
+    assert phrased.to_dict()["answer_phrase"] == "The final answer is"
+    assert "answer_phrase" not in PLAIN.to_dict()
+    for preset in (*PRESETS.values(), phrased):
         assert ReasoningFormat.from_dict(preset.to_dict()) == preset
 
 
 def test_format_refuses_bad_literals() -> None:
-    with pytest.raises(ValueError, match="closing .* must begin with think_end"):
+    with pytest.raises(ValueError, match="closing must begin with think_end"):
         ReasoningFormat("x", "", "</t>", "oops", "")
-    with pytest.raises(ValueError, match="name and closing must not be empty"):
-        ReasoningFormat("x", "", "", "", "")
-    with pytest.raises(ValueError, match=r"unknown: \['colour'\].*missing: \['closing'\]"):
+    for fields, said in (
+        ({"name": ""}, "name and closing must not be empty"),
+        ({"think_end": "", "think_start": "<think>"}, "think_start needs a think_end"),
+        ({"steps": "lines"}, "steps must be '' or 'prose'"),
+        ({"answer_phrase": "The"}, "exclude each other"),
+        ({"think_end": "", "answer_phrase": "Answer:"}, "answer_phrase must stand in closing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            replace(DEEPSEEK_R1, **fields)
+    with pytest.raises(ValueError, match="unexpected keyword argument 'colour'.*its fields"):
         ReasoningFormat.from_dict(
             {"name": "x", "user_instruction": "", "think_end": "e", "box_prefix": "", "colour": ""}
         )
     literals: dict[str, Any] = {**DEEPSEEK_R1.to_dict(), "closing": None}
-    with pytest.raises(TypeError, match="closing is None; it must be a text"):
+    with pytest.raises(ValueError, match="closing is None; it must be a text"):
         ReasoningFormat.from_dict(literals)
 
 
@@ -126,31 +146,11 @@ def test_tokenizer_without_marker_is_refused() -> None:
         TokenFormat.compile(DEEPSEEK_R1, plain)
 
 
-@given(st.text(alphabet="{}\\a1", max_size=20))
-@settings(max_examples=300, deadline=None)
-def test_box_closes_at_the_balanced_brace(text: str) -> None:
-    box = BoxState({i: c for i, c in enumerate("{}\\")})
-    closed_at = None
-    for i, character in enumerate(text):
-        if box.push("{}\\a1".index(character)):
-            closed_at = i
-            break
-    depth, expected = 1, None
-    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            expected = match.start()
-            break
-    assert closed_at == expected
-
-
 def test_tiny_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     fmt = TokenFormat.compile(guess(tiny_tokenizer), tiny_tokenizer)
     assert fmt.format == DEEPSEEK_R1
     assert tiny_tokenizer.decode(fmt.forced_suffix("forced")) == "</think>\n\n\\boxed{"
     assert tiny_tokenizer.decode(fmt.forced_suffix("free")) == "</think>\n\n"
-    with pytest.raises(ValueError, match="answer is 'loud'"):
-        fmt.forced_suffix("loud")  # type: ignore[arg-type]
     chat = [{"role": "user", "content": "What does </think> mean?\n\nTell me."}]
     text = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     prompt = tiny_tokenizer.encode(text, add_special_tokens=False)
@@ -233,3 +233,75 @@ def test_real_traces(shared_dir: Path, real_r1: Compiled) -> None:
         span = fmt.thinking_span(whole)
         assert span == (len(prompt), len(prompt) + len(ids), row["closed"]), row["id"]
     assert total > 500
+
+
+STEPS = [
+    "To solve it:\n\n1. **Add**, as in:\n\n\\[\nx = 2\n\n+ 3\n\\]\n\n",
+    "2. Check with a program:\n\n```python\na = 2\n\nb = 3\n\nprint(a + b)\n```\n\n",
+    "It prints $$5$$.\n\n",
+    "So the answer is \\boxed{5}.",
+]
+
+
+def compiled(tokenizer: PreTrainedTokenizerBase) -> TokenFormat:
+    return TokenFormat.compile(PLAIN, tokenizer)
+
+
+def steps_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ends = compiled(tokenizer).step_ends(ids)
+    return [
+        str(tokenizer.decode(ids[a:b], clean_up_tokenization_spaces=False))
+        for a, b in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def test_steps_of_prose_with_qwen_s_tokenizer(real_r1: tuple[Any, Any]) -> None:
+    assert steps_of(real_r1[0], "".join(STEPS)) == STEPS
+
+
+def pushed(pieces: list[str], prose: bool = True) -> list[int]:
+    """Which pieces, a token each, end a step."""
+    literals = PLAIN if prose else replace(PLAIN, steps="")
+    state = BoundaryState(made_format(bytes(map(kind_of, pieces)), literals, texts=pieces))
+    return [i for i in range(len(pieces)) if state.push(i)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ends"),
+    [
+        (["So", ":\n\n", "5", ".\n\n"], [3]),
+        (["So", ":", "\n", "\n", "5", ".\n\n"], [5]),
+        (["\\", "[\n", "a\n\n", "\\", "]\n\n", "b\n\n"], [4, 5]),
+        (["\\", "x", "[", "a\n\n"], [3]),  # no delimiter
+        (["``", "`py\n", "a\n\n", "`", "``", "\n\n"], [5]),
+        (["$$a$$", "b\n\n"], [1]),
+        (["a.\n\n\\[", "b\n\n", "\\]", "\n\n"], [0, 3]),  # opened after the break
+        (["```\n", *["a\n\n"] * 10], [9, 10]),  # never closed: 8 blank lines are bridged
+    ],
+)
+def test_what_goes_on_over_a_blank_line(pieces: list[str], ends: list[int]) -> None:
+    assert pushed(pieces) == ends
+    breaks = [i for i in range(len(pieces)) if "\n\n" in pieces[i]]
+    assert pushed(pieces, prose=False)[-1:] == breaks[-1:]  # elsewhere each of them counts
+
+
+@pytest.fixture
+def model(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> OSPrunerForCausalLM:
+    return untrained(tiny_base, tiny_tokenizer, reasoning_format=PLAIN, tuning="layers")
+
+
+def test_the_thinking_begins_with_the_turn(model: OSPrunerForCausalLM) -> None:
+    assert model.tokenizer is not None
+    chat = [{"role": "user", "content": "2 + 3?"}]
+    prompt = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    ids = model.tokenizer.encode(str(prompt), add_special_tokens=False)
+    begun = model.tokenizer.encode("It is.\n\nSo", add_special_tokens=False)
+    fmt = model.token_format
+    assert fmt.thinking_span(ids) == (len(ids), len(ids), False)
+    assert fmt.thinking_span([*ids, *begun]) == (len(ids), len(ids) + len(begun), False)
+    assert fmt.thinking_span([*ids, *begun, *fmt.eos_ids]).closed
+    assert fmt.reentry_ids == ()
+    assert torch.isfinite(stop_logits(model, torch.tensor([[*ids, *begun]]))).all()
