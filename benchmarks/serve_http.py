@@ -56,9 +56,8 @@ class Load:
     case: Case
     common: dict[str, Any]
 
-    @property
     def problems(self) -> Path:
-        """A JSON-lines file of the case's prompts, as chats."""
+        """Writes the case's prompts as chats, in a JSON-lines file."""
         file = self.case.policy.with_name("problems.jsonl")
         fmt = guess(AutoTokenizer.from_pretrained(self.case.policy))
         asked = [user_message(p, fmt) for p in draw_split("test", len(self.case.prompts), 0)]
@@ -131,7 +130,7 @@ def send(url: str, load: Load, keys: Mapping[str, Any], requests: int, seed: int
     asked = {
         "backend": "openai-chat", "endpoint": "/v1/chat/completions", "base-url": url,
         "model": load.case.policy, "served-model-name": "policy", "dataset-name": "custom",
-        "dataset-path": load.problems, "custom-output-len": load.case.max_tokens,
+        "dataset-path": load.problems(), "custom-output-len": load.case.max_tokens,
         "num-prompts": requests, "max-concurrency": STREAMS, "seed": seed,
         "percentile-metrics": ",".join(MEASURES),
         "metric-percentiles": ",".join(map(str, PERCENTILES)),
