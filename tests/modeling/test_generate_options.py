@@ -272,7 +272,7 @@ def as_made(model: OSPrunerForCausalLM) -> Iterator[OSPrunerConfig]:
 
 def outcome(model: OSPrunerForCausalLM, settings: Any, **how: Any) -> tuple[Any, ...]:
     """What is generated, and what is told of it."""
-    texts = run(model, inputs_for(model, 4), stop_policy=settings, **how)
+    texts = run(model, inputs_for(model, 6), new=40, stop_policy=settings, **how)
     return texts.tolist(), [(one.reason, one.step_ends) for one in model.last_stop]
 
 

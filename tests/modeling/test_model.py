@@ -187,6 +187,13 @@ def test_a_base_of_other_sizes_is_refused_before_its_weights_are_read(
         ({"default_threshold": "0.5"}, "default_threshold is '0.5'; it must be a number"),
         ({"adapter_rank": 2.0}, "adapter_rank is 2.0; it must be an integer"),
         ({"text_config": 5}, "text_config is 5; it must be"),
+        ({"head": "film"}, "head is 'film'; it must be 'fixed' or 'price'"),
+        ({"head": "price"}, r"head is 'price' and price_range None; .* has one, \[low, high\]"),
+        ({"price_range": [1e-4, 1e-3]}, "head is 'fixed' and price_range"),
+        ({"head": "price", "price_range": [1e-3]}, r"price_range .*; .* has one, \[low, high\]"),
+        ({"head": "price", "price_range": [0, 1e-3]}, r"low is 0; it must lie in \(0"),
+        ({"head": "price", "price_range": [1e-3, 1e-4]}, "high is 0.0001; it must lie in"),
+        ({"head": "price", "price_range": [1e-4, 1e-3], "price": 1.0}, "price is 1.0; it must lie"),
         ({"trial_every": 2}, "the policy reads trial answers"),
         (
             {"base_model_name_or_path": None},

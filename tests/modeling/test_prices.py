@@ -235,28 +235,6 @@ def test_a_saved_policy_of_every_price_comes_back(reasoner: Reasoner, tmp_path: 
             torch.testing.assert_close(wanted, found)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"head": "film"}, "head is 'film'; it must be 'fixed' or 'price'"),
-        ({"head": "price"}, r"head is 'price' and price_range None; .* has one, \[low, high\]"),
-        ({"price_range": [1e-4, 1e-3]}, "head is 'fixed' and price_range"),
-        ({"head": "price", "price_range": [1e-3]}, r"price_range .*; .* has one, \[low, high\]"),
-        ({"head": "price", "price_range": [0, 1e-3]}, r"low is 0; it must lie in \(0"),
-        ({"head": "price", "price_range": [1e-3, 1e-4]}, "high is 0.0001; it must lie in"),
-        (
-            {"head": "price", "price_range": [1e-4, 1e-3], "price": 1.0},
-            r"price is 1.0; it must lie in \[0, 0.001\]",
-        ),
-    ],
-)
-def test_a_configuration_that_contradicts_itself_is_refused(
-    fields: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        OSPrunerConfig(**fields)
-
-
 def test_a_policy_without_a_price_says_nothing(tiny_base: Qwen2ForCausalLM) -> None:
     policy = fresh_layers(tiny_base, 1, prices=PriceRange(*RANGE), tuning="layers")
     hidden = torch.zeros(1, 3, 32)
