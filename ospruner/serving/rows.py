@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -43,15 +43,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ServedRow:
-    """A request that the policy may stop; made of a plan, its prompt without padding, and so on.
+    """A request that the policy may stop, after a prompt without padding.
 
     Attributes:
-        plan: as in generate.
-        sample_index: its index among all rows of the run, for the draws.
-        end_id: the token that ends it, once its answer is complete.
-        control: whether it belongs to those that never stop.
-        place: of its price, in the range that the policy knows; None with a policy of one lambda.
-        promise: the calibration that it stops by; None where it stops otherwise.
         row: decides.
         taken: tokens of prompt and text that `row` has taken in.
         complete: whether its answer is, by a token that does not end a text.
@@ -59,20 +53,20 @@ class ServedRow:
         said: what the policy has said at step ends, by `taken`.
     """
 
-    plan: RowPlan
+    plan: RowPlan  # as in generate
     prompt_ids: InitVar[Sequence[int]]
-    sample_index: int
-    end_id: int
-    control: bool = False
-    place: float | None = None
-    promise: Mapping[str, Any] | None = None
-    row: StopRow = field(init=False)
-    taken: int = field(init=False)
-    complete: bool = field(init=False)
-    counted: bool = field(default=False, init=False)
-    said: dict[int, Said] = field(default_factory=dict, init=False)
+    sample_index: int  # among all rows of the run, for the draws
+    end_id: int  # the token that ends it, once its answer is complete
+    control: bool = False  # whether it belongs to those that never stop
+    place: float | None = None  # of its price, in the policy's range; None: a policy of one lambda
+    promise: Mapping[str, Any] | None = None  # the calibration that it stops by, if any
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
+        self.said: dict[int, Said] = {}
+        self.counted = False
+        self._begin(prompt_ids)
+
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
         self.row = StopRow(self.plan, prompt_ids, self.sample_index)
         self.taken = len(prompt_ids)
         self.complete = False
@@ -112,7 +106,7 @@ class ServedRow:
         prices: Sequence[float | None] = old.prices or [None] * len(old.step_ends)
         told = zip(old.step_ends, old.probabilities, prices, strict=True)
         self.said = {len(prompt_ids) + end: Said(signal, price) for end, signal, price in told}
-        self.__post_init__(prompt_ids)
+        self._begin(prompt_ids)
         for token in text_ids:
             self.take(token)
 

@@ -19,23 +19,14 @@ __all__ = ["SGLANG", "VLLM", "ServingEngine", "register_sglang", "register_vllm"
 
 @dataclass(frozen=True)
 class ServingEngine:
-    """An engine that serves policies.
+    """An engine that serves policies."""
 
-    Attributes:
-        name: as it calls itself.
-        packages: the names under which it is installed.
-        versions: those that the plug-in was made for.
-        install: the line that installs one of these.
-        untested: the environment variable that, set to 1, lets any version pass.
-        plugin: the module of ours whose `register` tells it about policies.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    versions: str
-    install: str
-    untested: str
-    plugin: str
+    name: str  # as it calls itself
+    packages: tuple[str, ...]  # the names under which it is installed
+    versions: str  # those that the plug-in was made for
+    install: str  # the line that installs one of these
+    untested: str  # the environment variable that, set to 1, lets any version pass
+    plugin: str  # the module of ours whose `register` tells it about policies
 
     def check_version(self, installed: str | None = None) -> None:
         """Refuses versions that the plug-in was not made for, unless `untested` is 1.

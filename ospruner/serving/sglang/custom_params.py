@@ -14,7 +14,15 @@ from modeling_ospruner.configuration_ospruner import OSPrunerConfig, shown
 
 from ..requests import ID, StopRequest
 
-__all__ = ["DEFAULTS_VARIABLE", "OWNER", "RECORD", "check_params", "excluded", "server_defaults"]
+__all__ = [
+    "DEFAULTS_VARIABLE",
+    "OWNER",
+    "RECORD",
+    "check_params",
+    "check_tuning",
+    "excluded",
+    "server_defaults",
+]
 
 OWNER = "custom_params"
 
@@ -26,6 +34,16 @@ RECORD = "stop_record"
 
 _ONE_BEAM = ("beam_width", 1)
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+
+def check_tuning(config: OSPrunerConfig) -> None:
+    """Refuses a policy of another kind than SGLang runs."""
+    if config.tuning != "queries" or not config.num_policy_layers:
+        raise ValueError(
+            f"the policy has tuning {config.tuning!r} and {config.num_policy_layers} layers; "
+            "inside SGLang policies of tuning 'queries' work, with one layer or more: serve this "
+            "one with vLLM (ospruner serve --engine vllm), or train one with --tuning queries"
+        )
 
 
 def server_defaults() -> StopRequest:

@@ -14,7 +14,7 @@ from ospruner.optional import MissingPackageError
 from ..launch import served_policy
 from ..requests import CONTROL, StopRequest
 from ..start import SGLANG
-from .custom_params import DEFAULTS_VARIABLE
+from .custom_params import DEFAULTS_VARIABLE, check_tuning
 
 __all__ = ["PYTHON_VARIABLE", "serve_sglang", "sglang_command"]
 
@@ -47,12 +47,7 @@ def sglang_command(
             "compare groups by: leave --control out, or serve with vLLM (--engine vllm)"
         )
     config, options = served_policy(policy, asked, arguments, _OURS)
-    if config.tuning != "queries":
-        raise ValueError(
-            f"the policy {policy!r} has tuning {config.tuning!r}; inside SGLang policies of tuning "
-            "'queries' work: serve this one with vLLM (--engine vllm), or train one with --tuning "
-            "queries"
-        )
+    check_tuning(config)
     command = ["-m", "sglang.launch_server", "--model-path", policy]
     if _NO_PREFILL_GRAPHS not in arguments:
         command.append(_NO_PREFILL_GRAPHS)

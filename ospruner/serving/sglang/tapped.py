@@ -29,6 +29,7 @@ from ..policies import (
     merge_adapters,
     quantisation,
 )
+from .custom_params import check_tuning
 
 __all__ = ["BASES", "OSPrunerSGLang", "check_start"]
 
@@ -226,12 +227,7 @@ def check_start(config: OSPrunerConfig, arguments: Any) -> None:
             "disable_prefill_cuda_graph is False, and in a recorded prefill the policy cannot tell "
             "where requests end: start with --disable-prefill-cuda-graph (`ospruner serve` does)"
         )
-    if config.tuning != "queries" or not config.num_policy_layers:
-        raise ValueError(
-            f"the policy has tuning {config.tuning!r} and {config.num_policy_layers} layers; "
-            "inside SGLang policies of tuning 'queries' work, with one layer or more: serve this "
-            "one with vLLM (ospruner serve --engine vllm), or train one with --tuning queries"
-        )
+    check_tuning(config)
     check_policy(
         config, arguments.model_path, "SGLang", BASES, arguments.revision, arguments.download_dir
     )
