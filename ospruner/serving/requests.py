@@ -120,14 +120,15 @@ class StopRequest:
             ValueError: no calibration promises as little, or the policy does not know the price.
         """
         if "max_loss" in self.fields:
-            kept = StopPolicyConfig(max_loss=self.fields.pop("max_loss")).with_defaults(config)
+            asked = StopPolicyConfig(max_loss=self.fields.pop("max_loss"))
+            kept = self._in_keys(lambda: asked.with_defaults(config))
             self.fields |= {name: vars(kept)[name] for name in ("mode", "threshold", "price")}
         self.check_price(config)
 
     def check_price(self, config: OSPrunerConfig) -> None:
         """Refuses a price that the policy does not know, naming it and those that it knows."""
-        asked = StopPolicyConfig(price=self.fields.get("price"))
-        self._in_keys(lambda: asked.with_defaults(config))
+        priced = StopPolicyConfig(price=self.fields.get("price"))
+        self._in_keys(lambda: priced.with_defaults(config))
 
     def check_tools(self, tools: object, choice: object, defaults: StopRequest) -> None:
         """Refuses tools beside an answer that is forced into a box, which no call would fit in.

@@ -129,7 +129,7 @@ def test_log_likelihoods_are_refused(policy: Policy, tasks: Path, tmp_path: Path
         ({"threshold": 2}, "threshold"),
         ({"stop_policy": False, "threshold": 0.5}, r"\['threshold'\] would do nothing"),
         ({"stop_policy": "no"}, "stop_policy is 'no'"),
-        ({"max_loss": 0.01}, "promises nothing"),
+        ({"max_loss": 0.01}, "max_loss is 0.01, but the policy promises"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(

@@ -175,7 +175,7 @@ def test_the_command_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("layers", {}, [], "has tuning 'layers' and .* inside SGLang policies of tuning"),
         ("queries", {"stop_control": 0.1}, [], "stop_control is 0.1, but SGLang's /metrics has no"),
         ("queries", {}, ["--model-path=a"], "--model-path=a: `ospruner serve` sets it by itself"),
-        ("queries", {"stop_max_loss": 0.02}, [], "the policy promises nothing"),
+        ("queries", {"stop_max_loss": 0.02}, [], "stop_max_loss is 0.02, but the policy promises"),
     ],
 )
 def test_commands_that_are_refused(
