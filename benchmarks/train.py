@@ -42,6 +42,7 @@ from timing import (
     print_last_line,
     random_traces,
 )
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
@@ -145,8 +146,8 @@ class Arms:
         batch = self.traces.batch(rows)
         logits = torch.zeros(batch.mask.shape)
         values = []
-        for b, row in enumerate(rows):
-            ids = self.traces.input_ids(np.array([row])).to(target.model.base.device)
+        for b, tokens in enumerate(self.traces.tokens):
+            ids = torch.from_numpy(tokens).to(target.model.base.device)[None]
             for t in range(int(batch.mask[b].sum())):
                 hidden = trunk(target.model, ids[:, : int(batch.positions[b, t]) + 1])
                 values.append(target.model.policy(hidden)[0, -1])
@@ -160,7 +161,8 @@ class Arms:
         """One pass a trace, in rows as long as the longest."""
         target, rows = self.target, np.arange(len(self.traces))
         batch = self.traces.batch(rows)
-        hidden = trunk(target.model, self.traces.input_ids(rows).to(target.model.base.device))
+        ids = pad_sequence(list(map(torch.from_numpy, self.traces.tokens)), batch_first=True)
+        hidden = trunk(target.model, ids.to(target.model.base.device))
         positions = batch.positions.to(hidden.device)
         outputs = step_outputs(target.model.policy, States(hidden), positions, fast=False)
         return target.step(outputs, batch)

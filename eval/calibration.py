@@ -13,7 +13,7 @@ one's, averaged over the problem's traces, so that several traces of a problem a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -26,8 +26,8 @@ from .table import BoolArray, FloatArray, IntArray, TraceTable
 
 __all__ = [
     "THRESHOLDS",
+    "VARIANCE",
     "Calibration",
-    "Candidate",
     "betting_rejects",
     "calibrate",
     "exact_rejects",
@@ -42,27 +42,11 @@ THRESHOLDS = tuple(
 )
 """Stop probabilities from careful (.999) to bold (.018), in even steps of the logit."""
 
-PRIOR_PROBLEMS = 50
-"""The first guess of D's variance counts as so many problems."""
-
-_MOST_BET = 0.75
-"""Of the capital, at a loss of 1."""
-
+VARIANCE, PRIOR_PROBLEMS = 0.06, 50
+"""The first guess of D's variance, and how many problems it counts as."""
+_MOST_BET = 0.75  # of the capital, at a loss of 1
 GRID = 200
 """Shares of helped problems at which the exact test's cut-off is looked for."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One setting of a rule, and what it does on the calibration's traces.
-
-    Attributes:
-        value: of the rule's parameter.
-        outcome: by replay.
-    """
-
-    value: float
-    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -90,22 +74,21 @@ class Calibration:
     def told(self, max_loss: float, confidence: float) -> str:
         """The finding in words."""
         goal = f"at most {100 * max_loss:g} points lost at {confidence:g} confidence"
-        if self.value is None:
-            more = (
-                f"about {self.enough:,} such problems would do for the most careful setting"
-                if self.enough
-                else "more problems like these would not help: the most careful setting loses too "
-                "much; add more careful ones (--values)"
-            )
+        if self.value is not None:
             return (
-                f"No setting keeps the promise of {goal} on {self.problems:,} problems "
-                f"({self.test} test; the most careful one loses {100 * self.loss:.2f} points); "
-                f"{more}."
+                f"{self.value:g} keeps the promise of {goal}: on {self.problems:,} problems it "
+                f"loses {100 * self.loss:.2f} points and saves {self.tokens_saved:.1%} of the "
+                f"thinking tokens ({self.test} test)."
             )
+        more = (
+            f"about {self.enough:,} such problems would do for the most careful setting"
+            if self.enough
+            else "more problems like these would not help: the most careful setting loses too "
+            "much; add more careful ones (--values)"
+        )
         return (
-            f"{self.value:g} keeps the promise of {goal}: on {self.problems:,} problems it loses "
-            f"{100 * self.loss:.2f} points and saves {self.tokens_saved:.1%} of the thinking "
-            f"tokens ({self.test} test)."
+            f"No setting keeps the promise of {goal} on {self.problems:,} problems ({self.test} "
+            f"test; the most careful one loses {100 * self.loss:.2f} points); {more}."
         )
 
 
@@ -118,11 +101,11 @@ def losses(table: TraceTable, outcome: Outcome) -> FloatArray:
 
 def calibrate(
     table: TraceTable,
-    candidates: Sequence[Candidate],
+    outcomes: Sequence[tuple[float, Outcome]],
     max_loss: float,
     confidence: float = 0.95,
     *,
-    variance: float = 0.06,
+    variance: float = VARIANCE,
     seed: int = 0,
 ) -> Calibration:
     """The boldest setting that loses at most `max_loss`.
@@ -133,7 +116,8 @@ def calibrate(
 
     Args:
         table: N labelled traces that nothing was chosen or trained on.
-        candidates: from careful to bold, in an order that does not depend on these traces.
+        outcomes: settings of a rule with what each does on the traces by replay; from careful to
+            bold, in an order that does not depend on these traces.
         max_loss: the accuracy that may be lost, as a share, in (0, 1).
         confidence: in (0, 1).
         variance: a guess of D's variance, from other problems; it decides how much is saved, never
@@ -141,32 +125,35 @@ def calibrate(
         seed: of the order in which problems are bet on.
 
     Raises:
-        ValueError: a number out of its range, or no candidate.
+        ValueError: a number out of its range, or no setting.
     """
     for name, number in (("max_loss", max_loss), ("confidence", confidence)):
         if not 0 < number < 1:
             raise ValueError(f"{name} is {number}; it must lie in (0, 1), such as 0.02 or 0.95")
-    if not candidates:
-        raise ValueError("there is no candidate; give settings from careful to bold")
+    if not outcomes:
+        raise ValueError("there is no setting to try; give some from careful to bold")
     order = np.random.default_rng(seed).permutation(len(table.problem_ids))
-    tested = [losses(table, candidate.outcome)[order] for candidate in candidates]
+    tested = [losses(table, outcome)[order] for _, outcome in outcomes]
     paired = all(bool(np.isin(lost, (-1.0, 0.0, 1.0)).all()) for lost in tested)
     test: Test = "exact" if paired else "betting"
-    rejects = _rejects(test, max_loss, 1 - confidence, variance)
-    passed = 0
+    level, passed = 1 - confidence, 0
     for lost in tested:
-        if not rejects(lost[None, :])[0]:
+        if paired:
+            rejects = exact_rejects(lost[None], max_loss, level)
+        else:
+            rejects = betting_rejects(lost[None], max_loss, level, variance)
+        if not rejects[0]:
             break
         passed += 1
     shown = max(passed - 1, 0)
-    saved = 1 - candidates[shown].outcome.mean_tokens / replay_full(table).mean_tokens
+    value, outcome = outcomes[shown]
     return Calibration(
-        value=candidates[shown].value if passed else None,
+        value=value if passed else None,
         loss=float(tested[shown].mean()),
-        tokens_saved=saved,
+        tokens_saved=1 - outcome.mean_tokens / replay_full(table).mean_tokens,
         problems=len(order),
         test=test,
-        enough=None if passed else problems_needed(tested[0], max_loss, 1 - confidence, test),
+        enough=None if passed else problems_needed(tested[0], max_loss, level, test),
     )
 
 
@@ -198,16 +185,8 @@ def problems_needed(
     return math.ceil(max(2 * variance * wanted / gap**2, wanted / most))
 
 
-def _rejects(
-    test: Test, max_loss: float, level: float, variance: float
-) -> Callable[[FloatArray], BoolArray]:
-    if test == "exact":
-        return lambda lost: exact_rejects(lost, max_loss, level)
-    return lambda lost: betting_rejects(lost, max_loss, level, variance)
-
-
 def betting_rejects(
-    lost: FloatArray, max_loss: float, level: float, variance: float = 0.06
+    lost: FloatArray, max_loss: float, level: float, variance: float = VARIANCE
 ) -> BoolArray:
     """Rejects "the mean loss is `max_loss` or more" by betting against it.
 

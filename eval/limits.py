@@ -18,7 +18,6 @@ from .replay import Outcome, replay_at, replay_budget, replay_full, replay_step
 from .table import BoolArray, FloatArray, TraceTable
 
 __all__ = [
-    "Solution",
     "StoppingProblem",
     "best_fixed",
     "best_threshold",
@@ -111,13 +110,8 @@ class StoppingProblem:
 
     def __post_init__(self) -> None:
         states = len(self.correct)
-        shapes = {
-            "correct": (self.correct, (states,)),
-            "lengths": (self.lengths, (states,)),
-            "transitions": (self.transitions, (states, states)),
-            "initial": (self.initial, (states,)),
-        }
-        for name, (array, shape) in shapes.items():
+        for name, array in vars(self).items():
+            shape = (states, states) if name == "transitions" else (states,)
             if array.shape != shape:
                 raise ValueError(f"{name} has shape {array.shape}; {states} states need {shape}")
             if not np.isfinite(array).all() or (array < 0).any():
@@ -138,47 +132,26 @@ class StoppingProblem:
         return np.logical_not(self.transitions.any(axis=1))
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """The optimum of a stopping problem.
-
-    Attributes:
-        value: expected reward of the optimal policy.
-        state_values: (S,) V_s, the optimal expected reward from each state on, with the cost of
-            reaching it.
-        continuation: (S,) C_s, the value of going one step and then acting optimally; -inf in
-            terminal states.
-        stop: (S,) where the optimal policy stops (on equality, as in the paper).
-    """
-
-    value: float
-    state_values: FloatArray
-    continuation: FloatArray
-    stop: BoolArray
-
-
-def solve(problem: StoppingProblem, price: float) -> Solution:
+def solve(problem: StoppingProblem, price: float) -> tuple[float, BoolArray]:
     """Solves the Bellman equation backwards, V_s = max(A_s - lambda L_s, sum_s' P[s, s'] V_s').
 
     The paper's section 3 writes values to go, without the cost of the tokens already spent; here
     that cost, which is the same on both sides of the maximum, is kept.
 
+    Returns:
+        The expected reward of the optimal policy, and (S,) where it stops (on equality, as in the
+        paper).
+
     Raises:
         ValueError: lambda is negative or not finite.
     """
-    _check_penalty(price)
-    reward = problem.correct - price * problem.lengths
-    values = reward.copy()
-    continuation = np.full(len(reward), -np.inf)
+    reward = _rewards(problem, price)
+    values, stop = reward.copy(), problem.terminal
     for state in np.flatnonzero(~problem.terminal)[::-1]:
-        continuation[state] = problem.transitions[state] @ values
-        values[state] = max(reward[state], continuation[state])
-    return Solution(
-        value=float(problem.initial @ values),
-        state_values=values,
-        continuation=continuation,
-        stop=reward >= continuation,
-    )
+        onward = problem.transitions[state] @ values
+        stop[state] = reward[state] >= onward
+        values[state] = max(reward[state], onward)
+    return float(problem.initial @ values), stop
 
 
 def policy_value(problem: StoppingProblem, stop_probability: FloatArray, price: float) -> float:
@@ -192,18 +165,15 @@ def policy_value(problem: StoppingProblem, stop_probability: FloatArray, price: 
     Raises:
         ValueError: a wrong shape, a probability outside [0, 1], or a bad lambda.
     """
-    _check_penalty(price)
-    pi = np.asarray(stop_probability, np.float64)
-    if pi.shape != problem.correct.shape or not ((pi >= 0) & (pi <= 1)).all():
+    pi, values = np.asarray(stop_probability, np.float64), _rewards(problem, price)
+    if pi.shape != values.shape or not ((pi >= 0) & (pi <= 1)).all():
         raise ValueError(
-            f"stop_probability has shape {pi.shape}; it must hold {len(problem.correct)} "
-            "probabilities in [0, 1]"
+            f"stop_probability has shape {pi.shape}; it must hold {len(values)} probabilities in "
+            "[0, 1]"
         )
-    reward = problem.correct - price * problem.lengths
-    values = reward.copy()
     for state in np.flatnonzero(~problem.terminal)[::-1]:
         onward = problem.transitions[state] @ values
-        values[state] = pi[state] * reward[state] + (1.0 - pi[state]) * onward
+        values[state] += (1.0 - pi[state]) * (onward - values[state])
     return float(problem.initial @ values)
 
 
@@ -218,14 +188,13 @@ def best_threshold(problem: StoppingProblem, price: float) -> tuple[float, float
     Raises:
         ValueError: lambda is negative or not finite.
     """
-    tried = [
-        (
-            float(gamma),
-            policy_value(problem, (problem.correct >= gamma).astype(np.float64), price),
-        )
-        for gamma in [*np.unique(problem.correct), np.inf]
+    gammas = [*np.unique(problem.correct).tolist(), math.inf]
+    values = [
+        policy_value(problem, (problem.correct >= gamma).astype(np.float64), price)
+        for gamma in gammas
     ]
-    return max(tried, key=lambda pair: pair[1])
+    best = int(np.argmax(values))
+    return gammas[best], values[best]
 
 
 def theorem1_problem(price: float, gap: float) -> StoppingProblem:
@@ -261,6 +230,12 @@ def theorem1_problem(price: float, gap: float) -> StoppingProblem:
         transitions=transitions,
         initial=np.array([0.5, 0.5, 0.0, 0.0]),
     )
+
+
+def _rewards(problem: StoppingProblem, price: float) -> FloatArray:
+    """(S,) A_s - lambda L_s."""
+    _check_penalty(price)
+    return problem.correct - price * problem.lengths
 
 
 def _check_penalty(price: float) -> None:

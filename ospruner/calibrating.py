@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,11 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from huggingface_hub import ModelCard
 
 from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
 from ospruner.comparing import Judged
 from ospruner.durable import replace_file
-from ospruner.eval.calibration import THRESHOLDS, Calibration, Candidate, losses
+from ospruner.eval.calibration import THRESHOLDS, VARIANCE, Calibration, losses
 from ospruner.eval.calibration import calibrate as boldest
 from ospruner.eval.compare import refuse_shared
 from ospruner.eval.measured import measure
@@ -23,6 +23,7 @@ from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.problems.registry import open_task
 from ospruner.eval.replay import replay, stop_weights
 from ospruner.eval.table import TraceTable
+from ospruner.hub_cards.cards import CARD_FILE, policy_card
 from ospruner.progress import Progress, silent
 from ospruner.provenance import read_provenance
 from ospruner.rules.families import Family, StopRule, parse_rule
@@ -60,7 +61,7 @@ def calibrate(
     expectations over its draws.
 
     Args:
-        policy: its folder; `config.json` and the card are written anew where a setting passes.
+        policy: its folder; where a setting passes, `config.json` and the card `README.md` say so.
         labels: as for `compare`; the policy was not trained on them.
         max_loss: the accuracy that may be lost against the full trace, as a share.
         confidence: how surely not more is lost.
@@ -101,7 +102,6 @@ def calibrate(
     _refuse_order(values, known)
     ours.refuse(use)
     _refuse_own(folder, use, ours)
-    table = TraceTable.from_dataset(ours.traces)
 
     def setting(said: Predicted, value: float) -> tuple[npt.NDArray[np.float32], float | None]:
         """What `replay` takes for a value: stop probabilities, and the threshold or None."""
@@ -109,16 +109,16 @@ def calibrate(
             return said.probabilities(), value
         return said.probabilities(value), PRICE_THRESHOLD if mode == "threshold" else None
 
-    said = ours.predicted(use.path)
-    candidates = [Candidate(value, replay(table, *setting(said, value))) for value in values]
-    variance = 0.06
+    table, said = TraceTable.from_dataset(ours.traces), ours.predicted(use.path)
+    outcomes = [(value, replay(table, *setting(said, value))) for value in values]
+    variance = VARIANCE
     if validation is not None:
         theirs = Judged(validation, base, model=ours.model, **more)
         other = TraceTable.from_dataset(theirs.traces)
         refuse_shared(table, other)
         middle = setting(theirs.predicted(use.path), values[len(values) // 2])
         variance = max(float(losses(other, replay(other, *middle)).var()), 0.005)
-    found = boldest(table, candidates, max_loss, confidence, variance=variance, seed=seed)
+    found = boldest(table, outcomes, max_loss, confidence, variance=variance, seed=seed)
     if found.value is not None:
         pi, threshold = setting(said, found.value)
         promise = {
@@ -130,7 +130,8 @@ def calibrate(
             "data_hash": ours.labels.data_hash,
             "traffic": _traffic(table, said, pi, threshold),
         }
-        _store(folder, found, promise)
+        facts = ("loss", "tokens_saved", "problems", "test")
+        _store(folder, {name: vars(found)[name] for name in facts} | promise)
     return found
 
 
@@ -161,12 +162,10 @@ def calibrate_rule(
     kind = parse_rule(family) if isinstance(family, str) else family
     if isinstance(kind, StopRule):
         raise ValueError(f"{family!r} has a threshold: give the name alone, and values to try")
-    rules = [kind(value) for value in values]
+    thresholds = [kind(value).threshold for value in values]
     found, table = measure(ours.split, kind), ours.split.table
-    candidates = [
-        Candidate(rule.threshold, found.outcome(table, kind, rule.threshold)) for rule in rules
-    ]
-    return boldest(table, candidates, max_loss, confidence, seed=seed)
+    outcomes = [(value, found.outcome(table, kind, value)) for value in thresholds]
+    return boldest(table, outcomes, max_loss, confidence, seed=seed)
 
 
 def _refuse_labels(ours: Judged) -> None:
@@ -203,21 +202,19 @@ def _refuse_own(folder: Path, use: PolicyUse, ours: Judged) -> None:
 
 
 def _refuse_order(values: Sequence[float], known: PriceRange | None) -> None:
-    if known is not None:
+    if known is None:
+        what, rises = (
+            "numbers in [0, 1] from careful (high) to bold (low)",
+            [-one for one in values],
+        )
+        sound = all(0 <= one <= 1 for one in values)
+    else:
+        what, rises = "prices of a token from careful (low) to bold (high)", list(values)
+        sound = True
         for value in values:
             known.check("calibrate", value)
-        if not values or any(one >= other for one, other in pairwise(values)):
-            raise ValueError(
-                f"values is {list(values)}; give prices of a token from careful (low) to bold "
-                "(high), each once"
-            )
-        return
-    falls = all(one > other for one, other in pairwise(values))
-    if not values or not falls or not 0 <= values[-1] <= values[0] <= 1:
-        raise ValueError(
-            f"thresholds is {list(values)}; give numbers in [0, 1] from careful (high) to bold "
-            "(low), each once"
-        )
+    if not (sound and values and all(one < other for one, other in pairwise(rises))):
+        raise ValueError(f"values is {list(values)}; give {what}, each once")
 
 
 def _traffic(
@@ -235,17 +232,20 @@ def _traffic(
     }
 
 
-def _store(folder: Path, found: Calibration, setting: Mapping[str, Any]) -> None:
-    """Puts a promise into the policy's configuration, in the place of an earlier equal one."""
-    path = folder / "config.json"
+def _store(folder: Path, promise: Mapping[str, Any]) -> None:
+    """Puts a promise into the policy's configuration, in the place of an earlier equal one.
+
+    The card, which states it, is written anew; its licence stays.
+    """
+    path, card = folder / "config.json", folder / CARD_FILE
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    facts = dataclasses.asdict(found)
-    stored = {name: facts[name] for name in ("loss", "tokens_saved", "problems", "test")}
-    stored |= setting
     others = [
         one
         for one in config.get("calibrations") or []
-        if any(one[name] != setting[name] for name in ("max_loss", "confidence"))
+        if any(one[name] != promise[name] for name in ("max_loss", "confidence"))
     ]
-    config["calibrations"] = sorted([*others, stored], key=lambda one: one["max_loss"])
+    config["calibrations"] = sorted([*others, promise], key=lambda one: one["max_loss"])
     replace_file(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    told = ModelCard.load(card).data.to_dict() if card.is_file() else {}
+    license = {key: value for key, value in told.items() if key.startswith("license")}
+    policy_card(folder, name=folder.name, license=license).save(card)

@@ -34,7 +34,7 @@ from ospruner.rules.families import FAMILIES, Family, StopRule, is_rule, parse_r
 from ospruner.train.bases import load_labelled_base
 from ospruner.train.flashthink import Verifier, tokens_read, verifier_traces
 from ospruner.train.label_sets import Labels, labels_of
-from ospruner.train.predicting import Predicted, predict, predict_outputs
+from ospruner.train.predicting import Predicted, predict_outputs
 from ospruner.train.traces import LabelledTraces
 
 __all__ = ["Judged", "compare"]
@@ -121,10 +121,7 @@ class Judged:
 
     @cached_property
     def _kept(self) -> LabelledTraces:
-        labelled = LabelledTraces.from_dataset(self.traces)
-        if self._states is not None:
-            labelled.keep_states(self._states)
-        return labelled
+        return LabelledTraces.from_dataset(self.traces, self._states)
 
     def refuse(self, use: PolicyUse, across_tasks: bool = False) -> None:
         """Raises ValueError where a policy is of another base, format, stride or task."""
@@ -182,7 +179,7 @@ class Judged:
         judged = verifier_traces(self.traces, self.tokenizer, tokenizer, limit)
         for module in (verifier.base, verifier.policy):
             torch.nn.Module.to(module, self.device)
-        probabilities = predict(verifier, judged)
+        probabilities = predict_outputs(verifier, judged).probabilities()
         read, rows, last = tokens_read(judged), np.arange(len(judged)), judged.table.last
         # At its natural end a trace needs no verdict: the verifier has read to the step before.
         read[rows, last] = np.where(last > 0, read[rows, last - 1], 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Protocol
 
 from rich import progress as bars
@@ -32,16 +31,15 @@ def silent(phase: str, done: int, total: int, note: str = "") -> None:
 UNITS = {"sample": "traces", "fork": "traces", "trunk": "traces", "train": "batches"}
 
 
-class PhaseBars:
+class PhaseBars(bars.Progress):
     """One bar a phase, drawn while the context is open; call it as a `Progress`.
 
     Attributes:
-        name: What the phases belong to, written before each phase's name.
+        name: what the phases belong to, written before each phase's name.
     """
 
     def __init__(self, console: Console, name: str = "") -> None:
-        self.name = name
-        self._progress = bars.Progress(
+        super().__init__(
             bars.TextColumn("{task.description:<26}"),
             bars.BarColumn(bar_width=24),
             bars.MofNCompleteColumn(),
@@ -51,25 +49,14 @@ class PhaseBars:
             bars.TextColumn("{task.fields[note]}"),
             console=console,
         )
-        self._tasks: dict[str, bars.TaskID] = {}
-
-    def __enter__(self) -> PhaseBars:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
+        self.name = name
+        self._of_phase: dict[str, bars.TaskID] = {}
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
         """Show the state of one phase."""
         label = f"{self.name}: {phase}" if self.name else phase
-        if label not in self._tasks:
+        if label not in self._of_phase:
             kind = phase.rpartition(": ")[2]  # a job's phase bears its name
             unit = UNITS.get(kind, kind)
-            self._tasks[label] = self._progress.add_task(label, unit=unit, note="")
-        self._progress.update(self._tasks[label], completed=done, total=total, note=note)
+            self._of_phase[label] = self.add_task(label, unit=unit, note="")
+        self.update(self._of_phase[label], completed=done, total=total, note=note)

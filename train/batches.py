@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import Sampler
 
 from ospruner.eval.table import IntArray
 
-__all__ = ["BatchLoader", "length_batches", "micro_batches", "share_of"]
+__all__ = ["EpochBatches", "length_batches", "micro_batches", "share_of"]
 
 _BUCKET_BATCHES = 16
 _FORWARD_TOKENS = 16_384
 
 
-class EpochBatches:
+class EpochBatches(Sampler[list[int]]):
     """The batches of an epoch: shuffled, then sorted by length within a few batches' rows.
 
     A function of its arguments and the epoch alone, so that a resumed epoch goes on with the same
@@ -28,24 +27,21 @@ class EpochBatches:
         rows: the traces to train on.
         batch_size: traces a batch; the last one may be smaller.
         seed: of the run.
+
+    Attributes:
+        epoch: counted over the whole run; whoever begins one sets it.
     """
 
     def __init__(self, token_lengths: IntArray, rows: IntArray, batch_size: int, seed: int) -> None:
         self._lengths, self._rows = token_lengths, rows
         self._batch_size, self._seed = batch_size, seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch, counted over the whole run."""
-        self._epoch = epoch
+        self.epoch = 0
 
     def __len__(self) -> int:
-        bucket = self._batch_size * _BUCKET_BATCHES
-        whole, rest = divmod(len(self._rows), bucket)
-        return whole * _BUCKET_BATCHES + -(-rest // self._batch_size)
+        return -(-len(self._rows) // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        draws = np.random.default_rng([self._seed, self._epoch])
+        draws = np.random.default_rng([self._seed, self.epoch])
         order, size = draws.permutation(self._rows), self._batch_size
         batches = []
         for start in range(0, len(order), size * _BUCKET_BATCHES):
@@ -53,27 +49,6 @@ class EpochBatches:
             part = part[np.argsort(self._lengths[part], kind="stable")]
             batches += [part[i : i + size].tolist() for i in range(0, len(part), size)]
         yield from (batches[i] for i in draws.permutation(len(batches)))
-
-
-class BatchLoader(DataLoader[Any]):
-    """Yields the numbers of a batch's traces; their states are taken where they are needed.
-
-    Args:
-        batches: of the run.
-        traces: how many there are, also those that are not trained on.
-    """
-
-    def __init__(self, batches: EpochBatches, traces: int) -> None:
-        super().__init__(range(traces), batch_sampler=batches, collate_fn=_rows_of)  # type: ignore[arg-type]
-        self._batches = batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `EpochBatches`."""
-        self._batches.set_epoch(epoch)
-
-
-def _rows_of(rows: list[int]) -> dict[str, IntArray]:
-    return {"rows": np.array(rows, dtype=np.int64)}
 
 
 def share_of(rows: IntArray, rank: int, size: int) -> IntArray:
@@ -99,8 +74,7 @@ def micro_batches(
         max_tokens: slots of each process.
         processes: those that share each part, as `share_of` does.
     """
-    parts, start = [], 0
-    longest = 0
+    parts, start, longest = [], 0, 0
     for end, row in enumerate(rows):
         longest = max(longest, int(token_lengths[row]))
         if end - start >= processes and -(-(end + 1 - start) // processes) * longest > max_tokens:

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF009  (`_help` gives a dataclass field)
 """What a training run is: transformers' `TrainingArguments` and a few fields of our own.
 
 What is left out follows from the labels and the base by one rule, `StopConfig.settled`.
@@ -8,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field, fields
+import warnings
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -33,9 +33,15 @@ STEPS = 300
 MOST_PASSES = 40
 WIDTH, RATE = 128, 5e-4
 """The learning rate that suits a base of this width; wider ones take it in proportion less."""
-LOGIT_STEP = 0.4
-"""What one step of the head may add to a stop logit by the rule; above `LARGEST_LOGIT_STEP` the
-head saturates before the layers learn."""
+LOGIT_STEP, LARGEST_LOGIT_STEP = 0.4, 0.5
+"""What one step of the head may add to a stop logit by the rule, and at the most: above, the head
+saturates before the layers learn."""
+
+
+_LEAST = {
+    "layers": 0, "adapter_rank": 0, "prices_per_batch": 2, "batch_size": 1, "limit": 1,
+    "micro_batch_tokens": 1, "seed": 0, "held_out": 1, "num_train_epochs": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,6 @@ class Stage:
 
     name: str
     price: float | None
-
-
-def _help(text: str, default: Any) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -71,23 +73,23 @@ class StopConfig(TrainingArguments):
     where its authors name them: a constant rate, no clipping, AdamW's.
 
     Attributes:
-        method: "os-pruner" (expected reward), or a baseline: "probe" (is the answer forced here
-            right?), "convergence" (does it stay the same to the end?), "final-answer" (is it the
-            one given at the end?), "flashthink" (the probe's question to a verifier model).
-        head: "price" for one policy of every price, which is told it when generating, or "fixed"
-            for a policy of each price (the paper's), annealed from high to low.
-        prices: of a token. With head "price" the lowest and the highest, with "fixed" a falling
-            schedule; "auto" takes either from the labels, and "r1", "gpt-oss", "drpo" are the
-            paper's schedules.
-        prices_per_batch: how many prices a step is taken on, with head "price"; they share the
+        method: os-pruner (expected reward), or a baseline: probe (is the answer forced here
+            right?), convergence (does it stay the same to the end?), final-answer (is it the one
+            given at the end?), flashthink (the probe's question to a verifier model).
+        head: price for one policy of every price, which is told it when generating, or fixed for
+            a policy of each price (the paper's), annealed from high to low.
+        prices: of a token. With head price the lowest and the highest, with fixed a falling
+            schedule; auto takes either from the labels, and r1, gpt-oss, drpo are the paper's
+            schedules.
+        prices_per_batch: how many prices a step is taken on, with head price; they share the
             tail's pass.
         layers: of the base that the policy copies and tunes; 0 for a head alone.
-        tuning: "queries" for copies that attend to the base's own keys and values, "layers" for
-            whole ones (the paper's).
+        tuning: queries for copies that attend to the base's own keys and values, layers for whole
+            ones (the paper's).
         adapter_rank: of low-rank adapters beside the copies, which alone are trained and saved; 0
             for none.
         entropy_bonus: reward for a nat of the stopping time's entropy, which keeps stop
-            probabilities from saturating; None for 0.01 with head "price", else 0 (the paper's).
+            probabilities from saturating; None for 0.01 with head price, else 0 (the paper's).
         head_learning_rate: of the linear head; None for the rule's, or with a `learning_rate` for
             the same.
         average: share of each price's steps, the last ones, whose weights are averaged (arXiv
@@ -95,54 +97,55 @@ class StopConfig(TrainingArguments):
         batch_size: traces an optimiser step; the result does not depend on the processes.
         micro_batch_tokens: tokens, padding included, that a process takes through the layers at
             once (one trace at least). The parts' gradients add up to the batch's.
-        base: the model, where it now lies elsewhere than when it was labelled.
-        verifier: FlashThink's model, a folder or Hub id.
+        base: the base, if it is no longer where the labels say.
+        verifier: FlashThink's model, a folder or Hub id of any causal LM.
         held_out: how many problems to hold out of each label set where no others are given; None
             for 500, or a fifth of few.
         limit: only the first so many traces of each label set.
         max_ungraded: labels with a greater share of forced answers that the grader could not read
             are refused; an answer that never closed is not the grader's fault.
-        states: a folder in which what tails read of the traces is kept for the next command on
-            these labels; None keeps it in memory, if it fits.
+        states: folder in which what tails read of the traces is kept for the next command on these
+            labels; None keeps it in memory, if it fits.
         states_gib: what is kept in memory at the most; if larger, it is computed for each batch.
+        learning_rate: of the tuned layers; None goes by the base's width.
+        num_train_epochs: passes over the traces; None goes by their number.
+        bf16: whether layers compute in bfloat16; None for on CUDA.
+        seed: of weights, batches and held-out problems.
     """
 
-    method: str = _help("What is trained: os-pruner, or a baseline.", "os-pruner")
-    head: str = _help("price: one policy for every price; fixed: one for each.", "price")
-    prices: str | list[float] = _help(
-        "auto; LOW,HIGH for head price; r1, gpt-oss, drpo or falling numbers for head fixed.",
-        "auto",
-    )
-    prices_per_batch: int = _help("Prices that a step is taken on.", 16)
-    layers: int = _help("Layers of the base that the policy copies; 0: a head alone.", 2)
-    tuning: str = _help("queries or layers.", "queries")
-    adapter_rank: int = _help("Rank of adapters that are trained instead; 0: none.", 0)
-    entropy_bonus: float | None = _help("Reward per nat of the stopping time's entropy.", None)
-    head_learning_rate: float | None = _help("Learning rate of the linear head.", None)
-    average: float = _help("Share of the steps, the last, whose weights are averaged.", 0.75)
-    batch_size: int = _help("Traces in each optimiser step.", 32)
-    micro_batch_tokens: int = _help("Tokens at once; a larger batch is taken in parts.", 16_384)
-    base: str | None = _help("The base, if it is no longer where the labels say.", None)
-    verifier: str = _help("FlashThink's model, any causal LM.", VERIFIER)
-    held_out: int | None = _help("Problems held out: 500, or a fifth of few.", None)
-    limit: int | None = _help("Only the first N traces.", None)
-    max_ungraded: float = _help("Share of answers that nobody could grade.", 0.1)
-    states: str | None = _help("Folder in which the base's states are kept.", None)
-    states_gib: float = _help("Memory for them where there is no folder, in GiB.", 2.0)
+    method: str = "os-pruner"
+    head: str = "price"
+    prices: str | list[float] = "auto"
+    prices_per_batch: int = 16
+    layers: int = 2
+    tuning: str = "queries"
+    adapter_rank: int = 0
+    entropy_bonus: float | None = None
+    head_learning_rate: float | None = None
+    average: float = 0.75
+    batch_size: int = 32
+    micro_batch_tokens: int = 16_384
+    base: str | None = None
+    verifier: str = VERIFIER
+    held_out: int | None = None
+    limit: int | None = None
+    max_ungraded: float = 0.1
+    states: str | None = None
+    states_gib: float = 2.0
 
     # Of TrainingArguments, with other defaults.
-    learning_rate: float | None = _help("Of the tuned layers; by the base's width.", None)  # type: ignore[assignment]
-    num_train_epochs: float | None = _help("Passes over the traces; by their number.", None)  # type: ignore[assignment]
-    lr_scheduler_type: str = _help("Constant, as in the paper.", "constant")
-    weight_decay: float = _help("AdamW's.", 0.01)
-    max_grad_norm: float = _help("Clip gradients to this 2-norm; 0: never.", 0.0)
-    bf16: bool | None = _help("Layers compute in bfloat16; by default on CUDA.", None)  # type: ignore[assignment]
-    save_strategy: str = _help("When checkpoints are saved.", "epoch")
-    save_total_limit: int | None = _help("How many checkpoints stay.", 1)
-    logging_strategy: str = _help("When the loss is logged.", "epoch")
-    report_to: str | list[str] | None = _help("Trackers: tensorboard, wandb, trackio.", "none")
-    seed: int = _help("Of weights, batches and held-out problems.", 0)
-    ddp_find_unused_parameters: bool | None = _help("Every parameter is used.", False)
+    learning_rate: float | None = None  # type: ignore[assignment]
+    num_train_epochs: float | None = None  # type: ignore[assignment]
+    lr_scheduler_type: str = "constant"
+    weight_decay: float = 0.01
+    max_grad_norm: float = 0.0  # never
+    bf16: bool | None = None  # type: ignore[assignment]
+    save_strategy: str = "epoch"
+    save_total_limit: int | None = 1
+    logging_strategy: str = "epoch"
+    report_to: str | list[str] | None = "none"
+    seed: int = 0
+    ddp_find_unused_parameters: bool | None = False  # every parameter is used
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
@@ -158,39 +161,29 @@ class StopConfig(TrainingArguments):
         self._n_gpu = min(self._n_gpu, 1)
 
     def _check(self) -> None:
-        """Checks every field of our own by itself.
+        """Refuses a field of our own, by its name, its value and what is allowed."""
 
-        Raises:
-            TypeError, ValueError: naming the field, its value and what is allowed.
-        """
-        choices = {"method": METHODS, "head": HEADS, "tuning": TUNINGS}
-        for name, allowed in choices.items():
-            if vars(self)[name] not in allowed:
-                raise ValueError(
-                    f"{name} is {vars(self)[name]!r}; it must be one of {', '.join(allowed)}"
-                )
-        least = {
-            "layers": 0, "adapter_rank": 0, "prices_per_batch": 2, "batch_size": 1,
-            "micro_batch_tokens": 1, "seed": 0, "limit": 1, "held_out": 1, "num_train_epochs": 1,
-        }  # fmt: skip
-        for name, bound in least.items():
-            value = vars(self)[name]
-            if value is None and name in ("limit", "held_out", "num_train_epochs"):
-                continue
-            if isinstance(value, bool) or value != int(value):
-                raise TypeError(f"{name} is {value!r}; it must be an integer")
-            if value < bound:
-                raise ValueError(f"{name} is {value}; it must be at least {bound}")
-        for name in ("learning_rate", "head_learning_rate"):
-            value = vars(self)[name]
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value!r}; it must be finite and > 0")
+        def refuse(name: str, allowed: str, kind: type[Exception] = ValueError) -> None:
+            raise kind(f"{name} is {vars(self)[name]!r}; it must {allowed}")
+
+        for name, among in (("method", METHODS), ("head", HEADS), ("tuning", TUNINGS)):
+            if vars(self)[name] not in among:
+                refuse(name, f"be one of {', '.join(among)}")
+        values = {key: value for key, value in vars(self).items() if value is not None}
+        for name in values.keys() & _LEAST.keys():
+            if isinstance(values[name], bool) or values[name] != int(values[name]):
+                refuse(name, "be an integer", TypeError)
+            if values[name] < _LEAST[name]:
+                refuse(name, f"be at least {_LEAST[name]}")
+        for name in values.keys() & {"learning_rate", "head_learning_rate"}:
+            if not 0 < values[name] < math.inf:
+                refuse(name, "be finite and > 0")
         for name in ("average", "max_ungraded"):
-            if not 0 <= vars(self)[name] <= 1:
-                raise ValueError(f"{name} is {vars(self)[name]!r}; it must lie in [0, 1]")
+            if not 0 <= values[name] <= 1:
+                refuse(name, "lie in [0, 1]")
         for name in ("entropy_bonus", "states_gib"):
-            if not (math.isfinite(vars(self)[name]) and vars(self)[name] >= 0):
-                raise ValueError(f"{name} is {vars(self)[name]!r}; it must be finite and >= 0")
+            if not 0 <= values[name] < math.inf:
+                refuse(name, "be finite and >= 0")
         if self.method != "os-pruner" and (self.entropy_bonus or self.prices != "auto"):
             given = "entropy_bonus" if self.entropy_bonus else "prices"
             raise ValueError(
@@ -228,10 +221,11 @@ class StopConfig(TrainingArguments):
         """A copy in which nothing is left to a rule.
 
         Passes: as many as `STEPS` steps take, 2 at the least and `MOST_PASSES` at the most; so
-        200 traces are gone through 40 times and 40,000 twice. Rates: the layers' falls with the
-        base's width, as AdamW moves each weight by the rate whatever the gradient's size; the
-        head's lets one step move a stop logit by `LOGIT_STEP` at the most, the rate times the sum
-        of the magnitudes that the head reads.
+        200 traces are gone through 40 times and 40,000 twice. Rates: AdamW's first steps move each
+        weight by the rate, whatever the gradient's size. So the layers' falls with the base's
+        width, and the head's lets one step move a stop logit by `LOGIT_STEP` at the most, the rate
+        times the sum of the magnitudes that the head reads; where a given one is too high for that,
+        a warning says so.
 
         Args:
             table: the traces to train on.
@@ -250,6 +244,15 @@ class StopConfig(TrainingArguments):
             found.head_learning_rate = self.learning_rate or by_rule
         if self.learning_rate is None:
             found.learning_rate = float(f"{RATE * WIDTH / width:.1e}")
+        rate = found.head_learning_rate or 0.0
+        if (step := rate * magnitude) > LARGEST_LOGIT_STEP:
+            warnings.warn(
+                f"one optimiser step may move a stop logit by {step:.2g}: head_learning_rate "
+                f"({rate:g}) times the sum of its inputs' magnitudes ({magnitude:.0f}). Above "
+                f"{LARGEST_LOGIT_STEP:g} the head saturates before the layers learn: take "
+                f"{0.1 / magnitude:.0e}",
+                stacklevel=3,
+            )
         return found
 
     def recorded(self) -> dict[str, Any]:
@@ -257,17 +260,17 @@ class StopConfig(TrainingArguments):
 
         (Where things lie, and how much is computed at once, is not among them.)
         """
-        ours = {entry.name for entry in fields(StopConfig)}
-        ours -= {entry.name for entry in fields(TrainingArguments)}
-        ours -= {"base", "states", "states_gib", "micro_batch_tokens"}
+        names = {entry.name for entry in fields(StopConfig)}
+        names -= {entry.name for entry in fields(TrainingArguments)}
+        names -= {"base", "states", "states_gib", "micro_batch_tokens"}
+        if self.method != "flashthink":
+            names.remove("verifier")
         theirs = (
             "learning_rate", "num_train_epochs", "lr_scheduler_type", "warmup_steps",
             "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16",
             "seed",
         )  # fmt: skip
-        values = {name: vars(self)[name] for name in (*sorted(ours), *theirs)}
-        if self.method != "flashthink":
-            del values["verifier"]
+        values = {name: vars(self)[name] for name in (*sorted(names), *theirs)}
         return {
             name: value.value if isinstance(value, Enum) else value
             for name, value in values.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +26,15 @@ from transformers import (
 
 from modeling_ospruner import OSPrunerConfig
 from modeling_ospruner.configuration_ospruner import VERSION
-from modeling_ospruner.modeling_ospruner import load_base, load_policy
+from modeling_ospruner.modeling_ospruner import WEIGHTS, load_base, load_policy
 from modeling_ospruner.policy_ospruner import StoppingPolicy
 from ospruner.bases import plain_text_config
 from ospruner.eval.schema import LabelSettings
 from ospruner.eval.table import IntArray, TraceTable
-from ospruner.train.untrained import fresh_layers
 
 from .config import StopConfig
 from .traces import LabelledTraces
+from .untrained import fresh_layers
 
 __all__ = ["PROMPT", "Verifier", "load_verifier_base", "tokens_read", "verifier_traces"]
 
@@ -48,6 +49,7 @@ _ABOUT = "flashthink.json"
 _THINKING = "<<thinking>>"
 
 
+@dataclass
 class Verifier:
     """A verifier with its tuned copy of the last layers and head: what the training loop trains.
 
@@ -58,74 +60,62 @@ class Verifier:
         traces_of: name and revision of the model whose traces it judges.
     """
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        policy: StoppingPolicy,
-        config: OSPrunerConfig,
-        traces_of: tuple[str, str | None],
-    ) -> None:
-        self.traces_of = traces_of
-        self.base = base.requires_grad_(False).eval()
-        self.policy = policy.eval()
-        self.config = config
+    base: PreTrainedModel
+    policy: StoppingPolicy
+    config: OSPrunerConfig
+    traces_of: tuple[str, str | None]
+
+    def __post_init__(self) -> None:
+        self.base.requires_grad_(False).eval()
+        self.policy.eval()
 
     @classmethod
     def untrained(
-        cls, base: PreTrainedModel, settings: StopConfig, label_settings: LabelSettings
+        cls, base: PreTrainedModel, settings: StopConfig, labelled: LabelSettings
     ) -> Verifier:
         """A fresh one.
 
         Args:
             base: the verifier model.
             settings: of the run.
-            label_settings: of the traces that it judges.
+            labelled: the settings of the traces that it judges.
         """
         config = OSPrunerConfig(
             text_config=plain_text_config(base.config),
             base_model_name_or_path=settings.verifier,
             num_policy_layers=settings.layers,
             tuning=settings.tuning,
-            step_stride=label_settings.step_stride,
-            reasoning_format=label_settings.reasoning_format,
+            step_stride=labelled.step_stride,
+            reasoning_format=labelled.reasoning_format,
             ospruner_version=VERSION,
         )
         config._attn_implementation = base.config._attn_implementation
-        policy = fresh_layers(
-            base.eval(),
-            settings.layers,
-            settings.tuning,
-        )
-        traces_of = (label_settings.base_model, label_settings.base_revision)
-        return cls(base, policy, config, traces_of)
+        policy = fresh_layers(base.eval(), settings.layers, settings.tuning)
+        return cls(base, policy, config, (labelled.base_model, labelled.base_revision))
 
     @classmethod
-    def load(cls, folder: str | Path, label_settings: LabelSettings) -> Verifier:
-        """What `save` wrote, with the verifier model that it names.
+    def load(cls, folder: str | Path, labelled: LabelSettings) -> Verifier:
+        """What `save_pretrained` wrote, with the verifier model that it names.
 
         Args:
             folder: the folder.
-            label_settings: of the traces that it shall judge.
+            labelled: the settings of the traces that it shall judge.
 
         Raises:
             ValueError: it was trained on another base's traces.
         """
         config = OSPrunerConfig.from_pretrained(folder)
         about = json.loads((Path(folder) / _ABOUT).read_text("utf-8"))
-        theirs = (about["traces_of"], about["traces_of_revision"])
-        ours = (label_settings.base_model, label_settings.base_revision)
+        theirs = (about["traces_of"], about["traces_of_revision"], config.step_stride)
+        ours = (labelled.base_model, labelled.base_revision, labelled.step_stride)
         if theirs != ours:
+            told = ("{} at revision {} with step_stride {}".format(*one) for one in (theirs, ours))
             raise ValueError(
-                f"{folder} was trained on traces of {theirs[0]} at revision {theirs[1]}, these are "
-                f"of {ours[0]} at {ours[1]}: train FlashThink on traces of this base"
-            )
-        if config.step_stride != label_settings.step_stride:
-            raise ValueError(
-                f"{folder} was trained on labels with step_stride {config.step_stride}, these have "
-                f"{label_settings.step_stride}: use labels of one stride"
+                "{} was trained on traces of {}, these are of {}: train FlashThink on traces like "
+                "these".format(folder, *told)
             )
         base = load_base(config, {}, {"dtype": "auto"})
-        return cls(base, load_policy(str(folder), config, base, {}), config, ours)
+        return cls(base, load_policy(str(folder), config, base, {}), config, ours[:2])
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Saves what was tuned, its configuration, and the prompt.
@@ -136,21 +126,14 @@ class Verifier:
         """
         self.config.save_pretrained(folder)
         named = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-        about = {
-            "prompt": PROMPT,
-            "traces_of": self.traces_of[0],
-            "traces_of_revision": self.traces_of[1],
-        }
+        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+        name, revision = self.traces_of
+        about = {"prompt": PROMPT, "traces_of": name, "traces_of_revision": revision}
         (folder / _ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
 
 
 def load_verifier_base(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A verifier model and its tokenizer.
-
-    Args:
-        name: folder or Hub id of any causal LM.
-    """
+    """A verifier model and its tokenizer; `name` is the folder or Hub id of any causal LM."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     return AutoModelForCausalLM.from_pretrained(name, dtype="auto"), tokenizer
 
@@ -160,6 +143,7 @@ def verifier_traces(
     base_tokenizer: PreTrainedTokenizerBase,
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
+    states: str | None = None,
 ) -> LabelledTraces:
     """Labelled traces as the verifier reads them: its own tokens, the labels unchanged.
 
@@ -171,18 +155,17 @@ def verifier_traces(
         base_tokenizer: the base's.
         tokenizer: the verifier's.
         limit: tokens that the verifier can read.
+        states: see `LabelledTraces`.
 
     Raises:
         ValueError: a trace is longer than that.
     """
     table = TraceTable.from_dataset(dataset)
-    sequences: list[list[int]] = []
+    sequences: list[IntArray] = []
     positions = np.zeros(table.mask.shape, dtype=np.int64)
     for n, row in enumerate(dataset.select_columns(["problem", "trace_ids", "step_ends"])):
-        ids = _prompt_ids(row["problem"], tokenizer)
-        for t, (start, end) in enumerate(
-            zip([0, *row["step_ends"]], row["step_ends"], strict=False)
-        ):
+        ids, ends = _prompt_ids(row["problem"], tokenizer), row["step_ends"]
+        for t, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             text = base_tokenizer.decode(row["trace_ids"][start:end])
             ids += tokenizer.encode(text, add_special_tokens=False)
             positions[n, t] = len(ids) - 1
@@ -190,11 +173,10 @@ def verifier_traces(
             raise ValueError(
                 f"trace {n} is {len(ids)} tokens long for the verifier, which reads {limit} at "
                 "most (max_position_embeddings): choose a verifier with a longer context, or label "
-                "with a lower --max-tokens"
+                "with a lower --max-thinking-tokens"
             )
-        sequences.append(ids)
-    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    return LabelledTraces(table, np.concatenate(sequences), lengths, positions)
+        sequences.append(np.array(ids, dtype=np.int64))
+    return LabelledTraces(table, sequences, positions, states)
 
 
 def tokens_read(traces: LabelledTraces) -> IntArray:
@@ -207,8 +189,7 @@ def _prompt_ids(problem: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(text))
     turn = [{"role": "user", "content": text + _THINKING}]
-    rendered = tokenizer.apply_chat_template(turn, tokenize=False)
-    assert isinstance(rendered, str)
+    rendered = str(tokenizer.apply_chat_template(turn, tokenize=False))
     before, found, _ = rendered.partition(_THINKING)
     if not found:
         raise ValueError(

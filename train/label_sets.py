@@ -1,17 +1,18 @@
-"""The labels of a run: of one folder or a mix of several, and which problems are held out."""
+"""The labels of a run: of one folder or a mix of several, which are held out, which are refused."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset, DatasetDict
 
 from ospruner.eval.schema import LabelSettings
+from ospruner.eval.table import BoolArray, IntArray, TraceTable, classifier_targets
 
 from .labels.loading import Labels, load_labels, load_mix
 
@@ -22,15 +23,29 @@ __all__ = [
     "labels_of",
     "load_labels",
     "load_mix",
+    "refuse_ungraded",
     "split_labels",
+    "usable_rows",
 ]
 
 HELD_OUT_PROBLEMS = 500
 """Problems that the paper keeps out of training, to choose lambda on."""
+MIN_TRACES = 8
+_BY_THE_MODEL = ("no answer", "too long")  # why an answer has no verdict, whatever grades it
+
+LabelSource: TypeAlias = str | Path | Dataset | DatasetDict | Labels | Sequence[str | Path]
 
 
-def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) -> list[bool]:
-    """Which traces are held out: all those of some problems, drawn with the seed.
+def labels_of(source: LabelSource) -> Labels:
+    """Labels that are named in any way: a folder or Hub id, several of them, or as they are."""
+    if isinstance(source, Labels):
+        return source
+    single = isinstance(source, str | Path | Dataset | DatasetDict)
+    return load_mix([source] if single else source)  # type: ignore[arg-type]
+
+
+def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) -> BoolArray:
+    """(N,) which of N traces are held out: all those of some problems, drawn with the seed.
 
     Args:
         problem_ids: of each trace.
@@ -47,28 +62,11 @@ def held_out_split(problem_ids: Sequence[str], held_out: int | None, seed: int) 
             f"held_out is {count}, of {len(problems)} problems: at least one must be held out and "
             "one left to train on. Label more problems, or give a validation set"
         )
-    chosen = set(random.Random(seed).sample(problems, count))
-    return [problem in chosen for problem in problem_ids]
-
-
-LabelSource: TypeAlias = str | Path | Dataset | DatasetDict | Labels | Sequence[str | Path]
-
-
-def labels_of(source: LabelSource) -> Labels:
-    """Labels that are named in any way: a folder or Hub id, several of them, or as they are."""
-    if isinstance(source, Labels):
-        return source
-    single = isinstance(source, str | Path | Dataset | DatasetDict)
-    return load_mix([source] if single else source)  # type: ignore[arg-type]
+    return np.isin(problem_ids, random.Random(seed).sample(problems, count))
 
 
 def split_labels(
-    labels: Labels,
-    others: Labels | None,
-    *,
-    held_out: int | None = None,
-    seed: int = 0,
-    limit: int | None = None,
+    labels: Labels, others: Labels | None, held_out: int | None, seed: int, limit: int | None
 ) -> tuple[Dataset, Dataset]:
     """Training and validation traces.
 
@@ -84,33 +82,38 @@ def split_labels(
     """
     traces = labels.traces
     of = np.array(traces["domain"] if labels.parts else [""] * len(traces))
-    places = [np.flatnonzero(of == name)[:limit] for name in dict.fromkeys(of.tolist())]
-    if others is not None and held_out is not None:
+    domains = [np.flatnonzero(of == name)[:limit] for name in dict.fromkeys(of.tolist())]
+    if others is None:
+        ids = np.array(traces["problem_id"])
+        held = [held_out_split(ids[rows].tolist(), held_out, seed) for rows in domains]
+        pairs = list(zip(domains, held, strict=True))
+        training = np.concatenate([rows[~one] for rows, one in pairs])
+        return traces.select(training), traces.select(
+            np.concatenate([rows[one] for rows, one in pairs])
+        )
+    if held_out is not None:
         raise ValueError(
             f"held_out is {held_out}, but with validation labels no problem is held out: leave one "
             "of them out"
         )
-    if others is not None:
-        if set(others.parts) != set(labels.parts):
-            raise ValueError(
-                f"the validation labels are of the domains {sorted(others.parts) or 'of one task'},"
-                f" the training labels of {sorted(labels.parts) or 'one task'}: give labels of the "
-                "same domains"
-            )
-        for name, part in (labels.parts or {"": labels}).items():
-            _refuse_other_labels(part.settings, others.parts.get(name, others).settings)
-        return traces.select(np.concatenate(places)), others.traces
-    ids = np.array(traces["problem_id"])
-    split: dict[bool, list[npt.NDArray[np.int64]]] = {True: [], False: []}
-    for rows in places:
-        held = np.array(held_out_split(ids[rows].tolist(), held_out, seed))
-        for side, found in split.items():
-            found.append(rows[held == side])
-    training, validating = (traces.select(np.concatenate(split[side])) for side in (False, True))
-    return training, validating
+    if set(others.parts) != set(labels.parts):
+        raise ValueError(
+            f"the validation labels are of the domains {sorted(others.parts) or 'of one task'},"
+            f" the training labels of {sorted(labels.parts) or 'one task'}: give labels of the "
+            "same domains"
+        )
+    for name, part in (labels.parts or {"": labels}).items():
+        _refuse_other_settings(part.settings, others.parts.get(name, others).settings)
+    found = traces.select(np.concatenate(domains)), others.traces
+    if shared := set(found[0]["problem_id"]) & set(found[1]["problem_id"]):
+        raise ValueError(
+            f"{len(shared)} problems are in both the training and the validation traces, such as "
+            f"{min(shared)!r}: split by problem"
+        )
+    return found
 
 
-def _refuse_other_labels(ours: LabelSettings, theirs: LabelSettings) -> None:
+def _refuse_other_settings(ours: LabelSettings, theirs: LabelSettings) -> None:
     """Validation may be sampled with another seed and more often; all else must agree."""
     free = {"seed", "samples_per_problem"}
     differences = [line for line in ours.differences(theirs) if line.partition(":")[0] not in free]
@@ -119,3 +122,43 @@ def _refuse_other_labels(ours: LabelSettings, theirs: LabelSettings) -> None:
             f"the validation labels were made otherwise than the training labels "
             f"({'; '.join(differences)}): label both with the same settings"
         )
+
+
+def refuse_ungraded(traces: Dataset, bound: float) -> None:
+    """Refuses labels of a grader that was broken, or cannot read these answers."""
+    reasons = Counter(why for row in traces["ungraded_reasons"] for why in row)
+    steps = reasons.total()
+    failed = {why: n for why, n in reasons.items() if why is not None and why not in _BY_THE_MODEL}
+    share = sum(failed.values()) / steps
+    if share > bound:
+        counts = ", ".join(f"{why}: {n}" for why, n in sorted(failed.items()))
+        raise ValueError(
+            f"{share:.1%} of the {steps} forced answers could not be graded ({counts}), and at most"
+            f" {bound:.1%} may be: they would be trained on as wrong. Grade them again (`ospruner "
+            "labels regrade FOLDER`, which tests the grader first), or raise max_ungraded"
+        )
+
+
+def usable_rows(table: TraceTable, method: str) -> IntArray:
+    """The traces that are trained on: those that ended by themselves.
+
+    Raises:
+        ValueError: too few of them, or labels that are all equal.
+    """
+    rows = np.flatnonzero(~table.capped)
+    if len(rows) < MIN_TRACES:
+        raise ValueError(
+            f"there are {len(rows)} training traces that ended naturally "
+            f"({int(table.capped.sum())} were cut at the cap); training needs at least "
+            f"{MIN_TRACES}: label more problems"
+        )
+    targets = classifier_targets(method, table.correct, table.matches_final, table.mask)
+    name = "forced_correct" if targets is table.correct else "matches_final"
+    values = targets[rows][table.mask[rows]]
+    if (values == values[0]).all():
+        raise ValueError(
+            f"{name} makes the label {values[0]:g} at every step of all {len(rows)} training "
+            "traces: there is nothing to learn from labels that are all equal (check the grading, "
+            "or choose problems that the base sometimes solves)"
+        )
+    return rows

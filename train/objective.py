@@ -7,9 +7,9 @@ An entropy bonus adds alpha H(tau). Gradients fade with pi (1 - pi): once most c
 certain, runs stay with what they happened to learn first; the bonus keeps those open on which
 little depends (maximum-entropy policy gradients; docs/training.md tells what it does).
 
-Both baselines classify prefixes, and compare the probability with a threshold when generating: the
-classification probe of "the answer forced here is right", and answer convergence, "the answer
-forced here is the trace's final answer" (the paper's section on baselines).
+The baselines classify prefixes, and compare the probability with a threshold when generating: is
+the answer forced here right, or (answer convergence) the trace's final answer (the paper's section
+on baselines)?
 """
 
 from __future__ import annotations
@@ -25,63 +25,27 @@ from ospruner.eval.table import classifier_targets
 
 from .traces import Batch
 
-__all__ = [
-    "batch_loss",
-    "classification_loss",
-    "every_price_loss",
-    "loss_weight",
-    "objective_loss",
-]
+__all__ = ["batch_loss", "loss_weight", "objective_loss"]
 
 
 def objective_loss(
     logits: Tensor,
     correct: Tensor,
     lengths: Tensor,
-    price: float,
+    price: float | Sequence[float],
     mask: Tensor,
     entropy_bonus: float = 0.0,
 ) -> Tensor:
-    """-(1/N) sum_n (R_n + alpha H_n) over a batch of N traces.
+    """-(1/N) sum_n (R_n + alpha H_n) over a batch of N traces; of J prices the plain mean.
 
-    Args:
-        logits: (N, T) stop logits at step ends.
-        correct: (N, T) A_i.
-        lengths: (N, T) L_i in tokens.
-        price: lambda >= 0.
-        mask: (N, T) bool, true on real steps.
-        entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        TypeError, ValueError: see `expected_reward`.
-    """
-    gain = expected_reward(logits, correct, lengths, price, mask)  # (N,)
-    if entropy_bonus:
-        gain = gain + entropy_bonus * stop_entropy(logits, mask)
-    return -gain.mean()
-
-
-def every_price_loss(
-    logits: Tensor,
-    correct: Tensor,
-    lengths: Tensor,
-    prices: Sequence[float],
-    mask: Tensor,
-    entropy_bonus: float = 0.0,
-) -> Tensor:
-    """The plain mean of `objective_loss` over J prices of a token.
-
-    At the price 0 there is no bonus: it would pay for stops, and nothing there pays for going on
+    Among several prices 0 has no bonus: it would pay for stops, and nothing there pays for going on
     where the answer stands already. The objective there is the accuracy alone.
 
     Args:
-        logits: (J, N, T) stop logits at step ends, at each price.
+        logits: (N, T) stop logits at step ends; (J, N, T) at each of J prices.
         correct: (N, T) A_i.
         lengths: (N, T) L_i in tokens.
-        prices: the J prices, each >= 0.
+        price: lambda >= 0, or J of them.
         mask: (N, T) bool, true on real steps.
         entropy_bonus: alpha >= 0, reward for a nat of the stopping time's entropy.
 
@@ -91,32 +55,16 @@ def every_price_loss(
     Raises:
         TypeError, ValueError: see `expected_reward`; or there are not J prices.
     """
-    pairs = zip(logits, prices, strict=True)
-    found = [
-        objective_loss(of_price, correct, lengths, price, mask, entropy_bonus if price else 0.0)
-        for of_price, price in pairs
-    ]
-    return torch.stack(found).mean()
-
-
-def classification_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """Binary cross-entropy, the mean over the batch's real steps.
-
-    Args:
-        logits: (N, T) at step ends.
-        targets: (N, T) in [0, 1]: correctness A_i for the probe, equality with the answer forced
-            at T for convergence.
-        mask: (N, T) bool, true on real steps.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        ValueError: there is no real step.
-    """
-    if not bool(mask.any()):
-        raise ValueError("mask has no real step: there is nothing to classify")
-    return F.binary_cross_entropy_with_logits(logits[mask], targets[mask].to(logits.dtype))
+    if isinstance(price, Sequence):
+        losses = [
+            objective_loss(of_price, correct, lengths, one, mask, entropy_bonus if one else 0.0)
+            for of_price, one in zip(logits, price, strict=True)
+        ]
+        return torch.stack(losses).mean()
+    gain = expected_reward(logits, correct, lengths, price, mask)  # (N,)
+    if entropy_bonus:
+        gain = gain + entropy_bonus * stop_entropy(logits, mask)
+    return -gain.mean()
 
 
 def batch_loss(
@@ -126,7 +74,7 @@ def batch_loss(
     price: float | Sequence[float],
     entropy_bonus: float = 0.0,
 ) -> Tensor:
-    """The loss of one batch.
+    """The loss of one batch: `objective_loss`, or the mean binary cross-entropy over its steps.
 
     Args:
         method: of `OSPrunerConfig`.
@@ -135,16 +83,14 @@ def batch_loss(
         price: lambda, or J of them; only "os-pruner" has one.
         entropy_bonus: of the stopping time, in reward a nat; only "os-pruner" has one.
     """
-    mask = batch.mask.to(logits.device)
-    correct = batch.correct.to(logits.device)
+    mask, correct, lengths = (
+        one.to(logits.device) for one in (batch.mask, batch.correct, batch.lengths)
+    )
     if method == "os-pruner":
-        lengths = batch.lengths.to(logits.device)
-        if isinstance(price, Sequence):
-            return every_price_loss(logits, correct, lengths, price, mask, entropy_bonus)
         return objective_loss(logits, correct, lengths, price, mask, entropy_bonus)
     labels = (batch.correct.numpy(), batch.matches_final.numpy(), batch.mask.numpy())
-    targets = torch.from_numpy(classifier_targets(method, *labels)).to(logits.device)
-    return classification_loss(logits, targets, mask)
+    targets = torch.from_numpy(classifier_targets(method, *labels)).to(logits)  # (B, T)
+    return F.binary_cross_entropy_with_logits(logits[mask], targets[mask])
 
 
 def loss_weight(method: str, part: Batch, batch: Batch) -> float:

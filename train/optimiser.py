@@ -14,7 +14,7 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .config import StopConfig
 
-__all__ = ["average_weights", "not_finite", "optimizer_of", "take_average"]
+__all__ = ["all_finite", "average_weights", "optimizer_of", "take_average"]
 
 
 def optimizer_of(policy: StoppingPolicy, config: StopConfig) -> torch.optim.AdamW:
@@ -22,18 +22,14 @@ def optimizer_of(policy: StoppingPolicy, config: StopConfig) -> torch.optim.Adam
 
     (transformers' own has one rate, and leaves biases and norms out of the weight decay.)
     """
+    head = [p for p in policy.head.parameters() if p.requires_grad]
+    layers = [p for p in policy.layers.parameters() if p.requires_grad]
     rate = config.learning_rate
-    head = {id(p) for p in policy.head.parameters()}
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in trained if id(p) in head],
-            "lr": config.head_learning_rate or rate,
-        },
-        {"params": [p for p in trained if id(p) not in head], "lr": rate},
-    ]
+    groups: list[dict[str, Any]] = [{"params": head, "lr": config.head_learning_rate or rate}]
+    if layers:
+        groups.append({"params": layers, "lr": rate})
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
@@ -51,12 +47,11 @@ def average_weights(optimizer: torch.optim.Optimizer, taken: int) -> None:
         taken: how many are in the mean already.
     """
     parameters = _parameters(optimizer)
-    states = [optimizer.state[p] for p in parameters]
     if not taken:
-        for state, p in zip(states, parameters, strict=True):
-            state["average"] = p.detach().clone()
+        for p in parameters:
+            optimizer.state[p]["average"] = p.detach().clone()
         return
-    means = [state["average"] for state in states]
+    means = [optimizer.state[p]["average"] for p in parameters]
     get_swa_multi_avg_fn()(means, [p.detach() for p in parameters], taken)
 
 
@@ -69,24 +64,11 @@ def take_average(optimizer: torch.optim.Optimizer) -> None:
             p.copy_(mean)
 
 
-def not_finite(policy: StoppingPolicy, optimizer: torch.optim.Optimizer) -> str:
-    """Says what of gradients and weights is not finite after a step, "" where all is.
-
-    One fused pass over both, and one number that is waited for.
-    """
+def all_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether gradients and weights are finite, and their squares: one fused pass over both."""
     parameters = _parameters(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if math.isfinite(float(get_total_norm([*gradients, *parameters]))):
-        return ""
-    largest = math.sqrt(torch.finfo(torch.float32).max)  # larger squares are infinite
-    bad = [
-        f"{what} of {name}"
-        for name, p in policy.named_parameters()
-        for what, value in (("gradient", p.grad), ("weights", p.detach()))
-        if p.requires_grad and value is not None and not float(value.abs().max()) < largest
-    ] or ["gradients and weights together"]
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    return f"not finite, or too large to be squared: {', '.join(bad[:3])}{more}"
+    return math.isfinite(float(get_total_norm([*gradients, *parameters])))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -22,17 +22,14 @@ from ospruner.eval.table import IntArray
 __all__ = ["Packed", "pack", "takes_packing"]
 
 
-_MASKED_ATTENTION = ("sdpa",)
-"""Implementations with which packed traces are as alone (eager gpt_oss makes no masks for them)."""
-
-
 @dataclass(frozen=True)
 class Packed:
     """B token sequences in P lines of C slots.
 
     Attributes:
         input_ids: (P, C); 0 in empty slots.
-        position_ids: (P, C), from 0 in each sequence and in the empty slots behind the last.
+        position_ids: (P, C), from 0 in each sequence and in the empty slots behind the last; where
+            each sequence has its line, from 0 in each line.
         places: (B, S) slot of each token in the flattened lines; 0 beyond a sequence's end.
     """
 
@@ -50,40 +47,43 @@ class Packed:
 
 
 def takes_packing(base: Any) -> bool:
-    """Whether every layer of a causal LM is attention, with masks that can confine it."""
-    layers = DynamicCache(config=base.config.get_text_config()).layers
+    """Whether every layer of a causal LM is attention, with masks that can confine it.
+
+    (To sdpa they do; eager gpt_oss makes no masks of position ids.)
+    """
+    config = base.config.get_text_config()
     confined = (DynamicLayer, DynamicSlidingWindowLayer)
-    masked = base.config.get_text_config()._attn_implementation in _MASKED_ATTENTION
-    return masked and all(type(layer) in confined for layer in layers)
+    layers = DynamicCache(config=config).layers
+    return config._attn_implementation == "sdpa" and all(type(one) in confined for one in layers)
 
 
-def pack(sequences: Sequence[IntArray]) -> Packed:
+def pack(sequences: Sequence[IntArray], together: bool = True) -> Packed:
     """Puts sequences into as few lines, as long as the longest, as first fit decreasing finds.
 
     Args:
         sequences: B sequences of at least one token.
+        together: whether they may share lines; else each has its own, in order.
     """
     lengths = np.array([len(ids) for ids in sequences])
     capacity = int(lengths.max())
     lines: list[list[int]] = []
-    free: list[int] = []
-    for b in np.argsort(-lengths, kind="stable").tolist():
-        line = next((p for p, slots in enumerate(free) if slots >= lengths[b]), len(lines))
-        if line == len(lines):
-            lines.append([])
-            free.append(capacity)
-        lines[line].append(b)
-        free[line] -= int(lengths[b])
+    for b in np.argsort(-lengths, kind="stable").tolist() if together else range(len(lengths)):
+        fitting = (one for one in lines if lengths[[*one, b]].sum() <= capacity)
+        line = next(fitting, None) if together else None
+        if line is None:
+            lines.append([b])
+        else:
+            line.append(b)
     ids = np.zeros((len(lines), capacity), dtype=np.int64)
-    positions = np.zeros_like(ids)
+    positions = np.tile(np.arange(capacity), (len(lines), 1))
     places = np.zeros((len(sequences), capacity), dtype=np.int64)
     for p, members in enumerate(lines):
         start = 0
         for b in members:
             end = start + int(lengths[b])
             ids[p, start:end] = sequences[b]
-            positions[p, start:end] = np.arange(end - start)
             places[b, : end - start] = p * capacity + np.arange(start, end)
+            if together:  # the next sequence, or what is empty, begins anew
+                positions[p, end:] = np.arange(capacity - end)
             start = end
-        positions[p, start:] = np.arange(capacity - start)
     return Packed(torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(places))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +21,16 @@ from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.schema import MATH_TASK, LabelSettings
 from ospruner.eval.table import TraceTable
-from ospruner.provenance import PROVENANCE_FILE, file_hash, provenance
-from ospruner.train.untrained import untrained
+from ospruner.provenance import file_hash, provenance
 
 from .config import StopConfig
 from .flashthink import Verifier
 from .predicting import Predicted
+from .untrained import untrained
 
-__all__ = ["SavedPolicy", "Trainable", "new_policy", "save_policy", "warning_about"]
+__all__ = ["SavedPolicy", "Trainable", "new_policy", "replayed", "save_policy", "warning_about"]
 
 Trainable = OSPrunerForCausalLM | Verifier
-AnyTrainable = TypeVar("AnyTrainable", OSPrunerForCausalLM, Verifier)
 
 BASELINE_THRESHOLD = 0.9
 """A baseline's threshold until one is chosen on validation: the paper's most careful one."""
@@ -88,30 +86,29 @@ def new_policy(
         settings: of the labels.
         ends: lowest and highest price, for the head "price".
     """
+    model: Trainable
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         if config.method == "flashthink":
-            return _prepared(Verifier.untrained(base, config, settings), config)
-        model = untrained(
-            base,
-            tokenizer,
-            num_policy_layers=config.layers,
-            tuning=config.tuning,
-            adapter_rank=config.adapter_rank,
-            price_range=ends,
-            reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
-            base_model_name_or_path=settings.base_model,
-            base_revision=settings.base_revision,
-        )
+            model = Verifier.untrained(base, config, settings)
+        else:
+            model = untrained(
+                base,
+                tokenizer,
+                num_policy_layers=config.layers,
+                tuning=config.tuning,
+                adapter_rank=config.adapter_rank,
+                price_range=ends,
+                reasoning_format=ReasoningFormat.from_dict(settings.reasoning_format),
+                base_model_name_or_path=settings.base_model,
+                base_revision=settings.base_revision,
+            )
+            model.eval()
+            task = dict(settings.task)
+            if others := [dict(one) for one in settings.domains.values() if one != settings.task]:
+                task["also"] = others  # of a mix: it was trained on these, too
+            model.config.task = None if task == MATH_TASK else task
     model.config.step_stride = settings.step_stride
-    task = dict(settings.task)
-    if others := [dict(one) for one in settings.domains.values() if one != settings.task]:
-        task["also"] = others  # of a mix: it was trained on these, too
-    model.config.task = None if task == MATH_TASK else task
-    return _prepared(model.eval(), config)
-
-
-def _prepared(model: AnyTrainable, config: StopConfig) -> AnyTrainable:
     model.config.method = config.method
     if config.method != "os-pruner":
         model.config.default_mode = "threshold"
@@ -138,10 +135,10 @@ def save_policy(
     seed: int,
     details: Mapping[str, Any],
 ) -> SavedPolicy:
-    """Saves a policy with its record and its results on the validation traces.
+    """Saves a policy with its results on the validation traces, and its record.
 
-    A policy of every price gets its default price here (`CHOSEN_BY`). All files are written beside
-    the folder's and then moved there, the record last: it tells that the others are whole.
+    A policy of every price gets its default price here (`CHOSEN_BY`). The record is written last:
+    it tells that the other files are whole.
 
     Args:
         folder: where to; files of an earlier policy in it are replaced.
@@ -154,7 +151,10 @@ def save_policy(
         details: what the record shall hold, JSON values; `data_hash` is that of the labels.
     """
     config, full, facts = model.config, replay_full(table), dict(details)
-    if config.prices is not None:
+    if config.prices is None:
+        outcomes = {price: replayed(model, table, said, price)}
+        method = METHOD_NAMES[config.method]
+    else:
         frontier = {one: replayed(model, table, said, one) for one in config.prices.grid()}
         number = largest_reduction(
             [one.accuracy for one in frontier.values()],
@@ -164,72 +164,39 @@ def save_policy(
         )
         price = list(frontier)[number or 0]
         facts["price_chosen_by"] = CHOSEN_BY
-        shown = sorted({*list(frontier)[::_SHOWN_EVERY], price})
-        outcomes = {one: frontier[one] for one in shown}
-    else:
-        outcomes = {price: replayed(model, table, said, price)}
-    config.price = price
-    outcome = outcomes[price]
+        outcomes = {one: frontier[one] for one in sorted({*list(frontier)[::_SHOWN_EVERY], price})}
+        method = EVERY_PRICE
+    config.price, outcome = price, outcomes[price]
     if warning := warning_about(table, outcome):
         facts["warning"] = warning
-    partial = folder / ".partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    named = {f"policy.{name}": tensor for name, tensor in tensors.items()}
-    model.save_pretrained(partial, state_dict=named)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(
+        folder, state_dict={f"policy.{name}": tensor for name, tensor in tensors.items()}
+    )
+    rules = [
+        Rule(method, outcome, config.default_threshold, "threshold")
+        if config.default_mode == "threshold"
+        else Rule(method, outcome, one, "λ")
+        for one, outcome in outcomes.items()
+    ]
+    frame = Resampled([Rule(FULL, full), *rules], full, table.problem_index).frame()
+    frame["chosen"] = frame.index == 1 + list(outcomes).index(price)
+    setting = (
+        "replay by `ospruner train`, problems of the kind it was trained on, one training seed"
+    )
+    results = Results(dataset="validation traces", setting=setting, frame=frame)
+    results.save(folder / RESULTS_FILE)
     provenance(
-        partial,
+        folder,
         seed=seed,
         base_model=config.base_model_name_or_path,
         base_revision=config.base_revision,
         data_hash=facts.pop("data_hash", None),
         details=facts,
-        files={WEIGHTS: file_hash(partial / WEIGHTS)},
+        files={WEIGHTS: file_hash(folder / WEIGHTS)},
     )
-    if config.method != "flashthink":
-        _results(model, table, full, outcomes).save(partial / RESULTS_FILE)
-    _move(partial, folder)
-    return SavedPolicy(
-        path=folder,
-        method=config.method,
-        price=price,
-        accuracy=outcome.accuracy,
-        tokens=outcome.mean_tokens,
-        full_accuracy=full.accuracy,
-        full_tokens=full.mean_tokens,
-        warning=warning,
-    )
-
-
-def _results(
-    model: Trainable, table: TraceTable, full: Outcome, outcomes: Mapping[float, Outcome]
-) -> Results:
-    config = model.config
-    method = EVERY_PRICE if config.head == "price" else METHOD_NAMES[config.method]
-    uses = [
-        Rule(method, outcome, config.default_threshold, "threshold")
-        if config.default_mode == "threshold"
-        else Rule(method, outcome, price, "λ")
-        for price, outcome in outcomes.items()
-    ]
-    frame = Resampled([Rule(FULL, full), *uses], full, table.problem_index).frame()
-    frame["chosen"] = frame.index == 1 + list(outcomes).index(config.price)
-    return Results(
-        dataset="validation traces",
-        setting="replay by `ospruner train`, problems of the kind it was trained on, one training "
-        "seed",
-        frame=frame,
-    )
-
-
-def _move(partial: Path, folder: Path) -> None:
-    """Moves files into a folder, each at once, the record last."""
-    files = [path for path in partial.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: path.name == PROVENANCE_FILE):
-        target = folder / path.relative_to(partial)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
-    shutil.rmtree(partial)
+    own, whole = (outcome.accuracy, outcome.mean_tokens), (full.accuracy, full.mean_tokens)
+    return SavedPolicy(folder, config.method, price, *own, *whole, warning)
 
 
 def warning_about(table: TraceTable, outcome: Outcome) -> str:

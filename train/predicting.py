@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,11 @@ from modeling_ospruner.policy_ospruner import price_logits, price_places
 from ospruner.progress import Progress, silent
 
 from .batches import length_batches
-from .checks import refuse_beyond_positions
-from .states import HasTrunk, States
+from .states import States
 from .tail import step_outputs
 from .traces import LabelledTraces
 
-__all__ = ["Predicted", "head_outputs", "predict", "predict_outputs"]
+__all__ = ["Predicted", "head_outputs", "predict_outputs"]
 
 
 @dataclass(frozen=True)
@@ -68,24 +68,8 @@ class Predicted:
         return np.vectorize(self.prices.price_at, otypes=[np.float64])(places)
 
 
-def predict(
-    model: HasTrunk, dataset: Dataset | LabelledTraces, price: float | None = None
-) -> npt.NDArray[np.float32]:
-    """Stop probabilities (N, T) at the step ends of labelled traces, 0 on padding.
-
-    Args:
-        model: base and policy.
-        dataset: see `predict_outputs`.
-        price: of a token; None for the policy's own. `predict_outputs` gives those of all at once.
-
-    Raises:
-        ValueError: a trace is longer than the base's positions, or see `Predicted`.
-    """
-    return predict_outputs(model, dataset).probabilities(price)
-
-
 def predict_outputs(
-    model: HasTrunk,
+    model: Any,
     dataset: Dataset | LabelledTraces,
     limit_bytes: int = 2**31,
     progress: Progress = silent,
@@ -93,7 +77,7 @@ def predict_outputs(
     """What a policy says at the step ends of labelled traces.
 
     Args:
-        model: base and policy.
+        model: base and policy: `OSPrunerForCausalLM`, or a `Verifier`.
         dataset: N labelled traces of up to T steps, of this base. `LabelledTraces` keep the
             trunk's states for the next policy on the same base.
         limit_bytes: largest size of the states kept in memory.
@@ -103,7 +87,7 @@ def predict_outputs(
         ValueError: a trace is longer than the base's positions.
     """
     traces = LabelledTraces.from_dataset(dataset)
-    refuse_beyond_positions(model.base, traces)
+    traces.refuse_beyond_positions(model.base)
     if isinstance(dataset, LabelledTraces):
         traces.cache_states(model, limit_bytes, progress)
 
@@ -117,7 +101,7 @@ def predict_outputs(
 @torch.no_grad()
 def head_outputs(
     outputs_of: Callable[[States, Tensor], Tensor],
-    model: HasTrunk,
+    model: Any,
     traces: LabelledTraces,
     rank: int = 0,
     processes: int = 1,
@@ -134,8 +118,7 @@ def head_outputs(
     width = model.policy.head.out_features
     out = np.zeros((*traces.table.mask.shape, width), dtype=np.float32)
     for rows in list(length_batches(traces.token_lengths))[rank::processes]:
-        batch = traces.batch(rows)
-        states = traces.states(model, rows)
+        batch, states = traces.batch(rows), traces.states(model, rows)
         said = outputs_of(states, batch.positions.to(states.device)).float().cpu()  # (B, T, K)
         out[rows, : said.shape[1]] = said.masked_fill(~batch.mask[..., None], 0.0).numpy()
     return out

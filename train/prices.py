@@ -41,36 +41,31 @@ def chosen_prices(
     Raises:
         ValueError: they are no range, no falling schedule, or thinking gains nothing on the traces.
     """
+    what = (
+        "'auto', or the lowest and the highest price above 0, such as 5e-5,1e-2 (head 'price')"
+        if every_price
+        else f"'auto', one of {sorted(SCHEDULES)}, or prices >= 0 that fall strictly, such as "
+        "1e-4,5e-5,0 (head 'fixed': training anneals from a high price to low ones, as a low one "
+        "from scratch collapses to 'never stop')"
+    )
     if isinstance(given, str):
         text = given.strip()
         if text == "auto":
             return automatic_range(table) if every_price else automatic_schedule(table)
         if text in SCHEDULES and not every_price:
             return SCHEDULES[text]
-        try:
-            given = [float(number) for number in text.split(",")]
-        except ValueError:
-            names = "'auto'" if every_price else f"'auto', one of {sorted(SCHEDULES)}"
-            raise ValueError(
-                f"prices is {text!r}; it must be {names}, or numbers with commas between them, "
-                "such as " + ("5e-5,1e-2" if every_price else "1e-4,5e-5,0")
-            ) from None
-    prices = tuple(float(price) for price in given)
-    if bad := [price for price in prices if not (math.isfinite(price) and price >= 0)]:
-        raise ValueError(f"prices holds {bad}; a price of a token must be finite and >= 0")
-    if every_price and not (len(prices) == 2 and 0 < prices[0] < prices[1]):
-        raise ValueError(
-            f"prices is {list(prices)}; with head 'price' it must be the lowest and the highest "
-            "price above 0, such as 5e-5,1e-2"
-        )
-    if not every_price and (
-        not prices or any(later >= price for price, later in itertools.pairwise(prices))
-    ):
-        raise ValueError(
-            f"prices is {list(prices)}; with head 'fixed' they must fall strictly: training "
-            "anneals from a high price to low ones (a low one from scratch collapses to 'never "
-            "stop')"
-        )
+    try:
+        numbers = given.split(",") if isinstance(given, str) else given
+        prices = tuple(float(number) for number in numbers)
+    except ValueError:
+        raise ValueError(f"prices is {given!r}; it must be {what}") from None
+    sound = bool(prices) and all(math.isfinite(price) and price >= 0 for price in prices)
+    if every_price:
+        sound &= len(prices) == 2 and 0 < prices[0] < prices[1]
+    else:
+        sound &= all(later < price for price, later in itertools.pairwise(prices))
+    if not sound:
+        raise ValueError(f"prices is {list(prices)}; it must be {what}")
     return prices
 
 
@@ -82,9 +77,7 @@ def automatic_schedule(table: TraceTable) -> tuple[float, ...]:
     `price (E[L_k] - E[L_1]) <= (acc_k - acc_1) / 2` for the step k that maximises accuracy.
     """
     highest = _worth_of_thinking(table) / 2
-    top = math.floor(math.log10(highest))
-    series = [m * 10.0**e for e in range(top, top - _ANNEALED, -1) for m in _MANTISSAS[::-1]]
-    fitting = [float(f"{value:.0e}") for value in series if value <= highest]
+    fitting = [price for price in _series(highest, -_ANNEALED, 1)[::-1] if price <= highest]
     return (*fitting[:_ANNEALED], 0.0)
 
 
@@ -97,10 +90,18 @@ def automatic_range(table: TraceTable) -> tuple[float, float]:
     together costs a few hundredths of what it gains, so that next to everything that helps pays.
     """
     worth = 2 * _worth_of_thinking(table)
-    exponent = math.floor(math.log10(worth))
-    series = [m * 10.0**e for e in (exponent, exponent + 1) for m in _MANTISSAS]
-    high = float(f"{next(value for value in series if value >= worth):.0e}")
+    high = next(price for price in _series(worth, 0, 2) if price >= worth)
     return float(f"{high / _RANGE_RATIO:.1e}"), high
+
+
+def _series(price: float, start: int, end: int) -> list[float]:
+    """1, 2, 5, 10... times the power of ten below a price, and of others, rising."""
+    exponent = math.floor(math.log10(price))
+    return [
+        float(f"{m * 10.0**e:.0e}")
+        for e in range(exponent + start, exponent + end)
+        for m in _MANTISSAS
+    ]
 
 
 def _worth_of_thinking(table: TraceTable) -> float:

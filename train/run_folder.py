@@ -1,6 +1,6 @@
 """The folder of a training run: whose it is, and where a stopped run goes on.
 
-run.json             what is trained on what; which policies are saved; whether the run has ended
+run.json             what is trained on what; which policies are saved, and what they do
 checkpoint-N/        transformers': weights, optimiser (with the means of weights), place
 trainer_state.json   transformers': the log, of a run that has ended
 model.safetensors, config.json, provenance.json ...   the policy; of several, in a folder each
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ospruner.durable import lock_folder, read_checked, write_checked
 from ospruner.eval.table import TraceTable
 
-__all__ = ["RUN", "claimed", "labels_hash", "last_checkpoint"]
+__all__ = ["claimed", "has_ended", "labels_hash", "last_checkpoint", "note_policy", "record_of"]
 
 RUN = "run.json"
 
@@ -44,7 +45,7 @@ def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
                     "folder"
                 )
             write_checked(out / RUN, identity)
-        stored = read_checked(out / RUN, "delete the folder to train anew, or use another")
+        stored = record_of(out)
         differences = [
             f"{name}: {identity[name]!r} here, {stored.get(name)!r} there"
             for name in identity
@@ -58,16 +59,30 @@ def claimed(out: Path, identity: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def note_policy(out: Path, name: str, told: dict[str, Any]) -> None:
+    """Notes that a stage's policy is saved, and what it does on validation."""
+    record = record_of(out)
+    record.setdefault("policies", {})[name] = told
+    write_checked(out / RUN, record)
+
+
+def record_of(out: Path) -> dict[str, Any]:
+    """What the run's folder says of it."""
+    return read_checked(out / RUN, "delete the folder to train anew, or use another")
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether a run, or what a checkpoint holds, is whole: its state is written last."""
+    try:
+        return bool(json.loads((folder / TRAINER_STATE_NAME).read_text("utf-8")))
+    except (OSError, ValueError):
+        return False
+
+
 def last_checkpoint(out: Path) -> str | None:
-    """The last checkpoint that is whole: its state is written last; None where there is none."""
+    """The last checkpoint that is whole; None where there is none."""
     found = sorted(out.glob("checkpoint-*"), key=lambda path: -int(path.name.partition("-")[2]))
-    for path in found:
-        try:
-            json.loads((path / "trainer_state.json").read_text("utf-8"))
-        except (OSError, ValueError):
-            continue
-        return str(path)
-    return None
+    return next((str(path) for path in found if has_ended(path)), None)
 
 
 def labels_hash(table: TraceTable) -> str:

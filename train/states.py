@@ -8,6 +8,8 @@ and runs may share the folder.
 
 A policy that is queries only reads the trunk's output at step ends alone, and the base's keys and
 values in the last n layers everywhere; so these are kept, in their place.
+
+A model here is whatever has a `base` and a `policy`: `OSPrunerForCausalLM`, or a `Verifier`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from modeling_ospruner.configuration_ospruner import check_length
 from modeling_ospruner.modeling_ospruner import fingerprint_of
@@ -34,15 +37,7 @@ from ospruner.scoring import TrunkDone, TrunkReader
 from .packing import pack, takes_packing
 from .tail import no_scores
 
-__all__ = ["HasTrunk", "KeptStates", "States", "form_of", "run_trunk", "stacked"]
-
-
-class HasTrunk(Protocol):
-    """What is asked of a model here; `OSPrunerForCausalLM` and `Verifier` have it."""
-
-    base: Any
-    config: Any
-    policy: Any
+__all__ = ["KeptStates", "States", "form_of", "run_trunk", "stacked"]
 
 
 @dataclass(frozen=True)
@@ -80,26 +75,23 @@ class States:
 def stacked(traces: Sequence[dict[str, Tensor]], device: torch.device) -> States:
     """The states of B traces from what `States.of` gave of each."""
 
-    def padded(name: str, dim: int) -> Tensor:
+    def padded(name: str, dim: int = 1) -> Tensor:
         parts = [one[name].transpose(0, dim) for one in traces]
-        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).to(device)
+        return pad_sequence(parts, batch_first=True).transpose(1, 1 + dim).to(device)
 
     layers = sum(name.startswith("keys.") for name in traces[0])
-    keys = [
-        LayerKeys(padded(f"keys.{n}", 1).transpose(1, 2), padded(f"values.{n}", 1).transpose(1, 2))
-        for n in range(layers)
-    ]
+    keys = [LayerKeys(padded(f"keys.{n}"), padded(f"values.{n}")) for n in range(layers)]
     return States(padded("hidden", 0), keys)
 
 
-def form_of(model: HasTrunk) -> str:
+def form_of(model: Any) -> str:
     """Tells a base's weights, their dtype, and what of its states a policy reads."""
     what = (len(model.policy.layers), model.policy.queries, str(model.base.dtype))
-    return hashlib.sha256(repr((weights_of(model.base), *what)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((_weights_of(model.base), *what)).encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
-def weights_of(base: Any) -> str:
+def _weights_of(base: Any) -> str:
     """What tells a causal LM's weights from others: of its files, or a few values of each."""
     if (found := fingerprint_of(base)) is not None:
         return found
@@ -119,25 +111,26 @@ class KeptStates:
         form: of the states, see `form_of`.
         names: of the traces.
         folder: in whose folder `form` they are; None for in memory.
+        held: those in memory, by the trace's number.
     """
 
     form: str
     names: Sequence[str]
     folder: Path | None = None
-    _held: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    held: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
         """In memory."""
-        return sum(part.nbytes for one in self._held.values() for part in one.values())
+        return sum(part.nbytes for one in self.held.values() for part in one.values())
 
     def has(self, n: int) -> bool:
         """Whether those of a trace are there."""
-        return n in self._held or (self.folder is not None and self._file(n).is_file())
+        return n in self.held or (self.folder is not None and self._file(n).is_file())
 
     def read(self, n: int) -> dict[str, Tensor]:
         """Those of a trace."""
-        return self._held[n] if self.folder is None else load_file(self._file(n))
+        return self.held[n] if self.folder is None else load_file(self._file(n))
 
     def write(self, n: int, states: dict[str, Tensor]) -> int:
         """Keeps those of a trace; returns their bytes.
@@ -146,7 +139,7 @@ class KeptStates:
             ValueError: the disk has no room.
         """
         if self.folder is None:
-            self._held[n] = states
+            self.held[n] = states
         else:
             file = self._file(n)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +155,7 @@ class KeptStates:
 
 
 @torch.no_grad()
-def run_trunk(model: HasTrunk, texts: Sequence[IntArray], positions: Tensor) -> States:
+def run_trunk(model: Any, texts: Sequence[IntArray], positions: Tensor) -> States:
     """Runs the base over texts, no further than the policy reads.
 
     They are packed where its layers and the device allow that.
@@ -176,37 +169,24 @@ def run_trunk(model: HasTrunk, texts: Sequence[IntArray], positions: Tensor) -> 
         ValueError: a text is longer than the base's positions.
     """
     base, queries = model.base, model.policy.queries
-    device = base.device
-    packed = pack(texts) if takes_packing(base) and device.type != "cuda" else None
-    # The masks that confine packed traces keep flash attention away, which CUDA has.
-    if packed is None:
-        ids = torch.nn.utils.rnn.pad_sequence(
-            [torch.from_numpy(text) for text in texts], batch_first=True
-        )
-        places = torch.arange(ids.shape[1]).expand(ids.shape)
-        guard = no_scores(base.get_decoder(), device)
-    else:
-        ids, places = packed.input_ids, packed.position_ids
-        guard = no_scores(None, device)
     check_length(base.config, max(map(len, texts)), "the text")
-    with guard, TrunkReader(base, len(model.policy.layers), queries) as reader:
+    # The masks that confine packed traces keep flash attention away, which CUDA has.
+    together = takes_packing(base) and base.device.type != "cuda"
+    packed, decoder = pack(texts, together), base.get_decoder()
+    ids, places = packed.input_ids.to(base.device), packed.position_ids.to(base.device)
+    reading = TrunkReader(base, len(model.policy.layers), queries)
+    with no_scores(decoder, base.device), reading as reader:
         with suppress(TrunkDone):
-            base.get_decoder()(
-                input_ids=ids.to(device), position_ids=places.to(device), use_cache=False
-            )
+            decoder(input_ids=ids, position_ids=places, use_cache=False)
         hidden, keys = reader.hidden, list(reader.keys)
-    positions = positions.to(device)
-    if packed is None:
-        return States(_at(hidden, positions), keys) if queries else States(hidden)
-    if not queries:
-        return States(packed.unpack(hidden))
-    slots = packed.places.to(device).gather(1, positions)
-    unpacked = [
-        LayerKeys(packed.unpack_heads(one.keys), packed.unpack_heads(one.values)) for one in keys
-    ]
-    return States(hidden.flatten(0, 1)[slots], unpacked)
-
-
-def _at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """(B, T, H) of (B, S, H)."""
-    return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
+    if queries:
+        slots = packed.places.gather(1, positions).to(hidden.device)
+        hidden = hidden.flatten(0, 1)[slots]  # (B, T, H)
+    elif together:
+        hidden = packed.unpack(hidden)
+    if together:
+        keys = [
+            LayerKeys(packed.unpack_heads(one.keys), packed.unpack_heads(one.values))
+            for one in keys
+        ]
+    return States(hidden, keys)

@@ -25,15 +25,7 @@ from modeling_ospruner.policy_ospruner import StoppingPolicy
 
 from .sinks import sinks_as_keys
 
-__all__ = [
-    "FusedKernels",
-    "TrainedPolicy",
-    "fused_kernels",
-    "no_denormals",
-    "no_scores",
-    "step_outputs",
-    "takes_fast_tail",
-]
+__all__ = ["FusedKernels", "TrainedPolicy", "no_denormals", "no_scores", "step_outputs"]
 
 
 class FusedKernels(TorchFunctionMode):
@@ -56,19 +48,12 @@ class FusedKernels(TorchFunctionMode):
             args = tuple(one.to(dtype) for one in args)
         if func is F.scaled_dot_product_attention and kwargs.get("enable_gqa"):
             query, key, value = args  # (B, heads, T, D), (B, KV, S, D) twice
-            if kwargs.get("attn_mask") is not None or not _in_half_precision(query):
+            half = torch.is_autocast_enabled(query.device.type) or query.itemsize == 2
+            if kwargs.get("attn_mask") is not None or not half:
                 groups = query.shape[1] // key.shape[1]
                 args = query, *(one.repeat_interleave(groups, dim=1) for one in (key, value))
                 kwargs = {**kwargs, "enable_gqa": False}
         return func(*args, **kwargs)
-
-
-def _in_half_precision(tensor: Tensor) -> bool:
-    """Whether attention computes on it in half precision, as autocast says or by itself."""
-    kind = tensor.device.type
-    autocast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if autocast else tensor.dtype
-    return dtype in (torch.float16, torch.bfloat16)
 
 
 def fused_kernels(device: torch.device) -> AbstractContextManager[Any]:
@@ -89,18 +74,6 @@ def no_scores(decoder: Any, device: torch.device) -> Iterator[None]:
         yield
 
 
-def takes_fast_tail(tail: nn.Module | None) -> bool:
-    """Whether a policy's tail is one whose last layer is written out here.
-
-    Its other layers are called without a mask, which means "causal" to sdpa attention only.
-    """
-    if not isinstance(tail, LlamaModel | Qwen2Model):
-        return False
-    sliding = isinstance(tail, Qwen2Model) and tail.config.use_sliding_window
-    sdpa = tail.config._attn_implementation == "sdpa"
-    return sdpa and not sliding
-
-
 def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True) -> Tensor:
     """What the policy's head says at step ends.
 
@@ -109,7 +82,7 @@ def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True)
         states: `States` of traces padded at their right ends. As the policy is causal, the padding
             needs no mask.
         positions: (B, T) index in S of each step's last token.
-        fast: compute the last layer at step ends only, where `takes_fast_tail`.
+        fast: compute the last layer at step ends only, where that is written out here.
 
     Returns:
         (B, T, K) float32: a logit, or with the head "price" what `price_logits` takes.
@@ -123,10 +96,18 @@ def step_outputs(policy: Any, states: Any, positions: Tensor, fast: bool = True)
             return at_ends
         if policy.tail is not None:
             hidden = hidden.to(policy.tail.dtype)
-        if fast and takes_fast_tail(policy.tail):
+        if fast and _takes_fast_tail(policy.tail):
             return _fast_outputs(policy, hidden, positions)
         outputs: Tensor = policy.outputs(hidden)  # (B, S, K)
         return outputs.gather(1, positions[..., None].expand(*positions.shape, outputs.shape[2]))
+
+
+def _takes_fast_tail(tail: nn.Module | None) -> bool:
+    """Whether the last layer is Llama's, and no mask means "causal" to the others: sdpa alone."""
+    if not isinstance(tail, LlamaModel | Qwen2Model):
+        return False
+    sliding = isinstance(tail, Qwen2Model) and tail.config.use_sliding_window
+    return tail.config._attn_implementation == "sdpa" and not sliding
 
 
 def _fast_outputs(policy: Any, hidden: Tensor, positions: Tensor) -> Tensor:

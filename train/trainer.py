@@ -16,47 +16,37 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from modeling_ospruner.policy_ospruner import is_quantised, price_logits
-from ospruner.durable import read_checked, write_checked
 from ospruner.eval.table import IntArray
 from ospruner.progress import Progress, silent
 
 from .bases import labelled_tokenizer, load_labelled_base
-from .batches import BatchLoader, EpochBatches, micro_batches, share_of
-from .checks import (
-    is_out_of_memory,
-    refuse_beyond_positions,
-    refuse_shared_problems,
-    refuse_ungraded,
-    usable_rows,
-    warn_of_logit_step,
-)
+from .batches import EpochBatches, micro_batches, share_of
 from .config import Stage, StopConfig
 from .flashthink import load_verifier_base, verifier_traces
-from .label_sets import LabelSource, labels_of, split_labels
+from .label_sets import LabelSource, labels_of, refuse_ungraded, split_labels, usable_rows
 from .objective import batch_loss, loss_weight
-from .optimiser import average_weights, not_finite, optimizer_of, take_average
+from .optimiser import all_finite, average_weights, optimizer_of, take_average
 from .policies import SavedPolicy, Trainable, new_policy, replayed, save_policy
 from .predicting import Predicted, head_outputs
 from .prices import prices_of_batch
-from .run_folder import RUN, claimed, labels_hash, last_checkpoint
+from .run_folder import claimed, has_ended, labels_hash, last_checkpoint, note_policy, record_of
 from .tail import TrainedPolicy, no_denormals
 from .traces import Batch, LabelledTraces
 
@@ -126,47 +116,47 @@ class StopTrainer(Trainer):
             labels = labels["train"]
         ours = labels_of(labels)
         others = None if eval_labels is None else labels_of(eval_labels)
-        sets = split_labels(
-            ours, others, held_out=config.held_out, seed=config.seed, limit=config.limit
-        )
+        sets = split_labels(ours, others, config.held_out, config.seed, config.limit)
         for one in sets:
             refuse_ungraded(one, config.max_ungraded)
         if config.method == "flashthink":
             self.traces, self.eval_traces, model, processing_class = _judged(config, ours, sets)
         else:
-            self.traces, self.eval_traces = map(LabelledTraces.from_dataset, sets)
+            both = (LabelledTraces.from_dataset(one, config.states) for one in sets)
+            self.traces, self.eval_traces = both
             if model is None:
                 model, processing_class = load_labelled_base(config.base, ours)
         assert processing_class is not None
         rows = usable_rows(self.traces.table, config.method)
-        refuse_shared_problems(self.traces.table, self.eval_traces.table)
         for traces in (self.traces, self.eval_traces):
-            refuse_beyond_positions(model, traces)
-            if config.states is not None:
-                traces.keep_states(config.states)
+            traces.refuse_beyond_positions(model)
         if not is_quantised(model) and "hf_device_map" not in vars(model):
             nn.Module.to(model, config.device)
+        width = int(model.config.get_text_config().hidden_size)
         magnitude = _magnitude(model, self.traces)
-        config = config.settled(self.traces.table, len(rows), magnitude, _width(model))
-        warn_of_logit_step(config.head_learning_rate or 0.0, magnitude)
-        self.facts = {"data_hash": ours.data_hash, "training_traces": len(rows)}
+        config = config.settled(self.traces.table, len(rows), magnitude, width)
+        self._facts = {"data_hash": ours.data_hash, "training_traces": len(rows)}
         if ours.parts:
-            self.facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
+            self._facts["domains"] = {name: one.data_hash for name, one in ours.parts.items()}
         self._identity = {
             "settings": config.recorded(),
             "label_settings": ours.settings.to_dict(),
             "train_labels": labels_hash(self.traces.table),
             "validation_labels": labels_hash(self.eval_traces.table),
         }
-        self._rows, self._stages, self._progress = rows, config.stages, progress
-        low, high = map(float, config.prices[:2]) if config.every_price else (0.0, 0.0)
-        self._ends = (low, high) if config.every_price else None
+        self._stages, self._progress = config.stages, progress
+        self._ends = None
+        if config.every_price:
+            low, high = map(float, config.prices)
+            self._ends = (low, high)
         self.stop_model: Trainable = new_policy(
             model, processing_class, config, ours.settings, self._ends
         )
         self.policies: list[SavedPolicy] = []
         self._choices = self._saturated = 0
-        passes = config.num_train_epochs or 1.0
+        self.batches = EpochBatches(self.traces.token_lengths, rows, config.batch_size, config.seed)
+        passes = int(config.num_train_epochs or 1)
+        self._stage_steps = passes * len(self.batches)
         config.num_train_epochs = passes * len(self._stages)
         trained = TrainedPolicy(
             self.stop_model.policy, bool(config.bf16), config.gradient_checkpointing
@@ -177,21 +167,17 @@ class StopTrainer(Trainer):
             args=config,
             train_dataset=range(len(rows)),
             eval_dataset=range(len(self.eval_traces)),
-            callbacks=[_AfterSteps(self), *(callbacks or [])],
+            callbacks=[_Hooks(self), *(callbacks or [])],
         )
         if progress is not silent:
             self.remove_callback(PrinterCallback)
-        self._loader = BatchLoader(
-            EpochBatches(self.traces.token_lengths, rows, config.batch_size, config.seed),
-            len(self.traces),
-        )
-        self._stage_steps = int(passes) * len(self._loader)
 
     # What Trainer asks for
 
-    def get_train_dataloader(self) -> BatchLoader:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """The whole batches' traces, the same in all processes: each takes its share itself."""
-        return self._loader
+        every: Any = range(len(self.traces))
+        return DataLoader(every, batch_sampler=self.batches, collate_fn=_rows_of)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """See `optimizer_of`."""
@@ -212,28 +198,28 @@ class StopTrainer(Trainer):
             TrainingDivergedError: the loss, a gradient or a weight became NaN or infinite.
             MemoryError: memory ran out; it says what to lower.
         """
-        out = self._out
+        out, result = self._out, TrainOutput(0, math.nan, {})
         with no_denormals(), ExitStack() as stack:
             if self.args.should_save:
                 stack.enter_context(claimed(out, self._identity))
             self.accelerator.wait_for_everyone()
-            result = TrainOutput(0, math.nan, {})
-            if not self._record().get("ended"):
+            if not has_ended(out):
                 try:
                     self._keep_states()
                     last = resume_from_checkpoint or last_checkpoint(out)
                     result = super().train(last, **kwargs)
                 except RuntimeError as error:
-                    if not is_out_of_memory(error):
+                    # On the CPU it is a plain RuntimeError.
+                    known = isinstance(error, torch.OutOfMemoryError)
+                    if not known and "can't allocate memory" not in str(error):
                         raise
                     raise MemoryError(self._what_to_lower()) from error
-                if self.args.should_save:
-                    self.save_state()
-                    write_checked(out / RUN, self._record() | {"ended": True})
                 self.accelerator.wait_for_everyone()
-            saved = self._record()["policies"]
+                self.save_state()
+            self.accelerator.wait_for_everyone()
+            saved = record_of(out)["policies"]
             self.policies = [
-                SavedPolicy(**saved[stage.name], path=out / stage.name) for stage in self._stages
+                SavedPolicy(path=out / stage.name, **saved[stage.name]) for stage in self._stages
             ]
         return result
 
@@ -272,20 +258,18 @@ class StopTrainer(Trainer):
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of some traces, a scalar."""
-        args, states = self.args, self.traces.states(self.stop_model, batch.rows)
-        device = self.stop_model.policy.head.weight.device
+        args, policy = self.args, self.stop_model.policy
+        states, device = self.traces.states(self.stop_model, batch.rows), policy.head.weight.device
         outputs = model(states.to(device), batch.positions.to(device))  # (B, T, K)
         price: float | Sequence[float] = self._stage.price or 0.0
         logits = outputs[..., 0]
         if self._ends is not None:
-            known = self.stop_model.config.prices
-            assert known is not None
-            price = prices_of_batch(
-                self._ends, args.prices_per_batch, args.seed, self.state.global_step
-            )
-            places = torch.tensor([known.place(one) for one in price], device=outputs.device)
+            count, step = args.prices_per_batch, self.state.global_step
+            price = prices_of_batch(self._ends, count, args.seed, step)
+            known: Any = policy.prices
+            places = torch.tensor([known.place(one) for one in price], device=device)
             logits = price_logits(outputs, places[:, None, None])  # (J, B, T)
-        self._count(logits.detach(), batch.mask.to(logits.device))
+        self._count(logits.detach(), batch.mask.to(device))
         return batch_loss(args.method, logits, batch, price, args.entropy_bonus or 0.0)
 
     def _count(self, logits: Tensor, mask: Tensor) -> None:
@@ -369,35 +353,18 @@ class StopTrainer(Trainer):
         first = self._stage_steps - round(self.args.average * self._stage_steps) + 1
         if done >= first:
             average_weights(self.optimizer, done - first)
-        if done == self._stage_steps:
-            take_average(self.optimizer)
-            self._save_policy(stage)
-
-    def _save_policy(self, stage: Stage) -> None:
-        said = self.predicted()
-        if not self.args.should_save:
+        if done < self._stage_steps:
             return
-        out = self._out
-        found = save_policy(
-            out / stage.name,
-            self.stop_model,
-            self._tensors(),
-            stage.price or 0.0,
-            said,
-            self.eval_traces.table,
-            self.args.seed,
-            {**self.facts, "settings": self._identity["settings"]},
-        )
-        record = self._record()
-        record.setdefault("policies", {})[stage.name] = {
-            name: value for name, value in vars(found).items() if name != "path"
-        }
-        write_checked(out / RUN, record)
-
-    def _record(self) -> dict[str, Any]:
-        """What the run's folder says of it."""
-        file = self._out / RUN
-        return read_checked(file, "delete the folder to train anew, or use another")
+        take_average(self.optimizer)
+        said = self.predicted()
+        if self.args.should_save:
+            facts = {**self._facts, "settings": self._identity["settings"]}
+            saved = save_policy(
+                self._out / stage.name, self.stop_model, self._tensors(), stage.price or 0.0, said,
+                self.eval_traces.table, self.args.seed, facts,
+            )  # fmt: skip
+            told = {name: value for name, value in vars(saved).items() if name != "path"}
+            note_policy(self._out, stage.name, told)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The policy's own tensors."""
@@ -409,8 +376,9 @@ class StopTrainer(Trainer):
 
     def check_finite(self) -> None:
         """Raises TrainingDivergedError where gradients or weights are not finite after a step."""
-        if failed := not_finite(self.stop_model.policy, self.optimizer):
-            raise TrainingDivergedError(self._diverged(failed, self._batch_rows))
+        if not all_finite(self.optimizer):
+            said = "gradients or weights are not finite, or too large to be squared,"
+            raise TrainingDivergedError(self._diverged(said, self._batch_rows))
 
     def _keep_states(self) -> None:
         """Runs the trunk over all traces, where its states fit in memory or go to a folder."""
@@ -447,28 +415,32 @@ class StopTrainer(Trainer):
             f"out of memory with micro_batch_tokens {self.args.micro_batch_tokens} and traces of "
             f"up to {int(self.traces.token_lengths.max())} tokens: lower micro_batch_tokens first "
             "(a trace is never cut), then states_gib (0 computes the trunk anew for each batch) or "
-            "layers; gradient_checkpointing and adapter_rank need less, too. The run goes on from "
-            "its last checkpoint"
+            "layers; gradient_checkpointing and adapter_rank need less, too"
         )
 
 
-class _AfterSteps(TrainerCallback):
+class _Hooks(TrainerCallback):
     """Calls a trainer's own methods where Trainer calls callbacks."""
 
     def __init__(self, trainer: StopTrainer) -> None:
         self._trainer = trainer
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Before its batches are asked for."""
+        batches = self._trainer.batches
+        batches.epoch = self._trainer.state.global_step // len(batches)
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Before a checkpoint could hold what is broken."""
         self._trainer.check_finite()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """Before the checkpoint of this step."""
         self._trainer.after_step()
+
+
+def _rows_of(rows: list[int]) -> dict[str, IntArray]:
+    return {"rows": np.array(rows, dtype=np.int64)}
 
 
 def _judged(
@@ -478,17 +450,15 @@ def _judged(
     reads = labelled_tokenizer(config.base, labels)
     model, tokenizer = load_verifier_base(config.verifier)
     limit = model.config.get_text_config().max_position_embeddings
-    training, validating = (verifier_traces(one, reads, tokenizer, limit) for one in sets)
+    training, validating = (
+        verifier_traces(one, reads, tokenizer, limit, config.states) for one in sets
+    )
     return training, validating, model, tokenizer
-
-
-def _width(base: PreTrainedModel) -> int:
-    return int(base.config.get_text_config().hidden_size)
 
 
 @torch.no_grad()
 def _magnitude(base: PreTrainedModel, traces: LabelledTraces) -> float:
     """Sum of the magnitudes of the base's last hidden state, which a fresh head reads; a median."""
-    ids = torch.from_numpy(traces.tokens_of(0)[:256]).to(base.device)[None]
+    ids = torch.from_numpy(traces.tokens[0][:256]).to(base.device)[None]
     hidden = base.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # (1, S, H)
     return float(hidden.float().abs().sum(-1).median())

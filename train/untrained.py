@@ -16,17 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_ospruner.configuration_ospruner import VERSION, OSPrunerConfig, PriceRange
 from modeling_ospruner.formats_ospruner import ReasoningFormat
 from modeling_ospruner.modeling_ospruner import OSPrunerForCausalLM, fingerprint_of
-from modeling_ospruner.policy_ospruner import (
-    ADAPTER_SCALE,
-    StoppingPolicy,
-    is_quantised,
-)
-from ospruner.bases import (
-    check_decoder,
-    check_tail,
-    last_layers_of_checkpoint,
-    plain_text_config,
-)
+from modeling_ospruner.policy_ospruner import ADAPTER_SCALE, StoppingPolicy, is_quantised
+from ospruner.bases import check_decoder, check_tail, last_layers_of_checkpoint, plain_text_config
 from ospruner.formats import guess
 
 INIT_BIAS = {"fixed": -2.0, "price": -2.5}
@@ -53,7 +44,7 @@ def untrained(
         tokenizer: the base's; saved with the policy.
         num_policy_layers: n of the paper; 0 trains a head alone.
         tuning: "queries", or "layers" (the paper's).
-        init_bias: the head's initial bias; None for the head's usual one.
+        init_bias: the head's; mild, for saturated logits have no gradient. None for `INIT_BIAS`.
         reasoning_format: None guesses it from the tokenizer.
         base_model_name_or_path: what the policy pins; None takes where base came from.
         base_revision: the commit that the policy pins; None for a base in a folder.
@@ -61,7 +52,6 @@ def untrained(
         price_range: low and high of `PriceRange`, for the head "price"; None for the other.
 
     Raises:
-        ImportError: adapters without peft.
         ValueError: the tokenizer has no thinking end marker, a field is out of range, or the
             base's layers cannot be copied.
     """
@@ -80,10 +70,8 @@ def untrained(
         ospruner_version=VERSION,
     )
     config._attn_implementation = base.config._attn_implementation
-    policy = fresh_layers(
-        base.eval(), num_policy_layers, tuning, init_bias, base_revision, adapter_rank,
-        config.prices,
-    )  # fmt: skip
+    more = (tuning, init_bias, base_revision, adapter_rank, config.prices)
+    policy = fresh_layers(base.eval(), num_policy_layers, *more)
     return OSPrunerForCausalLM(config, base, policy, tokenizer)
 
 
@@ -98,29 +86,18 @@ def fresh_layers(
 ) -> StoppingPolicy:
     """Copies of the base's last layers, and a head that says sigmoid(bias).
 
-    Args:
-        base: a causal LM in eval mode.
-        num_layers: n.
-        tuning: "queries" or "layers".
-        init_bias: the head's bias; mild, for saturated logits have no gradient. None: that of
-            `INIT_BIAS`.
-        revision: the commit of the base's checkpoint.
-        adapter_rank: of adapters; 0 for none.
-        prices: to be known, for the head "price"; None for the other.
-
-    Raises:
-        ImportError: adapters without peft.
-        ValueError: the base has fewer layers, or its layers cannot be run on their own.
+    Arguments and errors are those of `untrained`, with `revision` the commit of the checkpoint that
+    a quantised or offloaded base came from.
     """
     check_decoder(base)
     policy = StoppingPolicy(base, num_layers, prices, tuning == "queries")
     source: dict[str, torch.Tensor] = {}
     if policy.tail is not None:
-        source = base.get_decoder().state_dict()
+        own = base.get_decoder().state_dict()
         names = {name: policy.name_in_base(base, name) for name in policy.tail.state_dict()}
-        if is_quantised(base) or any(source[name].is_meta for name in names.values()):
-            source = last_layers_of_checkpoint(base, num_layers, revision)
-        source = {f"tail.{name}": source[names[name]] for name in names}
+        if is_quantised(base) or any(own[name].is_meta for name in names.values()):
+            own = last_layers_of_checkpoint(base, num_layers, revision)
+        source = {f"tail.{name}": own[in_base] for name, in_base in names.items()}
     bias = torch.full((policy.head.out_features,), math.log(math.expm1(_INIT_RISE)))
     bias[0] = INIT_BIAS["fixed" if prices is None else "price"] if init_bias is None else init_bias
     head = {"head.weight": torch.zeros(policy.head.weight.shape), "head.bias": bias}
@@ -153,15 +130,10 @@ def add_adapters(policy: StoppingPolicy, rank: int) -> None:
     the rank). Adapters are in float32 whatever the base's dtype.
 
     Raises:
-        ImportError: peft is not installed.
         ValueError: the layers have no linear projection.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ImportError(
-            "adapters need the package peft, which is not installed: pip install peft"
-        ) from error
+    from peft import LoraConfig, inject_adapter_in_model  # here: it takes a second
+
     linear = [name for name, part in policy.layers.named_modules() if isinstance(part, nn.Linear)]
     if not linear:
         raise ValueError("the base's last layers have no linear projection: leave adapters out")

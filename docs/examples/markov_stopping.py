@@ -92,7 +92,7 @@ def values(problem: StoppingProblem) -> dict[str, list[float]]:
     policies = train(problem)
     never = np.zeros(len(problem.correct))
     return {
-        "Bellman optimum": [solve(problem, p).value for p in LAMBDAS],
+        "Bellman optimum": [solve(problem, p)[0] for p in LAMBDAS],
         "trained policy": [
             policy_value(problem, pi, p) for pi, p in zip(policies, LAMBDAS, strict=True)
         ],

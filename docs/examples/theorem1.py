@@ -25,7 +25,7 @@ def ratios(price: float) -> list[float]:
     found = []
     for gap in GAPS:
         problem = theorem1_problem(price, gap)
-        optimum = solve(problem, price).value
+        optimum = solve(problem, price)[0]
         _, threshold = best_threshold(problem, price)
         found.append(optimum / threshold)
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -60,9 +61,9 @@ class Fields:
         """The shown fields, and --set and --config for all, as parameters of a command."""
         cls = self.load()
         kinds = typing.get_type_hints(cls)
-        told = {one.name: one for one in dataclasses.fields(cls)}
+        told, said = {one.name: one for one in dataclasses.fields(cls)}, _said_of(cls)
         names = told if self.shown is None else self.shown
-        options = [_option(told[name], kinds[name]) for name in names]
+        options = [_option(told[name], kinds[name], said.get(name, "")) for name in names]
         if self.shown is None:
             return options
         others = f"Any other field of {cls.__name__}: field=value. Repeatable."
@@ -181,9 +182,16 @@ def fields_of(context: typer.Context, fields: Fields, **given: Any) -> dict[str,
     return said | {name: value for name, value in given.items() if value is not None}
 
 
-def _option(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
+def _said_of(cls: type) -> dict[str, str]:
+    """What a docstring's section "Attributes" says of each field, as a sentence."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text) for name, text in entries}
+
+
+def _option(field: dataclasses.Field[Any], kind: Any, said: str) -> inspect.Parameter:
     """An option for a field; what is not said stays the dataclass's own default."""
-    text, members = str(field.metadata.get("help", "")), _members(kind)
+    text, members = str(field.metadata.get("help", said)), _members(kind)
     if bool in members:
         return _parameter(field.name, bool, text, default=False)
     if str not in members and any(typing.get_origin(one) in (tuple, list) for one in members):

@@ -1,3 +1,5 @@
+"""Oracles, fixed rules and exact optima: by hand, and by trying every policy."""
+
 from __future__ import annotations
 
 import itertools
@@ -48,17 +50,17 @@ def make_table(seed: int, traces: int = 60, steps: int = 9) -> TraceTable:
     )
 
 
-@pytest.mark.parametrize("penalty", [1e-5, 1e-3, 0.1, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("gap", [0.1, 1.0, 7.0, 1e3, 1e6])
+@pytest.mark.parametrize("penalty", [1e-5, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("gap", [0.1, 1.0, 1e6])
 def test_theorem_1(penalty: float, gap: float) -> None:
     problem = theorem1_problem(penalty, gap)
     epsilon = problem.correct[0]
-    solution = solve(problem, penalty)
-    assert solution.value == pytest.approx((1 - penalty + epsilon) / 2, rel=1e-12)
-    assert solution.stop.tolist() == [False, True, True, True]
+    optimum, stop = solve(problem, penalty)
+    assert optimum == pytest.approx((1 - penalty + epsilon) / 2, rel=1e-12)
+    assert stop.tolist() == [False, True, True, True]
     _, threshold_value = best_threshold(problem, penalty)
     assert threshold_value == pytest.approx(epsilon, rel=1e-12)
-    assert solution.value > gap * threshold_value
+    assert optimum > gap * threshold_value
 
 
 def random_problem(seed: int, states: int = 6) -> StoppingProblem:
@@ -75,22 +77,21 @@ def random_problem(seed: int, states: int = 6) -> StoppingProblem:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_solution_is_the_best_of_all_deterministic_policies(seed: int) -> None:
     problem, penalty = random_problem(seed), 0.01
     values = [
         policy_value(problem, np.array(stops, float), penalty)
         for stops in itertools.product([0, 1], repeat=len(problem.correct))
     ]
-    solution = solve(problem, penalty)
-    assert solution.value == pytest.approx(max(values), abs=1e-12)
-    assert policy_value(problem, solution.stop.astype(np.float64), penalty) == pytest.approx(
-        solution.value, abs=1e-12
-    )
-    assert best_threshold(problem, penalty)[1] <= solution.value + 1e-12
+    optimum, stop = solve(problem, penalty)
+    assert optimum == pytest.approx(max(values), abs=1e-12)
+    kept = policy_value(problem, stop.astype(np.float64), penalty)
+    assert kept == pytest.approx(optimum, abs=1e-12)
+    assert best_threshold(problem, penalty)[1] <= optimum + 1e-12
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_policy_value_equals_simulation(seed: int) -> None:
     problem = random_problem(seed, states=4)
     pi = np.random.default_rng(seed).random(4)
@@ -126,7 +127,7 @@ def test_linear_trace_as_problem_equals_replay() -> None:
         outcome.accuracy - 0.003 * outcome.mean_tokens, abs=1e-12
     )
     oracle = hindsight_oracle(table, 0.003)
-    assert solve(problem, 0.003).value == pytest.approx(
+    assert solve(problem, 0.003)[0] == pytest.approx(
         oracle.accuracy - 0.003 * oracle.mean_tokens, abs=1e-12
     )
 
@@ -219,11 +220,14 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="price is -1"):
         hindsight_oracle(make_table(0), -1)
     good = random_problem(0)
-    with pytest.raises(ValueError, match="transitions goes back"):
-        StoppingProblem(good.correct, good.lengths, np.eye(6), good.initial)
-    with pytest.raises(ValueError, match="initial sums to"):
-        StoppingProblem(good.correct, good.lengths, good.transitions, good.initial * 2)
-    with pytest.raises(ValueError, match="correct holds 2"):
-        StoppingProblem(good.correct * 0 + 2, good.lengths, good.transitions, good.initial)
+    for message, changed in (
+        ("transitions goes back", {"transitions": np.eye(6)}),
+        ("initial sums to", {"initial": good.initial * 2}),
+        ("correct holds 2", {"correct": good.correct * 0 + 2}),
+        ("lengths has shape", {"lengths": good.lengths[1:]}),
+        ("lengths holds a negative", {"lengths": -1 - good.lengths}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(good, **changed)
     with pytest.raises(ValueError, match="stop_probability"):
         policy_value(good, np.full(6, 1.5), 0.1)

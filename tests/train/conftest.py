@@ -12,10 +12,14 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from ospruner.demo.problems import Split
+from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.durable import write_checked
 from ospruner.eval.schema import FEATURES, LabelSettings
 from ospruner.formats import DEEPSEEK_R1
 from ospruner.train.config import StopConfig
 from ospruner.train.label_sets import Labels
+from ospruner.train.labels.folder import read_manifest
 from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
@@ -93,6 +97,16 @@ def make_labels(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeLabels:
     return make
 
 
+@pytest.fixture(scope="session")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded reasoner's labels of 60 problems in `train`, and of 60 others in `test`."""
+    folder = tmp_path_factory.mktemp("labelled")
+    splits: tuple[tuple[Split, int], ...] = (("train", 7), ("test", 8))
+    for split, seed in splits:
+        Reasoner().label(draw_split(split, 60, seed), folder / split, seed)
+    return folder
+
+
 @pytest.fixture
 def labels_of(tiny_base_dir: Path) -> Callable[[Dataset], Labels]:
     """Made-up traces as labels of the tiny base."""
@@ -117,12 +131,10 @@ def make_trainer(
         validation: Dataset | None = None,
         **named: Any,
     ) -> StopTrainer:
-        given = make_labels(64) if labels is None else labels
-        held_out = make_labels(40, seed=1, prefix="v") if validation is None else validation
+        sets = labels or make_labels(64), validation or make_labels(40, seed=1, prefix="v")
         kept = {"model": tiny_base, "processing_class": tiny_tokenizer, "progress": quiet}
         more: dict[str, Any] = kept | named
-        config = StopConfig(str(out), **settings)
-        return StopTrainer(config, labels_of(given), labels_of(held_out), **more)
+        return StopTrainer(StopConfig(str(out), **settings), *map(labels_of, sets), **more)
 
     return make
 
@@ -156,6 +168,15 @@ def trained_on(labels: Any, out: Path, validation: Any = None, **fields: Any) ->
     )
     trainer.train()
     return trainer.policies[-1]
+
+
+def told_otherwise(folder: Path, source: dict[str, Any] | None = None, **changed: Any) -> Path:
+    """A folder of labels whose manifest states other settings."""
+    manifest = read_manifest(folder)
+    settings = LabelSettings.from_dict(manifest["settings"] | changed)
+    about = {"settings": settings.to_dict(), "source": source or manifest["source"]}
+    write_checked(folder / "manifest.json", manifest | about)
+    return folder
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:

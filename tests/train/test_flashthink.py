@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from ospruner.comparing import compare
-from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.demo.shipped import Reasoner
 from ospruner.eval.compute import ModelWork
 from ospruner.eval.methods import parse_policies
 from ospruner.eval.metrics import AesVariant
@@ -21,13 +21,6 @@ from ospruner.train.label_sets import load_labels
 from .conftest import MakeLabels, log_of, trained_on
 
 
-@pytest.fixture(scope="module")
-def labels(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("flashthink") / "labels"
-    reasoner.label(draw_split("train", 40, 7), folder, 7)
-    return folder
-
-
 def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
     make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast, reasoner: Reasoner
 ) -> None:
@@ -36,7 +29,7 @@ def test_the_verifier_reads_problem_and_thinking_in_its_own_tokens(
     judged = verifier_traces(dataset, tiny_tokenizer, theirs, 10_000)
     read = tokens_read(judged)
     for n, row in enumerate(dataset):
-        ids = judged.input_ids(np.array([n]))[0].tolist()
+        ids = judged.tokens[n].tolist()
         for t, end in enumerate(row["step_ends"]):
             text = str(theirs.decode(ids[: read[n, t]]))
             assert text.endswith(str(tiny_tokenizer.decode(row["trace_ids"][:end])))
@@ -51,17 +44,18 @@ def test_a_verifier_with_a_chat_template_reads_inside_the_users_turn(
     make_labels: MakeLabels, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     judged = verifier_traces(make_labels(2), tiny_tokenizer, tiny_tokenizer, 10_000)
-    text = str(tiny_tokenizer.decode(judged.input_ids(np.array([0]))[0].tolist()))
+    text = str(tiny_tokenizer.decode(judged.tokens[0]))
     assert text.startswith("<|user|>Another model is thinking")
     assert "<|assistant|>" not in text
 
 
 def test_train_save_replay_and_charge(
-    labels: Path, tiny_base_dir: Path, tmp_path: Path, tiny_base: Qwen2ForCausalLM
+    labelled: Path, tiny_base_dir: Path, tmp_path: Path, tiny_base: Qwen2ForCausalLM
 ) -> None:
+    labels = labelled / "train"
     stage = trained_on(
         labels, tmp_path / "run", method="flashthink", verifier=str(tiny_base_dir), layers=2,
-        learning_rate=2e-3, num_train_epochs=6,
+        learning_rate=2e-3, num_train_epochs=6, limit=40,
     )  # fmt: skip
     assert stage.method == "flashthink"
     losses = [entry["loss"] for entry in log_of(tmp_path / "run") if "loss" in entry]
@@ -76,7 +70,8 @@ def test_train_save_replay_and_charge(
     ours = load_labels(labels)
     verifier = Verifier.load(stage.path, ours.settings)
     tokenizer = Reasoner().tokenizer
-    judged = verifier_traces(ours.traces, tokenizer, _tokenizer_of(tiny_base_dir), 10_000)
+    theirs: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(tiny_base_dir)
+    judged = verifier_traces(ours.traces, tokenizer, theirs, 10_000)
     read, last = tokens_read(judged), judged.table.last
     charged = np.where(last > 0, read[:, 0], 0)
     np.testing.assert_array_equal(first.outcome.probe_tokens, charged)
@@ -100,8 +95,3 @@ def test_train_save_replay_and_charge(
     other = LabelSettings(base_model="org/other", reasoning_format=ours.settings.reasoning_format)
     with pytest.raises(ValueError, match=r"was trained on traces of .*reasoner.*these are of org"):
         Verifier.load(stage.path, other)
-
-
-def _tokenizer_of(folder: Path) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
-    return tokenizer

@@ -1,4 +1,4 @@
-"""Training on a folder of labels, and what it refuses."""
+"""Training on folders of labels, of one task or several, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,57 +9,52 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
-from modeling_ospruner import OSPrunerForCausalLM
+from modeling_ospruner import OSPrunerConfig, OSPrunerForCausalLM
+from ospruner.calibrating import calibrate
 from ospruner.comparing import compare
 from ospruner.demo import REASONER
-from ospruner.demo.shipped import Reasoner, draw_split
-from ospruner.durable import write_checked
 from ospruner.eval.schema import LabelSettings
 from ospruner.provenance import read_provenance
 from ospruner.train.bases import load_labelled_base
-from ospruner.train.label_sets import held_out_split, load_labels
+from ospruner.train.label_sets import held_out_split, load_labels, load_mix
 from ospruner.train.labels.folder import read_manifest
 from ospruner.train.labels.label import label
 from ospruner.train.labels.store import LabelStore
 
-from .conftest import trained_on
+from .conftest import told_otherwise, trained_on
 
 
 @pytest.fixture(scope="module")
-def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("from_labels") / "labels"
-    Reasoner().label(draw_split("train", 60, 7), folder, 7)
-    return folder
+def labels(labelled: Path) -> Path:
+    return labelled / "train"
 
 
 def test_held_out_problems_are_whole_and_seeded() -> None:
     ids = [f"p{n // 3}" for n in range(300)]  # three traces a problem
     held = held_out_split(ids, None, seed=0)
-    assert sum(held) == 3 * 20  # a fifth of 100 problems
+    assert held.sum() == 3 * 20  # a fifth of 100 problems
     assert all(held[n] == held[n // 3 * 3] for n in range(300))
-    assert held == held_out_split(ids, None, seed=0) != held_out_split(ids, None, seed=1)
-    assert sum(held_out_split([f"p{n}" for n in range(4000)], None, 0)) == 500
+    assert (held == held_out_split(ids, None, seed=0)).all()
+    assert (held != held_out_split(ids, None, seed=1)).any()
+    assert held_out_split([f"p{n}" for n in range(4000)], None, 0).sum() == 500
     for wrong in (0, 100):
         with pytest.raises(ValueError, match=f"held_out is {wrong}, of 100 problems"):
             held_out_split(ids, wrong, 0)
 
 
 def test_validation_labels_made_otherwise_are_refused(labels: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(labels, other)
-    manifest = read_manifest(other)
-    changed = LabelSettings.from_dict(manifest["settings"] | {"temperature": 1.0, "seed": 8})
-    write_checked(other / "manifest.json", manifest | {"settings": changed.to_dict()})
+    other = told_otherwise(shutil.copytree(labels, tmp_path / "other"), temperature=1.0, seed=8)
     with pytest.raises(ValueError, match=r"made otherwise .*temperature: 0.6 here, 1.0 there\)"):
         trained_on(labels, tmp_path / "run", validation=other)
     assert not (tmp_path / "run").exists()
 
 
-def test_labels_that_could_not_be_graded_are_refused(labels: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "labels"
-    shutil.copytree(labels, folder)
+def test_labels_that_could_not_be_graded_are_refused(
+    labels: Path, labelled: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(labelled / "test", tmp_path / "labels")
     settings = LabelSettings.from_dict(read_manifest(folder)["settings"])
 
     def spoil(rows: list[dict[str, Any]]) -> None:
@@ -77,31 +72,17 @@ def test_labels_that_could_not_be_graded_are_refused(labels: Path, tmp_path: Pat
         trained_on(folder, tmp_path / "run")
     with pytest.raises(ValueError, match=refused):
         trained_on(labels, tmp_path / "run", validation=folder)
-    with pytest.raises(ValueError, match="max_ungraded is 2; it must lie in"):
-        trained_on(labels, tmp_path / "run", max_ungraded=2)
     # What is allowed gets further: without a single verdict there is nothing to train on.
     with pytest.raises(ValueError, match="null everywhere"):
         trained_on(folder, tmp_path / "run", max_ungraded=0.5)
 
 
 def test_another_base_than_the_labels_is_refused(
-    labels: Path,
-    tmp_path: Path,
-    tiny_base: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerFast,
+    labels: Path, tmp_path: Path, tiny_base_dir: Path
 ) -> None:
-    other = tmp_path / "other"
-    tiny_base.save_pretrained(other)
-    tiny_tokenizer.save_pretrained(other)
-    with pytest.raises(ValueError, match=r"the labels were made by .*reasoner.*, not by .*other"):
-        trained_on(labels, tmp_path / "run", base=str(other))
+    with pytest.raises(ValueError, match=r"the labels were made by .*reasoner.*, not by "):
+        trained_on(labels, tmp_path / "run", base=str(tiny_base_dir))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_copy_of_the_base_may_lie_elsewhere(labels: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(REASONER, tmp_path / "copy")
-    stage = trained_on(labels, tmp_path / "run", base=str(copied))
-    assert stage.path.is_dir()
 
 
 @pytest.fixture
@@ -115,14 +96,16 @@ def sibling(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sibling_of_the_base_is_refused(labels: Path, sibling: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_base_may_lie_elsewhere_and_a_sibling_is_refused(
+    labels: Path, sibling: Path, tmp_path: Path
+) -> None:
     assert load_labels(labels).settings.base_fingerprint is not None
-    with pytest.raises(
-        ValueError, match=r"made by .*reasoner.*, not by .*sibling.*fingerprint .*, theirs had"
-    ):
+    said = r"made by .*reasoner.*, not by .*sibling.*fingerprint .*, theirs had"
+    with pytest.raises(ValueError, match=said):
         trained_on(labels, tmp_path / "run", base=str(sibling))
     assert not (tmp_path / "run").exists()
-    own = trained_on(labels, tmp_path / "own")
+    copied = shutil.copytree(REASONER, tmp_path / "copy")
+    own = trained_on(labels, tmp_path / "own", base=str(copied))
     assert read_provenance(own.path).data_hash == load_labels(labels).data_hash
     with pytest.raises(ValueError, match=r"not by .*sibling"):
         compare(labels, [str(own.path)], base=str(sibling))
@@ -144,16 +127,82 @@ def test_where_no_fingerprint_is_known_the_forced_answers_tell(
     assert str(model.name_or_path) == str(copied)
 
 
-def test_a_policy_is_no_base(labels: Path, tmp_path: Path) -> None:
-    stage = trained_on(labels, tmp_path / "run")
-    policy, said = str(stage.path), r"run', which is no base but a stopping policy.*reasoner"
+# Labels of several domains.
+
+
+@pytest.fixture
+def folders(labelled: Path, tmp_path: Path) -> list[Path]:
+    """Mathematics and short answers."""
+    both = [shutil.copytree(labelled / name, tmp_path / name) for name in ("train", "test")]
+    told_otherwise(both[1], task={"name": "exact"}, temperature=0.7, max_answer_tokens=8)
+    return both
+
+
+def test_one_policy_is_trained_on_several_domains(folders: list[Path], tmp_path: Path) -> None:
+    stage = trained_on(folders, tmp_path / "run")
+    record = read_provenance(stage.path).details
+    assert record["training_traces"] == 2 * 48
+    hashes = [load_labels(path).data_hash for path in folders]
+    assert record["domains"] == dict(zip(("math", "exact"), hashes, strict=True))
+    config = OSPrunerConfig.from_pretrained(stage.path)
+    assert config.task == {"name": "math", "also": [{"name": "exact"}]}
+
+    policy = str(stage.path)
+    for folder in folders:
+        assert len(compare(folder, [policy], limit=8).evaluation.rules) == 2
+    other = told_otherwise(shutil.copytree(folders[1], tmp_path / "other"), task={"name": "choice"})
+    with pytest.raises(ValueError, match="on the task math and exact, here it is choice: use"):
+        compare(other, [policy])
+    with pytest.raises(ValueError, match="are the labels that .* was trained on"):
+        calibrate(policy, folders[1], 0.1)
+    # A policy is no base.
+    said = r"run', which is no base but a stopping policy.*reasoner"
     with pytest.raises(ValueError, match=said):
-        trained_on(labels, tmp_path / "again", base=policy)
+        trained_on(folders, tmp_path / "again", base=policy)
     with pytest.raises(ValueError, match=said):
-        compare(labels, [policy], base=policy)
+        compare(folders[0], [policy], base=policy)
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"id": "a", "problem": "1+1?", "answer": "2"}\n')
-    out = tmp_path / "labels"
     with pytest.raises(ValueError, match=said):
-        label(policy, str(problems), out=out)
-    assert not out.exists()
+        label(policy, str(problems), out=tmp_path / "labels")
+    assert not (tmp_path / "labels").exists()
+
+
+def test_validation_is_of_the_same_domains(folders: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"of the domains of one task, the training labels of"):
+        trained_on(folders, tmp_path / "run", folders[0])
+    with pytest.raises(ValueError, match="give labels of the same domains"):
+        trained_on(folders[0], tmp_path / "run", folders)
+    # Order does not matter: what is refused is that they share their problems.
+    with pytest.raises(ValueError, match="120 problems are in both the training and the validat"):
+        trained_on(folders, tmp_path / "run", folders[::-1])
+
+
+def test_a_mix_keeps_problems_apart_and_names_domains(folders: list[Path], tmp_path: Path) -> None:
+    mix = load_mix(folders)
+    assert mix.traces["problem_id"][0].startswith("math/")
+    assert len(set(mix.traces["problem_id"])) == 120
+    assert mix.traces["domain"] == ["math"] * 60 + ["exact"] * 60
+    assert LabelSettings.from_dict(mix.settings.to_dict()) == mix.settings
+    assert load_mix(folders[:1]).parts == {}
+    source = {"dataset": "data/gsm8k.jsonl"}
+    more = shutil.copytree(folders[1], tmp_path / "more")
+    told_otherwise(more, source, task={"name": "math"})
+    assert list(load_mix([folders[0], more]).parts) == ["train", "gsm8k"]
+
+
+def test_what_cannot_be_mixed_is_refused(folders: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="are both of 'train': give each folder once"):
+        load_mix([folders[0], folders[0]])
+    literals = read_manifest(folders[1])["settings"]["reasoning_format"]
+    wound = literals | {"wind_down": "So:", "box_prefix": "Answer:"}
+    for changed, message in (
+        ({"step_stride": 2}, r"cannot be mixed \(step_stride: 1 here, 2 there\): one policy reads"),
+        ({"base_model": "org/other"}, r"cannot be mixed \(base_model: .* here, 'org/other' there"),
+        ({"answer": "free"}, r"cannot be mixed \(answer: 'forced' here, 'free' there"),
+        ({"reasoning_format": wound}, r"reasoning_format's wind_down: None here, 'So:' there\)"),
+    ):
+        copy = tmp_path / next(iter(changed))
+        told_otherwise(shutil.copytree(folders[1], copy), **changed)
+        with pytest.raises(ValueError, match=message):
+            load_mix([folders[0], copy])

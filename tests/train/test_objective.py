@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ospruner.train.objective import (
-    batch_loss,
-    classification_loss,
-    every_price_loss,
-    objective_loss,
-)
+from ospruner.train.objective import batch_loss, objective_loss
 from ospruner.train.traces import Batch
 
 NUM_STEPS = (5, 1, 3)
@@ -89,23 +84,15 @@ def test_batch_loss_and_its_gradient(method: str, bonus: float) -> None:
     assert (logits.grad[batch.mask] != 0).sum() >= 6
 
 
-def test_classifying_nothing_is_refused() -> None:
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="no real step"):
-        classification_loss(torch.zeros(2, 3), torch.zeros(2, 3), nothing)
-
-
 def test_the_loss_is_the_mean_over_prices_and_at_0_accuracy_alone() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(3, 4, 5)
-    correct, lengths = torch.rand(4, 5), torch.arange(20.0).view(4, 5)
-    mask = torch.ones(4, 5, dtype=torch.bool)
-    prices = (0.0, 1e-3, 2e-2)
+    logits = torch.randn(3, 3, 5, generator=torch.Generator().manual_seed(0)).double()
+    batch, prices = make_batch(), (0.0, 1e-3, 2e-2)
     alone = [
-        objective_loss(logits[j], correct, lengths, price, mask, 0.01 if j else 0.0)
+        by_hand("os-pruner", logits[j], batch, price, 0.01 if price else 0.0)
         for j, price in enumerate(prices)
     ]
-    found = every_price_loss(logits, correct, lengths, prices, mask, 0.01)
-    torch.testing.assert_close(found, sum(alone) / 3)
+    labels = (batch.correct, batch.lengths)
+    found = objective_loss(logits, *labels, prices, batch.mask, 0.01)
+    assert found.item() == pytest.approx(sum(alone) / 3, abs=1e-12)
     with pytest.raises(ValueError, match="zip"):
-        every_price_loss(logits, correct, lengths, prices[:2], mask)
+        objective_loss(logits, *labels, prices[:2], batch.mask)

@@ -168,18 +168,11 @@ BASE_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", BASE_CONFIGS)
 @pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-        ),
-    ],
+    ("precision", "checkpointing"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
 )
+@pytest.mark.parametrize("kind", BASE_CONFIGS)
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
 def test_no_attention_is_left_to_the_kernel_that_holds_all_scores(
     device: str,
     kind: str,
@@ -304,7 +297,7 @@ def trunk_peak(name: str, tuning: str) -> int:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = base_and_policy(name, fake, tuning)
     with fake, Held([*model.base.parameters(), *model.policy.parameters()]) as held:
-        traces._run_trunk(model, np.arange(1))
+        traces.states(model, np.arange(1))
     return held.peak
 
 
@@ -330,7 +323,11 @@ def test_a_step_on_32_traces_of_15_000_tokens_takes_what_is_planned(
 ) -> None:
     attention = OnlyFused()
     step_bytes = step_peak(name, tuning, attention)
-    assert attention.calls == 3 * layers
+    if name == "gpt-oss-20b":  # its sliding layers attend in blocks of 128 tokens
+        blocks, half = -(-TOKENS // 128), layers // 2
+        assert 3 * half * blocks <= attention.calls <= 3 * (half * blocks + layers - half)
+    else:
+        assert attention.calls == 3 * layers
     # These bases are in bfloat16. Packed experts, for which there are no kernels here, are counted.
     config = AutoConfig.from_pretrained(BASES / name)
     plan = plan_for(config, Workload(tuning=tuning, step_tokens=TOKENS // STEPS))

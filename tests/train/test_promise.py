@@ -1,15 +1,19 @@
-"""`ospruner calibrate`: a promise found on labels, stored in the policy, and kept by generate."""
+"""Policies of one price and of every price: compared, calibrated, and the promise kept."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
 from modeling_ospruner import OSPrunerForCausalLM
@@ -19,23 +23,60 @@ from ospruner.calibrating import calibrate
 from ospruner.cli import app
 from ospruner.comparing import compare
 from ospruner.demo.shipped import Reasoner, draw_split
+from ospruner.eval.methods import EVERY_PRICE, parse_policies
+from ospruner.eval.replay import replay
+from ospruner.eval.results import Results
 from ospruner.eval.table import TraceTable
+from ospruner.hub_cards.cards import policy_card
 from ospruner.rules import Budget
 from ospruner.serving.requests import StopRequest
+from ospruner.train.bases import load_labelled_base
 from ospruner.train.label_sets import load_labels
 from ospruner.train.labels.making import Labeller, label_problems
+from ospruner.train.predicting import predict_outputs
+from ospruner.train.untrained import untrained
 
-from .conftest import trained_on
+from .conftest import RANGE, MakeLabels, trained_on
+
+HOW: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+
+
+def test_the_price_of_indifference_is_what_thresholds_compare(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels
+) -> None:
+    model = untrained(tiny_base, tiny_tokenizer, price_range=RANGE, tuning="layers")
+    nn.init.normal_(model.policy.head.weight, generator=torch.Generator().manual_seed(0))
+    model.config.price = 1e-3
+    said = predict_outputs(model, make_labels(12))
+    assert said.indifference is not None
+    for price in (0.0, 1e-3, 0.1):
+        stops = said.probabilities(price) >= 0.5
+        np.testing.assert_array_equal(stops, (said.indifference <= price) & said.mask)
+    np.testing.assert_array_equal(said.probabilities(), said.probabilities(1e-3))
+    with pytest.raises(ValueError, match="trained for prices of a token from 0 to 0.1"):
+        said.probabilities(0.11)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """The labels of training, others, and a policy."""
-    folder = tmp_path_factory.mktemp("promise")
-    for split, count, seed in (("train", 60, 7), ("test", 60, 8)):
-        Reasoner().label(draw_split(split, count, seed), folder / split, seed)  # type: ignore[arg-type]
-    saved = trained_on(folder / "train", folder / "run")
-    return folder / "train", folder / "test", saved.path
+def trained(labelled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy of every price, `run`, and one of a lambda, `fixed`."""
+    folder = tmp_path_factory.mktemp("every-price")
+    fields: dict[str, Any] = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 2}
+    trained_on(labelled / "train", folder / "run", **fields, learning_rate=5e-4)
+    trained_on(labelled / "train", folder / "fixed")
+    return folder
+
+
+@pytest.fixture
+def policies(trained: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of both, to be written to."""
+    both = (shutil.copytree(trained / name, tmp_path / name) for name in ("run", "fixed"))
+    return tuple(both)  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def labels(labelled: Path) -> Path:
+    return labelled / "test"
 
 
 def promises_of(policy: Path) -> list[dict[str, Any]]:
@@ -44,68 +85,154 @@ def promises_of(policy: Path) -> list[dict[str, Any]]:
     return promises
 
 
-def promising(promises: list[dict[str, Any]]) -> OSPrunerConfig:
-    config = OSPrunerConfig()
-    config.calibrations = promises
-    return config
+def told(*command: object, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in command])
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.split())
 
 
-def test_the_promise_is_stored_and_kept(trained: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    _, labels, path = trained
-    policy = shutil.copytree(path, tmp_path / "policy")
-    numbers = tmp_path / "found.json"
-    command = ["calibrate", str(policy), "--labels", str(labels), "--max-loss", "0.3"]
-    done = CliRunner().invoke(app, [*command, "--json", str(numbers)])
-    assert done.exit_code == 0, done.output
+def test_one_replay_gives_the_frontier_from_one_pass(
+    trained: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = itertools.count()
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        next(passes)
+        return predict_outputs(*arguments, **named)
+
+    monkeypatch.setattr("ospruner.comparing.predict_outputs", counted)
+    told("compare", labels, trained / "run", "--out", tmp_path, "--prices", "all")
+    assert next(passes) == 1
+    frame = Results.read(tmp_path / "results.json").frame
+    rows = frame[frame["method"] == EVERY_PRICE]
+    config = OSPrunerConfig.from_pretrained(trained / "run")
+    assert config.prices is not None
+    assert rows["parameter"].tolist() == list(config.prices.grid())
+    assert rows["tokens"].is_monotonic_decreasing
+
+    evaluation = compare(labels, [str(trained / "run")], prices=[1e-4, 2e-3]).evaluation
+    stored = load_labels(labels)
+    model = OSPrunerForCausalLM.from_base(load_labelled_base(None, stored)[0], trained / "run")
+    said, table = predict_outputs(model, stored.traces), TraceTable.from_dataset(stored.traces)
+    for rule in evaluation.rules[1:3]:
+        wanted = replay(table, said.probabilities(rule.parameter))
+        assert rule.outcome.accuracy == pytest.approx(wanted.accuracy, abs=1e-6)
+        assert rule.outcome.mean_tokens == pytest.approx(wanted.mean_tokens, abs=1e-4)
+    shown = evaluation.traces[0]["methods"]
+    assert "price" not in shown[0]
+    assert shown[1]["price"] == 1e-4
+    assert len(shown[1]["prices"]) == len(shown[1]["pi"])
+
+
+def test_prices_that_a_policy_does_not_know_are_refused(trained: Path) -> None:
+    price, fixed = str(trained / "run"), str(trained / "fixed")
+    with pytest.raises(ValueError, match="price is 5.0, but the policy was trained for pr"):
+        parse_policies([price], [1e-4, 5.0])
+    with pytest.raises(ValueError, match=r"trained for 0.001 alone \(head 'fixed'\): leave it out"):
+        parse_policies([price, fixed], [1e-4])
+    with pytest.raises(ValueError, match="is a policy of every price .* no other has a frontier"):
+        parse_policies([fixed], ())
+    both = parse_policies([price, fixed], ())
+    assert [use.parameter for use in both if use.path == fixed] == [1e-3]
+    assert len(both) == 32
+    assert [use.parameter for use in parse_policies([price, fixed], [1e-3])] == [1e-3, 1e-3]
+    assert len(parse_policies([f"{price}@.5,.9"], [1e-4, 1e-3])) == 4
+    with pytest.raises(ValueError, match="is given twice for OS-Pruner, one policy with"):
+        parse_policies([price], [1e-4, 1e-4])
+
+
+def test_online_stops_at_the_prices_that_are_asked_for(
+    trained: Path, labels: Path, tmp_path: Path
+) -> None:
+    asked = ("--limit", 3, "--samples", 2, "--prices", "0,1e-2")
+    told("compare", labels, trained / "run", "--online", "--out", tmp_path, *asked)
+    frame = Results.read(tmp_path / "results.json").frame
+    rows = frame[frame["method"] == EVERY_PRICE]
+    found = dict(zip(rows["parameter"], rows["tokens"], strict=True))
+    assert found.keys() == {0.0, 1e-2}
+    assert found[1e-2] <= found[0.0]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["price", "fixed"])
+def test_the_promise_is_stored_told_and_kept(
+    kind: int, policies: tuple[Path, Path], labels: Path, tmp_path: Path
+) -> None:
+    policy, numbers = policies[kind], tmp_path / "found.json"
+    policy_card(policy, name="x", license={"license": "mit"}).save(policy / "README.md")
+    said = told("calibrate", policy, "--labels", labels, "--max-loss", 0.3, "--json", numbers)
+    assert "keeps the promise of at most 30 points lost at 0.95 confidence" in said
     found = json.loads(numbers.read_text())
-    assert "keeps the promise of at most 30 points lost at 0.95 confidence" in done.output
-    assert found["problems"] == 60
-
-    model = OSPrunerForCausalLM.from_pretrained(policy)
+    assert (found["problems"], found["test"]) == (60, "exact")
     (stored,) = promises_of(policy)
     assert set(stored) == set(CALIBRATION_FIELDS)
-    assert (stored["threshold"], stored["max_loss"]) == (found["value"], 0.3)
-    assert stored["data_hash"] == load_labels(labels).data_hash
+    assert (stored["price"], stored["threshold"]) == (
+        (None, found["value"]) if kind else (found["value"], 0.5)
+    )
+    data = load_labels(labels)
+    assert (stored["max_loss"], stored["data_hash"]) == (0.3, data.data_hash)
+    card = (policy / "README.md").read_text("utf-8")  # states it, and keeps its licence
+    assert "| 30.0 points | 0.95 | threshold |" in card
+    assert "license: mit" in card
 
-    # What was promised is what replay finds at that threshold.
-    (rule,) = compare(labels, [f"{policy}@{stored['threshold']}"]).evaluation.rules[1:2]
-    full = TraceTable.from_dataset(load_labels(labels).traces).full_correct.mean()
-    assert full - rule.outcome.accuracy == pytest.approx(stored["loss"])
-
-    ids = torch.tensor([load_labels(labels).traces[0]["prompt_ids"]])
-    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
-    promised = model.generate(ids, stop_policy={"max_loss": 0.3}, **how)
-    settings = {"mode": "threshold", "threshold": stored["threshold"]}
-    assert torch.equal(promised, model.generate(ids, stop_policy=settings, **how))
+    # What was promised is what replay finds there, and what generate does.
+    prices = None if kind else [stored["price"]]
+    evaluation = compare(labels, [f"{policy}@{stored['threshold']}"], prices=prices).evaluation
+    full = TraceTable.from_dataset(data.traces).full_correct.mean()
+    lost = full - evaluation.rules[1].outcome.accuracy
+    assert lost == pytest.approx(stored["loss"])
+    model = OSPrunerForCausalLM.from_pretrained(policy)
+    ids = torch.tensor([data.traces[0]["prompt_ids"]])
+    same = {name: stored[name] for name in ("mode", "threshold", "price") if stored[name]}
+    promised = model.generate(ids, stop_policy={"max_loss": 0.3}, **HOW)
+    assert torch.equal(promised, model.generate(ids, stop_policy=same, **HOW))
     with pytest.raises(ValueError, match=r"promises \[0.3\]: make the promise with"):
-        model.generate(ids, stop_policy={"max_loss": 0.01}, max_new_tokens=60)
+        model.generate(ids, stop_policy={"max_loss": 0.01}, **HOW)
+
+
+def test_a_price_at_which_the_policy_draws_is_promised_too(
+    policies: tuple[Path, Path], labels: Path
+) -> None:
+    policy, fixed = policies
+    command = ("calibrate", policy, "--labels", labels, "--max-loss", 0.4, "--mode", "sample")
+    assert "(betting test)" in told(*command)
+    (stored,) = promises_of(policy)
+    assert (stored["mode"], stored["threshold"], stored["test"]) == ("sample", None, "betting")
+    # What was tested is replay's expectation over the draws.
+    price = stored["price"]
+    full, drawn = compare(labels, [str(policy)], prices=[price]).evaluation.rules[:2]
+    assert full.outcome.accuracy - drawn.outcome.accuracy == pytest.approx(stored["loss"])
+    # Of the thinking tokens' histogram the bins' shares are those of the stops that are expected.
+    tokens = stored["traffic"]["thinking_tokens"]
+    assert sum(tokens["shares"]) == pytest.approx(1, abs=1e-4)
+    assert max(tokens["shares"]) < 0.2
+    assert tokens["edges"][0] < drawn.outcome.mean_tokens < tokens["edges"][-1]
+    config = OSPrunerConfig.from_pretrained(policy)
+    kept = StopPolicyConfig(max_loss=0.4).with_defaults(config)
+    assert (kept.mode, kept.threshold, kept.price) == ("sample", None, price)
+    with pytest.raises(ValueError, match="mode is 'sample', but .* is a policy of one lambda"):
+        calibrate(fixed, labels, 0.4, mode="sample")
+    with pytest.raises(ValueError, match="mode is 'draw'; it must be 'sample' or"):
+        calibrate(fixed, labels, 0.4, mode="draw")  # type: ignore[arg-type]
 
 
 def test_a_second_promise_stands_beside_the_first_and_replaces_its_equal(
-    trained: tuple[Path, Path, Path], tmp_path: Path
+    policies: tuple[Path, Path], labels: Path
 ) -> None:
-    _, labels, path = trained
-    policy = shutil.copytree(path, tmp_path / "policy")
     for max_loss in (0.4, 0.3, 0.4):
-        assert calibrate(policy, labels, max_loss).value is not None
-    promises = promises_of(policy)
+        assert calibrate(policies[1], labels, max_loss).value is not None
+    promises = promises_of(policies[1])
     assert [one["max_loss"] for one in promises] == [0.3, 0.4]
-    bold, careful = (
-        StopPolicyConfig(max_loss=loss).with_defaults(promising(promises)) for loss in (0.45, 0.35)
-    )
-    assert (bold.threshold, careful.threshold) == (
-        promises[1]["threshold"],
-        promises[0]["threshold"],
-    )
+    config = OSPrunerConfig(calibrations=promises)
+    for asked, one in ((0.45, promises[1]), (0.35, promises[0])):
+        assert StopPolicyConfig(max_loss=asked).with_defaults(config).threshold == one["threshold"]
 
 
 def test_a_server_promises_by_its_defaults_alone() -> None:
-    promises: list[dict[str, Any]] = [
-        {**dict.fromkeys(CALIBRATION_FIELDS, 0.02), "threshold": 0.7, "price": None}
-        | {"mode": "threshold"}
-    ]
+    one: dict[str, Any] = {**dict.fromkeys(CALIBRATION_FIELDS, 0.02), "threshold": 0.7}
+    config = OSPrunerConfig()
+    config.calibrations = [one | {"price": None, "mode": "threshold"}]
     defaults = StopRequest({"stop_policy": True, "stop_max_loss": 0.02}, server=True)
-    defaults.settle(promising(promises))
+    defaults.settle(config)
     settings = StopRequest(None).settings(defaults)
     assert settings is not None
     assert (settings.mode, settings.threshold, settings.max_loss) == ("threshold", 0.7, None)
@@ -114,7 +241,7 @@ def test_a_server_promises_by_its_defaults_alone() -> None:
     assert drawn.mode == "sample"
     unkept = StopRequest({"stop_max_loss": 0.01}, server=True)
     with pytest.raises(ValueError, match="promises \\[0.02\\]"):
-        unkept.settle(promising(promises))
+        unkept.settle(config)
     with pytest.raises(ValueError, match="no \\['stop_max_loss'\\]; the policy's keys are"):
         StopRequest({"stop_max_loss": 0.02})
 
@@ -132,8 +259,7 @@ def test_a_server_promises_by_its_defaults_alone() -> None:
     ],
 )
 def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, Any]) -> None:
-    name = next(iter(beside))
-    with pytest.raises(ValueError, match=f"max_loss is 0.02, and so is .*{name}.* given"):
+    with pytest.raises(ValueError, match=f"max_loss is 0.02, and so is .*{next(iter(beside))}.* g"):
         StopPolicyConfig(max_loss=0.02, **beside)
     with pytest.raises(ValueError, match="max_loss is 0.02, but the policy promises"):
         StopPolicyConfig(max_loss=0.02).with_defaults(OSPrunerConfig())
@@ -144,10 +270,7 @@ def test_what_the_promise_does_not_cover_is_refused_beside_it(beside: dict[str, 
     [
         ("none", "calibrations is 'none'; it must be list"),
         ([{"max_loss": 0.1}], "each must have the fields max_loss, confidence, mode, threshold"),
-        (
-            [dict.fromkeys(CALIBRATION_FIELDS, 2.0)],
-            "mode is 2.0; it must be 'sample' or 'threshold'",
-        ),
+        ([dict.fromkeys(CALIBRATION_FIELDS, 2.0)], "mode is 2.0; it must be 'sample' or 'threshol"),
         (
             [dict.fromkeys(CALIBRATION_FIELDS, 2.0) | {"mode": "sample"}],
             "max_loss is 2.0; it must lie in",
@@ -159,49 +282,68 @@ def test_an_edited_promise_is_refused(wrong: Any, said: str) -> None:
         OSPrunerConfig(calibrations=wrong)
 
 
-def test_a_rule_without_training_is_calibrated_too(
-    trained: tuple[Path, Path, Path], tmp_path: Path
+def test_a_rule_without_training_is_calibrated_too(labels: Path) -> None:
+    command = ("calibrate", "budget", "--labels", labels, "--max-loss", 0.3)
+    values = ("--values", "900,400,200,100,20")
+    assert "00 keeps the promise of at most 30 points" in told(*command, *values)
+    told(*command, code=2)  # its values are not known beforehand
+    refused = told(*command, *values, "--mode", "sample", code=2)
+    assert "a rule such as budget does not draw" in refused
+
+
+def test_what_is_no_promise_is_refused(
+    trained: Path, policies: tuple[Path, Path], labelled: Path, labels: Path
 ) -> None:
-    _, labels, _ = trained
-    command = ["calibrate", "budget", "--labels", str(labels), "--max-loss", "0.3"]
-    done = CliRunner().invoke(app, [*command, "--values", "900,400,200,100,20"])
-    assert done.exit_code == 0, done.output
-    assert "00 keeps the promise of at most 30 points" in done.output
-    assert CliRunner().invoke(app, command).exit_code == 2  # its values are not known beforehand
-
-
-def test_what_is_no_promise_is_refused(trained: tuple[Path, Path, Path]) -> None:
-    train, labels, path = trained
+    price, fixed = policies
     with pytest.raises(ValueError, match="are the labels that .* was trained on"):
-        calibrate(path, train, 0.1)
+        calibrate(fixed, labelled / "train", 0.1)
     with pytest.raises(ValueError, match=r"from careful \(high\) to bold"):
-        calibrate(path, labels, 0.1, values=[0.5, 0.9])
-    found = calibrate(path, labels, 0.001)
+        calibrate(fixed, labels, 0.1, values=[0.5, 0.9])
+    with pytest.raises(ValueError, match=r"prices of a token from careful \(low\) to bold"):
+        calibrate(price, labels, 0.3, values=[1e-3, 1e-4])
+    with pytest.raises(ValueError, match="price is 7, but the policy was trained for"):
+        calibrate(price, labels, 0.3, values=[1e-3, 7])
+    found = calibrate(fixed, labels, 0.001)
     assert found.value is None
     assert "No setting keeps the promise" in found.told(0.001, 0.95)
-    assert OSPrunerForCausalLM.from_pretrained(path).config.calibrations is None
+    assert OSPrunerConfig.from_pretrained(fixed).calibrations is None
+    assert not (fixed / "README.md").exists()
 
 
 def test_answers_after_a_sentence_are_replayed_and_not_promised(
-    trained: tuple[Path, Path, Path], tmp_path: Path
+    trained: Path, reasoner: Reasoner, tmp_path: Path
 ) -> None:
     """How answers are forced is no part of what a policy reads, but of what is promised."""
-    _, labels, path = trained
-    reasoner = Reasoner()
-    fmt = reasoner.token_format.winding_down("So I have it:", reasoner.tokenizer)
-    settings = replace(reasoner.label_settings(8), reasoning_format=fmt.format.to_dict())
-    problems = draw_split("test", 60, 8)
-    labeller = Labeller(reasoner.tokenizer, fmt, settings)
-    label_problems(problems, reasoner.engine, labeller, tmp_path / "soft")
-    soft, plain = load_labels(tmp_path / "soft").traces, load_labels(labels).traces
-    assert soft["trace_ids"] == plain["trace_ids"]
-    assert soft["forced_answer_ids"] != plain["forced_answer_ids"]
-    replayed = [
-        compare(str(folder), [str(path)]).evaluation.rules for folder in (tmp_path / "soft", labels)
-    ]
+    plain = reasoner.token_format
+    wound = plain.winding_down("So I have it:", reasoner.tokenizer)
+    folders, policy = [], str(trained / "fixed")
+    for name, fmt in (("soft", wound), ("plain", plain)):
+        described = fmt.format.to_dict()
+        settings = replace(reasoner.label_settings(8), reasoning_format=described)
+        labeller = Labeller(reasoner.tokenizer, fmt, settings)
+        label_problems(draw_split("test", 12, 8), reasoner.engine, labeller, tmp_path / name)
+        folders.append(tmp_path / name)
+    soft, hard = (load_labels(folder).traces for folder in folders)
+    assert soft["trace_ids"] == hard["trace_ids"]
+    assert soft["forced_answer_ids"] != hard["forced_answer_ids"]
+    replayed = [compare(folder, [policy]).evaluation.rules for folder in folders]
     tokens = [[rule.outcome.mean_tokens for rule in rules] for rules in replayed]
     assert tokens[0] == tokens[1]
-    with pytest.raises(
-        ValueError, match="stops with wind_down '', the answers of .* 'So I have it"
-    ):
-        calibrate(path, tmp_path / "soft", 0.3)
+    with pytest.raises(ValueError, match="stops with wind_down '', the answers of .* 'So I have"):
+        calibrate(policy, folders[0], 0.3)
+
+
+@pytest.mark.slow
+def test_for_nothing_the_reasoner_thinks_on_unless_stopping_costs_nothing(tmp_path: Path) -> None:
+    for split, count in (("train", 600), ("validation", 200)):
+        Reasoner().label(draw_split(split, count, 11), tmp_path / split, 11)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"head": "price", "prices": "auto", "layers": 1, "num_train_epochs": 8}
+    trained_on(
+        tmp_path / "train", tmp_path / "run", tmp_path / "validation", batch_size=32,
+        learning_rate=5e-4, head_learning_rate=3e-3, **fields,
+    )  # fmt: skip
+    labels = tmp_path / "validation"
+    replayed = compare(labels, [str(tmp_path / "run")], prices=[0.0, 1e-3]).evaluation
+    full, nothing, priced = (rule.outcome for rule in replayed.rules[:3])
+    assert nothing.accuracy > full.accuracy - 0.01
+    assert nothing.mean_tokens > 1.3 * priced.mean_tokens

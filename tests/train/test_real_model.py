@@ -52,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run(
         "label", "--base", FOLDER, "--dataset", out / "sums.jsonl", "--out", out / "labels",
-        "--format", "plain", "--max-tokens", 400, "--engine", "transformers", "--dtype", "float32",
+        "--format", "plain", "--max-thinking-tokens", 400, "--engine", "transformers",
+        "--set", "dtype=float32",
     )  # fmt: skip
     return out
 
@@ -60,11 +61,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Path:
     run(
-        "train", "--labels", folder / "labels", "--out", folder / "run", "--lambdas", "1e-3",
-        "--tuning", "head", "--epochs", 1, "--batch-size", 4, "--held-out", 2,
+        "train", "--labels", folder / "labels", "--out", folder / "run", "--head", "fixed",
+        "--prices", "1e-3", "--layers", 0, "--num-train-epochs", 1, "--batch-size", 4,
+        "--set", "held_out=2",
     )  # fmt: skip
-    (found,) = (path.parent for path in (folder / "run").rglob("model.safetensors"))
-    return found
+    return folder / "run"
 
 
 def test_the_labels_are_of_the_reply(folder: Path) -> None:
@@ -85,16 +86,9 @@ def test_the_labels_are_of_the_reply(folder: Path) -> None:
 
 
 def test_replay_and_online_say_the_same_of_lengths(folder: Path, policy: Path) -> None:
-    replayed = run(
-        "eval", "replay", "--labels", folder / "labels", "--policies", f"{policy}@0.0",
-        "--out", folder / "replay", "--json", folder / "replay.json",
-    )  # fmt: skip
-    assert "OS-Pruner" in replayed
-    online = run(
-        "eval", "online", "--dataset", folder / "sums.jsonl", "--policies", f"{policy}@0.0",
-        "--out", folder / "online", "--samples", 1, "--temperature", 0, "--dtype", "float32",
-        "--max-thinking-tokens", 96, "--max-answer-tokens", 8, "--limit", 3,
-    )  # fmt: skip
+    how = ("compare", folder / "labels", f"{policy}@0.0", "--out")
+    assert "OS-Pruner" in run(*how, folder / "replay", "--json", folder / "replay.json")
+    online = run(*how, folder / "online", "--online", "--samples", 1, "--limit", 3)
     assert "OS-Pruner" in online
 
 

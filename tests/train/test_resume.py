@@ -96,6 +96,7 @@ def logged(out: Path) -> list[dict[str, Any]]:
 def test_a_killed_run_ends_with_the_same_bits(
     fit: Fit, make_labels: MakeLabels, tiny_base_dir: Path, tmp_path: Path
 ) -> None:
+    """Also where its last checkpoint is not whole: it goes on from the one before."""
     labels, held_out = make_labels(40), make_labels(10, seed=1, prefix="v")
     labels.save_to_disk(tmp_path / "train")
     held_out.save_to_disk(tmp_path / "validation")
@@ -110,6 +111,8 @@ def test_a_killed_run_ends_with_the_same_bits(
     assert done.returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / "lam2e-2").is_dir()
     assert not (tmp_path / "killed" / "lam1e-2").exists()
+    (tmp_path / "killed" / "checkpoint-13").mkdir()
+    (tmp_path / "killed" / "checkpoint-13" / "trainer_state.json").write_text('{"epo')
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in the order of the worker
     try:
@@ -137,20 +140,9 @@ def test_a_run_that_was_broken_off_repeats_the_epoch(
     assert same(again, whole)
 
 
-def test_a_checkpoint_that_is_not_whole_is_passed_over(
+def test_a_finished_run_is_returned_as_it_is_and_a_folder_of_another_refused(
     fit: Fit, make_labels: MakeLabels, tmp_path: Path
 ) -> None:
-    settings = SHORT | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
-    with pytest.raises(BrokenOffError):
-        fit(settings, make_labels(40), progress=ending_at(4))
-    last = tmp_path / "run" / "checkpoint-3"
-    (last / "trainer_state.json").write_text('{"epo')  # killed while this was written
-    seen: list[int] = []
-    fit(settings, make_labels(40), progress=ending_at(-1, seen))
-    assert seen == [3, 4, 5]
-
-
-def test_a_finished_run_is_returned_as_it_is_and_may_be_moved(fit: Fit, tmp_path: Path) -> None:
     (first,) = fit(SHORT)
     weights = (first.path / "model.safetensors").stat()
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -158,12 +150,7 @@ def test_a_finished_run_is_returned_as_it_is_and_may_be_moved(fit: Fit, tmp_path
     assert again.path == tmp_path / "moved"
     assert (again.path / "model.safetensors").stat().st_mtime_ns == weights.st_mtime_ns
     assert (again.accuracy, again.tokens) == (first.accuracy, first.tokens)
-
-
-def test_a_folder_of_another_run_is_refused(
-    fit: Fit, make_labels: MakeLabels, tmp_path: Path
-) -> None:
-    fit(SHORT)
+    (tmp_path / "moved").rename(tmp_path / "run")
     with pytest.raises(ValueError, match=r"another training run \(settings: .*'seed': 5"):
         fit(SHORT | {"seed": 5})
     with pytest.raises(ValueError, match=r"another training run \(train_labels: "):
@@ -177,17 +164,18 @@ def test_a_folder_of_another_run_is_refused(
         fit(SHORT, out=tmp_path / "file")
 
 
-def test_two_runs_do_not_write_one_folder(
-    make_trainer: Callable[..., StopTrainer], tmp_path: Path
-) -> None:
+def test_two_runs_do_not_write_one_folder(make_trainer: Callable[..., StopTrainer]) -> None:
     second = make_trainer(SHORT)
+    refused: list[int] = []
 
     def also(phase: str, done: int, total: int, note: str = "") -> None:
-        if phase == "train":
+        if phase == "train" and not refused:
             with pytest.raises(ValueError, match="is being written by another run"):
                 second.train()
+            refused.append(done)
 
     make_trainer(SHORT, progress=also).train()
+    assert refused == [1]
 
 
 def test_runs_on_kept_states_end_alike_and_run_the_base_once(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.train.config import StopConfig
 from ospruner.train.trainer import StopTrainer
 
@@ -23,10 +22,8 @@ EVER = 10_000
 
 
 @pytest.fixture(scope="module")
-def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("several") / "labels"
-    Reasoner().label(draw_split("train", 45, 7), folder, 7)
-    return folder
+def labels(labelled: Path) -> Path:
+    return labelled / "train"
 
 
 def alone(labels: Path, out: Path, how: str, break_after: int = EVER) -> None:
@@ -85,19 +82,14 @@ def test_two_processes_train_as_one_does(how: str, labels: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_two_processes_start_and_one_ends(labels: Path, tmp_path: Path) -> None:
-    said = launch(PROGRAM, labels, tmp_path / "run", "layers", 4)
+def test_one_number_of_processes_starts_and_another_ends(labels: Path, tmp_path: Path) -> None:
+    alone(labels, tmp_path / "one", "layers")
+    said = launch(PROGRAM, labels, tmp_path / "fewer", "layers", 4)
     for rank in (0, 1):
         assert f"broke off in process {rank} of 2" in said
-    alone(labels, tmp_path / "run", "layers")
-    alone(labels, tmp_path / "one", "layers")
-    same_curve(tmp_path / "run", tmp_path / "one", resumed=True)
-
-
-@pytest.mark.slow
-def test_one_process_starts_and_two_end(labels: Path, tmp_path: Path) -> None:
+    alone(labels, tmp_path / "fewer", "layers")
+    same_curve(tmp_path / "fewer", tmp_path / "one", resumed=True)
     with pytest.raises(BreakOffError):
-        alone(labels, tmp_path / "run", "layers", break_after=3)
-    launch(PROGRAM, labels, tmp_path / "run", "layers", EVER)
-    alone(labels, tmp_path / "one", "layers")
-    same_curve(tmp_path / "run", tmp_path / "one", resumed=True)
+        alone(labels, tmp_path / "more", "layers", break_after=3)
+    launch(PROGRAM, labels, tmp_path / "more", "layers", EVER)
+    same_curve(tmp_path / "more", tmp_path / "one", resumed=True)

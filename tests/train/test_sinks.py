@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -64,7 +63,6 @@ def states_and_gradients(
     ("kind", "dtype", "tolerance"),
     [
         ("gpt_oss", torch.float64, 1e-11),
-        ("gpt_oss", torch.float32, 1e-5),
         # Their eager attention computes its softmax in float32 always.
         ("granite_swa", torch.float32, 1e-5),
         ("granitemoe_swa", torch.float32, 1e-5),
@@ -72,16 +70,17 @@ def states_and_gradients(
     ids=str,
 )
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("tokens", [1, 8, 9, 37, 48])  # the window is 8
+@pytest.mark.parametrize("tokens", [1, 8, 9, 48])  # the window is 8
 def test_states_and_gradients_are_those_of_eager_attention(
-    kind: str, tokens: int, padded: bool, dtype: torch.dtype, tolerance: float
+    tokens: int, padded: bool, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     decoder = decoder_of(kind, dtype)
-    ids = torch.randint(0, 64, (3, tokens))
-    mask = torch.ones_like(ids)
-    mask[1, : tokens // 3] = 0
-    pairs = [states_and_gradients(decoder, ids, mask if padded else None, o) for o in (True, False)]
-    for ours, theirs in zip(*pairs, strict=True):
+    ids = torch.randint(0, 64, (3, tokens), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids) if padded else None
+    if mask is not None:
+        mask[1, : tokens // 3] = 0
+    found, wanted = (states_and_gradients(decoder, ids, mask, ours) for ours in (True, False))
+    for ours, theirs in zip(found, wanted, strict=True):
         close = tolerance * float(theirs.abs().max().clamp(min=1))
         torch.testing.assert_close(ours, theirs, atol=close, rtol=tolerance)
     assert decoder.config._attn_implementation == "eager"
@@ -90,9 +89,7 @@ def test_states_and_gradients_are_those_of_eager_attention(
 class Largest(TorchDispatchMode):
     """Remembers the largest tensor that is made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
+    numbers = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -116,38 +113,6 @@ def test_no_tensor_grows_with_the_square_of_the_text() -> None:
             sizes[ours, tokens] = largest.numbers
     assert sizes[True, 512] <= 2 * sizes[True, 256]
     assert sizes[False, 512] >= 512 * 512 > sizes[True, 512]
-
-
-def test_other_threads_go_the_ordinary_way_meanwhile() -> None:
-    decoder = decoder_of("gpt_oss", torch.float64)
-    ids = torch.randint(0, 64, (2, 20))
-    with torch.no_grad():
-        wanted = decoder(ids, use_cache=False).last_hidden_state
-        made = {}
-
-        def wait(*_: object) -> None:
-            inside.set()
-            left.wait(10)
-
-        def run() -> None:
-            # Begun in the block, and so with its masks, but ended after it.
-            hook = decoder.layers[1].register_forward_pre_hook(wait)
-            with torch.no_grad():
-                made["states"] = decoder(ids, use_cache=False).last_hidden_state
-            hook.remove()
-
-        inside, left = threading.Event(), threading.Event()
-        other = threading.Thread(target=run)
-        with sinks_as_keys(decoder.config):
-            other.start()
-            assert inside.wait(10)
-            with sinks_as_keys(decoder.config):  # a block within
-                pass
-            assert decoder.config._attn_implementation != "eager"
-        left.set()
-        other.join()
-    assert decoder.config._attn_implementation == "eager"
-    torch.testing.assert_close(made["states"], wanted, atol=1e-11, rtol=0)
 
 
 def test_bases_without_sinks_and_chosen_kernels_are_left_alone() -> None:

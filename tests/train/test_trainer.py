@@ -1,9 +1,8 @@
-"""Training: it learns, logs what it does, and refuses what cannot work."""
+"""Training: it learns, takes a batch in parts, logs what it does, and refuses what cannot work."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,41 +11,73 @@ import numpy as np
 import pytest
 import torch
 from datasets import concatenate_datasets
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallback
+from torch.nn.utils import get_total_norm
+from transformers import Qwen2ForCausalLM, TrainerCallback
 
 from modeling_ospruner import OSPrunerForCausalLM
-from ospruner.eval.replay import replay, replay_full
+from ospruner.eval.replay import Outcome, replay, replay_full
 from ospruner.eval.table import TraceTable
+from ospruner.train.batches import micro_batches
 from ospruner.train.objective import batch_loss
 from ospruner.train.policies import SavedPolicy
-from ospruner.train.predicting import predict, predict_outputs
+from ospruner.train.predicting import predict_outputs
 from ospruner.train.trainer import StopTrainer, TrainingDivergedError
 
 from .conftest import PRICE, PRICED, PROBE, RANGE, SETTINGS, SHORT, MakeLabels, log_of
 
 Fit = Callable[..., list[SavedPolicy]]
+MakeTrainer = Callable[..., StopTrainer]
+
+
+def reward(outcome: Outcome, price: float) -> float:
+    return outcome.accuracy - price * outcome.mean_tokens
+
+
+def record_of(saved: SavedPolicy) -> dict[str, Any]:
+    return dict(json.loads((saved.path / "provenance.json").read_text("utf-8"))["details"])
 
 
 def test_annealed_policies_earn_more_than_never_stopping(
     fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM, tmp_path: Path
 ) -> None:
-    results = fit(SETTINGS, make_labels(128))
+    before = {name: value.clone() for name, value in tiny_base.state_dict().items()}
+    settings = SETTINGS | {"eval_strategy": "steps", "eval_steps": 30}
+    results = fit(settings, make_labels(128))
     assert [result.path.name for result in results] == ["lam3e-2", "lam1e-2", "lam5e-3"]
     assert [result.price for result in results] == [3e-2, 1e-2, PRICE]
+    # What is told of each is true of the saved one.
+    held_out = make_labels(40, seed=1, prefix="v")
+    table = TraceTable.from_dataset(held_out)
+    for saved in results:
+        model = OSPrunerForCausalLM.from_base(tiny_base, saved.path)
+        assert model.config.price == saved.price
+        assert (model.config.method, model.config.default_mode) == ("os-pruner", "sample")
+        outcome = replay(table, predict_outputs(model, held_out).probabilities())
+        assert saved.accuracy == pytest.approx(outcome.accuracy, abs=1e-5)
+        assert saved.tokens == pytest.approx(outcome.mean_tokens, abs=1e-3)
+        assert (saved.full_accuracy, saved.full_tokens > saved.tokens) == (1.0, True)
+    assert all(torch.equal(before[name], v) for name, v in tiny_base.state_dict().items())
+
     fresh = make_labels(60, seed=2, prefix="t")
     table = TraceTable.from_dataset(fresh)
-    model = OSPrunerForCausalLM.from_base(tiny_base, results[-1].path)
-    trained = replay(table, predict(model, fresh))
-    never, best = replay_full(table), (table.correct - PRICE * table.lengths)[table.mask].max()
-    rewards = [one.accuracy - PRICE * one.mean_tokens for one in (never, trained)]
-    assert rewards[0] + 0.02 < rewards[1] < best
+    trained = replay(table, predict_outputs(model, fresh).probabilities())
+    best = (table.correct - PRICE * table.lengths)[table.mask].max()
+    assert reward(replay_full(table), PRICE) + 0.02 < reward(trained, PRICE) < best
     assert trained.accuracy > 0.9  # the answer is wrong at first: it waits until it is right
     epochs = [entry for entry in log_of(tmp_path / "run") if "loss" in entry]
     assert [entry["epoch"] for entry in epochs] == list(range(1, 16))
     assert epochs[4]["loss"] < epochs[0]["loss"] - 0.02
     assert all(0 <= entry["saturated_share"] <= 1 for entry in epochs)
+    points = [entry for entry in log_of(tmp_path / "run") if "eval_price" in entry]
+    assert [point["step"] for point in points] == list(range(30, 241, 30))
+    assert {point["eval_price"] for point in points} == set(SETTINGS["prices"])
+    for point in points:
+        earned = point["eval_accuracy"] - point["eval_price"] * point["eval_tokens"]
+        assert point["eval_reward"] == pytest.approx(earned)
 
 
 def test_one_policy_of_every_price_beats_never_stopping_at_each(
@@ -59,8 +90,7 @@ def test_one_policy_of_every_price_beats_never_stopping_at_each(
     full, model = replay_full(table), OSPrunerForCausalLM.from_base(tiny_base, saved.path)
     said = predict_outputs(model, held_out)
     for price in (2e-3, 5e-3, 2e-2):
-        found = replay(table, said.probabilities(price))
-        gained = found.accuracy - full.accuracy - price * (found.mean_tokens - full.mean_tokens)
+        gained = reward(replay(table, said.probabilities(price)), price) - reward(full, price)
         assert gained > 0.2 * price * full.mean_tokens, price
     # For nothing, what helps is thought to the end; and tokens never rise with the price.
     assert replay(table, said.probabilities(0.0)).accuracy > full.accuracy - 0.01
@@ -76,30 +106,14 @@ def test_one_policy_of_every_price_beats_never_stopping_at_each(
     kept = [p for p, one in outcomes.items() if one.accuracy >= full.accuracy - 0.01]
     assert model.config.price == saved.price == max(kept)
     assert saved.accuracy == pytest.approx(outcomes[max(kept)].accuracy)
-    record = json.loads((saved.path / "provenance.json").read_text("utf-8"))["details"]
-    assert "at most 0.01 accuracy" in record["price_chosen_by"]
-    assert record["settings"]["prices"] == RANGE
+    assert "at most 0.01 accuracy" in record_of(saved)["price_chosen_by"]
+    assert record_of(saved)["settings"]["prices"] == RANGE
 
 
-def test_a_head_rate_too_high_for_the_base_is_named(
-    fit: Fit, tiny_base: Qwen2ForCausalLM, tmp_path: Path
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        fit(SHORT | {"head_learning_rate": 1e-3}, out=tmp_path / "low")
-    with pytest.warns(UserWarning, match=r"may move a stop logit by .*head_learning_rate") as told:
-        fit(SHORT | {"head_learning_rate": 0.1}, out=tmp_path / "high")
-    # A normalised state of width H has magnitudes that sum to H at the most.
-    text = str(told[0].message)
-    step, width = float(text.split("logit by ")[1].split(":")[0]), tiny_base.config.hidden_size
-    assert 0.1 * 0.3 * width < step <= 0.1 * width
-
-
-@pytest.mark.parametrize("seed", [0, 1])
 def test_an_entropy_bonus_keeps_a_run_from_never_stopping(
-    fit: Fit, make_labels: MakeLabels, tmp_path: Path, seed: int
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path
 ) -> None:
-    labels, settings = make_labels(128), SETTINGS | {"prices": [1e-2], "seed": seed}
+    labels, settings = make_labels(128), SETTINGS | {"prices": [1e-2]}
     (stuck,) = fit(settings, labels, tmp_path / "without")
     (free,) = fit(settings | {"entropy_bonus": 0.05}, labels, tmp_path / "with")
     assert stuck.tokens > 0.99 * stuck.full_tokens  # 1e-2 is too low a price to begin with
@@ -110,22 +124,6 @@ def test_an_entropy_bonus_keeps_a_run_from_never_stopping(
         for name in ("without", "with")
     )
     assert with_bonus < 0.8 < without
-
-
-def test_what_is_told_of_a_policy_is_true_of_the_saved_one(
-    fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM
-) -> None:
-    held_out = make_labels(40, seed=1, prefix="v")
-    before = {name: value.clone() for name, value in tiny_base.state_dict().items()}
-    for saved in fit(SETTINGS | {"prices": [3e-2, 1e-2], "num_train_epochs": 1}):
-        model = OSPrunerForCausalLM.from_base(tiny_base, saved.path)
-        assert model.config.price == saved.price
-        assert (model.config.method, model.config.default_mode) == ("os-pruner", "sample")
-        outcome = replay(TraceTable.from_dataset(held_out), predict(model, held_out))
-        assert saved.accuracy == pytest.approx(outcome.accuracy, abs=1e-5)
-        assert saved.tokens == pytest.approx(outcome.mean_tokens, abs=1e-3)
-        assert (saved.full_accuracy, saved.full_tokens > saved.tokens) == (1.0, True)
-    assert all(torch.equal(before[name], v) for name, v in tiny_base.state_dict().items())
 
 
 @pytest.mark.parametrize("method", ["probe", "convergence", "final-answer"])
@@ -142,15 +140,21 @@ def test_baselines_learn_their_labels(
     assert (model.config.method, model.config.default_mode) == (method, "threshold")
     table = TraceTable.from_dataset(dataset)
     target = table.correct if method == "probe" else table.matches_final
-    said = predict(model, dataset)[table.mask] > 0.5
+    said = predict_outputs(model, dataset).probabilities()[table.mask] > 0.5
     assert (said == target[table.mask]).mean() > 0.9
 
 
 class Watching(TrainerCallback):
-    """Keeps the head's weights after each optimiser step, before they are averaged."""
+    """Keeps the first step's gradients, and the head's weights after each before the averaging."""
 
     def __init__(self) -> None:
         self.heads: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Before they are used."""
+        parameters = named["model"].parameters()
+        self.gradients = self.gradients or [p.grad.clone() for p in parameters if p.requires_grad]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Copies them."""
@@ -180,16 +184,60 @@ def test_a_stage_ends_with_the_mean_of_its_last_weights(
     assert (last[10] - mean_saved[0]).abs().max() > 1.1e-2
 
 
-def test_capped_traces_are_dropped_and_counted(
-    fit: Fit, make_labels: MakeLabels, tmp_path: Path
+# A batch that is taken in parts takes the step of the whole batch.
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 200), st.integers(1, 4)
+)
+def test_parts_hold_each_trace_once_and_no_process_more_than_its_slots(
+    lengths: list[int], max_tokens: int, processes: int
 ) -> None:
-    capped = make_labels(5, seed=3, prefix="c", ended="cap")
-    (mixed,) = fit(SHORT, concatenate_datasets([capped, make_labels(64)]))
-    record = json.loads((mixed.path / "provenance.json").read_text("utf-8"))["details"]
-    assert record["training_traces"] == 64
-    assert log_of(tmp_path / "run")[-1]["step"] == 8  # 64 traces in batches of 8
-    with pytest.raises(ValueError, match=r"0 training traces .* \(5 were cut at the cap\)"):
-        fit(SHORT, capped, tmp_path / "other")
+    token_lengths, rows = np.array([0, *lengths]), np.arange(1, len(lengths) + 1)
+    parts = micro_batches(token_lengths, rows, max_tokens, processes)
+    assert np.concatenate(parts).tolist() == rows.tolist()
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        longest = int(token_lengths[part].max())
+        each = -(-len(part) // processes)
+        assert len(part)
+        assert each == 1 or each * longest <= max_tokens
+        if following is not None:  # the next trace would have been too much
+            longer = max(longest, int(token_lengths[following[0]]))
+            assert -(-(len(part) + 1) // processes) * longer > max_tokens
+            assert len(part) >= processes
+
+
+@pytest.mark.parametrize(
+    ("settings", "states_gib"), [(SHORT, 0.0), (PROBE, 2.0), (PRICED, 2.0)],
+    ids=["fixed", "probe", "price"],
+)  # fmt: skip
+def test_gradients_and_loss_are_those_of_the_whole_batch(
+    settings: dict[str, Any], states_gib: float, make_trainer: MakeTrainer,
+    make_labels: MakeLabels, tmp_path: Path,
+) -> None:  # fmt: skip
+    def take(name: str, **changes: Any) -> tuple[float, list[Tensor]]:
+        """Takes a run's only step: the loss, and the gradients it steps with."""
+        one = {"batch_size": 12, "num_train_epochs": 1, "states_gib": states_gib}
+        out, watching = tmp_path / name, Watching()
+        trainer = make_trainer(settings | one | changes, make_labels(12), out, callbacks=[watching])
+        weight = trainer.stop_model.policy.head.weight.data
+        weight.normal_(generator=torch.Generator().manual_seed(0))  # zeros would hide the layers'
+        trainer.train()
+        (loss,) = (entry["loss"] for entry in log_of(out) if "loss" in entry)
+        return loss, watching.gradients
+
+    loss, whole = take("whole")
+    norm = float(get_total_norm(whole))
+    assert any(gradient.abs().max() > 1e-3 for gradient in whole[:-2])
+    for name, tokens, longest in (("parts", 100, 0.0), ("alone", 1, 0.0), ("cut", 100, 1e-3)):
+        told, found = take(name, micro_batch_tokens=tokens, max_grad_norm=longest)
+        assert told == pytest.approx(loss, abs=1e-6)
+        for ours, theirs in zip(found, whole, strict=True):
+            wanted = theirs * longest / norm if longest else theirs
+            torch.testing.assert_close(ours, wanted, atol=1e-6 * (longest or 1), rtol=1e-3)
+
+
+# What goes wrong.
 
 
 def test_nan_stops_the_run_with_a_clear_error(fit: Fit, tiny_base: Qwen2ForCausalLM) -> None:
@@ -215,7 +263,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_at_its_step(
     settings = SHORT | {"save_strategy": "steps", "save_steps": 1}
     with monkeypatch.context() as patched:
         patched.setattr("ospruner.train.trainer.batch_loss", loss_with_a_bad_slope)
-        said = r"not finite.*: gradient of .* at step 3 .* Lower learning_rate \(0\.002\) or head_"
+        said = r"gradients or .* at step 3 .* Lower learning_rate \(0\.002\) or head_"
         with pytest.raises(TrainingDivergedError, match=said):
             fit(settings)
     # The run goes on from the step before.
@@ -231,7 +279,7 @@ def test_weights_that_explode_stop_the_run_before_a_policy_is_saved(
 ) -> None:
     # One step, whose loss and gradients are finite: only the weights after it are not.
     settings = SHORT | {"learning_rate": rate, "head_learning_rate": rate, "batch_size": 32}
-    with pytest.raises(TrainingDivergedError, match=r"weights of .* at step 1 "):
+    with pytest.raises(TrainingDivergedError, match=r"weights are not finite.* at step 1 "):
         fit(settings, make_labels(32))
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
@@ -245,7 +293,7 @@ def test_weights_that_explode_stop_the_run_before_a_policy_is_saved(
     ],
 )
 def test_a_policy_that_is_a_trivial_rule_is_saved_with_a_warning(
-    bias: float, said: str, make_trainer: Callable[..., StopTrainer]
+    bias: float, said: str, make_trainer: MakeTrainer
 ) -> None:
     trainer = make_trainer(SHORT | {"learning_rate": 1e-9, "head_learning_rate": 1e-9})
     torch.nn.init.constant_(trainer.stop_model.policy.head.bias, bias)
@@ -253,8 +301,7 @@ def test_a_policy_that_is_a_trivial_rule_is_saved_with_a_warning(
     (saved,) = trainer.policies
     assert saved.warning.startswith(said)
     assert bool(saved.warning) == bool(said)
-    record = json.loads((saved.path / "provenance.json").read_text("utf-8"))
-    assert record["details"].get("warning", "") == saved.warning
+    assert record_of(saved).get("warning", "") == saved.warning
 
 
 def test_memory_that_runs_out_says_what_to_lower(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,18 +313,8 @@ def test_memory_that_runs_out_says_what_to_lower(fit: Fit, monkeypatch: pytest.M
         fit(SHORT)
 
 
-def test_the_log_keeps_the_dynamics(fit: Fit, tmp_path: Path) -> None:
-    fit(SETTINGS | {"num_train_epochs": 2, "eval_strategy": "steps", "eval_steps": 3})
-    points = [entry for entry in log_of(tmp_path / "run") if "eval_price" in entry]
-    assert [point["step"] for point in points] == list(range(3, points[-1]["step"] + 1, 3))
-    assert {point["eval_price"] for point in points} == set(SETTINGS["prices"])
-    for point in points:
-        reward = point["eval_accuracy"] - point["eval_price"] * point["eval_tokens"]
-        assert point["eval_reward"] == pytest.approx(reward)
-
-
 def test_what_cannot_be_learnt_from_is_refused(
-    fit: Fit, make_labels: MakeLabels, tmp_path: Path
+    fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"there are 5 training traces .* at least 8"):
         fit(labels=make_labels(5))
@@ -289,7 +326,27 @@ def test_what_cannot_be_learnt_from_is_refused(
         fit(PROBE | {"method": "convergence"}, same)
     with pytest.raises(ValueError, match="64 problems are in both .* such as 'p0'"):
         fit(validation=make_labels(64))
+    # Traces beyond the base's positions.
+    fitting = make_labels(64).filter(lambda row: len(row["step_ends"]) < 5)
+    held_out = make_labels(40, seed=1, prefix="v")
+    lengths = [len(row["prompt_ids"]) + len(row["trace_ids"]) for row in held_out]
+    tiny_base.config.max_position_embeddings = max(lengths) - 1
+    first = lengths.index(max(lengths))
+    said = rf"longer than the base's {max(lengths) - 1} positions .* trace {first} .*'v{first}'"
+    with pytest.raises(ValueError, match=said):
+        fit(SHORT, fitting)
     assert not (tmp_path / "run").exists()
+
+
+def test_capped_traces_are_dropped_and_counted(
+    fit: Fit, make_labels: MakeLabels, tmp_path: Path
+) -> None:
+    capped = make_labels(5, seed=3, prefix="c", ended="cap")
+    (mixed,) = fit(SHORT, concatenate_datasets([capped, make_labels(64)]))
+    assert record_of(mixed)["training_traces"] == 64
+    assert log_of(tmp_path / "run")[-1]["step"] == 8  # 64 traces in batches of 8
+    with pytest.raises(ValueError, match=r"0 training traces .* \(5 were cut at the cap\)"):
+        fit(SHORT, capped, tmp_path / "other")
 
 
 def test_a_head_alone_learns(fit: Fit, tmp_path: Path) -> None:
@@ -299,9 +356,7 @@ def test_a_head_alone_learns(fit: Fit, tmp_path: Path) -> None:
 
 
 def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
-    fit: Fit,
-    tiny_base: Qwen2ForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
+    fit: Fit, tiny_base: Qwen2ForCausalLM
 ) -> None:
     tiny_base.bfloat16()
     (saved,) = fit(SHORT | {"learning_rate": 1e-5, "num_train_epochs": 4})
@@ -315,22 +370,8 @@ def test_bfloat16_base_trains_in_float32_and_loads_in_its_own_dtype(
     assert loaded.policy.tail.dtype == torch.bfloat16
 
 
-def test_traces_beyond_the_bases_positions_are_refused(
-    fit: Fit, make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM, tmp_path: Path
-) -> None:
-    fitting = make_labels(64).filter(lambda row: len(row["step_ends"]) < 5)
-    held_out = make_labels(40, seed=1, prefix="v")
-    lengths = [len(row["prompt_ids"]) + len(row["trace_ids"]) for row in held_out]
-    tiny_base.config.max_position_embeddings = max(lengths) - 1
-    first = lengths.index(max(lengths))
-    said = rf"longer than the base's {max(lengths) - 1} positions .* trace {first} .*'v{first}'"
-    with pytest.raises(ValueError, match=said):
-        fit(SHORT, fitting)
-    assert not (tmp_path / "run").exists()
-
-
 def test_one_policy_is_pushed_by_its_folder(
-    make_trainer: Callable[..., StopTrainer], monkeypatch: pytest.MonkeyPatch
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import ospruner
 
@@ -344,9 +385,7 @@ def test_one_policy_is_pushed_by_its_folder(
     trainer.train()
     trainer.push_to_hub("org/policy", private=True)
     assert published == [((trainer.policies[0].path, "org/policy"), {"private": True})]
-    several = make_trainer(
-        SHORT | {"prices": [2e-2, 1e-2]}, out=trainer.policies[0].path.with_name("two")
-    )
+    several = make_trainer(SHORT | {"prices": [2e-2, 1e-2]}, out=tmp_path / "two")
     several.train()
     with pytest.raises(ValueError, match="2 policies are trained here .*lam1e-2.*: publish one"):
         several.push_to_hub("org/policy")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ospruner.cli import app
-from ospruner.demo.problems import Split
-from ospruner.demo.shipped import Reasoner, draw_split
 
 SMALL = {
     "--prices r1": "--prices 5e-4,5e-5",
@@ -26,22 +25,12 @@ def commands(page: Path) -> list[str]:
     return [line for block in blocks for line in block.strip().splitlines()]
 
 
-@pytest.fixture
-def labelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with labels of three splits."""
-    reasoner = Reasoner()
-    splits: tuple[tuple[str, Split, int], ...] = (
-        ("labels", "train", 14),
-        ("validation", "validation", 6),
-        ("test", "test", 6),
-    )
-    for folder, split, count in splits:
-        reasoner.label(draw_split(split, count, 3), tmp_path / "runs" / folder, 3)
+def test_every_command_runs(
+    labelled: Path, repo_dir: Path, tiny_base_dir: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shutil.copytree(labelled / "train", tmp_path / "runs" / "labels")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_every_command_runs(labelled: Path, repo_dir: Path, tiny_base_dir: Path) -> None:
     lines = commands(repo_dir / "docs" / "training.md")
     for old in SMALL:
         assert any(old in line for line in lines), f"{old!r} is not in the page any more"
@@ -54,15 +43,12 @@ def test_every_command_runs(labelled: Path, repo_dir: Path, tiny_base_dir: Path)
         if launched.startswith("python "):
             continue  # tests/project/test_pages.py
         arguments = shlex.split(launched)
-        if arguments[0] == "train":
-            arguments += [
-                "--batch-size",
-                "8",
-                *([] if "--num-train-epochs" in arguments else ["--num-train-epochs", "2"]),
-            ]
+        arguments += ["--batch-size", "8", "--limit", "14"]
+        if "--num-train-epochs" not in arguments:
+            arguments += ["--num-train-epochs", "2"]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
         assert result.exit_code == 0, f"{line}\n{result.output}"
         done.append(result.output)
     assert len(done) == len(lines) - 1  # one of them is a script
     assert all("On the validation traces" in output for output in done)
-    assert (labelled / "runs" / "annealed" / "lam5e-5" / "model.safetensors").is_file()
+    assert (tmp_path / "runs" / "annealed" / "lam5e-5" / "model.safetensors").is_file()

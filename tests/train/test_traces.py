@@ -1,0 +1,307 @@
+"""Traces as batches: the right tokens at the right places, packed for the trunk, and kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
+
+from modeling_ospruner import OSPrunerForCausalLM
+from ospruner.scoring import stop_probabilities, trunk
+from ospruner.train import states as states_of
+from ospruner.train.batches import EpochBatches, length_batches
+from ospruner.train.packing import pack, takes_packing
+from ospruner.train.predicting import predict_outputs
+from ospruner.train.states import run_trunk
+from ospruner.train.traces import LabelledTraces
+from ospruner.train.untrained import untrained
+
+from .conftest import MakeLabels
+
+Kept = Callable[..., LabelledTraces]
+ROWS = np.arange(12)
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+}
+SLIDING: dict[str, Any] = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+RECURRENT: dict[str, Any] = {
+    "num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "num_experts_per_tok": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
+
+def test_batches_hold_the_tokens_and_places_of_the_rows(make_labels: MakeLabels) -> None:
+    dataset = make_labels(9)
+    traces, rows = LabelledTraces.from_dataset(dataset), np.array([4, 0, 7])
+    batch = traces.batch(rows)
+    for b, row in enumerate(rows):
+        wanted = dataset[int(row)]
+        T, prompt = len(wanted["step_ends"]), wanted["prompt_ids"]
+        assert traces.tokens[row].tolist() == [*prompt, *wanted["trace_ids"]]
+        assert batch.mask[b].tolist() == [True] * T + [False] * (batch.mask.shape[1] - T)
+        places = [len(prompt) + end - 1 for end in wanted["step_ends"]]
+        assert batch.positions[b, :T].tolist() == places
+        assert batch.lengths[b, :T].tolist() == wanted["step_ends"]
+        assert batch.correct[b, :T].tolist() == wanted["forced_correct"]
+        assert batch.matches_final[b, :T].tolist() == wanted["matches_final"]
+
+
+def test_an_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
+    lengths = np.random.default_rng(0).integers(10, 400, 1000)
+    rows = np.arange(0, 1000, 2)
+    sampler = EpochBatches(lengths, rows, 16, 3)
+
+    def batches_of(epoch: int) -> list[list[int]]:
+        sampler.epoch = epoch
+        return list(sampler)
+
+    first, again, second = (batches_of(epoch) for epoch in (0, 0, 1))
+    assert len(sampler) == len(first)
+    assert sorted(itertools.chain(*first)) == rows.tolist()
+    assert first == again != second
+    slots = sum(len(b) * lengths[b].max() for b in first)
+    assert slots < 1.15 * lengths[rows].sum()  # in random order: 1.8 times
+    batches = list(length_batches(lengths, 1000))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(1000))
+    assert all(len(b) * lengths[b].max() <= 1000 for b in batches)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.booleans())
+def test_every_token_has_one_slot_and_lines_hold_whole_traces(
+    lengths: list[int], together: bool
+) -> None:
+    starts = np.cumsum([0, *lengths])
+    sequences = [np.arange(a + 1, b + 1) for a, b in itertools.pairwise(starts)]
+    packed = pack(sequences, together)
+    P, C = packed.input_ids.shape
+    assert max(lengths) == C
+    # First fit decreasing leaves at most one line half empty.
+    assert 2 * sum(lengths) + C >= C * P if together else len(lengths) == P
+    unpacked = packed.unpack(packed.input_ids[..., None])[..., 0]
+    positions = packed.unpack(packed.position_ids[..., None])[..., 0]
+    for b, ids in enumerate(sequences):
+        assert unpacked[b, : len(ids)].tolist() == ids.tolist()
+        assert positions[b, : len(ids)].tolist() == list(range(len(ids)))
+    assert sorted(packed.input_ids[packed.input_ids > 0].tolist()) == list(range(1, starts[-1] + 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "implementation"),
+    [
+        ("qwen2", {}, "sdpa"),
+        ("qwen2", {}, "eager"),
+        ("gemma3_text", SLIDING, "sdpa"),
+        ("gpt_oss", SLIDING | EXPERTS, "eager"),
+        ("qwen3_next", RECURRENT, "sdpa"),
+    ],
+)
+def test_states_are_those_of_each_trace_alone(
+    kind: str, fields: dict[str, Any], implementation: str, make_labels: MakeLabels,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES, **fields, vocab_size=len(tiny_tokenizer))
+    base = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model = untrained(base, tiny_tokenizer, num_policy_layers=1, tuning="layers")
+    # Recurrent layers would carry over; other attention than sdpa goes unpacked.
+    packs = implementation == "sdpa" and kind != "qwen3_next"
+    assert takes_packing(base) is packs
+    traces = LabelledTraces.from_dataset(make_labels(12))
+    rows = np.random.default_rng(0).permutation(12)
+    together = traces.states(model, rows).hidden
+    lines = len(pack([traces.tokens[row] for row in rows]).input_ids)
+    assert lines < len(rows)  # something was packed, where it may be
+    for b, row in enumerate(rows):
+        alone = trunk(model, torch.from_numpy(traces.tokens[row])[None])[0]
+        close = 1e-5 * float(alone.abs().max())  # of the largest state, in float32
+        torch.testing.assert_close(together[b, : len(alone)], alone, atol=close, rtol=0)
+
+
+def test_predictions_equal_those_of_one_trace_at_a_time(
+    make_labels: MakeLabels, tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    dataset = make_labels(12)
+    model = untrained(tiny_base, tiny_tokenizer, tuning="layers")
+    torch.nn.init.normal_(model.policy.head.weight, generator=torch.Generator().manual_seed(1))
+    traces = LabelledTraces.from_dataset(dataset)
+    plain = predict_outputs(model, dataset).probabilities()
+    assert traces.cache_states(model, 10) == 0  # does not fit: nothing is kept
+    size = traces.cache_states(model, 2**30)
+    assert size == int(traces.token_lengths.sum()) * 32 * 4
+    kept = predict_outputs(model, traces).probabilities()
+    np.testing.assert_allclose(kept, plain, atol=1e-6)
+    for n, row in enumerate(dataset):
+        alone = stop_probabilities(
+            model, [*row["prompt_ids"], *row["trace_ids"]], prompt_length=len(row["prompt_ids"])
+        ).numpy()
+        np.testing.assert_allclose(kept[n, : len(alone)], alone, atol=1e-5)
+        assert (kept[n, len(alone) :] == 0).all()
+    assert kept.std() > 0.05  # the head says something
+
+
+# Kept states: one file a trace, which is there or not.
+
+
+@pytest.fixture(params=["layers", "queries"])
+def model(
+    request: pytest.FixtureRequest,
+    tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> OSPrunerForCausalLM:
+    return untrained(tiny_base, tiny_tokenizer, tuning=request.param)
+
+
+@pytest.fixture
+def kept(model: OSPrunerForCausalLM, tmp_path: Path) -> Kept:
+    """Keeps the states of labels in the folder."""
+
+    def keep(labels: Dataset, **named: Any) -> LabelledTraces:
+        traces = LabelledTraces.from_dataset(labels, tmp_path)
+        traces.cache_states(model, 0, **named)
+        return traces
+
+    return keep
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many traces each pass of the base is asked for."""
+    counts: list[int] = []
+
+    def counted(model: Any, texts: Any, positions: Any) -> Any:
+        counts.append(len(texts))
+        return run_trunk(model, texts, positions)
+
+    monkeypatch.setattr("ospruner.train.traces.run_trunk", counted)
+    return counts
+
+
+def equal(one: Any, other: Any) -> bool:
+    pairs = [(one.hidden, other.hidden)]
+    for a, b in zip(one.keys, other.keys, strict=True):
+        pairs += [(a.keys, b.keys), (a.values, b.values)]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_files_hold_what_memory_holds_and_processes_fill_them_together(
+    model: OSPrunerForCausalLM, kept: Kept, make_labels: MakeLabels, tmp_path: Path,
+    asked: list[int],
+) -> None:  # fmt: skip
+    held = LabelledTraces.from_dataset(make_labels(12))
+    size = held.cache_states(model, 2**30)
+    for rank in (0, 1):
+        disk = kept(make_labels(12), rank=rank, processes=2)
+    assert sum(asked) == 12 + 12
+    assert disk.cache_states(model, 0) == 0  # nothing of it is in memory
+    ours, theirs = held.states(model, ROWS), disk.states(model, ROWS)
+    torch.testing.assert_close(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-5)
+    assert len(ours.keys) == len(theirs.keys)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) == 12
+    assert size < sum(file.stat().st_size for file in files) < size + 12 * 1000
+    small = LabelledTraces.from_dataset(make_labels(12))
+    assert small.cache_states(model, size // 2) == 0
+    assert not small.holds_states_of(model)
+
+
+def test_a_pass_that_was_cut_goes_on_and_new_labels_cost_their_own(
+    model: OSPrunerForCausalLM, kept: Kept, make_labels: MakeLabels, asked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In another order, too: a file is its trace's."""
+    monkeypatch.setattr(
+        "ospruner.train.traces.length_batches", lambda lengths: np.split(np.arange(len(lengths)), 3)
+    )
+    grown = make_labels(12)
+
+    def cut(phase: str, done: int, total: int, note: str = "") -> None:
+        if done == 8:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        kept(grown, progress=cut)
+    assert sum(asked) == 8
+    again = kept(grown)
+    assert sum(asked) == 12
+    other = kept(grown.select([7, 2, 5]))
+    assert sum(asked) == 12
+    for here, there in enumerate([7, 2, 5]):
+        found = other.states(model, np.array([here]))
+        assert equal(found, again.states(model, np.array([there])))
+    kept(make_labels(15))
+    assert sum(asked) == 15
+
+
+def test_other_weights_other_tails_and_other_steps_have_states_of_their_own(
+    kept: Kept, make_labels: MakeLabels, asked: list[int], tiny_base: Qwen2ForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    labels = make_labels(12)
+    first = kept(labels)
+    deeper = untrained(tiny_base, tiny_tokenizer, 3, tuning="layers")
+    assert not first.holds_states_of(deeper)
+    first.cache_states(deeper, 0)
+    assert first.holds_states_of(deeper)
+    assert sum(asked) == 24
+    # Fewer steps of the same tokens: states at step ends are others.
+    names = ("step_ends", "forced_correct", "matches_final", "forced_answer_tokens")
+    kept(labels.map(lambda row: {name: row[name][1:] for name in names}))
+    assert sum(asked) == 36
+    monkeypatch.setattr(states_of, "fingerprint_of", lambda base: None)  # no files are known
+    with torch.no_grad():
+        tiny_base.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
+    kept(labels)
+    assert sum(asked) == 48
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_states_of_layers_are_not_given_to_queries(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, make_labels: MakeLabels
+) -> None:
+    """Both read the same base with the same n."""
+    traces = LabelledTraces.from_dataset(make_labels(3))
+    layers, queries = (
+        untrained(tiny_base, tiny_tokenizer, tuning=t) for t in ("layers", "queries")
+    )
+    assert traces.cache_states(layers, 2**30) > 0
+    assert traces.holds_states_of(layers)
+    assert not traces.holds_states_of(queries)
+    assert len(traces.states(queries, np.arange(3)).keys) == 2
+    assert len(traces.states(layers, np.arange(3)).keys) == 0
+
+
+def test_a_full_disk_is_named(
+    kept: Kept, make_labels: MakeLabels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ValueError, match="no room left to write in .*No space left"):
+        kept(make_labels(12))
