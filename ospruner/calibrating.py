@@ -15,9 +15,8 @@ from huggingface_hub import ModelCard
 from modeling_ospruner.configuration_ospruner import MODES, PriceRange, check_choice
 from ospruner.comparing import Judged
 from ospruner.durable import replace_file
-from ospruner.eval.calibration import THRESHOLDS, VARIANCE, Calibration, losses
+from ospruner.eval.calibration import THRESHOLDS, Calibration
 from ospruner.eval.calibration import calibrate as boldest
-from ospruner.eval.compare import refuse_shared
 from ospruner.eval.measured import measure
 from ospruner.eval.methods import PolicyUse, parse_policies
 from ospruner.eval.problems.registry import open_task
@@ -44,7 +43,6 @@ def calibrate(
     *,
     mode: Literal["threshold", "sample"] = "threshold",
     values: Sequence[float] | None = None,
-    validation: Any = None,
     base: str | None = None,
     device: str | None = None,
     states: str | Path | None = None,
@@ -68,8 +66,6 @@ def calibrate(
         mode: in which the policy is to stop.
         values: to try, from careful to bold: thresholds falling, or prices rising. None:
             `THRESHOLDS`, or 31 prices of the policy's range.
-        validation: other labels, for a guess of the losses' variance; it affects what is saved,
-            never whether the promise holds.
         base: the base, where it lies elsewhere than when it was labelled.
         device: on which it computes; None for the best.
         states: folder in which the trunk's states are kept.
@@ -81,14 +77,12 @@ def calibrate(
 
     Raises:
         ValueError: no policy there or another base's, the labels it was trained on, labels of free
-            answers or of the problems of `validation`, settings in another order, or mode "sample"
-            of a policy of one lambda.
+            answers, settings in another order, or mode "sample" of a policy of one lambda.
     """
     check_choice("calibrate", "mode", mode, MODES)
     folder = Path(policy)
     use = parse_policies([f"{folder}@{PRICE_THRESHOLD}"])[0]
-    more: dict[str, Any] = {"device": device, "states": states, "progress": progress}
-    ours = Judged(labels, base, **more)
+    ours = Judged(labels, base, device=device, states=states, progress=progress)
     _refuse_labels(ours)
     known = use.config.prices
     if mode == "sample" and known is None:
@@ -103,24 +97,17 @@ def calibrate(
     ours.refuse(use)
     _refuse_own(folder, use, ours)
 
-    def setting(said: Predicted, value: float) -> tuple[npt.NDArray[np.float32], float | None]:
+    def setting(value: float) -> tuple[npt.NDArray[np.float32], float | None]:
         """What `replay` takes for a value: stop probabilities, and the threshold or None."""
         if known is None:
             return said.probabilities(), value
         return said.probabilities(value), PRICE_THRESHOLD if mode == "threshold" else None
 
     table, said = TraceTable.from_dataset(ours.traces), ours.predicted(use.path)
-    outcomes = [(value, replay(table, *setting(said, value))) for value in values]
-    variance = VARIANCE
-    if validation is not None:
-        theirs = Judged(validation, base, model=ours.model, **more)
-        other = TraceTable.from_dataset(theirs.traces)
-        refuse_shared(table, other)
-        middle = setting(theirs.predicted(use.path), values[len(values) // 2])
-        variance = max(float(losses(other, replay(other, *middle)).var()), 0.005)
-    found = boldest(table, outcomes, max_loss, confidence, variance=variance, seed=seed)
+    outcomes = [(value, replay(table, *setting(value))) for value in values]
+    found = boldest(table, outcomes, max_loss, confidence, seed=seed)
     if found.value is not None:
-        pi, threshold = setting(said, found.value)
+        pi, threshold = setting(found.value)
         promise = {
             "max_loss": max_loss,
             "confidence": confidence,

@@ -50,7 +50,6 @@ class Calibrating:
     confidence: float = _opt("How surely not more is lost.", 0.95)
     mode: str = _opt("threshold; or sample, of a policy of every price: it draws.", "threshold")
     values: str | None = _opt("Thresholds, prices, or a rule's, from careful to bold: .9,.8,.7")
-    validation: str | None = _opt("Labels from which the losses' variance is guessed.")
     base: str | None = _opt(_BASE)
     device: str | None = _opt(_DEVICE)
     states: str | None = _opt(_STATES)
