@@ -58,28 +58,34 @@ def ends(pid: int) -> bool:
     return False
 
 
-def test_each_job_runs_on_one_thread_of_another_process(module: Any) -> None:
+def test_jobs_run_on_one_thread_of_other_processes_and_a_failure_ends_the_rest(
+    module: Any, tmp_path: Path
+) -> None:
     seen: list[tuple[object, ...]] = []
     jobs = {str(number): partial(module.square, number) for number in (3, 4, 5)}
-    with Workers(2) as workers:
-        found = workers.run(jobs, lambda *state: seen.append(state))
-        again = workers.run({"6": partial(module.square, 6)}, lambda *state: None)
-    assert {name: one[0] for name, one in found.items()} == {"3": 9, "4": 16, "5": 25}
-    assert list(found) == ["3", "4", "5"]
-    assert os.getpid() not in {one[1] for one in found.values()}
-    assert {one[2] for one in found.values()} == {1}
-    assert again["6"][0] == 36
-    assert again["6"][1] in {one[1] for one in found.values()}  # the processes are the same
-    assert seen
-    assert set(seen) <= {(f"{number}: square", 1, 1, "") for number in (3, 4, 5)}
-
-
-def test_a_failure_ends_the_others(module: Any, tmp_path: Path) -> None:
     mark = tmp_path / "pid"
-    jobs = {"waits": partial(module.wait_for_ever, mark), "fails": partial(module.fail_after, mark)}
-    with pytest.raises(ValueError, match="this one fails"), Workers(2) as workers:
-        workers.run(jobs, lambda *state: None)
+    failing = {
+        "waits": partial(module.wait_for_ever, mark),
+        "fails": partial(module.fail_after, mark),
+    }
+    found: dict[str, Any] = {}
+
+    def run_all() -> None:
+        with Workers(2) as workers:
+            found.update(workers.run(jobs, lambda *state: seen.append(state)))
+            found.update(workers.run({"6": partial(module.square, 6)}, lambda *state: None))
+            workers.run(failing, lambda *state: None)
+
+    with pytest.raises(ValueError, match="this one fails"):
+        run_all()
     assert ends(int(mark.read_text()))
+    assert {name: one[0] for name, one in found.items()} == {"3": 9, "4": 16, "5": 25, "6": 36}
+    assert list(found) == ["3", "4", "5", "6"]
+    processes = {one[1] for one in found.values()}
+    assert os.getpid() not in processes
+    assert len(processes) <= 2, "they stay for the next jobs"
+    assert {one[2] for one in found.values()} == {1}
+    assert set(seen) == {(f"{number}: square", 1, 1, "") for number in (3, 4, 5)}
 
 
 @pytest.mark.usefixtures("module")

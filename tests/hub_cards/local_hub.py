@@ -127,8 +127,10 @@ class LocalHub:
                 return cut
         return None
 
-    def find(self, request: Request, kind: str, repo_id: str, read: bool = False) -> Repo:
-        """The repository, where this client may see it; `read`: where it may read its files."""
+    def find(self, request: Request, kind: str = "", read: bool = False) -> Repo:
+        """The repository of a path, where this client may see it, or `read` its files."""
+        path = request.path_params
+        kind, repo_id = kind or KINDS[path["kinds"]], f"{path['org']}/{path['name']}"
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         repo = self.repos.get((kind, repo_id))
         if repo is None or (repo.private and token != TOKEN):
@@ -226,27 +228,22 @@ def _add_accounts(app: FastAPI, hub: LocalHub) -> None:
 
 def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
     @app.post("/api/{kinds}/{org}/{name}/preupload/{revision}")
-    async def preupload(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
+    async def preupload(revision: str, request: Request) -> Any:
         _token_only(request)
-        commit = hub.commit_of(hub.find(request, KINDS[kinds], f"{org}/{name}"), revision)
+        commit = hub.commit_of(hub.find(request), revision)
         answers = []
         for file in (await request.json())["files"]:
             present = commit.files.get(file["path"])
             lfs = file["path"].endswith(LFS_SUFFIXES)
-            answers.append(
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if lfs else "regular",
-                    "shouldIgnore": False,
-                    "oid": present.etag if present else None,
-                }
-            )
+            answer = {"path": file["path"], "uploadMode": "lfs" if lfs else "regular"}
+            oid = present.etag if present else None
+            answers.append(answer | {"shouldIgnore": False, "oid": oid})
         return {"files": answers}
 
     @app.post("/api/{kinds}/{org}/{name}/commit/{revision}")
-    async def commit(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
+    async def commit(revision: str, request: Request) -> Any:
         _token_only(request)
-        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
+        repo = hub.find(request)
         parent = hub.commit_of(repo, revision)
         files, title = dict(parent.files), ""
         for line in (await request.body()).splitlines():
@@ -273,30 +270,22 @@ def _add_uploads(app: FastAPI, hub: LocalHub) -> None:
 def _add_reads(app: FastAPI, hub: LocalHub) -> None:
     @app.get("/api/{kinds}/{org}/{name}")
     @app.get("/api/{kinds}/{org}/{name}/revision/{revision:path}")
-    async def info(
-        kinds: str, org: str, name: str, request: Request, revision: str = "main"
-    ) -> Any:
-        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
+    async def info(request: Request, revision: str = "main") -> Any:
+        repo = hub.find(request)
         return repo.info(hub.commit_of(repo, revision))
 
     @app.get("/api/{kinds}/{org}/{name}/refs")
-    async def refs(kinds: str, org: str, name: str, request: Request) -> Any:
-        repo = hub.find(request, KINDS[kinds], f"{org}/{name}")
+    async def refs(request: Request) -> Any:
+        repo = hub.find(request)
         main = {"name": "main", "ref": "refs/heads/main", "targetCommit": repo.refs["main"]}
         return {"branches": [main], "tags": [], "converts": []}
 
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}")
     @app.get("/api/{kinds}/{org}/{name}/tree/{revision}/{folder:path}")
     async def tree(
-        kinds: str,
-        org: str,
-        name: str,
-        revision: str,
-        request: Request,
-        folder: str = "",
-        recursive: bool = False,
+        revision: str, request: Request, folder: str = "", recursive: bool = False
     ) -> Any:
-        repo = hub.find(request, KINDS[kinds], f"{org}/{name}", read=True)
+        repo = hub.find(request, read=True)
         commit = hub.commit_of(repo, revision)
         entries = _below(commit, folder, recursive)
         if folder and not entries:
@@ -304,8 +293,8 @@ def _add_reads(app: FastAPI, hub: LocalHub) -> None:
         return entries
 
     @app.post("/api/{kinds}/{org}/{name}/paths-info/{revision}")
-    async def paths_info(kinds: str, org: str, name: str, revision: str, request: Request) -> Any:
-        repo = hub.find(request, KINDS[kinds], f"{org}/{name}", read=True)
+    async def paths_info(revision: str, request: Request) -> Any:
+        repo = hub.find(request, read=True)
         commit = hub.commit_of(repo, revision)
         asked = parse_qs((await request.body()).decode())["paths"]
         everything = {str(entry["path"]): entry for entry in _below(commit, "", True)}
@@ -331,9 +320,9 @@ def _below(commit: Commit, folder: str, recursive: bool) -> list[dict[str, objec
 
 def _add_files(app: FastAPI, hub: LocalHub, prefix: str, kind: str) -> None:
     @app.post(prefix + "/{org}/{name}.git/info/lfs/objects/batch")
-    async def batch(org: str, name: str, request: Request) -> Any:
+    async def batch(request: Request) -> Any:
         _token_only(request)
-        repo = hub.find(request, kind, f"{org}/{name}")
+        repo = hub.find(request, kind)
         objects = (await request.json())["objects"]
         for entry in objects:
             if entry["oid"] not in repo.lfs:
@@ -350,26 +339,22 @@ def _add_files(app: FastAPI, hub: LocalHub, prefix: str, kind: str) -> None:
         return {}
 
     @app.post(prefix + "/{org}/{name}/lfs/{oid}")
-    async def verify(org: str, name: str, oid: str, request: Request) -> Any:
-        if oid not in hub.find(request, kind, f"{org}/{name}").lfs:
+    async def verify(oid: str, request: Request) -> Any:
+        if oid not in hub.find(request, kind).lfs:
             raise HubError(404, "", "not uploaded")
         return {}
 
     @app.get(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
     @app.head(prefix + "/{org}/{name}/resolve/{revision}/{path:path}")
-    async def resolve(org: str, name: str, revision: str, path: str, request: Request) -> Response:
-        repo = hub.find(request, kind, f"{org}/{name}", read=True)
+    async def resolve(revision: str, path: str, request: Request) -> Response:
+        repo = hub.find(request, kind, read=True)
         commit = hub.commit_of(repo, revision)
         file = commit.files.get(path)
         if file is None:
             found = {"X-Repo-Commit": commit.oid}
             raise HubError(404, "EntryNotFound", f"{path} does not exist", **found)
         content, status = file.content, 200
-        headers = {
-            "ETag": f'"{file.etag}"',
-            "X-Repo-Commit": commit.oid,
-            "Accept-Ranges": "bytes",
-        }
+        headers = {"ETag": f'"{file.etag}"', "X-Repo-Commit": commit.oid, "Accept-Ranges": "bytes"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
         if asked:
             start, end = int(asked[1]), int(asked[2] or len(content) - 1)

@@ -10,12 +10,12 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from ospruner.demo.problems import Split, iterate_problems
+from ospruner.demo.problems import Split
+from ospruner.demo.shipped import draw_split
 
 from ..conftest import DemoRun
 from .conftest import Run, Stranger
@@ -27,7 +27,6 @@ LABELLING = {  # of the paper's model and problems: of the embedded reasoner, on
     "--engine vllm": "--max-thinking-tokens 300",
     "--dataset deepscaler": "--dataset train.jsonl",
     "--dataset math500": "--dataset test.jsonl",
-    "--limit 1000": "--limit 4",
 }
 
 
@@ -59,11 +58,8 @@ def adapted(lines: list[str], changes: dict[str, str]) -> Iterator[str]:
 
 
 def write_problems(name: str, split: Split, count: int) -> None:
-    problems = [problem.as_problem() for problem in islice(iterate_problems(split, 3), count)]
-    Path(name).write_text("\n".join(json.dumps(vars(problem)) for problem in problems))
-
-
-LABELLING_ALL = {old: new for old, new in LABELLING.items() if not old.startswith("--limit")}
+    lines = [json.dumps(vars(problem)) for problem in draw_split(split, count, 3)]
+    Path(name).write_text("\n".join(lines))
 
 
 def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) -> None:
@@ -72,7 +68,7 @@ def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) 
     write_problems("train.jsonl", "train", 40)
     write_problems("test.jsonl", "test", 8)
     hub.requests.clear()
-    said = [run(line) for line in adapted(commands(page), LABELLING_ALL)]
+    said = [run(line) for line in adapted(commands(page), LABELLING)]
     assert len(said) == 8
     policy = hub.repos["model", "your-org/ospruner-r1-7b"]
     labels = hub.repos["dataset", "your-org/ospruner-labels-r1-7b"]
@@ -81,15 +77,6 @@ def test_own_model(run: Run, hub: LocalHub, repo_dir: Path, stranger: Stranger) 
     card = labels.head.files["README.md"].content.decode()
     (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     stranger(f"{use}\n{snippet}")
-
-
-def test_costs(run: Run, repo_dir: Path) -> None:
-    lines = commands(repo_dir / "docs" / "costs.md")
-    write_problems("train.jsonl", "train", 30)
-    costs = {old: new for old, new in LABELLING.items() if "math500" not in old}
-    costs["--limit 1000"] = "--limit 30"
-    said = [run(line) for line in adapted(lines, costs)]
-    assert "unique" in said[0]
 
 
 def test_quickstart(

@@ -19,9 +19,8 @@ BASE = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def policies(reasoner: Reasoner, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two policies of the reasoner that stop at about every third paragraph, by name."""
-    reasoner = Reasoner()
     folders = {}
     for name, bias in zip(POLICIES, (-1.0, -0.5), strict=True):
         model = untrained(

@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs/notebooks/first_policy.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
-    """They hold sampled texts, which differ in their last digits from machine to machine."""
-    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert len(code) >= 6
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-
-
-def test_links_of_the_notebook_lead_somewhere() -> None:
-    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
-    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+def test_the_notebook_is_kept_without_outputs_and_its_links_lead_somewhere() -> None:
+    """Outputs would hold sampled texts, which differ in their last digits between machines."""
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
+    text = "\n".join("".join(one["source"]) for one in CELLS if one["cell_type"] == "markdown")
     links = re.findall(r"\]\(([^)#]+)", text)
     assert links
-    for link in links:
-        assert (NOTEBOOK.parent / link).is_file(), link
+    assert [link for link in links if not (NOTEBOOK.parent / link).is_file()] == []
 
 
-def printed(cell: Any) -> str:
-    """What a cell has printed or shown."""
-    parts = [one.get("text", "") for one in cell.outputs]
-    return "".join([*parts, *(one.get("data", {}).get("text/plain", "") for one in cell.outputs)])
+def run_cell(source: str, names: dict[str, Any]) -> None:
+    """Runs a cell as a kernel does: the value of a last expression is shown."""
+    statements = ast.parse(source).body
+    last = statements.pop() if isinstance(statements[-1], ast.Expr) else None
+    exec(compile(ast.Module(statements, []), "cell", "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        print("" if value is None else repr(value))
 
 
-def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed: make test")
-    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: make test")
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed: make test")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    began = time.monotonic()
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
-    print(f"The notebook took {time.monotonic() - began:.0f} seconds.")
-    shown = [printed(cell) for cell in notebook.cells if cell.cell_type == "code"]
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in CODE:
+        run_cell("".join(cell["source"]), names)
+        shown.append(capsys.readouterr().out)
     problem, labels, trace, stages, compared, stopped = shown
     assert "Problem(id='toy-" in problem
     assert sum(int(rows) for rows in re.findall(r"num_rows: (\d+)", labels)) == 48

@@ -2,14 +2,12 @@
 
 import json
 import re
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from ospruner.demo import REASONER
-from ospruner.demo.problems import iterate_problems
-from ospruner.demo.shipped import Reasoner
+from ospruner.demo.shipped import draw_split
 
 
 def test_the_three_uses_run_as_written(
@@ -19,8 +17,8 @@ def test_the_three_uses_run_as_written(
     assert len(blocks) == 3
     load, make, compare = blocks
     monkeypatch.chdir(tmp_path)
-    problems = [one.as_problem() for one in islice(iterate_problems("train", 5), 60)]
-    Path("toy.jsonl").write_text("\n".join(json.dumps(vars(one)) for one in problems))
+    lines = [json.dumps(vars(one)) for one in draw_split("train", 60, 5)]
+    Path("toy.jsonl").write_text("\n".join(lines))
     names: dict[str, object] = {}
     # The embedded reasoner rambles on now and then; 15,000 tokens of that would take minutes.
     small = {
@@ -39,7 +37,3 @@ def test_the_three_uses_run_as_written(
     assert Path("pareto.png").is_file()
     exec(load.replace("runs/demo/policy", "policy"), {})
     assert "</think>" in capsys.readouterr().out
-
-
-def test_a_reasoner_loads_from_the_package() -> None:
-    assert Reasoner().token_format.think_end_id == 4
