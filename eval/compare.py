@@ -31,7 +31,8 @@ from .metrics import AES_ABSOLUTE, AesVariant
 from .replay import Outcome, replay, replay_full
 from .report.summary import results_of
 from .report.tables import MAIN, Table
-from .results import RESULTS_FILE, Results, frame_of
+from .report.viewer import save_views
+from .results import RESULTS_FILE, Results, frame_of, refuse_other_settings
 from .table import FloatArray, TraceTable
 
 Method = PolicyUse | StopRule | Family | str
@@ -48,6 +49,7 @@ class Report:
             empty without traces to choose on.
         points: (P, 2) mean tokens and accuracy of each method's frontier.
         left_out: why a method is not there, by its name.
+        traces: some traces step by step, for the page's viewer.
         variant: which AES.
         prices: of a token, at which rewards are given.
     """
@@ -56,6 +58,7 @@ class Report:
     frontiers: pd.DataFrame = field(default_factory=lambda: frame_of([], "frontiers"))
     points: dict[str, FloatArray] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    traces: list[dict[str, Any]] = field(default_factory=list)
     variant: AesVariant = AES_ABSOLUTE
     prices: tuple[float, ...] = ()
 
@@ -90,9 +93,15 @@ class Report:
         return Table.of(self.frame, MAIN, corner="method").latex("brackets")
 
     def save(self, folder: str | Path) -> None:
-        """Writes outcomes, numbers and picture into a folder."""
+        """Writes numbers, traces and picture into a folder; those of the same settings go.
+
+        Raises:
+            ValueError: the folder holds a comparison of other settings, or other files.
+        """
         folder = Path(folder)
-        self.evaluation.save(folder)
+        refuse_other_settings(folder, self.evaluation.settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_views(self.traces, folder)
         self.results.save(folder / RESULTS_FILE)
         self.plot(folder / "pareto.png")
 
@@ -156,9 +165,7 @@ def compare(
         settings={**named, "labels": trace_hash(table), **(settings or {})},
         rules=[Rule(FULL, replay_full(table)), *rules],
         limits=limits,
-        problem_ids=table.problem_ids,
         problem_index=table.problem_index,
-        families=table.families,
         natural_correct=table.natural_correct,
     )
     return Report(evaluation, left_out=left_out, variant=variant, prices=prices, **found)

@@ -34,12 +34,13 @@ from ospruner.formats import follow
 from ospruner.rules import Budget, StopRule
 
 from .compute import Compute, ModelWork
-from .evaluation import Evaluation, differing, refuse_other_settings
+from .evaluation import Evaluation
 from .intervals import Rule
 from .methods import FULL, PolicyUse
 from .problems.problem import Problem
 from .problems.task import Task
 from .replay import Outcome
+from .results import differing, refuse_other_settings
 from .schema import LabelSettings
 from .table import FloatArray
 
@@ -227,9 +228,7 @@ def evaluate_online(
             replace(rule, outcome=_outcome(rows_of[key], full)) for key, (rule, _) in named.items()
         ],
         limits=[],
-        problem_ids=[one.problem.id for one in problems],
         problem_index=np.repeat(np.arange(len(problems)), k),
-        families=[one.problem.family for one in problems for _ in range(k)],
         natural_correct=np.array([row.natural_correct for row in full], np.float64),  # None: NaN
     )
 

@@ -22,6 +22,9 @@ from .text import number_text, parameter_text, penalty_name
 RESULTS_FILE = "results.json"
 FORMAT, VERSION = "ospruner-results", 2
 ENDS = ("", "_low", "_high")
+NAMED = ("model", "benchmark", "answer", "mode")
+"""The settings by which a comparison is named."""
+
 FIRST = {
     "frame": ("kind", "method", "parameter", "parameter_name", "setting", "chosen"),
     "differences": ("rule", "other"),
@@ -172,6 +175,17 @@ class Results:
         places = self.rules.index[self.rules["chosen"].astype(bool)]
         return int(places[0]) if len(places) else None
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of the comparison that made them; nothing where none did."""
+        found: Mapping[str, Any] = self.about.get("settings", {})
+        return found
+
+    @property
+    def name(self) -> str:
+        """Model, benchmark, answer and mode of the comparison in one line."""
+        return ", ".join(str(self.settings[name]) for name in NAMED)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values; NaN, which JSON lacks, is None.
 
@@ -235,6 +249,56 @@ class Results:
         except ValueError as error:
             raise ValueError(f"{path} is damaged: no JSON ({error}); make it again") from error
         return cls.from_dict(content, str(path))
+
+
+def find_results(folder: str | Path) -> dict[Path, Results]:
+    """The comparisons in a folder and below, each by its own folder.
+
+    Raises:
+        ValueError: there is none, or two of the same model, benchmark, answer and mode.
+    """
+    found: dict[str, tuple[Path, Results]] = {}
+    for path in sorted(Path(folder).rglob(RESULTS_FILE)):
+        results = Results.read(path)
+        if not results.settings:
+            continue  # of a policy, on its validation traces
+        if results.name in found:
+            raise ValueError(
+                f"{path.parent} and {found[results.name][0]} both hold {results.name}: tables show "
+                "each once; move one away, or name the benchmark apart (--set benchmark=...)"
+            )
+        found[results.name] = path.parent, results
+    if not found:
+        raise ValueError(f"{folder} holds no comparison: make one with `ospruner compare`")
+    return dict(found.values())
+
+
+def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError where a folder holds another comparison, or something else."""
+    if not folder.exists():
+        return
+    if (folder / RESULTS_FILE).is_file():
+        if differences := differing(Results.read(folder / RESULTS_FILE).settings, settings):
+            raise ValueError(
+                f"{folder} holds a comparison of other settings ({differences}): choose another "
+                "--out, or delete it"
+            )
+    elif strangers := sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith((".", "online"))
+    ):
+        raise ValueError(
+            f"{folder} holds other files ({', '.join(strangers[:5])}) and no comparison: choose an "
+            "empty folder"
+        )
+
+
+def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The settings in which two runs differ, with both values; "" where in none."""
+    return "; ".join(
+        f"{name}: {there.get(name)!r} there, {wanted.get(name)!r} asked for"
+        for name in sorted({*there, *wanted})
+        if there.get(name) != wanted.get(name)
+    )
 
 
 def _of_version_1(given: dict[str, Any]) -> dict[str, Any]:

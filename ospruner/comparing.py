@@ -296,8 +296,7 @@ def compare(
     views = ours.views(
         report.evaluation.rules, [one for one in wanted if isinstance(one, PolicyUse)]
     )
-    evaluation = dataclasses.replace(report.evaluation, traces=views)
-    return dataclasses.replace(report, evaluation=evaluation)
+    return dataclasses.replace(report, traces=views)
 
 
 def _generated(method: Method) -> PolicyUse | StopRule:

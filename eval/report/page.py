@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a folder of evaluations: tables, pictures, trace viewer."""
+"""One self-contained HTML page of a folder of comparisons: tables, pictures, trace viewer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..evaluation import Evaluation, find_evaluations
-from ..metrics import AES_ABSOLUTE, AesVariant
+from ..results import Results, find_results
 from .paper import BENCHMARKS, MODELS, comparison_table, with_published
 from .pictures import draw_dynamics, draw_pareto
-from .summary import cost_tables, differences_table, results_of, results_table, told
+from .summary import cost_tables, differences_table, results_table, told
 from .tables import (
     BENCHMARK,
     MODEL,
@@ -24,6 +23,7 @@ from .tables import (
     full_table,
     grid_frame,
 )
+from .viewer import read_views
 
 __all__ = ["write_report"]
 
@@ -40,34 +40,33 @@ def write_report(
     out: str | Path | None = None,
     validation: str | Path | None = None,
     dynamics: Sequence[str | Path] = (),
-    variant: AesVariant = AES_ABSOLUTE,
-    prices: Sequence[float] = (),
     title: str = "Stopping rules compared",
 ) -> list[Path]:
     """Writes the page, and beside it the paper's tables (markdown, CSV, LaTeX) and pictures.
 
     Args:
-        folder: evaluations, in it and below.
+        folder: comparisons, in it and below.
         out: where to write; None for the folder itself.
-        validation: evaluations on which to choose each method's parameter; None chooses on the
+        validation: comparisons on which to choose each method's parameter; None chooses on the
             traces shown, as the paper did, and the tables say so.
         dynamics: folders of training runs, for the picture of their dynamics.
-        variant: which AES.
-        prices: of a token, at which to show the reward.
         title: of the page.
 
     Returns:
         The files written, the page first.
 
     Raises:
-        ValueError: no evaluation there, or one that is shown twice.
+        ValueError: no comparison there, or one that is shown twice.
     """
-    evaluations = by_task(find_evaluations(folder))
+    found = find_results(folder)
+    folders = {one.name: place for place, one in found.items()}
+    comparisons = by_task(list(found.values()))
     chosen = None
     if validation is not None:
-        chosen = chosen_parameters(grid_frame(find_evaluations(validation), variant))
+        chosen = chosen_parameters(grid_frame(list(find_results(validation).values())))
     tables, figures = [], {}
-    for answer, frame in grid_frame(evaluations, variant).groupby("answer"):
+    everything = grid_frame(comparisons)
+    for answer, frame in everything.groupby("answer"):
         tables.append(best_aes_table(frame, chosen))
         for model, of_model in frame.groupby(MODEL, sort=False):
             tables.append(full_table(frame, str(model)))
@@ -92,23 +91,21 @@ def write_report(
         figure.savefig(svg := io.BytesIO(), format="svg")
         data = base64.b64encode(svg.getvalue()).decode()
         summary["figures"].append({"data": data, "alt": f"{name}: {says}", "caption": says})
-    sections = [
-        _of_evaluation(f"e{number}", one, variant, prices)
-        for number, one in enumerate(evaluations, 1)
-    ]
-    modes = sorted({one.settings["mode"] for one in evaluations})
+    sections = [_of_comparison(f"e{number}", one) for number, one in enumerate(comparisons, 1)]
+    viewers = [{"name": one.name, "traces": read_views(folders[one.name])} for one in comparisons]
+    modes = sorted({one.settings["mode"] for one in comparisons})
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
     text = environment.get_template("report.html.jinja").render(
         title=title,
         about=(
-            f"{len(evaluations)} evaluation{'s' * (len(evaluations) > 1)} ({', '.join(modes)}); "
-            f"AES {variant.label}; brackets are 95 % intervals by problem (cluster bootstrap). "
-            "A click on a heading sorts its table."
+            f"{len(comparisons)} comparison{'s' * (len(comparisons) > 1)} ({', '.join(modes)}); "
+            f"AES {' and '.join(everything['aes_label'].unique())}; brackets are 95 % intervals by "
+            "problem (cluster bootstrap). A click on a heading sorts its table."
         ),
         sections=[summary, *sections],
-        viewers=[{"name": one.name, "traces": one.traces} for one in evaluations if one.traces],
+        viewers=[one for one in viewers if one["traces"]],
     )
     written[0].write_text(text, "utf-8")
     return written
@@ -121,23 +118,20 @@ def _section(
     return {"id": anchor, "heading": heading, "notes": notes, "figures": [], "tables": tables}
 
 
-def _of_evaluation(
-    anchor: str, one: Evaluation, variant: AesVariant, prices: Sequence[float]
-) -> dict[str, Any]:
-    """All numbers of an evaluation, beside the paper's where it has them."""
-    found = results_of(one, variant=variant, prices=prices)
-    frame, said = found.frame, one.settings
+def _of_comparison(anchor: str, one: Results) -> dict[str, Any]:
+    """All numbers of a comparison, beside the paper's where it has them."""
+    frame, said = one.frame, one.settings
     how = "exact expectations on labelled traces" if said["mode"] == "replay" else "generated"
     first = frame.iloc[0]
     notes = [
         f"{first['traces']:,} traces of {first['problems']:,} problems; {said['mode']}: {how}."
     ]
     tables = [results_table(frame), *cost_tables(frame)]
-    if len(found.differences):
-        tables.append(differences_table(found.differences))
+    if len(one.differences):
+        tables.append(differences_table(one.differences))
     if said["model"] in MODELS and said["benchmark"] in BENCHMARKS:
         caption = "Measured beside published, same model, benchmark, method and parameter"
-        beside = with_published(one, variant=variant)
+        beside = with_published(one)
         tables.append(comparison_table(beside, said["answer"] == "free", caption=caption))
     texts = [table.html() for table in tables]
-    return _section(anchor, one.name, texts, [*notes, *told(found)])
+    return _section(anchor, one.name, texts, [*notes, *told(one)])

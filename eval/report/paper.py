@@ -18,10 +18,9 @@ from rich.console import Console
 
 from ospruner.durable import replace_file
 
-from ..evaluation import Evaluation, find_evaluations
 from ..methods import FRONTIER, FULL
 from ..metrics import AES_ABSOLUTE, AES_RELATIVE, AesVariant
-from .summary import results_of
+from ..results import Results, find_results
 from .tables import AVERAGE, BENCHMARK, MODEL, Column, Table, best_aes_table, grid_frame
 
 __all__ = [
@@ -100,27 +99,22 @@ def table_1_scores(variant: AesVariant) -> pd.DataFrame:
 
 
 def with_published(
-    evaluation: Evaluation,
-    *,
-    model: str | None = None,
-    benchmark: str | None = None,
-    variant: AesVariant = AES_ABSOLUTE,
+    results: Results, *, model: str | None = None, benchmark: str | None = None
 ) -> pd.DataFrame:
-    """An evaluation's rules with what the paper prints of the same method and parameter.
+    """A comparison's rules with what the paper prints of the same method and parameter.
 
     Args:
-        evaluation: what was measured.
+        results: what was measured.
         model: the paper's name of the model, where ours is called otherwise.
         benchmark: the paper's name of the benchmark, likewise.
-        variant: which AES.
 
     Returns:
-        As `Results.frame`, and the numbers of `published`, NaN where the paper has none.
+        As `Results.rules`, and the numbers of `published`, NaN where the paper has none.
 
     Raises:
         ValueError: the paper has no such model or benchmark.
     """
-    settings = evaluation.settings
+    settings = results.settings
     asked = {MODEL: model or settings["model"], BENCHMARK: benchmark or settings["benchmark"]}
     for (name, value), known in zip(asked.items(), (MODELS, BENCHMARKS), strict=True):
         if value not in known:
@@ -131,8 +125,7 @@ def with_published(
     theirs = published("full")
     for name, value in {**asked, "answer": settings["answer"]}.items():
         theirs = theirs[theirs[name] == value]
-    frame = evaluation.frame(variant)
-    frame = frame[frame["kind"] == "rule"]
+    frame = results.rules
     keys = [frame["method"].replace(_OURS), frame["parameter"].map("{:.6g}".format)]
     numbers = theirs.loc[:, "accuracy_percent":].set_index(
         [theirs["method"], theirs["parameter"].map("{:.6g}".format)]
@@ -170,10 +163,10 @@ def print_comparison(
     benchmark: str | None = None,
     json_file: Path | None = None,
 ) -> None:
-    """Prints each evaluation's best rows, or with `paper` all rows beside the published ones.
+    """Prints each comparison's best rows, or with `paper` all rows beside the published ones.
 
     Args:
-        folder: evaluations; None prints the paper's Table 1 and its AES recomputed.
+        folder: comparisons; None prints the paper's Table 1 and its AES recomputed.
         console: where to print.
         paper: compare with the paper.
         model: the paper's name of the model, where ours is called otherwise.
@@ -187,19 +180,19 @@ def print_comparison(
     found: list[Any] = []
     if folder is None:
         found = _print_table_1(console)
-    for one in [] if folder is None else find_evaluations(folder):
-        results = results_of(one)
+    comparisons = [] if folder is None else list(find_results(folder).values())
+    for results in comparisons:
         if paper:
-            frame = with_published(one, model=model, benchmark=benchmark)
+            frame = with_published(results, model=model, benchmark=benchmark)
             caption = "– where the paper has no number"
-            free = one.settings["answer"] == "free"
-            console.print(comparison_table(frame, free, caption=caption, title=one.name))
+            free = results.settings["answer"] == "free"
+            console.print(comparison_table(frame, free, caption=caption, title=results.name))
             printed = frame.filter(like="paper_").astype(object)
             cells = printed.where(printed.notna(), None).to_dict("records")
             results = replace(results, about={**results.about, "published": cells})
         found.append(results.to_dict())
     if folder is not None and not paper:
-        for _, of_answer in grid_frame(find_evaluations(folder)).groupby("answer"):
+        for _, of_answer in grid_frame(comparisons).groupby("answer"):
             console.print(best_aes_table(of_answer).markdown(), markup=False, soft_wrap=True)
     if json_file is not None:
         text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"

@@ -1,7 +1,7 @@
 """Tables: numbers of a frame with their intervals, for terminal, Markdown, CSV, LaTeX and HTML.
 
 `Table` is the one maker. Frames are those of `Results`: a number x with its interval stands in the
-columns x, x_low and x_high. Several evaluations stand in one frame, `grid_frame`, of which the
+columns x, x_low and x_high. Several comparisons stand in one frame, `grid_frame`, of which the
 paper's tables are made.
 """
 
@@ -18,10 +18,8 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..evaluation import Evaluation
 from ..methods import FULL
-from ..metrics import AES_ABSOLUTE, AesVariant
-from ..results import ENDS, Estimate
+from ..results import ENDS, Estimate, Results
 from ..schema import MATH_TASK
 from ..text import markdown_table, number_text
 
@@ -272,37 +270,35 @@ def _tex(text: str) -> str:
     return text.translate(_TEX)
 
 
-def task_of(evaluation: Evaluation) -> str:
+def task_of(results: Results) -> str:
     """Name of the task whose problems were asked."""
-    labels = evaluation.settings.get("label_settings") or {}
-    task = evaluation.settings.get("task") or labels.get("task") or MATH_TASK
+    labels = results.settings.get("label_settings") or {}
+    task = results.settings.get("task") or labels.get("task") or MATH_TASK
     return str(task["name"])
 
 
-def by_task(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Evaluations of one task together, in order of appearance."""
-    tasks = list(dict.fromkeys(map(task_of, evaluations)))
-    return sorted(evaluations, key=lambda one: tasks.index(task_of(one)))
+def by_task(comparisons: Sequence[Results]) -> list[Results]:
+    """Comparisons of one task together, in order of appearance."""
+    tasks = list(dict.fromkeys(map(task_of, comparisons)))
+    return sorted(comparisons, key=lambda one: tasks.index(task_of(one)))
 
 
-def grid_frame(
-    evaluations: Sequence[Evaluation], variant: AesVariant = AES_ABSOLUTE
-) -> pd.DataFrame:
-    """All evaluations: model, benchmark, answer, and as `Results.frame`.
+def grid_frame(comparisons: Sequence[Results]) -> pd.DataFrame:
+    """All comparisons: model, benchmark, answer, and as `Results.frame`.
 
     Where they are of several tasks, benchmarks stand by their task, and say it; replay and online
     of the same are told apart.
     """
-    several = len(set(map(task_of, evaluations))) > 1
+    several = len(set(map(task_of, comparisons))) > 1
     found: dict[tuple[str, ...], pd.DataFrame] = {}
-    for one in by_task(evaluations):
+    for one in by_task(comparisons):
         said = one.settings
         name = f"{task_of(one)}: {said['benchmark']}" if several else said["benchmark"]
         if (said["model"], name, said["answer"]) in found:
             name = f"{name} ({said['mode']})"
         key = said["model"], name, said["answer"]
         named = dict(zip((MODEL, BENCHMARK, "answer"), key, strict=True))
-        found[key] = one.frame(variant).assign(**named)
+        found[key] = one.frame.assign(**named)
     return pd.concat(found.values(), ignore_index=True)
 
 

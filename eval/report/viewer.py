@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from modeling_ospruner.configuration_ospruner import PRICE_RAMPS, PriceRange
+from ospruner.durable import replace_file
 
 from ..intervals import Rule
 from ..table import TraceTable
@@ -18,7 +21,23 @@ from ..table import TraceTable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PricesShown", "median_stop", "trace_views"]
+__all__ = ["PricesShown", "median_stop", "read_views", "save_views", "trace_views"]
+
+TRACES_FILE = "traces.json"
+"""Beside a comparison's results: what `trace_views` gave."""
+
+
+def save_views(views: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Keeps views in a comparison's folder."""
+    text = json.dumps(list(views), ensure_ascii=False, allow_nan=False, indent=1)
+    replace_file(folder / TRACES_FILE, (text + "\n").encode())
+
+
+def read_views(folder: Path) -> list[dict[str, Any]]:
+    """What `save_views` kept; nothing where it kept nothing."""
+    path = folder / TRACES_FILE
+    found: list[dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.is_file() else []
+    return found
 
 
 @dataclass(frozen=True)

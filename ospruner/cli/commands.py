@@ -214,7 +214,7 @@ def compare(
     from ospruner.eval.report.summary import parse_lambdas, print_results
 
     said = fields_of(context, COMPARING)
-    earlier = labels is not None and any(Path(labels).rglob("evaluation.json"))
+    earlier = labels is not None and any(Path(labels).rglob("results.json"))
     if not methods and (paper or earlier or labels is None):
         if labels is None and not paper:
             raise typer.BadParameter("name labels and methods, or a folder of comparisons.")
@@ -227,7 +227,7 @@ def compare(
     target, prices = out or Path("runs/compare"), said.pop("prices", "")
     said["prices"] = parse_prices(prices)
     said["rewards_at"] = parse_lambdas(str(said.pop("rewards_at", ""))) or None
-    said["variant"] = variant = AesVariant(charge=said.pop("charge", "thinking"))
+    said["variant"] = AesVariant(charge=said.pop("charge", "thinking"))
     if said.get("online"):
         said["out"] = target
     with _bars("compare") as bars:
@@ -236,7 +236,7 @@ def compare(
     print_results(report.results, console)
     if json_file is not None:
         report.results.save(json_file)
-    page = write_report(target, variant=variant, prices=report.prices)[0]
+    page = write_report(target)[0]
     console.print(f"Numbers: {target / 'results.json'}; page: {page}", soft_wrap=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.intervals import Rule
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.replay import Outcome
+from ospruner.eval.report.summary import results_of
+from ospruner.eval.report.viewer import save_views
+from ospruner.eval.results import RESULTS_FILE, Results
 from ospruner.eval.table import TraceTable
 
 
@@ -122,7 +127,6 @@ def make_evaluation(
     mode: str = "replay",
     seed: int = 0,
     problems: int = 60,
-    with_views: bool = False,
 ) -> Evaluation:
     rng = np.random.default_rng(seed)
     n = 2 * problems
@@ -147,9 +151,19 @@ def make_evaluation(
         settings={"model": model, "benchmark": benchmark, "answer": answer, "mode": mode},
         rules=rules,
         limits=[Rule(ORACLE, outcome(rng, 0.9, 80, full_correct))],
-        problem_ids=[f"p{i}" for i in range(problems)],
         problem_index=np.repeat(np.arange(problems), 2),
-        families=["equation"] * n,
         natural_correct=full_correct,
-        traces=views() if with_views else [],
     )
+
+
+def make_results(prices: Sequence[float] = (), **settings: Any) -> Results:
+    return results_of(make_evaluation(**settings), prices=prices)
+
+
+def save_comparison(
+    folder: Path, with_views: bool = False, prices: Sequence[float] = (), **settings: Any
+) -> None:
+    """What a comparison leaves in its folder, but for the picture."""
+    folder.mkdir()
+    save_views(views() if with_views else [], folder)
+    make_results(prices, **settings).save(folder / RESULTS_FILE)

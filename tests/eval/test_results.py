@@ -8,17 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
-from ospruner.eval.evaluation import Evaluation, find_evaluations
+from ospruner.eval.compare import Report
 from ospruner.eval.report.summary import parse_lambdas, results_of
-from ospruner.eval.results import Estimate, Results, best_rows, frame_of, prices_of
+from ospruner.eval.report.viewer import read_views
+from ospruner.eval.results import (
+    Estimate,
+    Results,
+    best_rows,
+    find_results,
+    frame_of,
+    prices_of,
+)
 from ospruner.eval.text import markdown_table, parameter_text, penalty_name
 
 from ..made_results import make_result
-from .evaluations import make_evaluation
+from .evaluations import make_evaluation, save_comparison, views
 
 SOME, NONE = Estimate(0.1, 0.05, 0.2), Estimate(math.nan, math.nan, math.nan)
 WHOLE = Results(
@@ -136,39 +143,31 @@ def test_numbers_and_names_as_text() -> None:
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
 
 
-def test_an_evaluation_that_is_saved_is_loaded(tmp_path: Path) -> None:
-    evaluation = make_evaluation(with_views=True)
-    evaluation.save(tmp_path)
-    again = Evaluation.load(tmp_path)
-    for name in ("settings", "problem_ids", "traces", "families"):
-        assert vars(again)[name] == vars(evaluation)[name]
-    assert (len(again.rules), len(again.limits)) == (len(evaluation.rules), 1)
-    for one, other in zip(
-        [*again.rules, *again.limits], [*evaluation.rules, *evaluation.limits], strict=True
-    ):
-        assert (one.method, one.parameter) == (other.method, other.parameter)
-        np.testing.assert_array_equal(one.outcome.columns(), other.outcome.columns())
-    evaluation.save(tmp_path)  # the same settings: replaced
+def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    report = Report(make_evaluation(), traces=views())
+    report.save(folder)
+    report.save(folder)  # the same settings: replaced
+    assert read_views(folder) == views()
+    ((place, found),) = find_results(tmp_path).items()
+    assert (place, found.name) == (folder, "DeepSeek-R1-Distill-Qwen-7B, GSM8K, forced, replay")
+    assert found.to_dict() == report.results.to_dict()
     with pytest.raises(ValueError, match="other settings.*'GSM8K' there, 'AIME' asked for"):
-        make_evaluation(benchmark="AIME").save(tmp_path)
-    path = tmp_path / "evaluation.json"
-    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 9'))
-    with pytest.raises(ValueError, match="format_version 9; this version of ospruner reads 2"):
-        Evaluation.load(tmp_path)
+        Report(make_evaluation(benchmark="AIME")).save(folder)
+    save_comparison(tmp_path / "b", seed=1)
+    with pytest.raises(ValueError, match="both hold DeepSeek-R1-Distill-Qwen-7B, GSM8K"):
+        find_results(tmp_path)
 
 
 def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="settings lacks .'model'."):
         make_evaluation(model="")
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="other files .thesis.tex. and no evaluation"):
-        make_evaluation().save(tmp_path)
-    with pytest.raises(ValueError, match="holds no evaluation"):
-        find_evaluations(tmp_path)
-    make_evaluation().save(tmp_path / "a")
-    make_evaluation(seed=1).save(tmp_path / "b")
-    with pytest.raises(ValueError, match="both hold DeepSeek-R1-Distill-Qwen-7B, GSM8K"):
-        find_evaluations(tmp_path)
+    with pytest.raises(ValueError, match="other files .thesis.tex. and no comparison"):
+        Report(make_evaluation()).save(tmp_path)
+    WHOLE.save(tmp_path / "results.json")  # a policy's own
+    with pytest.raises(ValueError, match="holds no comparison"):
+        find_results(tmp_path)
 
 
 def test_an_evaluations_numbers_are_written_with_their_intervals(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ospruner.eval.report.page import write_report
 
-from ..evaluations import make_evaluation
+from ..evaluations import save_comparison
 from .browser import Browser
 
 pytestmark = pytest.mark.slow
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
-    make_evaluation(with_views=True).save(folder / "a")
-    make_evaluation(benchmark="MATH-500", seed=1, with_views=True).save(folder / "b")
+    save_comparison(folder / "a", with_views=True)
+    save_comparison(folder / "b", with_views=True, benchmark="MATH-500", seed=1)
     return write_report(folder)[0].as_uri()
 
 

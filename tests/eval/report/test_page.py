@@ -19,7 +19,7 @@ from ospruner.eval.report.summary import never_right, results_of, told
 from ospruner.eval.report.viewer import PricesShown, median_stop
 from ospruner.eval.table import FloatArray
 
-from ..evaluations import make_evaluation
+from ..evaluations import make_evaluation, save_comparison
 from .test_pictures import finished_run
 
 
@@ -55,12 +55,12 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("evaluations")
-    make_evaluation(with_views=True).save(folder / "gsm8k")
-    make_evaluation(benchmark="MATH-500", seed=1).save(folder / "math")
+    save_comparison(folder / "gsm8k", with_views=True, prices=[1e-4])
+    save_comparison(folder / "math", benchmark="MATH-500", seed=1, prices=[1e-4])
     run = folder.parent / "run"
     run.mkdir(exist_ok=True)
     finished_run(run, [1e-4, 5e-5, 0.0])
-    paths = write_report(folder, dynamics=[run], prices=[1e-4], title="A <test> & more")
+    paths = write_report(folder, dynamics=[run], title="A <test> & more")
     return {path.name: path for path in paths}
 
 
@@ -121,9 +121,9 @@ def test_measured_stands_beside_published(written: dict[str, Path]) -> None:
 
 
 def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no evaluation: make one with `ospruner comp"):
+    with pytest.raises(ValueError, match="holds no comparison: make one with `ospruner comp"):
         write_report(tmp_path)
-    make_evaluation().save(tmp_path / "one")
+    save_comparison(tmp_path / "one")
     with pytest.raises(ValueError, match=r"has no trainer_state\.json: give the folder of a fin"):
         write_report(tmp_path, dynamics=[tmp_path])
 

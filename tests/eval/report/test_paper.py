@@ -26,7 +26,7 @@ from ospruner.eval.report.paper import (
 )
 from ospruner.eval.results import Results
 
-from ..evaluations import make_evaluation
+from ..evaluations import make_results, save_comparison
 
 
 def row(table: Literal["table1", "full"], **said: object) -> dict[str, Any]:
@@ -94,21 +94,21 @@ def test_what_the_prose_says_of_math_500_is_another_row() -> None:
 
 
 def test_measured_stands_beside_published() -> None:
-    frame = with_published(make_evaluation()).set_index(["method", "setting"])
+    frame = with_published(make_results()).set_index(["method", "setting"])
     paper = frame[["paper_accuracy_percent", "paper_length_tokens"]]
     assert paper.loc[("full trace", "")].tolist() == [88.7, 1219]
     assert paper.loc[("OS-Pruner", "λ=5e-5")].tolist() == [88.0, 496]
     assert paper.loc[("probe", "≥.70")].tolist()[1] == 632
     assert paper.loc[("fixed budget", "200 tokens")].isna().all()
-    free = with_published(make_evaluation(answer="free")).iloc[0]
+    free = with_published(make_results(answer="free")).iloc[0]
     assert (free["paper_length_tokens"], free["paper_answer_tokens"]) == (1443, 223)
 
 
 def test_models_and_benchmarks_that_the_paper_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="the paper has no model 'toy'; it has DeepSeek-R1"):
-        with_published(make_evaluation(model="toy"))
+        with_published(make_results(model="toy"))
     with pytest.raises(ValueError, match="the paper has no benchmark 'GPQA'; it has GSM8K"):
-        with_published(make_evaluation(), benchmark="GPQA")
+        with_published(make_results(), benchmark="GPQA")
 
 
 def printed(folder: Path | None, paper: bool, json_file: Path | None = None) -> str:
@@ -120,7 +120,7 @@ def printed(folder: Path | None, paper: bool, json_file: Path | None = None) -> 
 
 def test_the_command_prints_both(tmp_path: Path) -> None:
     assert "absolute, α=1, β=3, γ=5: 0.007" in printed(None, True)
-    make_evaluation().save(tmp_path / "e")
+    save_comparison(tmp_path / "e")
     text = printed(tmp_path, True, tmp_path / "out.json")
     assert "88.0" in text
     assert "59.3" in text

@@ -17,7 +17,12 @@ from rich.console import Console
 from ospruner.eval.evaluation import Evaluation
 from ospruner.eval.methods import FRONTIER, FULL, ORACLE
 from ospruner.eval.metrics import AES_RELATIVE
-from ospruner.eval.report.summary import differences_table, frontier_tables, results_table
+from ospruner.eval.report.summary import (
+    differences_table,
+    frontier_tables,
+    results_of,
+    results_table,
+)
 from ospruner.eval.report.tables import (
     AVERAGE,
     Table,
@@ -29,10 +34,11 @@ from ospruner.eval.report.tables import (
 from ospruner.eval.results import Estimate, Results, best_rows, frame_of
 
 from ...made_results import make_result
-from ..evaluations import make_evaluation
+from ..evaluations import make_evaluation, make_results
 
 MODEL = "DeepSeek-R1-Distill-Qwen-7B"
-TWO = [make_evaluation(benchmark=name, seed=i) for i, name in enumerate(("GSM8K", "MATH-500"))]
+MADE = [make_evaluation(benchmark=name, seed=i) for i, name in enumerate(("GSM8K", "MATH-500"))]
+TWO = [results_of(one) for one in MADE]
 FRAME = grid_frame(TWO)
 PRICES = (5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 0.0)
 RESULTS = [
@@ -66,13 +72,13 @@ def groups(table: Table) -> list[str]:
     return list(dict.fromkeys(table.numbers.columns.get_level_values(0)))
 
 
-def charged(evaluation: Evaluation) -> Evaluation:
+def charged(evaluation: Evaluation) -> Results:
     """The same, where each thinking token takes a thousand operations."""
     rules = [
         replace(rule, outcome=replace(rule.outcome, flops=1000 * rule.outcome.tokens))
         for rule in evaluation.rules
     ]
-    return replace(evaluation, rules=rules)
+    return results_of(replace(evaluation, rules=rules))
 
 
 def test_results_stand_in_80_columns_with_their_intervals() -> None:
@@ -160,23 +166,23 @@ def test_best_rows_are_chosen_per_benchmark_and_averaged() -> None:
 
 
 def test_evaluations_of_several_tasks_stand_by_task() -> None:
-    quiz = make_evaluation(benchmark="ARC", seed=2)
+    quiz = make_results(benchmark="ARC", seed=2)
     replayed = {"label_settings": {"task": {"name": "choice"}}}
     generated = {"task": {"name": "choice", "force": "answer"}}
     for told in (replayed, generated):
-        asked = replace(quiz, settings=quiz.settings | told)
+        asked = replace(quiz, about={"settings": {**quiz.settings, **told}})
         table = best_aes_table(grid_frame([TWO[0], asked, TWO[1]]))
         assert groups(table) == ["math: GSM8K", "math: MATH-500", "choice: ARC", AVERAGE]
         assert groups(best_aes_table(grid_frame([asked]))) == ["ARC"], "a mean of one says nothing"
-    both = grid_frame([TWO[0], make_evaluation(mode="online")])
+    both = grid_frame([TWO[0], make_results(mode="online")])
     assert groups(best_aes_table(both))[:2] == ["GSM8K", "GSM8K (online)"]
 
 
 def test_the_best_is_marked_and_neither_compute_nor_the_full_trace_competes() -> None:
     """As shown, so that ties share a mark."""
-    twin = replace(TWO[0].rules[-1], method="twin")
-    one = charged(replace(TWO[0], rules=[*TWO[0].rules, twin]))
-    table = best_aes_table(grid_frame([one, charged(TWO[1])]))
+    twin = replace(MADE[0].rules[-1], method="twin")
+    one = charged(replace(MADE[0], rules=[*MADE[0].rules, twin]))
+    table = best_aes_table(grid_frame([one, charged(MADE[1])]))
     shown, marks = table.texts("none"), table.marks()
     assert [column.head for column in table.columns] == ["Acc", "Len", "AES", "Comp"]
     for place, (_, name) in enumerate(shown.columns):
@@ -199,21 +205,21 @@ def test_the_best_is_marked_and_neither_compute_nor_the_full_trace_competes() ->
 
 
 def test_settings_chosen_on_validation_are_shown() -> None:
-    chosen = chosen_parameters(grid_frame([make_evaluation(seed=7)]))
+    chosen = chosen_parameters(grid_frame([make_results(seed=7)]))
     table = best_aes_table(FRAME, chosen)
-    expected = TWO[0].frame().set_index(["method", "setting"])["aes"]
+    expected = TWO[0].frame.set_index(["method", "setting"])["aes"]
     found = table.numbers.loc[(MODEL, "OS-Pruner")]["GSM8K", "aes"]
     assert found == expected["OS-Pruner", chosen[MODEL, "OS-Pruner"]]
     assert "chosen on validation" in table.caption
     with pytest.raises(ValueError, match="validation has no .* of other"):
-        best_aes_table(grid_frame([make_evaluation(model="other")]), chosen)
+        best_aes_table(grid_frame([make_results(model="other")]), chosen)
 
 
 def test_csv_holds_every_number_with_its_interval() -> None:
     rows = list(csv.DictReader(io.StringIO(full_table(FRAME, MODEL).csv())))
     assert len(rows) == 8
     row = {row["Method / Param"]: row for row in rows}["OS-Pruner λ=5e-5"]
-    frame = TWO[0].frame()
+    frame = TWO[0].frame
     result = Estimate.of(frame[frame["parameter"] == 5e-5].iloc[0], "accuracy")
     for end, value in zip(("", " low", " high"), result, strict=True):
         assert float(row[f"GSM8K Acc{end}"]) == pytest.approx(100 * value)
@@ -240,7 +246,7 @@ def test_markdown_and_latex_are_whole() -> None:
 
 
 def test_forced_and_free_are_never_mixed() -> None:
-    frame = grid_frame([*TWO, make_evaluation(answer="free", seed=3)])
+    frame = grid_frame([*TWO, make_results(answer="free", seed=3)])
     for make in (best_aes_table, lambda both: full_table(both, MODEL)):
         with pytest.raises(ValueError, match="a table is of one kind of answer"):
             make(frame)
