@@ -156,7 +156,7 @@ def test_best_rows_are_chosen_per_benchmark_and_averaged() -> None:
     assert list(table.numbers.index) == [(MODEL, method) for method in methods]
     ours = table.numbers.loc[(MODEL, "OS-Pruner")]
     for one in TWO:
-        scores = best_rows(one.frame()).set_index("method")["aes"]
+        scores = best_rows(one.frame).set_index("method")["aes"]
         assert ours[one.settings["benchmark"], "aes"] == scores["OS-Pruner"]
     singles, mean = [ours["GSM8K"], ours["MATH-500"]], ours[AVERAGE]
     assert mean["aes"] == pytest.approx(np.mean([one["aes"] for one in singles]))
