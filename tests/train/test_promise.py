@@ -110,15 +110,15 @@ def test_one_replay_gives_the_frontier_from_one_pass(
     assert rows["parameter"].tolist() == list(config.prices.grid())
     assert rows["tokens"].is_monotonic_decreasing
 
-    evaluation = compare(labels, [str(trained / "run")], prices=[1e-4, 2e-3]).evaluation
+    report = compare(labels, [str(trained / "run")], prices=[1e-4, 2e-3])
     stored = load_labels(labels)
     model = OSPrunerForCausalLM.from_base(load_labelled_base(None, stored)[0], trained / "run")
     said, table = predict_outputs(model, stored.traces), TraceTable.from_dataset(stored.traces)
-    for rule in evaluation.rules[1:3]:
+    for rule in report.evaluation.rules[1:3]:
         wanted = replay(table, said.probabilities(rule.parameter))
         assert rule.outcome.accuracy == pytest.approx(wanted.accuracy, abs=1e-6)
         assert rule.outcome.mean_tokens == pytest.approx(wanted.mean_tokens, abs=1e-4)
-    shown = evaluation.traces[0]["methods"]
+    shown = report.traces[0]["methods"]
     assert "price" not in shown[0]
     assert shown[1]["price"] == 1e-4
     assert len(shown[1]["prices"]) == len(shown[1]["pi"])
