@@ -40,6 +40,7 @@ from ospruner.eval.table import FloatArray
 from ospruner.eval.text import penalty_name
 from ospruner.progress import PhaseBars, Progress
 from ospruner.train.config import StopConfig
+from ospruner.train.policies import SavedPolicy
 from ospruner.train.trainer import StopTrainer
 
 ANNEALED = "OS-Pruner, annealed"
@@ -76,29 +77,29 @@ def anneal_one(run: Path, size: DemoSize, seed: int, name: str, *, progress: Pro
     StopTrainer(config, *labels, progress=progress).train()
 
 
-def stages_of(run: Path) -> list[Path]:
+def stages_of(run: Path) -> list[SavedPolicy]:
     """The policies that a finished run has saved, in order."""
-    return [run / name for name in read_checked(run / "run.json", "train again")["policies"]]
+    saved = read_checked(run / "run.json", "train again")["policies"]
+    return [SavedPolicy(**values, path=run / name) for name, values in saved.items()]
 
 
-def annealed_spreads(test: Judged, stages: Sequence[Sequence[Path]]) -> Spreads:
+def annealed_spreads(test: Judged, stages: Sequence[Sequence[SavedPolicy]]) -> Spreads:
     """How far the outcomes on test of the seeds of one policy a price spread."""
     found = {}
     for seeds in zip(*stages, strict=True):
-        said = [test.predicted(str(path)) for path in seeds]
+        said = [test.predicted(str(one.path)) for one in seeds]
         outcomes = [replay(test.split.table, one.probabilities()) for one in said]
-        price = read_checked(seeds[0].parent / "run.json", "")["policies"][seeds[0].name]["price"]
-        found[seeds[0].name] = spread(outcomes, price)
+        found[f"lam{penalty_name(seeds[0].price)}"] = spread(outcomes, seeds[0].price)
     return found
 
 
-def every_price_spreads(test: Judged, paths: Sequence[Path]) -> Spreads:
+def every_price_spreads(test: Judged, paths: Sequence[str]) -> Spreads:
     """The same of one policy of every price, at every fifth of them.
 
     Raises:
         SystemExit: its tokens do not fall with the price, which the head makes sure of.
     """
-    said = [test.predicted(str(path)) for path in paths]
+    said = [test.predicted(path) for path in paths]
     assert said[0].prices is not None
     grid = said[0].prices.grid()
     outcomes = [[replay(test.split.table, one.probabilities(p)) for one in said] for p in grid]
@@ -132,16 +133,20 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
     if not seeds:
         raise SystemExit(f"{run} has no policies/seed*: give the folder of an `ospruner demo`")
     methods = [name for name in METHOD_NAMES if (seeds[0] / name).is_dir()]
-    paths = {name: [stages_of(seed / name)[0] for seed in seeds] for name in methods}
+    paths = {name: [str(stages_of(seed / name)[0].path) for seed in seeds] for name in methods}
     labels, base = run / "labels", str(REASONER)
     test = Judged(str(labels / "test"), base, states=run / STATES)
-    spreads, annealed = every_price_spreads(test, paths["os-pruner"]), []
+    spreads = every_price_spreads(test, paths["os-pruner"])
+    annealed: list[list[SavedPolicy]] = []
     if folders := [name for name in ANNEALED_RUNS if (seeds[0] / name).is_dir()]:
         annealed = [[one for name in folders for one in stages_of(seed / name)] for seed in seeds]
         spreads |= annealed_spreads(test, annealed)
-    policies = [*itertools.chain(*paths.values()), *itertools.chain(*annealed)]
+    policies = [
+        *itertools.chain(*paths.values()),
+        *(str(one.path) for of in annealed for one in of),
+    ]
     found = compare(
-        str(labels / "test"), [*map(str, policies), "rules"], base=base, states=run / STATES,
+        str(labels / "test"), [*policies, "rules"], base=base, states=run / STATES,
         choose_on=str(labels / "validation"), train=str(labels / "train"), rewards_at=prices,
         prices=(),
     )  # fmt: skip
