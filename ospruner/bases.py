@@ -49,47 +49,49 @@ def check_decoder(base: PreTrainedModel) -> None:
     Raises:
         ValueError: naming the base's class, what it lacks, and what to use.
     """
-    name, config = type(base).__name__, base.config
+    if why := _unfit(base):
+        raise ValueError(f"{type(base).__name__} cannot be a base: {why}. {_INSTEAD}")
+
+
+def _unfit(base: PreTrainedModel) -> str | None:
+    """Why the last layers of a base cannot be run on their own; None where nothing is seen."""
+    config = base.config
     if config.is_encoder_decoder:
-        raise ValueError(f"{name} cannot be a base: it is an encoder-decoder. {_INSTEAD}")
+        return "it is an encoder-decoder"
     decoder = base.get_decoder()
     layers = dict(decoder.named_children()).get("layers")
     if not isinstance(decoder, PreTrainedModel) or not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"{name} cannot be a base: its decoder ({type(decoder).__name__}) keeps its layers in "
-            f"no ModuleList named `layers`. {_INSTEAD}"
+        return (
+            f"its decoder ({type(decoder).__name__}) keeps its layers in no ModuleList named "
+            "`layers`"
         )
     total = decoder.config.num_hidden_layers
     if len(layers) != total:
-        raise ValueError(
-            f"{name} cannot be a base: it has {len(layers)} layers where its configuration says "
-            f"num_hidden_layers={total}. {_INSTEAD}"
-        )
+        return f"it has {len(layers)} layers where its configuration says num_hidden_layers={total}"
     own = decoder.get_input_embeddings()
     tables = [
-        child_name
-        for child_name, child in decoder.named_modules()
+        name
+        for name, child in decoder.named_modules()
         if isinstance(child, nn.Embedding) and child is not own
     ]
     if tables:
-        raise ValueError(
-            f"{name} cannot be a base: beside the token embeddings its decoder looks up "
-            f"{', '.join(tables)}, which the hidden states of its last layers do not carry. "
-            f"{_INSTEAD}"
+        return (
+            f"beside the token embeddings its decoder looks up {', '.join(tables)}, which the "
+            "hidden states of its last layers do not carry"
         )
     if config.get_text_config() is not config:
-        raise ValueError(
-            f"{name} cannot be a base: it wraps a language model, beside parts for other "
-            f"inputs than text. Load that model alone, from a checkpoint of its own. {_INSTEAD}"
+        return (
+            "it wraps a language model, beside parts for other inputs than text. Load that model "
+            "alone, from a checkpoint of its own"
         )
     kind, length = position_switch(config) or ("", 0)
     if kind == "longrope" and length < config.max_position_embeddings:
-        raise ValueError(
-            f"{name} cannot be a base: with rope_type {kind!r} the frequencies of all positions "
-            f"change when a text passes {length} tokens (original_max_position_embeddings), and it "
-            "writes on from other hidden states than one pass over the whole text gives, from "
-            f"which a policy learns. {_INSTEAD}"
+        return (
+            f"with rope_type {kind!r} the frequencies of all positions change when a text passes "
+            f"{length} tokens (original_max_position_embeddings), and it writes on from other "
+            "hidden states than one pass over the whole text gives, from which a policy learns"
         )
+    return None
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

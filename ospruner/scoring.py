@@ -97,7 +97,6 @@ def stop_logits(
 
     Returns:
         (B, S) or (B, T) float32.
-
     """
     hidden, keys = reading(model, input_ids, attention_mask)
     positions = positions_of(input_ids, attention_mask).to(hidden.device)
@@ -142,9 +141,8 @@ def stop_probabilities(
 
     Raises:
         TypeError: the ids are no integers.
-        ValueError: a text is empty, or its thinking is not found, a price that the policy does
-            not know, a policy that tries answers without `trial_numbers`; or see
-            `refuse_prompts`.
+        ValueError: a text is empty, or its thinking is not found, or a price that the policy does
+            not know; or see `refuse_prompts`.
     """
     device = execution_device(model.base, model.base.get_input_embeddings())
     ids = torch.as_tensor(input_ids, device=device)
@@ -211,11 +209,8 @@ def _step_columns(
 ) -> list[list[int]]:
     """For each row of (B, S), the columns in which its steps end."""
     kept = torch.ones_like(rows) if mask is None else mask
-    lengths: Sequence[int | None] = (
-        [prompt_length] * len(rows)
-        if prompt_length is None or isinstance(prompt_length, int)
-        else prompt_length
-    )
+    one = prompt_length is None or isinstance(prompt_length, int)
+    lengths: Any = [prompt_length] * len(rows) if one else prompt_length
     if len(lengths) != len(rows):
         raise ValueError(
             f"prompt_length has {len(lengths)} entries for {len(rows)} rows; pass one a row"

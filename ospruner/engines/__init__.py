@@ -9,7 +9,6 @@ from .interface import (
     Sampled,
     SamplingSettings,
     TokenCount,
-    TokenTrie,
 )
 from .transformers.engine import TransformersEngine
 
@@ -22,6 +21,5 @@ __all__ = [
     "Sampled",
     "SamplingSettings",
     "TokenCount",
-    "TokenTrie",
     "TransformersEngine",
 ]

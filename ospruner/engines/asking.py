@@ -1,41 +1,34 @@
-"""Sampling and forking by single requests: what vLLM, SGLang and HTTP endpoints have in common."""
+"""Engines over servers that answer single requests: vLLM, SGLang and HTTP endpoints."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from modeling_ospruner.formats_ospruner import TokenFormat
-from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.logits import top_entropy
 
-from .dispatching import Dispatcher, EnginesDownError, ServerDownError, first_error
-from .interface import (
-    AnswerStop,
-    Engine,
-    ForkedAnswer,
-    ForkRequest,
-    OpenPrompts,
-    Sampled,
-    SamplingSettings,
-    TokenCount,
-    TraceDesk,
-    TraceRequest,
-    row_state,
-)
+from .interface import AnswerStop, Engine, SamplingSettings, TokenCount, TraceDesk
 
-__all__ = ["Ask", "AskingEngine", "Reply", "Server"]
+__all__ = ["Ask", "AskingEngine", "Reply", "Server", "ServerDownError"]
 
-_Made = Sampled | ForkedAnswer | Exception
-"""What a request of a stream gives; an error where it was refused."""
+
+class ServerDownError(Exception):
+    """A server cannot be used any more; another one may do its work.
+
+    Args:
+        server: its name.
+        reason: what it did.
+    """
+
+    def __init__(self, server: str, reason: str) -> None:
+        super().__init__(f"{server}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -133,9 +126,9 @@ class Server(Protocol):
 class AskingEngine(Engine, ABC):
     """An `Engine` over servers that answer single requests and share prefixes by themselves.
 
-    All forks of a trace go to one server, in order, the one that sampled it where it has room.
-    Tokens are counted as the servers report them; a request that a server had to interrupt and
-    compute again is not seen.
+    All forks of a trace go to the server that sampled it, unless another has nothing to do. Tokens
+    are counted as the servers report them; a request that a server had to interrupt and compute
+    again is not seen.
 
     Args:
         eos_ids: ids that end a text.
@@ -160,7 +153,6 @@ class AskingEngine(Engine, ABC):
         self.concurrency = concurrency
         self.counts = TokenCount()
         self.sample_counts = TokenCount()
-        self._homes: dict[int, int] = {}  # hash of prompt and trace: the server that knows them
 
     @abstractmethod
     def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
@@ -181,316 +173,22 @@ class AskingEngine(Engine, ABC):
     ) -> None:
         """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
 
-        A server with room first takes forks of a trace that it sampled, then a new trace, then
-        forks of servers that have no room. A request that is refused fails its trace alone. The
-        thinking and the natural answer are two requests, so that each has its own cap.
+        A trace is begun wherever a server has room, and its forks come before further traces. What
+        a server that goes down has not answered is asked of the others. A request that is refused
+        fails its trace alone. The thinking and the natural answer are two requests, so that each
+        has its own cap.
 
         Raises:
             ValueError: as `fork`.
             EnginesDownError: no server is left.
         """
-        draws = fmt is not None and settings.temperature > 0
-        if draws:
-            self._prepare_sampling(settings, [])
-        prompts = OpenPrompts(self)
-        asked: dict[int, TraceRequest] = {}  # by job
-        forks: dict[int, tuple[Sampled, _Forks]] = {}  # by job, where it is one of forks
+        from .calling import Call
 
-        def forked(
-            dispatcher: Dispatcher[_Made], request: TraceRequest, trace: Sampled, home: int | None
-        ) -> None:
-            """Goes on with a sampled trace: with its forks, or with nothing."""
-            if not (cuts := desk.sampled(request, trace)):
-                prompts.end(request)
-                desk.done(request, trace, [])
-                return
-            whole = ForkRequest(request.prompt_ids, trace.trace_ids, cuts, request.options)
-            number = dispatcher.add(len(cuts), home)
-            asked[number] = request
-            forks[number] = trace, _Forks(whole, self._order(cuts))
-
-        def more(dispatcher: Dispatcher[_Made]) -> bool:
-            if (request := desk.begin()) is None:
-                return False
-            prompts.begin(request)
-            if request.trace is not None:
-                known = _trace_hash(request.prompt_ids, request.trace.trace_ids)
-                forked(dispatcher, request, request.trace, self._homes.pop(known, None))
-            else:
-                if draws:
-                    self._prepare_sampling(settings, [request.key])
-                asked[dispatcher.add(1)] = request
-            return True
-
-        async def work(server: Server, index: int, part: int) -> _Made:
-            request = asked[index]
-            try:
-                if index in forks:
-                    return await self._fork(
-                        server, forks[index][1], part, suffix_ids, max_new_tokens, stop
-                    )
-                assert fmt is not None
-                return await self._trace(server, request, settings, fmt, prompts)
-            except ServerDownError:
-                raise
-            except Exception as error:  # noqa: BLE001 - told to the desk; the others go on
-                if index in forks:
-                    forks[index][1].begun.set()
-                return error
-
-        def done(
-            dispatcher: Dispatcher[_Made], index: int, results: list[_Made], server: int
-        ) -> None:
-            request, (trace, own) = asked.pop(index), forks.pop(index, (None, None))
-            if error := next((one for one in results if isinstance(one, Exception)), None):
-                prompts.end(request)
-                desk.failed(request, error)
-            elif trace is None or own is None:
-                (sampled,) = (one for one in results if isinstance(one, Sampled))
-                self._homes[_trace_hash(request.prompt_ids, sampled.trace_ids)] = server
-                forked(dispatcher, request, sampled, server)
-            else:
-                answers = own.placed([one for one in results if isinstance(one, ForkedAnswer)])
-                self._homes.pop(_trace_hash(request.prompt_ids, trace.trace_ids), None)
-                prompts.forked(request, own.request, suffix_ids, answers)
-                prompts.end(request)
-                desk.done(request, trace, answers)
-
-        _run(self._dispatch(work, done, more))
-
-    def _order(self, cuts: Sequence[int]) -> list[int]:
-        """In which order the forks of a trace are asked for, by their places in `cuts`."""
-        places = list(range(len(cuts)))
-        if self.shares_within_batches:
-            return places
-        return sorted(places, key=lambda place: cuts[place], reverse=True)
-
-    async def _fork(
-        self,
-        server: Server,
-        forks: _Forks,
-        part: int,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None,
-    ) -> ForkedAnswer:
-        """Decodes one answer of a trace, in the trace's order."""
-        if part and not self.shares_within_batches:
-            await forks.begun.wait()
-        request = forks.request
-        kept = request.trace_ids[: request.cuts[forks.order[part]]]
-        prompt = [*request.prompt_ids, *kept, *suffix_ids]
-        if request.options:
-            answer = await self._choose(server, prompt, tuple(request.options))
-            forks.begun.set()
-            return answer
-        answer = await self._answer(server, prompt, max_new_tokens, stop)
-        forks.begun.set()
-        return answer
-
-    async def _dispatch(
-        self,
-        work: Callable[[Server, int, int], Awaitable[_Made]],
-        done: Callable[[Dispatcher[_Made], int, list[_Made], int], None],
-        more: Callable[[Dispatcher[_Made]], bool],
-    ) -> None:
-        async with self._connect() as servers:
-            dispatcher = Dispatcher[_Made](
-                len(servers),
-                self.concurrency,
-                lambda server, index, part: work(servers[server], index, part),
-                lambda index, results, server: done(dispatcher, index, results, server),
-                lambda: more(dispatcher),
-            )
-            try:
-                await dispatcher.run()
-            except ServerDownError as error:
-                reasons = "; ".join(map(str, dispatcher.down))
-                raise EnginesDownError(
-                    f"no server is left ({reasons}): see to them and run again; what was "
-                    "finished before is kept"
-                ) from error
-
-    async def _trace(
-        self,
-        server: Server,
-        request: TraceRequest,
-        settings: SamplingSettings,
-        fmt: TokenFormat,
-        prompts: OpenPrompts,
-    ) -> Sampled:
-        """Samples one thinking part and, where the model ended it by its marker, the answer.
-
-        Where the end marker is several tokens, servers stop at its text, which is then looked at:
-        they are asked on where it was none.
-        """
-        state = row_state(settings.seed, request.key)
-        prompt, ids = list(request.prompt_ids), list[int]()
-        marker = _ThinkingEnd(fmt) if fmt.end_marker is not None else None
-        ends = self.eos_ids.union(() if marker else fmt.think_end_ids)
-
-        async def continued(limit: int, end_ids: frozenset[int], draw: int, stop: Any) -> Reply:
-            ask = Ask(
-                [*prompt, *ids],
-                limit,
-                end_ids,
-                settings.temperature,
-                settings.top_p,
-                settings.top_k,
-                mix64(state ^ draw) >> 1 if settings.temperature > 0 else None,
-                stop=stop,
-            )
-            reply = await server.ask(ask)
-            _count(self.sample_counts, ask, reply)
-            return reply
-
-        while True:
-            limit = settings.max_new_tokens - len(ids)
-            stop = partial(_ThinkingEnd, fmt, tuple(ids)) if marker else None
-            # The answer's draw is 1.
-            reply = await continued(limit, ends, len(ids) + 1 if ids else 0, stop)
-            ids += reply.ids if marker is None else reply.ids[: marker.take(reply.ids)]
-            length = len(ids)
-            if marker is not None and marker.state.ended:
-                length = marker.state.thinking_tokens
-            elif marker is None and reply.end_id is not None and reply.end_id == fmt.think_end_id:
-                ids.append(reply.end_id)
-            elif reply.end_id is not None:
-                prompts.sampled(request, [*prompt, *ids])
-                return Sampled(ids, [], "natural")
-            elif len(ids) >= settings.max_new_tokens:
-                prompts.sampled(request, [*prompt, *ids[:-1]])
-                return Sampled(ids, [], "cap")
-            else:
-                if marker is None or not reply.ids:
-                    _check_length(reply, limit)
-                continue
-            answer = await continued(settings.max_answer_tokens, self.eos_ids, 1, None)
-            fed = answer.ids if answer.end_id is not None else answer.ids[:-1]
-            prompts.sampled(request, [*prompt, *ids, *fed])
-            written = ids[length:] if marker is not None else []
-            return Sampled(ids[:length], answer.ids, "natural", written)
-
-    async def _choose(
-        self, server: Server, prompt: list[int], options: tuple[int, ...]
-    ) -> ForkedAnswer:
-        """The likeliest of the options after a prompt; those left unsaid are asked for singly."""
-
-        async def scores_of(some: tuple[int, ...]) -> list[float | None]:
-            ask = Ask(prompt, 1, self.eos_ids, scored=True, options=some)
-            reply = await server.ask(ask)
-            _count(self.counts, ask, reply)
-            return reply.option_logprobs
-
-        known = dict(zip(options, await scores_of(options), strict=True))
-        scores = []
-        for option, score in known.items():
-            score = (await scores_of((option,)))[0] if score is None else score
-            if score is None:
-                raise ValueError(f"a server gives no log-probability of the token {option}")
-            scores.append(score)
-        return ForkedAnswer.chosen(options, scores)
-
-    async def _answer(
-        self,
-        server: Server,
-        prompt: list[int],
-        limit: int,
-        stop: Callable[[], AnswerStop] | None,
-    ) -> ForkedAnswer:
-        """Decodes one answer, asking on where a server stopped before the rule is satisfied."""
-        rule = stop() if stop is not None else None
-        ids: list[int] = []
-        logprobs: list[float] = []
-        entropies: list[float] = []
-
-        def answer(ended: Literal["closed", "eos", "length"]) -> ForkedAnswer:
-            first = entropies[0] if entropies else 0.0
-            return ForkedAnswer(ids, ended, logprobs, first, math.fsum(entropies))
-
-        while True:
-            ask = Ask([*prompt, *ids], limit - len(ids), self.eos_ids, scored=True, stop=stop)
-            reply = await server.ask(ask)
-            _count(self.counts, ask, reply)
-            for place, token in enumerate(reply.ids):
-                ids.append(token)
-                logprobs.append(reply.logprobs[place])
-                entropies.append(reply.entropies[place])
-                if rule is not None and rule.push(token):
-                    return answer("closed")
-            if reply.end_id is not None:
-                entropies.append(reply.entropies[-1])
-                return answer("eos")
-            if len(ids) >= limit:
-                return answer("length")
-            if rule is None or not reply.ids:
-                _check_length(reply, ask.max_new_tokens)
-
-
-class _Forks:
-    """The forks of one trace, as they are asked for.
-
-    Args:
-        request: the trace and its cuts.
-        order: the places of the cuts, in the order in which they are asked for.
-    """
-
-    def __init__(self, request: ForkRequest, order: list[int]) -> None:
-        self.request = request
-        self.order = order
-        self.begun = asyncio.Event()  # the first one is answered
-
-    def placed(self, answers: Sequence[ForkedAnswer]) -> list[ForkedAnswer]:
-        """The answers in the order of the cuts."""
-        by_place = dict(zip(self.order, answers, strict=True))
-        return [by_place[place] for place in range(len(by_place))]
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Runs to the end; of several errors in concurrent requests the first one is raised alone."""
-    try:
-        asyncio.run(work)
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
-
-
-def _count(count: TokenCount, ask: Ask, reply: Reply) -> None:
-    generated = len(reply.ids) + (reply.end_id is not None)
-    fed = max(generated - 1, 0)  # nothing follows the last token
-    count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
-
-
-class _ThinkingEnd:
-    """The `AnswerStop` of a thinking that an end marker of several tokens ends.
-
-    Args:
-        fmt: with that marker.
-        taken: what stands there already.
-    """
-
-    def __init__(self, fmt: TokenFormat, taken: Sequence[int] = ()) -> None:
-        assert fmt.end_marker is not None
-        self.final_text = fmt.end_marker.literal
-        self.state = fmt.boundary_state(alone=True)
-        self.take(taken)
-
-    def push(self, token_id: int) -> bool:
-        """Takes the next token; whether the marker is complete."""
-        self.state.push(token_id)
-        return self.state.ended
-
-    def take(self, ids: Sequence[int]) -> int:
-        """Takes tokens up to the marker's last; how many."""
-        return next((i + 1 for i, token_id in enumerate(ids) if self.push(token_id)), len(ids))
-
-
-def _check_length(reply: Reply, limit: int) -> None:
-    if len(reply.ids) < limit:
-        raise ValueError(
-            f"a server stopped after {len(reply.ids)} of {limit} tokens without saying why: is "
-            "its context (max_model_len, context-length) long enough for prompt and trace cap?"
-        )
-
-
-def _trace_hash(prompt_ids: Sequence[int], trace_ids: Sequence[int]) -> int:
-    return hash((tuple(prompt_ids), tuple(trace_ids)))
+        call = Call(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop)
+        try:
+            asyncio.run(call.run())
+        except BaseExceptionGroup as group:  # of several errors the first one is raised alone
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None

@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ospruner.optional import needed
 
-from .asking import Ask, AskingEngine, Reply, Server
-from .dispatching import ServerDownError
+from .asking import Ask, AskingEngine, Reply, Server, ServerDownError
 from .interface import ENTROPY_TOKENS, SamplingSettings, base_end_ids
 
 if TYPE_CHECKING:
@@ -114,36 +113,36 @@ class HTTPEngine(AskingEngine):
             yield servers
 
 
+@dataclass(frozen=True)
 class _Endpoint:
     """One server."""
 
-    def __init__(self, engine: HTTPEngine, url: str, client: AsyncOpenAI) -> None:
-        self._engine = engine
-        self._url = url
-        self._client = client
+    engine: HTTPEngine
+    url: str
+    client: AsyncOpenAI
 
     async def ask(self, ask: Ask) -> Reply:
         """Answers one request; see `Server.ask`."""
         from openai import APIConnectionError, APIStatusError, InternalServerError, RateLimitError
 
-        path, body = self._engine._request(ask)
+        path, body = self.engine._request(ask)
         try:
-            answer = await self._client.post(path, cast_to=object, body=body)
+            answer = await self.client.post(path, cast_to=object, body=body)
         except APIConnectionError as error:  # time-outs too
             reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-            raise ServerDownError(self._url, reason) from error
+            raise ServerDownError(self.url, reason) from error
         except (InternalServerError, RateLimitError) as error:
-            raise ServerDownError(self._url, str(error)) from error
+            raise ServerDownError(self.url, str(error)) from error
         except APIStatusError as error:
             raise ValueError(
-                f"{self._url} refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
+                f"{self.url} refuses a request of {len(ask.prompt_ids)} prompt tokens and up to "
                 f"{ask.max_new_tokens} new ones: {error}"
             ) from error
         try:
-            return self._engine._reply(ask, answer)  # type: ignore[arg-type]
+            return self.engine._reply(ask, answer)  # type: ignore[arg-type]
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(
-                f"the answer of {self._url} lacks {error}: {self._engine.needs}"
+                f"the answer of {self.url} lacks {error}: {self.engine.needs}"
             ) from error
 
 

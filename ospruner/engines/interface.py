@@ -16,7 +16,9 @@ from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.rules.signals import ENTROPY_TOKENS as ENTROPY_TOKENS
 
-__all__ = ["base_end_ids", "end_ids"]
+
+class EnginesDownError(ConnectionError):
+    """No server is left to do the work. What was finished before has been handed on."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,7 @@ class Engine(ABC):
 
         Raises:
             ValueError: as `fork`. What a single trace asks too much fails that trace alone.
+            EnginesDownError: no server is left.
             Exception: an error that cannot be told to be a single trace's. Those in flight are
                 not handed in.
         """
@@ -279,11 +282,18 @@ class Engine(ABC):
         """
         if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
             raise ValueError(f"prompts {empty} are empty; a trace needs a prompt")
-        named = row_keys(prompts, keys)
-        requests = [TraceRequest(*one) for one in zip(prompts, named, strict=True)]
-        desk = _ListDesk(requests, lambda index, trace, answers: on_done and on_done(index, trace))
+        if keys is None:
+            seen: Counter[tuple[int, ...]] = Counter()
+            keys = []
+            for ids in map(tuple, prompts):
+                keys.append(f"{ids}/{seen[ids]}")
+                seen[ids] += 1
+        elif len(keys) != len(prompts):
+            raise ValueError(f"keys has {len(keys)} entries for {len(prompts)} prompts")
+        asked = [TraceRequest(prompt, key) for prompt, key in zip(prompts, keys, strict=True)]
+        desk = _ListDesk(asked, None, lambda i, trace, _: on_done and on_done(i, trace))
         self.sample_and_fork(desk, settings, fmt, _NO_SUFFIX, 1)
-        return [desk.results[i][0] for i in range(len(requests))]
+        return [trace for trace, _ in desk.in_order()]
 
     def fork(
         self,
@@ -312,19 +322,14 @@ class Engine(ABC):
             raise ValueError("suffix_ids is empty; use TokenFormat.forced_suffix")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
-        asked = [
-            TraceRequest(
-                one.prompt_ids, "", one.options, Sampled(list(one.trace_ids), [], "natural")
-            )
-            for one in requests
-        ]
-        desk = _ListDesk(
-            asked,
-            lambda index, trace, answers: on_done and on_done(index, list(answers)),
-            [list(one.cuts) for one in requests],
-        )
+        asked = []
+        for one in requests:
+            trace = Sampled(list(one.trace_ids), [], "natural")
+            asked.append(TraceRequest(one.prompt_ids, "", one.options, trace))
+        cuts = [list(one.cuts) for one in requests]
+        desk = _ListDesk(asked, cuts, lambda i, _, answers: on_done and on_done(i, answers))
         self.sample_and_fork(desk, SamplingSettings(), None, suffix_ids, max_new_tokens, stop)
-        return [list(desk.results[i][1]) for i in range(len(requests))]
+        return [answers for _, answers in desk.in_order()]
 
 
 _NO_SUFFIX = (0,)  # nothing is forked
@@ -335,21 +340,21 @@ class _ListDesk:
 
     Args:
         requests: the traces.
-        on_done: called with each one's index, trace and answers.
         cuts: of each; None for none.
+        on_done: called with each one's index, trace and answers.
     """
 
     def __init__(
         self,
         requests: Sequence[TraceRequest],
-        on_done: Callable[[int, Sampled, Sequence[ForkedAnswer]], object],
-        cuts: Sequence[list[int]] | None = None,
+        cuts: Sequence[list[int]] | None,
+        on_done: Callable[[int, Sampled, list[ForkedAnswer]], object],
     ) -> None:
         self._todo = iter(requests)
         self._places = {id(request): i for i, request in enumerate(requests)}
-        self._on_done = on_done
         self._cuts = cuts
-        self.results: dict[int, tuple[Sampled, Sequence[ForkedAnswer]]] = {}
+        self._on_done = on_done
+        self._results: dict[int, tuple[Sampled, list[ForkedAnswer]]] = {}
 
     def begin(self) -> TraceRequest | None:
         """See `TraceDesk.begin`."""
@@ -362,27 +367,16 @@ class _ListDesk:
     def done(self, request: TraceRequest, trace: Sampled, answers: Sequence[ForkedAnswer]) -> None:
         """See `TraceDesk.done`."""
         place = self._places[id(request)]
-        self.results[place] = trace, answers
-        self._on_done(place, trace, answers)
+        self._results[place] = trace, list(answers)
+        self._on_done(place, *self._results[place])
 
     def failed(self, request: TraceRequest, error: Exception) -> None:
         """See `TraceDesk.failed`."""
         raise error
 
-
-def row_keys(prompts: Sequence[Sequence[int]], keys: Sequence[str] | None) -> list[str]:
-    """The given keys, or for each prompt its ids and how often they occurred before."""
-    if keys is not None:
-        if len(keys) != len(prompts):
-            raise ValueError(f"keys has {len(keys)} entries for {len(prompts)} prompts")
-        return list(keys)
-    seen: Counter[tuple[int, ...]] = Counter()
-    made = []
-    for prompt in prompts:
-        ids = tuple(prompt)
-        made.append(f"{ids}/{seen[ids]}")
-        seen[ids] += 1
-    return made
+    def in_order(self) -> list[tuple[Sampled, list[ForkedAnswer]]]:
+        """What was made of each request."""
+        return [self._results[place] for place in range(len(self._places))]
 
 
 def row_state(seed: int, key: str) -> int:
@@ -391,32 +385,11 @@ def row_state(seed: int, key: str) -> int:
     return mix64(mix64(seed) ^ int.from_bytes(digest, "big"))
 
 
-class TokenTrie:
-    """Counts the tokens that requests cannot share: the nodes of the trie over them.
-
-    A node is the 64-bit hash of its path, so that a path is walked once, however many branch off.
-    """
-
-    ROOT = 0
-
-    def __init__(self) -> None:
-        self._nodes: set[int] = set()
-
-    def add(self, token_ids: Iterable[int], node: int = ROOT) -> list[int]:
-        """Adds a path below a node; returns the node before each token, and the last one."""
-        path = [node]
-        for token_id in token_ids:
-            node = hash((node, token_id))
-            path.append(node)
-        self._nodes.update(path[1:])
-        return path
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-
 class OpenPrompts:
     """Counts the unique tokens of a stream, in which the traces of one prompt are neighbours.
+
+    They are the nodes of a trie over the tokens that had to be computed. A node is the 64-bit hash
+    of its path, so that a path is walked once, however many branch off.
 
     Args:
         engine: in whose counts they are entered, once no trace of a prompt is being worked on.
@@ -424,16 +397,16 @@ class OpenPrompts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._open: dict[tuple[int, ...], tuple[list[TraceRequest], TokenTrie, TokenTrie]] = {}
+        # Of each prompt: the traces worked on, and the nodes of sampling and of forks.
+        self._open: dict[tuple[int, ...], tuple[list[TraceRequest], set[int], set[int]]] = {}
 
     def begin(self, request: TraceRequest) -> None:
         """Takes note of a trace that begins."""
-        new: tuple[list[TraceRequest], TokenTrie, TokenTrie] = [], TokenTrie(), TokenTrie()
-        self._open.setdefault(tuple(request.prompt_ids), new)[0].append(request)
+        self._open.setdefault(tuple(request.prompt_ids), ([], set(), set()))[0].append(request)
 
     def sampled(self, request: TraceRequest, token_ids: Sequence[int]) -> None:
         """Takes the tokens, prompt included, that had to be computed to sample a trace."""
-        self._open[tuple(request.prompt_ids)][1].add(token_ids)
+        _add_path(self._open[tuple(request.prompt_ids)][1], token_ids)
 
     def forked(
         self,
@@ -443,13 +416,11 @@ class OpenPrompts:
         answers: Sequence[ForkedAnswer],
     ) -> None:
         """Takes the tokens that had to be computed to fork a trace."""
-        if not len(fork.cuts):
-            return
-        trie = self._open[tuple(request.prompt_ids)][2]
-        path = trie.add([*fork.prompt_ids, *fork.trace_ids[: max(fork.cuts)]])
+        nodes = self._open[tuple(request.prompt_ids)][2]
+        path = _add_path(nodes, [*fork.prompt_ids, *fork.trace_ids[: max(fork.cuts)]])
         for cut, answer in zip(fork.cuts, answers, strict=True):
             fed = answer.ids if answer.ended == "eos" else answer.ids[:-1]
-            trie.add([*suffix_ids, *fed], path[len(fork.prompt_ids) + cut])
+            _add_path(nodes, [*suffix_ids, *fed], path[len(fork.prompt_ids) + cut])
 
     def end(self, request: TraceRequest) -> None:
         """Takes note of a trace that is done, or has failed."""
@@ -460,6 +431,16 @@ class OpenPrompts:
             del self._open[prompt]
             self._engine.sample_counts.unique += len(sampled)
             self._engine.counts.unique += len(forked)
+
+
+def _add_path(nodes: set[int], token_ids: Iterable[int], node: int = 0) -> list[int]:
+    """Adds a path below a node of a trie; returns the node before each token, and the last one."""
+    path = [node]
+    for token_id in token_ids:
+        node = hash((node, token_id))
+        path.append(node)
+    nodes.update(path[1:])
+    return path
 
 
 def end_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,7 @@ from .interface import Engine
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ENGINES",
-    "EngineOptions",
-    "default_engine",
-    "known_revision",
-    "load_tokenizer",
-    "open_engine",
-    "parse_engine_args",
-]
+__all__ = ["ENGINES", "EngineOptions", "open_engine"]
 
 
 @dataclass(frozen=True)
@@ -70,12 +63,11 @@ def parse_engine_args(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
-        if not name.isidentifier() or not equals:
+        if not name.isidentifier() or not equals or name in found:
             raise ValueError(
-                f"engine argument {text!r}; it must be name=value, such as tensor_parallel_size=2"
+                f"engine argument {text!r}; each must be name=value, such as "
+                "tensor_parallel_size=2, and given once"
             )
-        if name in found:
-            raise ValueError(f"engine argument {name} is given twice; give it once")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -170,13 +162,14 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
     from .transformers.engine import TransformersEngine
 
     ours = set(inspect.signature(TransformersEngine).parameters) - {"model", "tokenizer"}
+    own = {name: value for name, value in options.arguments.items() if name in ours}
     loading = {name: value for name, value in options.arguments.items() if name not in ours}
     place = device_named(options.device)
     if options.dtype != "auto" and not isinstance(vars(torch).get(options.dtype), torch.dtype):
         raise ValueError(
             f"dtype is {options.dtype!r}; it must be auto, float32, bfloat16 or float16"
         )
-    on_cpu = torch.device(place).type == "cpu" and "device_map" not in loading
+    on_cpu = place.type == "cpu" and "device_map" not in loading
     dtype = "float32" if options.dtype == "auto" and on_cpu else options.dtype
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -189,10 +182,9 @@ def _open_transformers(tokenizer: PreTrainedTokenizerBase, options: EngineOption
         ) from error
     if "device_map" not in loading:
         torch.nn.Module.to(model, place)
-    arguments = {name: options.arguments[name] for name in ours & set(options.arguments)}
     if options.batch_size is not None:
-        arguments["batch_size"] = options.batch_size
-    return TransformersEngine(model, tokenizer, **arguments)
+        own["batch_size"] = options.batch_size
+    return TransformersEngine(model, tokenizer, **own)
 
 
 def device_named(name: str | None) -> torch.device:
@@ -222,38 +214,30 @@ def device_named(name: str | None) -> torch.device:
 def _open_vllm(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
     from .vllm import VLLMEngine
 
-    return VLLMEngine(
-        options.base,
-        tokenizer,
-        revision=options.revision,
-        dtype=options.dtype,
-        **_with_size(options),
-    )
+    more = {"revision": options.revision, "dtype": options.dtype, **_with_size(options)}
+    return VLLMEngine(options.base, tokenizer, **more)
 
 
-def _open_http(name: str) -> Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]:
-    def opened(tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
-        from .http import HTTPEngine, OpenAIEngine, SGLangEngine
+def _open_http(name: str, tokenizer: PreTrainedTokenizerBase, options: EngineOptions) -> Engine:
+    from .http import HTTPEngine, OpenAIEngine, SGLangEngine
 
-        kind = {"openai": OpenAIEngine, "sglang": SGLangEngine}[name]
-        known = {*inspect.signature(HTTPEngine).parameters, *inspect.signature(kind).parameters}
-        known -= {"base", "tokenizer", "urls", "revision", "more"}
-        if unknown := sorted(set(options.arguments) - known):
-            raise ValueError(
-                f"engine arguments {unknown}: the {name} engine takes {sorted(known)}; what the "
-                "server itself takes is given where it starts"
-            )
-        more = {"revision": options.revision, **_with_size(options)}
-        return kind(options.base, tokenizer, options.urls, **more)
-
-    return opened
+    kind = OpenAIEngine if name == "openai" else SGLangEngine
+    known = {*inspect.signature(HTTPEngine).parameters, *inspect.signature(kind).parameters}
+    known -= {"base", "tokenizer", "urls", "revision", "more"}
+    if unknown := sorted(set(options.arguments) - known):
+        raise ValueError(
+            f"engine arguments {unknown}: the {name} engine takes {sorted(known)}; what the server "
+            "itself takes is given where it starts"
+        )
+    more = {"revision": options.revision, **_with_size(options)}
+    return kind(options.base, tokenizer, options.urls, **more)
 
 
 ENGINES: dict[str, Callable[[PreTrainedTokenizerBase, EngineOptions], Engine]] = {
     "transformers": _open_transformers,
     "vllm": _open_vllm,
-    "sglang": _open_http("sglang"),
-    "openai": _open_http("openai"),
+    "sglang": partial(_open_http, "sglang"),
+    "openai": partial(_open_http, "openai"),
 }
 """What opens each engine."""
 _ONLY = {

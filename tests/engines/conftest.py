@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
+from modeling_ospruner import TokenFormat
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.engines.interface import (
     Engine,
@@ -18,9 +26,70 @@ from ospruner.engines.interface import (
 )
 from ospruner.eval.problems.problem import user_message
 from ospruner.eval.problems.task import prompt_token_ids
+from ospruner.formats import DEEPSEEK_R1
 
 GREEDY = SamplingSettings(temperature=0, max_new_tokens=800, max_answer_tokens=16)
 ANSWER_TOKENS = 16
+
+
+SETTINGS = SamplingSettings(
+    temperature=0.9, top_p=0.95, max_new_tokens=40, max_answer_tokens=10, seed=3
+)
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2": {},  # packed
+    "gemma2": {"sliding_window": 8, "head_dim": 8},  # sequential: windows
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},  # recurrent
+}
+
+
+@pytest.fixture
+def fmt(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenFormat:
+    return TokenFormat.compile(DEEPSEEK_R1, tiny_tokenizer)
+
+
+def make_base(
+    name: str, tokenizer: PreTrainedTokenizerFast, ends: TokenFormat | None = None
+) -> PreTrainedModel:
+    """A tiny base; with a format, one that ends its thinking after few or many tokens."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        name,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=tokenizer.eos_token_id,
+        **ARCHITECTURES[name],
+    )
+    base: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in base.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    if ends is not None:
+        output = base.get_output_embeddings()
+        assert isinstance(output, torch.nn.Linear)
+        output.weight = torch.nn.Parameter(output.weight.detach().clone())
+        output.weight.data[ends.think_end_id] *= 2.5
+        output.weight.data[tokenizer.eos_token_id] *= 2
+    return base
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[5 + (7 * i + 3 * j) % 300 for j in range(3 + i % 5)] for i in range(count)]
+
+
+def requests(fmt: TokenFormat, count: int = 7) -> list[ForkRequest]:
+    """Traces of different lengths; some without a cut, one with a cut at 0, one cut twice."""
+    made = []
+    for i, prompt in enumerate(prompts(count)):
+        trace = [9 + (11 * i + 5 * j * j) % 300 for j in range(4 + 6 * i)]
+        cuts = [c for c in (0, 3, 4, 8, 8, 20, len(trace)) if c <= len(trace)]
+        made.append(ForkRequest(prompt, trace, cuts if i != 2 else []))
+    return made
 
 
 @dataclass(frozen=True)
@@ -86,6 +155,15 @@ def check_choices(
             assert one.ids == other.ids or best - second < 1e-3
             told.add(tuple(one.ids))
     assert len(told) > 1
+
+
+def check_other_answers(engine: Engine, reasoner: Reasoner, traces: Traces) -> None:
+    """Letters and free answers are those of the transformers engine."""
+    some, own = traces.requests[:2], reasoner.engine
+    check_choices(choose_all(own, reasoner, some), choose_all(engine, reasoner, some))
+    suffix = reasoner.token_format.forced_suffix("free")
+    free = own.fork(some[:1], suffix, 4)
+    check_agreement(reasoner, some[:1], free, engine.fork(some[:1], suffix, 4))
 
 
 def check_agreement(

@@ -41,8 +41,6 @@ class LocalServer:
         prompts: of all requests so far.
         faults: what to do with the next requests instead of answering them: a status, "hang", or
             "hang up".
-        most_at_once: how many requests were inside together at most.
-        others_inside: for each request so far, how many were inside when it came.
         gives_ids: whether answers hold token ids.
         knows_allowed: whether `allowed_token_ids` is looked at.
     """
@@ -52,11 +50,8 @@ class LocalServer:
         self.prompts: list[list[int]] = []
         self.seeds: list[int | None] = []
         self.faults: deque[int | str] = deque()
-        self.most_at_once = 0
-        self.others_inside: list[int] = []
         self.gives_ids = True
         self.knows_allowed = True
-        self._inside = 0
         self._lock = threading.Lock()
         app = FastAPI()
         app.post("/v1/completions")(self._completions)
@@ -133,13 +128,7 @@ class LocalServer:
 
     async def _run(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:
         self.seeds.append(sampling.get("seed", sampling.get("sampling_seed")))
-        self.others_inside.append(self._inside)
-        self._inside += 1
-        self.most_at_once = max(self.most_at_once, self._inside)
-        try:
-            return await asyncio.to_thread(self._decode, prompt, limit, sampling)
-        finally:
-            self._inside -= 1
+        return await asyncio.to_thread(self._decode, prompt, limit, sampling)
 
     @torch.inference_mode()
     def _decode(self, prompt: list[int], limit: int, sampling: dict[str, Any]) -> Generated:

@@ -13,8 +13,8 @@ import pytest
 
 from ospruner.demo.shipped import Reasoner, draw_split
 from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
-from ospruner.engines.dispatching import EnginesDownError
 from ospruner.engines.http import HTTPEngine, OpenAIEngine, SGLangEngine
+from ospruner.engines.interface import EnginesDownError
 from ospruner.eval.schema import LabelSettings
 from ospruner.optional import MissingPackageError
 from ospruner.progress import Progress, silent
@@ -30,6 +30,9 @@ ENGINES: dict[str, type[OpenAIEngine] | type[SGLangEngine]] = {
 }
 
 
+Few = tuple[list[ForkRequest], list[list[ForkedAnswer]]]
+
+
 @pytest.fixture
 def servers(reasoner: Reasoner) -> Iterator[list[LocalServer]]:
     with LocalServer(reasoner) as first, LocalServer(reasoner) as second:
@@ -37,7 +40,7 @@ def servers(reasoner: Reasoner) -> Iterator[list[LocalServer]]:
 
 
 @pytest.fixture
-def few(traces: Traces) -> tuple[list[ForkRequest], list[list[ForkedAnswer]]]:
+def few(traces: Traces) -> Few:
     """Three cuts of each trace, with their answers."""
     requests = [replace(request, cuts=request.cuts[-3:]) for request in traces.requests]
     return requests, [answers[-3:] for answers in traces.answers]
@@ -78,55 +81,9 @@ def test_agrees_with_the_transformers_engine(
     assert engine.counts.computed > engine.counts.unique > 0
 
 
-def test_the_forks_of_a_trace_go_to_the_server_that_sampled_it(
-    servers: list[LocalServer], reasoner: Reasoner, traces: Traces
-) -> None:
-    engine = open_over(servers, reasoner, concurrency=100)
-    assert engine.sample(traces.prompts, GREEDY, reasoner.token_format) == traces.sampled
-    starts = [tuple(prompt) for prompt in traces.prompts]
-
-    def seen(server: LocalServer) -> set[int]:
-        return {i for p in server.prompts for i, s in enumerate(starts) if tuple(p[: len(s)]) == s}
-
-    sampled_by = [seen(server) for server in servers]
-    assert sorted(map(len, sampled_by)) == [2, 2]
-    for server in servers:
-        server.prompts.clear()
-    fork_all(engine, reasoner, [replace(r, cuts=r.cuts[-2:]) for r in traces.requests])
-    assert [seen(server) for server in servers] == sampled_by
-
-
-def test_concurrency_is_bounded_and_used(
-    servers: list[LocalServer],
-    reasoner: Reasoner,
-    few: tuple[list[ForkRequest], list[list[ForkedAnswer]]],
-) -> None:
-    engine = open_over(servers[:1], reasoner, concurrency=3)
-    assert [[a.ids for a in row] for row in fork_all(engine, reasoner, few[0])] == [
-        [a.ids for a in row] for row in few[1]
-    ]
-    assert servers[0].most_at_once == 3
-
-
-def test_sglang_computes_a_trace_before_its_forks_are_asked_for(
-    servers: list[LocalServer],
-    reasoner: Reasoner,
-    few: tuple[list[ForkRequest], list[list[ForkedAnswer]]],
-) -> None:
-    """It shares nothing among requests of one batch: 3.2 times the unique tokens otherwise."""
-    engine = open_over(servers[:1], reasoner, "sglang", concurrency=100)
-    check_agreement(reasoner, few[0][:1], few[1][:1], fork_all(engine, reasoner, few[0][:1]))
-    lengths = [len(prompt) for prompt in servers[0].prompts]
-    assert lengths[0] == max(lengths)
-    assert servers[0].others_inside[:2] == [0, 0]
-
-
 @pytest.mark.parametrize("faults", [[503], [429, 500], ["hang"]])
 def test_what_fails_is_sent_again(
-    faults: list[int | str],
-    servers: list[LocalServer],
-    reasoner: Reasoner,
-    few: tuple[list[ForkRequest], list[list[ForkedAnswer]]],
+    faults: list[int | str], servers: list[LocalServer], reasoner: Reasoner, few: Few
 ) -> None:
     servers[0].faults.extend(faults)
     timeout = 5 if faults == ["hang"] else 300
@@ -137,9 +94,7 @@ def test_what_fails_is_sent_again(
 
 
 def test_a_dead_server_s_work_is_done_by_the_other(
-    servers: list[LocalServer],
-    reasoner: Reasoner,
-    few: tuple[list[ForkRequest], list[list[ForkedAnswer]]],
+    servers: list[LocalServer], reasoner: Reasoner, few: Few
 ) -> None:
     engine = open_over(servers, reasoner, concurrency=1)
     stopped: list[int] = []
@@ -155,31 +110,6 @@ def test_a_dead_server_s_work_is_done_by_the_other(
     # The next call finds it dead from the start, and a server that answers 500 for ever too.
     again = fork_all(engine, reasoner, few[0][:1])
     check_agreement(reasoner, few[0][:1], few[1][:1], again)
-
-
-def test_without_any_server_left_what_is_done_is_handed_on(
-    servers: list[LocalServer],
-    reasoner: Reasoner,
-    few: tuple[list[ForkRequest], list[list[ForkedAnswer]]],
-) -> None:
-    engine = open_over(servers, reasoner, concurrency=1)
-    done: dict[int, list[ForkedAnswer]] = {}
-
-    def stop_all(index: int, answers: list[ForkedAnswer]) -> None:
-        done[index] = answers
-        for server in servers:
-            server.faults.extend([500] * 50)
-
-    fmt = reasoner.token_format
-    with pytest.raises(EnginesDownError, match="no server is left") as error:
-        engine.fork(few[0], fmt.forced_suffix(), 16, fmt.box_state, stop_all)
-    assert all(server.url in str(error.value) for server in servers)
-    assert done
-    for index, answers in done.items():
-        check_agreement(reasoner, [few[0][index]], [few[1][index]], [answers])
-    for server in servers:
-        server.faults.clear()
-    check_agreement(reasoner, few[0], few[1], fork_all(engine, reasoner, few[0]))
 
 
 def test_a_label_run_outlives_its_servers(
@@ -210,19 +140,13 @@ def test_a_label_run_outlives_its_servers(
     assert [row["problem_id"] for row in finished] == [problem.id for problem in problems]
 
 
-def test_a_refused_request_is_told_apart_from_a_dead_server(
+def test_refused_requests_and_servers_without_token_ids_are_told_from_dead_ones(
     servers: list[LocalServer], reasoner: Reasoner, traces: Traces
 ) -> None:
     engine = open_over(servers[:1], reasoner)
     servers[0].faults.append(400)
     with pytest.raises(ValueError, match=r"refuses a request of \d+ prompt tokens.*fault 400"):
         engine.sample(traces.prompts[:1], GREEDY, reasoner.token_format)
-
-
-def test_a_server_without_token_ids_is_refused(
-    servers: list[LocalServer], reasoner: Reasoner, traces: Traces
-) -> None:
-    engine = open_over(servers[:1], reasoner)
     servers[0].gives_ids = False
     with pytest.raises(ValueError, match="lacks 'token_ids'.*return_token_ids"):
         engine.sample(traces.prompts[:1], GREEDY, reasoner.token_format)
@@ -271,33 +195,19 @@ def test_each_row_has_its_own_seed(
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize(
-    ("urls", "message"),
-    [
-        ([], "urls is empty"),
-        (["localhost:8000"], "urls holds 'localhost:8000.*give addresses such as"),
-        (["http://a:1", "http://a:1/"], "each server must be named once"),
-    ],
-)
-def test_bad_urls_are_refused(name: str, urls: list[str], message: str, reasoner: Reasoner) -> None:
-    with pytest.raises(ValueError, match=message):
-        ENGINES[name](str(reasoner.folder), reasoner.tokenizer, urls)
-
-
-def test_bad_limits_are_refused(reasoner: Reasoner) -> None:
-    for changed, message in (
-        ({"timeout_seconds": 0}, "timeout_seconds is 0"),
-        ({"retries": -1}, "retries -1"),
-        ({"concurrency": 0}, "concurrency is 0; it must be 1 or more"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            OpenAIEngine(str(reasoner.folder), reasoner.tokenizer, ["http://a:1"], **changed)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_missing_client_names_the_pip_line(
+def test_bad_settings_are_refused(
     name: str, reasoner: Reasoner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def opened(urls: Sequence[str] = ("http://a:1",), **more: Any) -> HTTPEngine:
+        return ENGINES[name](str(reasoner.folder), reasoner.tokenizer, urls, **more)
+
+    for urls in ([], ["localhost:8000"], ["http://a:1", "http://a:1/"]):
+        with pytest.raises(ValueError, match="^urls "):
+            opened(urls)
+    changes: list[dict[str, Any]] = [{"timeout_seconds": 0}, {"retries": -1}, {"concurrency": 0}]
+    for changed in changes:
+        with pytest.raises(ValueError, match=f"{next(iter(changed))} .*-?[01]"):
+            opened(**changed)
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(MissingPackageError, match=r"openai, which.*pip install 'ospruner\[openai"):
-        ENGINES[name](str(reasoner.folder), reasoner.tokenizer, ["http://a:1"])
+        opened()

@@ -16,8 +16,7 @@ from .conftest import (
     GREEDY,
     Traces,
     check_agreement,
-    check_choices,
-    choose_all,
+    check_other_answers,
     fork_all,
     make_traces,
 )
@@ -46,13 +45,7 @@ def test_the_real_server_gives_the_same_labels(
     assert engine.sample_counts.computed <= 1.2 * engine.sample_counts.unique
     fork_all(engine, reasoner, traces.requests)
     assert engine.counts.computed <= engine.counts.unique  # the traces were computed by sampling
-    check_choices(
-        choose_all(reasoner.engine, reasoner, traces.requests[:2]),
-        choose_all(engine, reasoner, traces.requests[:2]),
-    )
-    free = engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
-    ours = reasoner.engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
-    check_agreement(reasoner, traces.requests[:1], ours, free)
+    check_other_answers(engine, reasoner, traces)
 
 
 def test_forks_share_the_prefixes_of_traces_that_are_new_to_the_server(

@@ -18,8 +18,7 @@ from .conftest import (
     GREEDY,
     Traces,
     check_agreement,
-    check_choices,
-    choose_all,
+    check_other_answers,
     fork_all,
 )
 
@@ -58,12 +57,6 @@ def test_the_real_server_gives_the_same_labels(
     assert {answer.ended for row in answers for answer in row} >= {"closed"}
     print(f"computed/unique {engine.counts.computed / engine.counts.unique:.3f}")
     assert engine.counts.computed < 1.5 * engine.counts.unique  # the server says what was cached
-    check_choices(
-        choose_all(reasoner.engine, reasoner, traces.requests[:2]),
-        choose_all(engine, reasoner, traces.requests[:2]),
-    )
-    free = engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
-    ours = reasoner.engine.fork(traces.requests[:1], reasoner.token_format.forced_suffix("free"), 4)
-    check_agreement(reasoner, traces.requests[:1], ours, free)
+    check_other_answers(engine, reasoner, traces)
     with pytest.raises(ValueError, match="refuses a request of"):
         engine.fork([replace(traces.requests[0], prompt_ids=[5] * 1100)], [6], 4)

@@ -17,8 +17,7 @@ from datasets import Dataset
 
 from modeling_ospruner.modeling_ospruner import base_fingerprint
 from ospruner.durable import room_needed
-from ospruner.engines.dispatching import EnginesDownError
-from ospruner.engines.interface import Engine, ForkedAnswer, Sampled, TraceRequest
+from ospruner.engines.interface import Engine, EnginesDownError, ForkedAnswer, Sampled, TraceRequest
 from ospruner.eval.problems.problem import Problem
 from ospruner.eval.problems.task import Task
 from ospruner.eval.schema import LabelSettings, validate_row

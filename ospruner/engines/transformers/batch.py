@@ -1,9 +1,9 @@
 """Rows that decode side by side on one cache, in which the last column is the same for all.
 
-Where every layer attends to everything, the cache is written in place and rows can be joined to
-it; attention of single new tokens does not copy keys and values for each query head, which on a CPU
-is 2-4x faster, and on a GPU saves gigabytes a layer. Other bases (sliding windows, recurrent
-states) keep their own kinds of caches: their rows are only ever dropped.
+Where every layer attends to everything, the cache is written in place and its rows can be copied
+and joined; attention of single new tokens does not copy keys and values for each query head, which
+on a CPU is 2-4x faster, and on a GPU saves gigabytes a layer. Other bases (sliding windows,
+recurrent states) keep transformers' own kinds of caches: their rows are only ever dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' sdpa attention, but masked query heads share their keys and values.
+    """As transformers' sdpa attention, but heads of one masked query share their keys and values.
 
     Args:
         module: the attention layer.
@@ -52,20 +52,14 @@ def _grouped_attention(
     """
     B, Hq, S, D = query.shape
     Hkv = key.shape[1]
-    many = S > 1 and query.device.type != "cpu"  # masked GQA: the kernel that keeps all scores
-    if attention_mask is None or kwargs.get("position_bias") is not None or many:
+    if attention_mask is None or kwargs.get("position_bias") is not None or S > 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    if S == 1:
-        grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
-        scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
-        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        out = torch.matmul(shares.to(value.dtype), value).view(B, Hq, 1, value.shape[-1])
-    else:
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=Hq != Hkv
-        )
+    grouped = query.view(B, Hkv, Hq // Hkv, D) * (D**-0.5 if scaling is None else scaling)
+    scores = torch.matmul(grouped, key.transpose(-1, -2)).add_(attention_mask)  # (B, Hkv, G, L)
+    shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    out = torch.matmul(shares.to(value.dtype), value).view(B, Hq, 1, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -88,6 +82,11 @@ def fast_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+
+
+def takes_slots(config: PreTrainedConfig) -> bool:
+    """Whether every layer of a model attends to everything."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 def spare_columns(columns: int) -> int:
@@ -117,58 +116,41 @@ class SlotLayer(DynamicLayer):
                 grown[:, :, :start] = self.buffers[n][:, :, :start]
                 self.buffers[n] = grown
             self.buffers[n][:, :, start:end] = states
-        self.keys, self.values = self.show(end)
-        return self.keys, self.values
+        return self._show(end)
 
-    def keep(self, rows: torch.Tensor, first: int, columns: int, other: SlotLayer | None) -> None:
-        """Keeps rows (K,) from a column on, with another layer's rows below; all end together.
+    @classmethod
+    def joined(
+        cls, pieces: Sequence[tuple[SlotLayer, torch.Tensor, slice]], columns: int
+    ) -> SlotLayer:
+        """A layer of rows of others, all of which end in its last column.
 
         Args:
-            rows: which, in this order; a row may come several times.
-            first: the first column that is kept.
-            columns: how many there are afterwards.
-            other: with at most so many.
+            pieces: layers, which of their rows (a row may come several times) and columns.
+            columns: of the new layer.
         """
-        rows = rows.to(self.buffers[0].device)
-        for n, buffer in enumerate(self.buffers):
-            parts = [buffer[:, :, first : self.columns].index_select(0, rows)]
-            parts += [] if other is None else [other.buffers[n][:, :, : other.columns]]
-            new, start = _room(buffer, sum(map(len, parts)), columns), 0
-            for part in parts:
+        layer = copy.copy(pieces[0][0])
+        layer.buffers = []
+        for n, like in enumerate(pieces[0][0].buffers):
+            new, start = _room(like, sum(len(rows) for _, rows, _ in pieces), columns), 0
+            for other, rows, kept in pieces:
+                part = other.buffers[n][:, :, kept].index_select(0, rows.to(like.device))
                 end, gap = start + len(part), columns - part.shape[2]
                 new[start:end, :, :gap] = 0  # hidden, but read: it must be finite
                 new[start:end, :, gap:columns] = part
                 start = end
-            self.buffers[n] = new
-        self.show(columns)
+            layer.buffers.append(new)
+        layer._show(columns)
+        return layer
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Keeps rows, as transformers' own layers beside it do."""
-        self.keep(beam_idx, 0, self.columns, None)
-
-    def show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sets how many columns there are."""
+    def _show(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.columns = columns
-        keys, values = (buffer[:, :, :columns] for buffer in self.buffers)
-        self.keys, self.values = keys, values
+        self.keys, self.values = keys, values = [one[:, :, :columns] for one in self.buffers]
         return keys, values
 
 
 def _room(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """An empty buffer (rows, heads, columns and some, head size)."""
     return like.new_empty(rows, like.shape[1], columns + spare_columns(columns), like.shape[3])
-
-
-def takes_slots(config: PreTrainedConfig) -> bool:
-    """Whether every layer of a model attends to everything."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-
-
-def own_cache(config: PreTrainedConfig) -> DynamicCache:
-    """An empty cache of a model's own kinds of layers, those that attend to everything in slots."""
-    cache = DynamicCache(config=config)
-    cache.layers = [SlotLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 class Batch:
@@ -185,7 +167,9 @@ class Batch:
         self.count = count
         self.packed = packed
         self.device = input_device(model)
-        self.cache = own_cache(model.config)
+        self.cache = DynamicCache(config=model.config)
+        if packed:
+            self.cache.layers = [SlotLayer() for _ in self.cache.layers]
         self.seen = torch.zeros(0, 0, dtype=torch.bool)  # (B, columns) which hold a row's tokens
 
     @property
@@ -219,42 +203,10 @@ class Batch:
                 past_key_values=self.cache,
                 use_cache=True,
             )
-        self._count(real)
-        return logits
-
-    def branch(
-        self,
-        ids: torch.Tensor,
-        real: torch.Tensor,
-        positions: torch.Tensor,
-        visible: torch.Tensor,
-        asked: torch.Tensor,
-    ) -> torch.Tensor:
-        """Runs tokens of several texts in every row; the logits (B, K, V) after those asked for.
-
-        Args:
-            ids: (B, S).
-            real: (B, S) which of them are tokens.
-            positions: (B, S).
-            visible: (B, S, columns and S more) bool: the columns that each one sees.
-            asked: (K,) the places in S after which logits are wanted.
-        """
-        self.seen = torch.cat([self.seen, real], dim=1)
-        logits: torch.Tensor = self.model(
-            input_ids=ids.to(self.device),
-            attention_mask=self._additive(visible.to(self.device)[:, None]),
-            position_ids=positions.to(self.device),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=asked.to(self.device),
-        ).logits
-        self._count(real)
-        return logits
-
-    def _count(self, real: torch.Tensor) -> None:
         computed = int(real.sum())
         self.count.computed += computed
         self.count.padding += real.numel() - computed
+        return logits
 
     def _mask(self, start: int, end: int) -> torch.Tensor | None:
         """What the columns from `start` to `end` see of those before `end`."""
@@ -267,45 +219,46 @@ class Batch:
             own = columns[start:, None]
             # A column of padding sees itself, so that no softmax is over nothing.
             visible = (visible & (columns < own)) | (columns == own)  # (B, 1, S, end)
-        return self._additive(visible)
-
-    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
         zero = torch.zeros((), dtype=self.model.dtype, device=self.device)
         return torch.where(visible, zero, torch.finfo(zero.dtype).min)
 
-    def keep(self, rows: Sequence[int], other: Batch | None = None) -> None:
-        """Keeps these rows only, in this order, and puts those of another batch below.
-
-        Columns at the left that no row sees any more are dropped. Rows of a batch that is not
-        packed may only be dropped.
-        """
+    def take(self, rows: Sequence[int]) -> Batch:
+        """A batch of some of the rows; of one that is not packed nothing else is left."""
+        if self.packed:
+            return joined([(self, rows, None)])
         index: Any = torch.tensor(rows)
-        seen = self.seen[index]
-        if not self.packed:
-            self.cache.reorder_cache(index)
-            self.seen = seen
-            return
-        first = int(seen.any(0).int().argmax())
-        columns = max(seen.shape[1] - first, 0 if other is None else other.columns)
-        parts = [seen[:, first:]] + ([] if other is None else [other.seen])
-        self.seen = torch.cat([F.pad(part, (columns - part.shape[1], 0)) for part in parts])
-        layers: Sequence[Any] = self.cache.layers
-        below: Sequence[Any] = [None] * len(layers) if other is None else other.cache.layers
-        for layer, layer_below in zip(layers, below, strict=True):
-            layer.keep(index, first, columns, layer_below)
+        self.cache.reorder_cache(index)
+        self.seen = self.seen[index]
+        return self
 
-    def cut(self, columns: int) -> None:
-        """Forgets all columns but the first so many; of a packed batch."""
-        self.seen = self.seen[:, :columns]
-        layers: Sequence[Any] = self.cache.layers
-        for layer in layers:
-            layer.show(columns)
 
-    def copy(self) -> Batch:
-        """Another one that goes on from here."""
-        other = copy.copy(self)
-        other.cache = copy.deepcopy(self.cache)
-        return other
+def joined(parts: Sequence[tuple[Batch, Sequence[int], Sequence[int] | None]]) -> Batch:
+    """A batch of rows of packed batches, all of which end in the same column.
+
+    Args:
+        parts: batches, which of their rows (a row may come several times), and for each row the
+            column before which it is copied, or None for all.
+    """
+    pieces: list[tuple[Any, torch.Tensor, slice]] = []
+    seen = []
+    for batch, rows, ends in parts:
+        index = torch.tensor(rows)
+        sees = batch.seen[index]
+        if ends is not None:
+            sees = sees[:, : max(ends)]
+            sees &= torch.arange(max(ends)) < torch.tensor(ends)[:, None]
+        first = int(sees.any(0).int().argmax())  # nobody looks at what lies before
+        pieces.append((batch.cache.layers, index, slice(first, sees.shape[1])))
+        seen.append(sees[:, first:])
+    columns = max(part.shape[1] for part in seen)
+    new = copy.copy(parts[0][0])
+    new.seen = torch.cat([F.pad(part, (columns - part.shape[1], 0)) for part in seen])
+    new.cache = copy.copy(new.cache)
+    new.cache.layers = [
+        SlotLayer.joined([(layers[n], index, kept) for layers, index, kept in pieces], columns)
+        for n in range(len(new.cache.layers))
+    ]
+    return new
 
 
 def padded(

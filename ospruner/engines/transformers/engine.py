@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,9 +33,9 @@ class TransformersEngine(Engine):
     """Samples traces and forks answers with a model in this process.
 
     Where every layer attends to everything (and the attention takes custom masks), rows are
-    replaced as they finish, and the forks of a trace are one packed tree. Other bases (sliding
-    windows, recurrent states) are sampled a batch at a time, and their forks decoded one by one:
-    same results, slower. In float32 a row's
+    replaced as they finish, and the forks of a trace decode side by side on copies of its keys and
+    values. Other bases (sliding windows, recurrent states) are sampled a batch at a time, and their
+    forks decoded one by one: same results, slower. In float32 a row's
     tokens do not depend on what else is in the call; in half precision, with experts or recurrent
     states (`batch_effects`) they do not where `batch_size` is 1, for each row then runs by itself.
 
@@ -76,7 +75,7 @@ class TransformersEngine(Engine):
         effects = batch_effects(self.model)
         alone = batch_size == 1 and effects is not None
         self.batch_effects = None if alone else effects
-        self.packed = not alone and _takes_trees(self.model)
+        self.packed = not alone and _takes_copies(self.model)
         grouped = self.packed and takes_fast_attention(self.model)
         self.budget = MemoryBudget(self.model, memory_share, repeats=not grouped)
 
@@ -139,18 +138,13 @@ def mean_logprob(
 
 
 @torch.inference_mode()
-def _takes_trees(model: PreTrainedModel) -> bool:
-    """Whether packed forks of a few tokens get the probabilities that walked ones do."""
-    if not takes_slots(model.config):
+def _takes_copies(model: PreTrainedModel) -> bool:
+    """Whether forks of a few tokens on copied rows get the probabilities that walked ones do."""
+    config = model.config.get_text_config()
+    if not takes_slots(model.config) or config._attn_implementation not in _MASKED_ATTENTION:
         return False
-    if model.config.get_text_config()._attn_implementation not in _MASKED_ATTENTION:
-        return False
-    takes: Any = model  # its method is hidden behind nn.Module's __getattr__
-    if not takes._supports_logits_to_keep():
-        return False
-    size = model.config.get_text_config().vocab_size
-    ids = [(7 * i + 3) % size for i in range(12)]
-    options = list(range(min(size, 512)))
+    ids = [(7 * i + 3) % config.vocab_size for i in range(12)]
+    options = list(range(min(config.vocab_size, 512)))
     traces = [ForkRequest(ids[:n], ids[4:10], (3, 6), options) for n in (2, 4)]
     found = []
     for packed in (True, False):

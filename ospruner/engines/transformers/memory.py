@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ospruner.bases import input_device
 
-from .batch import own_cache, spare_columns
+from .batch import spare_columns
 
 __all__ = ["MemoryBudget", "free_bytes"]
 
@@ -42,7 +42,7 @@ class MemoryBudget:
         fields = model.config.get_text_config().to_dict()
         if repeats and fields.get("num_key_value_heads"):
             self._copies = fields["num_attention_heads"] / fields["num_key_value_heads"]
-        self._cache = own_cache(model.config)
+        self._cache = DynamicCache(config=model.config)
         with torch.inference_mode():
             ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
             model(input_ids=ids, past_key_values=self._cache, use_cache=True)
@@ -79,24 +79,22 @@ class MemoryBudget:
 
     def _needed(self, columns: int) -> dict[torch.device, float]:
         """Bytes of one row of so many columns on each device."""
-        needed: defaultdict[torch.device, float] = defaultdict(float)
-        largest: defaultdict[torch.device, float] = defaultdict(float)
+        needed: Counter[torch.device] = Counter()
+        largest: Counter[torch.device] = Counter()
         for layer in self._cache.layers:
             kept = columns + spare_columns(columns)
-            tensors = []
-            if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            held: Counter[torch.device] = Counter()
+            if isinstance(layer, DynamicLayer) and layer.keys is not None:
                 kept = min(kept, layer.get_max_length()) if layer.is_sliding else kept
-                tensors = [(layer.keys, kept), (layer.values, kept)]
-            for states in vars(layer).values():  # of recurrent layers: the same at any length
-                if isinstance(states, dict):
-                    tensors += [(state, 1) for state in states.values()]
-            held: defaultdict[torch.device, float] = defaultdict(float)
-            for tensor, times in tensors:
-                if isinstance(tensor, torch.Tensor):
-                    held[tensor.device] += times * tensor.nbytes
-            for device, size in held.items():
-                needed[device] += size
-                largest[device] = max(largest[device], size)
+                for states in (layer.keys, layer.values):
+                    assert states is not None
+                    held[states.device] += kept * states.nbytes
+            for kind in vars(layer).values():  # of recurrent layers: the same at any length
+                for state in kind.values() if isinstance(kind, dict) else ():
+                    if isinstance(state, torch.Tensor):
+                        held[state.device] += state.nbytes
+            needed += held
+            largest |= held
         return {device: size + self._copies * largest[device] for device, size in needed.items()}
 
 
@@ -113,9 +111,8 @@ def free_bytes(device: torch.device) -> int | None:
     limit = _CGROUP / "memory.max"  # a container's, of which /proc/meminfo knows nothing
     if limit.is_file() and (text := limit.read_text("ascii").strip()) != "max":
         used = int((_CGROUP / "memory.current").read_text("ascii"))
-        statistics = dict(
-            line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines()
-        )
+        lines = (_CGROUP / "memory.stat").read_text("ascii").splitlines()
         # The page cache counts as used there, and is given up when it is needed.
-        free = min(free, int(text) - used + int(statistics["inactive_file"]))
+        cache = int(dict(line.split() for line in lines)["inactive_file"])
+        free = min(free, int(text) - used + cache)
     return max(free, 0)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from modeling_ospruner.formats_ospruner import BoundaryState, TokenFormat
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.stopping_ospruner import mix64
 from ospruner.bases import input_device
 from ospruner.logits import greedy
 
@@ -31,18 +29,7 @@ from ..interface import (
     row_state,
 )
 
-_U64 = np.uint64
 _FEW = 64
-
-
-def uniforms(states: npt.NDArray[np.uint64], steps: npt.NDArray[np.uint64]) -> torch.Tensor:
-    """One draw in [0, 1) for each row's state and step (B,): `uniform`, vectorised."""
-    z = (states ^ steps) + _U64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> _U64(27))) * _U64(0x94D049BB133111EB)
-    z = z ^ (z >> _U64(31))
-    return torch.from_numpy((z >> _U64(11)).astype(np.float64) * 2.0**-53)
-
 
 _ROUNDINGS = 128
 """Machine epsilons of the largest logit by which a batch may move a logit; 16 is the most seen."""
@@ -240,76 +227,57 @@ def _invert(
     return index, turned.any(-1) & (error[:, 0] > 0)
 
 
-@dataclass
 class SamplingRow:
     """One trace being sampled.
 
-    Attributes:
+    Args:
         request: which.
-        state: what its draws come from.
-        thinking: whether it is before the end marker.
-        tokens: everything sampled, end marker and end-of-text token included.
-        trace_length: how many of them are thinking.
-        end_length: then, how many are the end marker.
-        ended: how the thinking has ended.
-        marked: follows it, where the end marker is several tokens.
+        seed: of all draws.
+        fmt: where its thinking ends.
     """
 
-    request: TraceRequest
-    state: int
-    thinking: bool = True
-    tokens: list[int] = field(default_factory=list)
-    trace_length: int = 0
-    end_length: int = 1
-    ended: Literal["natural", "cap"] = "natural"
-    marked: BoundaryState | None = None
-
-    @classmethod
-    def start(cls, request: TraceRequest, seed: int) -> SamplingRow:
-        """A row that has sampled nothing yet."""
-        return cls(request, row_state(seed, request.key))
+    def __init__(self, request: TraceRequest, seed: int, fmt: TokenFormat) -> None:
+        self.request = request
+        self.tokens: list[int] = []  # end marker and end-of-text token included
+        self._draws_from = row_state(seed, request.key)
+        self._fmt = fmt
+        self._thinking = fmt.boundary_state(alone=True)
+        self._capped = False
 
     @property
     def text(self) -> list[int]:
         """Its prompt and what was sampled."""
         return [*self.request.prompt_ids, *self.tokens]
 
-    def push(
-        self, token: int, settings: SamplingSettings, fmt: TokenFormat, eos_ids: frozenset[int]
-    ) -> bool:
+    @property
+    def draw(self) -> float:
+        """In [0, 1), of the next token."""
+        return (mix64(self._draws_from ^ len(self.tokens)) >> 11) * 2.0**-53
+
+    def push(self, token: int, settings: SamplingSettings, eos_ids: frozenset[int]) -> bool:
         """Takes the next sampled token; whether the row is finished."""
         self.tokens.append(token)
-        if token in eos_ids and token != fmt.think_end_id:
+        state = self._thinking
+        if token in eos_ids and token != self._fmt.think_end_id:
             return True
-        if not self.thinking:
-            answered = len(self.tokens) - self.trace_length - self.end_length
+        if state.ended:
+            answered = len(self.tokens) - state.thinking_tokens - state.end_tokens
             return answered >= settings.max_answer_tokens
-        if token == fmt.think_end_id:
-            self.thinking = False
-            return False
-        self.trace_length += 1
-        if fmt.end_marker is not None:
-            self.marked = self.marked or fmt.boundary_state(alone=True)
-            self.marked.push(token)
-            if self.marked.ended:
-                self.thinking = False
-                self.trace_length = self.marked.thinking_tokens
-                self.end_length = self.marked.end_tokens
-                return False
-        if self.trace_length >= settings.max_new_tokens:
-            self.ended = "cap"
-            return True
-        return False
+        state.push(token)
+        self._capped = not state.ended and state.thinking_tokens >= settings.max_new_tokens
+        return self._capped
 
     def sampled(self, eos_ids: frozenset[int]) -> Sampled:
         """The finished row's result."""
-        end = self.trace_length + self.end_length
-        answer = [] if self.thinking else self.tokens[end:]
+        state = self._thinking
+        end = state.thinking_tokens + state.end_tokens
+        answer = self.tokens[end:] if state.ended else []
         if answer and answer[-1] in eos_ids:
             answer = answer[:-1]
-        marked = not self.thinking and self.marked is not None
-        marker = self.tokens[self.trace_length : end] if marked else []
-        return Sampled(self.tokens[: self.trace_length], answer, self.ended, marker)
+        several = state.ended and self._fmt.end_marker is not None
+        marker = self.tokens[state.thinking_tokens : end] if several else []
+        trace = self.tokens[: state.thinking_tokens]
+        return Sampled(trace, answer, "cap" if self._capped else "natural", marker)
 
 
 class Branch:

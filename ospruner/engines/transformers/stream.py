@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from modeling_ospruner.formats_ospruner import TokenFormat
@@ -20,9 +19,9 @@ from ..interface import (
     TraceDesk,
     TraceRequest,
 )
-from .batch import Batch, padded
-from .forks import Forks
-from .rows import SamplingRow, batch_noise, choose, run_alone, uniforms
+from .batch import Batch, joined, padded
+from .forks import TOGETHER, Forks
+from .rows import SamplingRow, batch_noise, choose, run_alone
 
 if TYPE_CHECKING:
     from .engine import TransformersEngine
@@ -31,7 +30,7 @@ _REFILL_SHARE = 8  # replace finished rows once they are one in so many
 
 
 @dataclass(frozen=True)
-class Finished:
+class _Finished:
     """A sampled trace that is to be forked."""
 
     request: TraceRequest
@@ -44,40 +43,28 @@ class Finished:
         return len(self.fork.prompt_ids) + len(self.fork.trace_ids)
 
 
+@dataclass
 class Stream:
-    """One call: what is sampled, and what becomes of it. The arguments are those of the call."""
+    """One call: what is sampled, and what becomes of it; see `Engine.sample_and_fork`."""
 
-    def __init__(
-        self,
-        engine: TransformersEngine,
-        desk: TraceDesk,
-        settings: SamplingSettings,
-        fmt: TokenFormat | None,
-        suffix_ids: Sequence[int],
-        max_new_tokens: int,
-        stop: Callable[[], AnswerStop] | None,
-    ) -> None:
-        self.engine = engine
+    engine: TransformersEngine
+    desk: TraceDesk
+    settings: SamplingSettings
+    fmt: TokenFormat | None
+    suffix_ids: Sequence[int]
+    max_new_tokens: int
+    stop: Callable[[], AnswerStop] | None
+
+    def __post_init__(self) -> None:
+        engine, asked = self.engine, (self.suffix_ids, self.max_new_tokens, self.stop)
         self.model = engine.model
-        self.desk = desk
-        self.settings = settings
-        self.fmt = fmt
-        self.fork_added = len(suffix_ids) + max_new_tokens
-        self.suffix_ids = suffix_ids
-        self.forks = Forks(
-            engine.model,
-            engine.packed,
-            suffix_ids,
-            max_new_tokens,
-            stop,
-            engine.eos_ids,
-            engine.counts,
-        )
+        self.forks = Forks(engine.model, engine.packed, *asked, engine.eos_ids, engine.counts)
         self.noise = batch_noise(engine.model)
-        self.added = settings.max_new_tokens + 1 + settings.max_answer_tokens
+        self.added = self.settings.max_new_tokens + 1 + self.settings.max_answer_tokens
+        self.fork_added = len(self.suffix_ids) + self.max_new_tokens
         self.prompts = OpenPrompts(engine)
         self.waiting: TraceRequest | None = None  # for memory
-        self.finished: list[Finished] = []
+        self.finished: list[_Finished] = []
         self.free = engine.budget.free()  # since no row was live
         self.longest = 0  # prompt since then
 
@@ -95,19 +82,16 @@ class Stream:
                 if new := self._refill(len(live)):
                     fresh, logits = self._prefill(new)
                     if live:
-                        batch.keep(live, fresh)
-                    else:
-                        batch = fresh
+                        fresh = joined([(batch, live, None), (fresh, range(len(new)), None)])
+                    batch = fresh
                     rows = [*kept, *new]
                     self._choose(rows, range(len(kept), len(rows)), logits)
                     continue
                 if not live:
                     return
-                batch.keep(live)
-                rows = kept
+                batch, rows = batch.take(live), kept
             elif 2 * gone >= len(rows):
-                batch.keep(live)
-                rows = [rows[slot] for slot in live]
+                batch, rows = batch.take(live), [rows[slot] for slot in live]
             live = [slot for slot, row in enumerate(rows) if row is not None]
             ids = torch.tensor([[0 if row is None else row.tokens[-1]] for row in rows])
             real = torch.tensor([[row is not None] for row in rows])
@@ -125,8 +109,7 @@ class Stream:
         if len(different) < len(prompts):
             places = {prompt: i for i, prompt in enumerate(different)}
             index = [places[prompt] for prompt in prompts]
-            batch.keep(index)
-            logits = logits[index]
+            batch, logits = batch.take(index), logits[index]
         return batch, logits
 
     def _choose(
@@ -134,16 +117,13 @@ class Stream:
     ) -> None:
         """Draws the next token of the rows in these slots from their logits (K, V)."""
         chosen = [row for slot in slots if (row := rows[slot]) is not None]
-        states = np.array([row.state for row in chosen], dtype=np.uint64)
-        steps = np.array([len(row.tokens) for row in chosen], dtype=np.uint64)
-        draws = uniforms(states, steps)
+        draws = torch.tensor([row.draw for row in chosen], dtype=torch.float64)
         tokens, close = (t.cpu() for t in choose(logits, draws, self.settings, self.noise))
         for i in close.nonzero()[:, 0].tolist():
             alone = run_alone(self.model, chosen[i].text, self.engine.sample_counts)
             tokens[i] = choose(alone, draws[i : i + 1], self.settings)[0]
-        assert self.fmt is not None
         for slot, row, token in zip(slots, chosen, tokens.tolist(), strict=True):
-            if row.push(token, self.settings, self.fmt, self.engine.eos_ids):
+            if row.push(token, self.settings, self.engine.eos_ids):
                 rows[slot] = None
                 self.prompts.sampled(row.request, row.text[:-1])
                 self._sampled(row.request, row.sampled(self.engine.eos_ids))
@@ -187,7 +167,8 @@ class Stream:
                 self._failed(request, budget.refusal(longest + self.added))
                 continue
             self.longest = longest
-            rows.append(SamplingRow.start(request, self.settings.seed))
+            assert self.fmt is not None
+            rows.append(SamplingRow(request, self.settings.seed, self.fmt))
         return rows
 
     def _asked(self) -> TraceRequest | None:
@@ -212,60 +193,41 @@ class Stream:
             self.prompts.end(request)
             self.desk.done(request, trace, [])
             return
-        kept = trace.trace_ids[: max(cuts)]
+        fork = ForkRequest(request.prompt_ids, trace.trace_ids[: max(cuts)], cuts, request.options)
+        one = _Finished(request, trace, fork)
         try:
-            self.engine.refuse_beyond_positions(
-                len(request.prompt_ids) + len(kept), self.fork_added
-            )
+            self.engine.refuse_beyond_positions(one.tokens, self.fork_added)
         except ValueError as error:
             self._failed(request, error)
             return
-        fork = ForkRequest(request.prompt_ids, kept, cuts, request.options)
-        self.finished.append(Finished(request, trace, fork))
+        self.finished.append(one)
 
     def _failed(self, request: TraceRequest, error: ValueError) -> None:
         self.prompts.end(request)
         self.desk.failed(request, error)
 
     def _fork(self, live: int) -> bool:
-        """Forks finished traces, those that memory takes beside live rows; whether it did any."""
+        """Forks finished traces, those that memory takes beside live rows; whether it did any.
+
+        Traces of similar length run together, and need room for themselves and for their forks.
+        """
+        budget, free = self.engine.budget, self.engine.budget.free()
         finished, self.finished = self.finished, []
-        ready: list[Finished] = []
-        free = self.engine.budget.free()
+        ready: list[_Finished] = []
         for one in finished:
-            fits = not live or self.engine.budget.rows(self._columns(one), free)
+            fits = not live or budget.rows(one.tokens + self.fork_added, free) >= 2
             (ready if fits else self.finished).append(one)
-        for group in self._groups(ready):
-            answers = self.forks.run([one.fork for one in group])
+        done = bool(ready)
+        ready.sort(key=lambda one: one.tokens, reverse=True)
+        while ready:
+            fitting = budget.rows(ready[0].tokens + self.fork_added)
+            most = min(self.engine.fork_tokens // ready[0].tokens, self.engine.batch_size)
+            size = max(1, min(most, fitting // 2))
+            group, ready = ready[:size], ready[size:]
+            together = max(1, min(TOGETHER, fitting - size))
+            answers = self.forks.run([one.fork for one in group], together)
             for one, own in zip(group, answers, strict=True):
                 self.prompts.forked(one.request, one.fork, self.suffix_ids, own)
                 self.prompts.end(one.request)
                 self.desk.done(one.request, one.trace, own)
-        return bool(ready)
-
-    def _columns(self, one: Finished) -> int:
-        """What a trace takes in the cache with all of its forks."""
-        return one.tokens + len(one.fork.cuts) * self.fork_added
-
-    def _groups(self, traces: Sequence[Finished]) -> Iterator[list[Finished]]:
-        """Traces to be forked together: those of one prompt, then those of similar length."""
-        longest: dict[tuple[int, ...], int] = {}
-        for one in traces:
-            prompt = tuple(one.fork.prompt_ids)
-            longest[prompt] = max(one.tokens, longest.get(prompt, 0))
-
-        def place(one: Finished) -> tuple[int, tuple[int, ...], int]:
-            prompt = tuple(one.fork.prompt_ids)
-            return longest[prompt], prompt, one.tokens
-
-        group: list[Finished] = []
-        for one in sorted(traces, key=place, reverse=True):
-            widest = max(other.tokens for other in (*group, one))
-            columns = max(map(self._columns, (*group, one)))
-            fitting = min(self.engine.fork_tokens // widest, self.engine.batch_size)
-            if len(group) >= min(fitting, self.engine.budget.rows(columns)) and group:
-                yield group
-                group = []
-            group.append(one)
-        if group:
-            yield group
+        return done

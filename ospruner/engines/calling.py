@@ -1,0 +1,340 @@
+"""One call of an engine over servers: who does what, and how traces and answers are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from modeling_ospruner.formats_ospruner import TokenFormat
+from modeling_ospruner.stopping_ospruner import mix64
+
+from .asking import Ask, Reply, Server, ServerDownError
+from .interface import (
+    AnswerStop,
+    EnginesDownError,
+    ForkedAnswer,
+    ForkRequest,
+    OpenPrompts,
+    Sampled,
+    SamplingSettings,
+    TokenCount,
+    TraceDesk,
+    TraceRequest,
+    row_state,
+)
+
+if TYPE_CHECKING:
+    from .asking import AskingEngine
+
+_T = TypeVar("_T")
+
+
+class _Host:
+    """A server, and what is asked of it.
+
+    Attributes:
+        down: why it cannot be used any more.
+        asked: the requests that it was given, those included that wait for room.
+    """
+
+    def __init__(self, server: Server, concurrency: int, changed: asyncio.Event) -> None:
+        self._server = server
+        self._changed = changed  # set when a request is done
+        self._room = asyncio.Semaphore(concurrency)
+        self.down: ServerDownError | None = None
+        self.asked = 0
+
+    async def do(self, work: Callable[[Server], Awaitable[_T]]) -> _T:
+        """Does some work as one request; it counts as asked already."""
+        try:
+            async with self._room:
+                if self.down is not None:
+                    raise self.down
+                return await work(self._server)
+        except ServerDownError as error:
+            self.down = self.down or error
+            raise
+        finally:
+            self.asked -= 1
+            self._changed.set()
+
+
+@dataclass
+class Call:
+    """One call of an engine; the other fields are the arguments of `sample_and_fork`."""
+
+    engine: AskingEngine
+    desk: TraceDesk
+    settings: SamplingSettings
+    fmt: TokenFormat | None
+    suffix_ids: Sequence[int]
+    max_new_tokens: int
+    stop: Callable[[], AnswerStop] | None
+
+    def __post_init__(self) -> None:
+        self.prompts = OpenPrompts(self.engine)
+        self.hosts: list[_Host] = []
+        self.exhausted = False  # a server had room, and there was no trace to begin
+        self.changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Begins traces while servers have room, until the desk has no more of them."""
+        draws = self.fmt is not None and self.settings.temperature > 0
+        if draws:
+            self.engine._prepare_sampling(self.settings, [])
+        running: set[asyncio.Task[None]] = set()
+        concurrency = self.engine.concurrency
+        async with self.engine._connect() as servers, asyncio.TaskGroup() as group:
+            self.hosts = [_Host(server, concurrency, self.changed) for server in servers]
+            while True:
+                self.changed.clear()
+                request = None
+                if any(host.down is None and host.asked < concurrency for host in self.hosts):
+                    request = self.desk.begin()
+                    self.exhausted = request is None
+                if request is not None:
+                    self.prompts.begin(request)
+                    if draws and request.trace is None:
+                        self.engine._prepare_sampling(self.settings, [request.key])
+                    host = None
+                    if request.trace is None:
+                        host = self._host()
+                        host.asked += 1
+                    task = group.create_task(self._label(request, host))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                    task.add_done_callback(lambda _: self.changed.set())
+                    if host is None:
+                        await asyncio.sleep(0)  # its forks are asked for
+                elif running:
+                    await self.changed.wait()
+                else:
+                    return
+
+    def _host(self, home: _Host | None = None) -> _Host:
+        """The server to ask next: the one with the least to do.
+
+        Args:
+            home: the one that knows the prompts; another helps out where it has nothing to do.
+
+        Raises:
+            EnginesDownError: none is left.
+        """
+        up = [host for host in self.hosts if host.down is None]
+        if not up:
+            reasons = "; ".join(str(host.down) for host in self.hosts)
+            raise EnginesDownError(
+                f"no server is left ({reasons}): see to them and run again; what was finished "
+                "before is kept"
+            )
+        host = min(up, key=lambda one: one.asked)
+        if home in up:
+            full = home.asked >= self.engine.concurrency
+            return host if self.exhausted and full and not host.asked else home
+        return host
+
+    async def _label(self, request: TraceRequest, host: _Host | None) -> None:
+        """Samples a trace on a server, unless it was before, and forks it."""
+        trace, answers = request.trace, list[ForkedAnswer]()
+        if host is not None:
+            sampled = await self._tried(request, self._sampled(request, host))
+            if sampled is None:
+                return
+            trace, host = sampled
+        assert trace is not None
+        if cuts := self.desk.sampled(request, trace):
+            fork = ForkRequest(request.prompt_ids, trace.trace_ids, cuts, request.options)
+            forked = await self._tried(request, self._forked(fork, host))
+            if forked is None:
+                return
+            answers = forked
+            self.prompts.forked(request, fork, self.suffix_ids, answers)
+        self.prompts.end(request)
+        self.desk.done(request, trace, answers)
+
+    async def _tried(self, request: TraceRequest, work: Awaitable[_T]) -> _T | None:
+        """What some work on a trace gives; None where it failed, which the desk is told."""
+        try:
+            return await work
+        except EnginesDownError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the other traces go on
+            self.prompts.end(request)
+            self.desk.failed(request, error)
+            return None
+
+    async def _sampled(self, request: TraceRequest, host: _Host) -> tuple[Sampled, _Host]:
+        """Samples a trace; also the server that did."""
+        while True:
+            try:
+                return await host.do(lambda server: self._trace(server, request)), host
+            except ServerDownError:
+                host = self._host()
+                host.asked += 1
+
+    async def _forked(self, fork: ForkRequest, home: _Host | None) -> list[ForkedAnswer]:
+        """The answers of a trace, all of one server while it is up."""
+        prompts = [[*fork.prompt_ids, *fork.trace_ids[:cut], *self.suffix_ids] for cut in fork.cuts]
+        answers: dict[int, ForkedAnswer] = {}
+        shares = self.engine.shares_within_batches
+        left = sorted(range(len(prompts)), key=lambda place: 0 if shares else -fork.cuts[place])
+        while left:
+            host = self._host(home)
+            for wave in [left] if shares else [left[:1], left[1:]]:
+                host.asked += len(wave)
+                tasks = (
+                    host.do(partial(self._answer, prompts[place], tuple(fork.options)))
+                    for place in wave
+                )
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                for place, result in zip(wave, results, strict=True):
+                    if isinstance(result, ForkedAnswer):
+                        answers[place] = result
+                    elif not isinstance(result, ServerDownError):
+                        raise result
+            left = [place for place in left if place not in answers]
+        return [answers[place] for place in range(len(prompts))]
+
+    async def _trace(self, server: Server, request: TraceRequest) -> Sampled:
+        """Samples one thinking part and, where the model ended it by its marker, the answer.
+
+        Where the end marker is several tokens, servers stop at its text, which is then looked at:
+        they are asked on where it was none.
+        """
+        fmt, settings, eos_ids = self.fmt, self.settings, self.engine.eos_ids
+        assert fmt is not None
+        draws_from = row_state(settings.seed, request.key)
+        prompt, ids, thinking = list(request.prompt_ids), list[int](), fmt.boundary_state(alone=True)
+        several = fmt.end_marker is not None
+        ends = eos_ids if several else eos_ids.union(fmt.think_end_ids)
+
+        async def continued(limit: int, end_ids: frozenset[int], draw: int, stop: Any) -> Reply:
+            ask = Ask(
+                [*prompt, *ids],
+                limit,
+                end_ids,
+                settings.temperature,
+                settings.top_p,
+                settings.top_k,
+                mix64(draws_from ^ draw) >> 1 if settings.temperature > 0 else None,
+                stop=stop,
+            )
+            return await _asked(server, ask, self.engine.sample_counts)
+
+        while True:
+            limit = settings.max_new_tokens - len(ids)
+            stop = partial(_MarkerStop, fmt, tuple(ids)) if several else None
+            # The answer's draw is 1.
+            reply = await continued(limit, ends, len(ids) + 1 if ids else 0, stop)
+            marker = [reply.end_id] if reply.end_id in fmt.think_end_ids else []
+            for token in [*reply.ids, *marker]:
+                if not thinking.ended:
+                    thinking.push(token)
+                    ids.append(token)
+            if thinking.ended:
+                break
+            if reply.end_id is not None:
+                self.prompts.sampled(request, [*prompt, *ids])
+                return Sampled(ids, [], "natural")
+            if len(ids) >= settings.max_new_tokens:
+                self.prompts.sampled(request, [*prompt, *ids[:-1]])
+                return Sampled(ids, [], "cap")
+            if not several or not reply.ids:
+                _check_length(reply, limit)
+        answer = await continued(settings.max_answer_tokens, eos_ids, 1, None)
+        fed = answer.ids if answer.end_id is not None else answer.ids[:-1]
+        self.prompts.sampled(request, [*prompt, *ids, *fed])
+        length = thinking.thinking_tokens
+        return Sampled(ids[:length], answer.ids, "natural", ids[length:] if several else [])
+
+    async def _answer(
+        self, prompt: list[int], options: tuple[int, ...], server: Server
+    ) -> ForkedAnswer:
+        """Decodes one answer, asking on where a server stopped before the rule is satisfied."""
+        if options:
+            return await self._choose(prompt, options, server)
+        rule = self.stop() if self.stop is not None else None
+        ids: list[int] = []
+        logprobs: list[float] = []
+        entropies: list[float] = []
+
+        def answer(ended: Literal["closed", "eos", "length"]) -> ForkedAnswer:
+            first = entropies[0] if entropies else 0.0
+            return ForkedAnswer(ids, ended, logprobs, first, math.fsum(entropies))
+
+        while True:
+            limit = self.max_new_tokens - len(ids)
+            ask = Ask([*prompt, *ids], limit, self.engine.eos_ids, scored=True, stop=self.stop)
+            reply = await _asked(server, ask, self.engine.counts)
+            for place, token in enumerate(reply.ids):
+                ids.append(token)
+                logprobs.append(reply.logprobs[place])
+                entropies.append(reply.entropies[place])
+                if rule is not None and rule.push(token):
+                    return answer("closed")
+            if reply.end_id is not None:
+                entropies.append(reply.entropies[-1])
+                return answer("eos")
+            if len(ids) >= self.max_new_tokens:
+                return answer("length")
+            if rule is None or not reply.ids:
+                _check_length(reply, limit)
+
+    async def _choose(
+        self, prompt: list[int], options: tuple[int, ...], server: Server
+    ) -> ForkedAnswer:
+        """The likeliest of the options after a prompt; those left unsaid are asked for singly."""
+
+        async def scores_of(some: tuple[int, ...]) -> list[float | None]:
+            ask = Ask(prompt, 1, self.engine.eos_ids, scored=True, options=some)
+            return (await _asked(server, ask, self.engine.counts)).option_logprobs
+
+        scores = []
+        for option, known in zip(options, await scores_of(options), strict=True):
+            score = (await scores_of((option,)))[0] if known is None else known
+            if score is None:
+                raise ValueError(f"a server gives no log-probability of the token {option}")
+            scores.append(score)
+        return ForkedAnswer.chosen(options, scores)
+
+
+class _MarkerStop:
+    """The `AnswerStop` of a thinking that an end marker of several tokens ends.
+
+    Args:
+        fmt: with that marker.
+        taken: what stands there already.
+    """
+
+    def __init__(self, fmt: TokenFormat, taken: Sequence[int]) -> None:
+        assert fmt.end_marker is not None
+        self.final_text = fmt.end_marker.literal
+        self._state = fmt.boundary_state(alone=True)
+        for token_id in taken:
+            self._state.push(token_id)
+
+    def push(self, token_id: int) -> bool:
+        """Takes the next token; whether the marker is complete."""
+        self._state.push(token_id)
+        return self._state.ended
+
+
+async def _asked(server: Server, ask: Ask, count: TokenCount) -> Reply:
+    """A server's answer, whose tokens are counted."""
+    reply = await server.ask(ask)
+    generated = len(reply.ids) + (reply.end_id is not None)
+    fed = max(generated - 1, 0)  # nothing follows the last token
+    count.computed += len(ask.prompt_ids) - reply.cached_tokens + fed
+    return reply
+
+
+def _check_length(reply: Reply, limit: int) -> None:
+    if len(reply.ids) < limit:
+        raise ValueError(
+            f"a server stopped after {len(reply.ids)} of {limit} tokens without saying why: is "
+            "its context (max_model_len, context-length) long enough for prompt and trace cap?"
+        )

@@ -1,0 +1,187 @@
+"""What the transformers engine decodes with: choices, attention, batches of rows, memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ospruner.engines import SamplingSettings, TransformersEngine
+from ospruner.engines.interface import TokenCount
+from ospruner.engines.transformers import batch, memory, rows
+from ospruner.engines.transformers.batch import Batch, SlotLayer, fast_attention, joined, padded
+from ospruner.engines.transformers.rows import choose
+
+from .conftest import ARCHITECTURES, make_base
+
+
+def test_choose_follows_the_warped_distribution() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 200) * 2
+    settings = SamplingSettings(temperature=0.7, top_p=0.9, top_k=50)
+    warped = torch.softmax(logits[0] / 0.7, -1)
+    warped[warped < warped.topk(50).values[-1]] = 0
+    warped /= warped.sum()
+    values, order = warped.sort(descending=True)
+    warped[order[(values.cumsum(-1) - values) >= 0.9]] = 0
+    warped /= warped.sum()
+    n = 40_000
+    draws = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    chosen, _ = choose(logits.expand(n, -1), draws, settings)
+    frequencies = torch.bincount(chosen, minlength=200) / n
+    assert float((frequencies - warped).abs().max()) < 2e-4
+    # The first candidates do not hold the nucleus: all are sorted.
+    flat = torch.zeros(1, 1000)
+    everywhere, _ = choose(flat.expand(n, -1), draws, SamplingSettings(temperature=1, top_p=0.9))
+    assert 890 <= len(everywhere.unique()) <= 910
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingSettings(temperature=0.6, top_p=0.95),
+        SamplingSettings(temperature=1, top_p=1),
+        SamplingSettings(temperature=0.8, top_p=0.9, top_k=5),
+        SamplingSettings(temperature=1, top_p=1, top_k=3),
+        SamplingSettings(temperature=0),
+    ],
+    ids=["nucleus", "all", "both", "top-k", "greedy"],
+)
+def test_a_choice_that_noise_turned_was_called_close(settings: SamplingSettings) -> None:
+    torch.manual_seed(0)
+    n, noise = 10_000, 1e-3
+    logits = torch.randn(n, 100) * 3
+    logits[: n // 2].copy_((logits[: n // 2] * 4).round() / 4)  # exact ties, too
+    directions = torch.rand(n, 100) * 2 - 1
+    # The worst that noise can do: all that is likelier than something up, all else down.
+    split = logits.gather(-1, torch.randint(100, (n, 1)))
+    directions[::2] = torch.where(logits >= split, 1.0, -1.0)[::2]
+    directions[::4] *= -1
+    moved = logits + directions * noise * logits.abs().amax(-1, keepdim=True)
+    draws = torch.rand(n, dtype=torch.float64)
+    tokens, close = choose(logits, draws, settings, noise)
+    others, also_close = choose(moved, draws, settings, noise)
+    turned = tokens != others
+    assert int(turned.sum()) > 10
+    # Twice the noise between the two: what one does not call close the other may not either.
+    assert bool(close[turned].all())
+    assert bool(also_close[turned].all())
+    assert float(close[n // 2 :].float().mean()) < 0.4  # of those without exact ties
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("qwen3_moe", {"num_experts": 4}, r"\(qwen3_moe\) routes tokens to experts"),
+        ("qwen3_5_text", {}, r"\(qwen3_5_text\) has recurrent states"),
+        ("falcon_h1", {}, r"\(falcon_h1\) has recurrent states"),
+        ("lfm2", {"num_hidden_layers": 4, **ARCHITECTURES["lfm2"]}, None),
+        ("gemma2", {}, None),
+    ],
+)
+def test_bases_whose_roundings_have_no_bound_are_named(
+    name: str, fields: dict[str, Any], said: str | None
+) -> None:
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(name, **fields), dtype=torch.float32
+        )
+    found = rows.batch_effects(base)
+    assert found is None if said is None else re.search(said, str(found))
+
+
+def test_half_precision_says_that_batches_matter(
+    tiny_base: Qwen2ForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert TransformersEngine(tiny_base, tiny_tokenizer).batch_effects is None
+    half = TransformersEngine(tiny_base.bfloat16(), tiny_tokenizer)
+    assert half.batch_effects is not None
+    assert "bfloat16" in half.batch_effects
+
+
+def test_free_memory_of_this_machine() -> None:
+    free = memory.free_bytes(torch.device("cpu"))
+    assert free is not None
+    assert 10**6 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory.free_bytes(torch.device("meta")) is None
+
+
+def test_grouped_attention_in_half_precision(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """No worse than sdpa, against float32."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, length, 8) for heads, length in ((4, 1), (2, 50), (2, 50)))
+    mask = torch.zeros(3, 1, 1, 50).masked_fill(torch.arange(50) < 9, -1e9)
+    layer = make_base("qwen2", tiny_tokenizer).get_decoder().layers[0].self_attn
+    exact = sdpa_attention_forward(layer, q, k, v, mask)[0]
+    q, k, v, mask = (states.bfloat16() for states in (q, k, v, mask))
+    errors = [
+        float((attend(layer, q, k, v, mask)[0].float() - exact).abs().max())
+        for attend in (sdpa_attention_forward, AttentionInterface()["ospruner_grouped"])
+    ]
+    assert 0 < errors[1] <= 1.5 * errors[0]
+
+
+def test_slots_on_several_devices() -> None:
+    """Fake tensors refuse what mixes devices, as GPUs do, and hold no values."""
+    with FakeTensorMode():
+        for device in (torch.device("cpu"), torch.device("meta")):
+            layer, other = SlotLayer(), SlotLayer()
+            for one, rows_, columns in ((layer, 4, 9), (other, 2, 5)):
+                states = torch.zeros(rows_, 2, columns, 4, device=device)
+                one.update(states, states)
+            pieces = [
+                (layer, torch.tensor([3, 1, 0]), slice(2, 9)),
+                (other, torch.arange(2), slice(5)),
+            ]
+            taken = SlotLayer.joined(pieces, 8)
+            for buffer in taken.buffers:
+                assert (buffer.device, buffer.shape[:2]) == (device, (5, 2))
+
+
+def test_rows_are_kept_repeated_and_joined(tiny_base: Qwen2ForCausalLM) -> None:
+    """Whatever becomes of the rows of a batch, the next tokens' logits are those of plain runs."""
+    draws = torch.Generator().manual_seed(0)
+
+    def text(size: int) -> list[int]:
+        return torch.randint(5, 300, (size,), generator=draws).tolist()
+
+    def check(texts: list[list[int]], logits: torch.Tensor) -> None:
+        for row, one in zip(logits, texts, strict=True):
+            alone = tiny_base(torch.tensor([one]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(row, alone, atol=1e-4, rtol=1e-4)
+
+    with torch.inference_mode(), fast_attention(tiny_base):
+        for pieces in (2**24, 64):  # the mask of a pass
+            with mock.patch.object(batch, "_MASK_NUMBERS", pieces):
+                texts = [text(size) for size in (9, 4, 30)]
+                rows_ = Batch(tiny_base, TokenCount(), packed=True)
+                check(texts, rows_.feed(*padded(texts)))
+                rows_ = rows_.take([1, 0, 1])
+                assert rows_.columns == 9
+                texts = [texts[1], texts[0], texts[1]]
+                more = [text(3) for _ in texts]
+                texts = [[*one, *added] for one, added in zip(texts, more, strict=True)]
+                check(texts, rows_.feed(torch.tensor(more)))
+                new = [text(40), text(7)]
+                other = Batch(tiny_base, TokenCount(), packed=True)
+                other.feed(*padded(new))
+                rows_ = joined([(rows_, [2, 0], None), (other, [0, 1], None)])
+                texts = [texts[2], texts[0], *new]
+                real = torch.tensor([[True], [False], [True], [True]])
+                found = rows_.feed(torch.tensor([[8], [9], [10], [11]]), real)
+                live = [0, 2, 3]
+                texts = [[*texts[i], 8 + i] for i in live]
+                check(texts, found[live])
