@@ -208,7 +208,11 @@ class Call:
         fmt, settings, eos_ids = self.fmt, self.settings, self.engine.eos_ids
         assert fmt is not None
         draws_from = row_state(settings.seed, request.key)
-        prompt, ids, thinking = list(request.prompt_ids), list[int](), fmt.boundary_state(alone=True)
+        prompt, ids, thinking = (
+            list(request.prompt_ids),
+            list[int](),
+            fmt.boundary_state(alone=True),
+        )
         several = fmt.end_marker is not None
         ends = eos_ids if several else eos_ids.union(fmt.think_end_ids)
 
