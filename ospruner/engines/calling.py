@@ -1,13 +1,15 @@
-"""One call of an engine over servers: who does what, and how traces and answers are asked for."""
+"""Engines over servers: which one does what, and how traces and answers are asked for."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from modeling_ospruner.formats_ospruner import TokenFormat
 from modeling_ospruner.stopping_ospruner import mix64
@@ -15,6 +17,7 @@ from modeling_ospruner.stopping_ospruner import mix64
 from .asking import Ask, Reply, Server, ServerDownError
 from .interface import (
     AnswerStop,
+    Engine,
     EnginesDownError,
     ForkedAnswer,
     ForkRequest,
@@ -26,9 +29,6 @@ from .interface import (
     TraceRequest,
     row_state,
 )
-
-if TYPE_CHECKING:
-    from .asking import AskingEngine
 
 _T = TypeVar("_T")
 
@@ -61,6 +61,75 @@ class _Host:
         finally:
             self.asked -= 1
             self._changed.set()
+
+
+class AskingEngine(Engine, ABC):
+    """An `Engine` over servers that answer single requests and share prefixes by themselves.
+
+    All forks of a trace go to the server that sampled it, unless another has nothing to do. Tokens
+    are counted as the servers report them; a request that a server had to interrupt and compute
+    again is not seen.
+
+    Args:
+        eos_ids: ids that end a text.
+        concurrency: requests that a server works on at once.
+
+    Raises:
+        ValueError: a concurrency below 1.
+    """
+
+    shares_within_batches = True
+    """Whether a server shares the prefixes of requests that it computes at the same time. Where it
+    does not, the longest fork of a trace is answered before its others are asked for."""
+    batch_effects: str | None = (
+        "servers compute rows in changing batches, whose kernels may round differently"
+    )
+    """See `Engine`."""
+
+    def __init__(self, eos_ids: frozenset[int], concurrency: int) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency is {concurrency}; it must be 1 or more")
+        self.eos_ids = eos_ids
+        self.concurrency = concurrency
+        self.counts = TokenCount()
+        self.sample_counts = TokenCount()
+
+    @abstractmethod
+    def _connect(self) -> AbstractAsyncContextManager[Sequence[Server]]:
+        """The servers, for one call."""
+
+    @abstractmethod
+    def _prepare_sampling(self, settings: SamplingSettings, keys: Sequence[str]) -> None:
+        """Gets ready to sample rows with these further keys, or refuses to; none begin a call."""
+
+    def sample_and_fork(
+        self,
+        desk: TraceDesk,
+        settings: SamplingSettings,
+        fmt: TokenFormat | None,
+        suffix_ids: Sequence[int],
+        max_new_tokens: int,
+        stop: Callable[[], AnswerStop] | None = None,
+    ) -> None:
+        """Samples and forks a stream of traces; see `Engine.sample_and_fork`.
+
+        A trace is begun wherever a server has room, and its forks come before further traces. What
+        a server that goes down has not answered is asked of the others. A request that is refused
+        fails its trace alone. The thinking and the natural answer are two requests, so that each
+        has its own cap.
+
+        Raises:
+            ValueError: as `fork`.
+            EnginesDownError: no server is left.
+        """
+        call = Call(self, desk, settings, fmt, suffix_ids, max_new_tokens, stop)
+        try:
+            asyncio.run(call.run())
+        except BaseExceptionGroup as group:  # of several errors the first one is raised alone
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
 
 
 @dataclass

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ospruner.optional import needed
 
-from .asking import Ask, AskingEngine, Reply, Server, ServerDownError
+from .asking import Ask, Reply, Server, ServerDownError
+from .calling import AskingEngine
 from .interface import ENTROPY_TOKENS, SamplingSettings, base_end_ids
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ospruner.engines import ForkedAnswer, ForkRequest, SamplingSettings
-from ospruner.engines.asking import Ask, AskingEngine, Reply, Server, ServerDownError
+from ospruner.engines.asking import Ask, Reply, Server, ServerDownError
+from ospruner.engines.calling import AskingEngine
 from ospruner.engines.interface import EnginesDownError, Sampled, TraceRequest
 
 SUFFIX = [3]

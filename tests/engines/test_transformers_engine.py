@@ -255,7 +255,7 @@ def test_default_keys_and_seed(
 
 @pytest.mark.parametrize(
     ("name", "temperature", "roundings"),
-    [("qwen2", 0.9, 2048), ("lfm2", 0.9, 2048), ("qwen2", 0, 131_072), ("lfm2", 0, 131_072)],
+    [("qwen2", 0.9, 2048), ("qwen2", 0, 131_072), ("lfm2", 0, 131_072)],
 )
 def test_tokens_do_not_depend_on_the_roundings_of_a_batch(
     name: str,
@@ -267,7 +267,7 @@ def test_tokens_do_not_depend_on_the_roundings_of_a_batch(
 ) -> None:
     """Rows in a batch get logits that are off, as if by other kernels; rows run alone do not."""
     base = make_base(name, tiny_tokenizer)
-    settings = dataclasses.replace(SETTINGS, temperature=temperature, max_new_tokens=16)
+    settings = dataclasses.replace(SETTINGS, temperature=temperature, max_new_tokens=25)
     noise = roundings * torch.finfo(torch.float32).eps
 
     def disturb(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -278,10 +278,10 @@ def test_tokens_do_not_depend_on_the_roundings_of_a_batch(
     def tokens(seed: int) -> list[Any]:
         engine = TransformersEngine(base, tiny_tokenizer, batch_size=3)
         torch.manual_seed(seed)
-        traces = engine.sample(prompts(5), settings, fmt)
+        traces = engine.sample(prompts(7), settings, fmt)
         asked = [
             ForkRequest(prompt, trace.trace_ids, range(0, len(trace.trace_ids), 6))
-            for prompt, trace in zip(prompts(5), traces, strict=True)
+            for prompt, trace in zip(prompts(7), traces, strict=True)
         ]
         forks = engine.fork(asked, fmt.forced_suffix(), 6, fmt.box_state)
         return [traces, [[answer.ids for answer in row] for row in forks]]
