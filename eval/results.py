@@ -260,8 +260,8 @@ def find_results(folder: str | Path) -> dict[Path, Results]:
     found: dict[str, tuple[Path, Results]] = {}
     for path in sorted(Path(folder).rglob(RESULTS_FILE)):
         results = Results.read(path)
-        if not results.settings:
-            continue  # of a policy, on its validation traces
+        if not results.settings or (path.parent / "config.json").is_file():
+            continue  # a policy's own: its card's
         if results.name in found:
             raise ValueError(
                 f"{path.parent} and {found[results.name][0]} both hold {results.name}: tables show "

@@ -165,7 +165,9 @@ def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="other files .thesis.tex. and no comparison"):
         Report(make_evaluation()).save(tmp_path)
-    WHOLE.save(tmp_path / "results.json")  # a policy's own
+    WHOLE.save(tmp_path / "results.json")  # what training leaves with a policy
+    save_comparison(tmp_path / "policy")  # and the demo
+    (tmp_path / "policy" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no comparison"):
         find_results(tmp_path)
 
