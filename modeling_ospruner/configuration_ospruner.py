@@ -56,7 +56,12 @@ class PriceRange:
 
     def check(self, owner: str, price: object) -> None:
         """Refuses what is no price that the policy knows, by name."""
-        check_number(f"{owner} (of a policy trained for such)", "price", price, 0, self.high)
+        check_number(owner, "price", price, 0, math.inf)
+        if price > self.high:  # type: ignore[operator]  # a number
+            raise ValueError(
+                f"{owner}: price is {price}, but the policy was trained for prices of a token from "
+                f"0 to {self.high:g}: ask for one of these"
+            )
 
     def place(self, price: float) -> float:
         """P of a price."""

@@ -176,7 +176,8 @@ class StopPolicyConfig:
             if not kept:
                 raise ValueError(
                     f"{_OWNER}: max_loss is {self.max_loss}, but the policy promises "
-                    f"{[one['max_loss'] for one in promises]}: promise it with `ospruner calibrate`"
+                    f"{[one['max_loss'] for one in promises]}: make the promise with "
+                    "`ospruner calibrate`"
                 )
             boldest = max(kept, key=lambda one: (one["max_loss"], one["confidence"]))
             promised = {name: boldest[name] for name in ("mode", "threshold", "price")}
