@@ -172,7 +172,8 @@ class StopRequest:
         try:
             return make()
         except (TypeError, ValueError) as error:
-            message = str(error).removeprefix("stop_policy: ")
+            owner, _, message = str(error).partition(": ")  # stop_policy, and perhaps a note
             name = message.partition(" ")[0]
             key = {name: key for key, name in KEYS.items()}.get(name, name)
-            raise ValueError(f"{self._owner}: {key}{message.removeprefix(name)}") from None
+            owner = owner.replace("stop_policy", self._owner)
+            raise ValueError(f"{owner}: {key}{message.removeprefix(name)}") from None
