@@ -174,7 +174,7 @@ def test_a_base_of_other_weights_is_refused_at_start(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     known = model.config.base_fingerprint
     assert known is not None
-    message = rf"'{folder}' has other weights \(fingerprint .*trained on it \(fingerprint {known}\)"
+    message = rf"'{folder}' has other weights \(fingerprint .*{known}"
     with pytest.raises(ValueError, match=message):
         check_start(started(model, moved))
     with pytest.raises(ValueError, match=message):
