@@ -123,14 +123,13 @@ def label_stored(
         retry_failed: likewise.
         source: likewise.
     """
-    given = {problem.id: problem for problem in problems}
-    if not problems or len(given) < len(problems):
-        double = [name for name, count in Counter(p.id for p in problems).items() if count > 1]
-        raise ValueError(
-            f"two problems share the id {double[0]!r}; ids must be unique"
-            if double
-            else "problems is empty; give at least one problem to label"
-        )
+    given: dict[str, Problem] = {}
+    for problem in problems:
+        if problem.id in given:
+            raise ValueError(f"two problems share the id {problem.id!r}; ids must be unique")
+        given[problem.id] = problem
+    if not given:
+        raise ValueError("problems is empty; give at least one problem to label")
     samples = range(settings.samples_per_problem)
     wanted = traces or [TraceKey(problem, k) for problem in problems for k in samples]
     source = dict(source or {})
