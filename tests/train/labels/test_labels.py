@@ -143,7 +143,7 @@ def test_finished_run_is_read_back_and_more_problems_are_added(
     assert more.to_list()[:4] == first.to_list()
 
 
-def test_what_a_kill_left_is_removed_and_a_stranger_named(
+def test_what_a_kill_left_is_removed(
     engine: Recording, tiny_tokenizer: PreTrainedTokenizerFast, fmt: TokenFormat, tmp_path: Path
 ) -> None:
     label_problems(make_problems(2), engine, Labeller(tiny_tokenizer, fmt, SETTINGS), tmp_path)
