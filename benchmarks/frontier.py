@@ -158,7 +158,7 @@ def measure(run: Path, prices: Sequence[float]) -> Results:
         about={
             "seeds": len(seeds),
             "test_traces": len(test.traces),
-            "left_out": found.left_out,
+            "left_out": found.results.about["left_out"],
             "seed_spread": spreads,
             **environment(),
         },

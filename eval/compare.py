@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,34 +44,25 @@ class Report:
 
     Attributes:
         evaluation: the outcomes, trace by trace.
-        frontiers: area, lead and closed gaps of each method, a row each (`Results.frontiers`);
-            empty without traces to choose on.
+        results: every number with its interval, as the file holds it.
         points: (P, 2) mean tokens and accuracy of each method's frontier.
-        left_out: why a method is not there, by its name.
         traces: some traces step by step, for the page's viewer.
-        variant: which AES.
-        prices: of a token, at which rewards are given.
     """
 
     evaluation: Evaluation
-    frontiers: pd.DataFrame = field(default_factory=lambda: frame_of([], "frontiers"))
+    results: Results
     points: dict[str, FloatArray] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
     traces: list[dict[str, Any]] = field(default_factory=list)
-    variant: AesVariant = AES_ABSOLUTE
-    prices: tuple[float, ...] = ()
-
-    @cached_property
-    def results(self) -> Results:
-        """Every number with its interval, as the file holds it."""
-        found = results_of(self.evaluation, variant=self.variant, prices=self.prices)
-        about = {**found.about, "left_out": self.left_out}
-        return dataclasses.replace(found, frontiers=self.frontiers, about=about)
 
     @property
     def frame(self) -> pd.DataFrame:
         """A row for each rule and limit; see `Results`."""
         return self.results.frame
+
+    @property
+    def frontiers(self) -> pd.DataFrame:
+        """A row for each method; empty without traces to choose on; see `Results`."""
+        return self.results.frontiers
 
     def plot(self, path: str | Path) -> None:
         """Draws accuracy over thinking tokens: whole methods where they were compared, else rules.
@@ -148,7 +138,8 @@ def compare(
         Rule(ORACLE, hindsight_oracle(table)),
         Rule(f"{ORACLE}, no loss", hindsight_oracle_no_loss(table)),
     ]
-    found: dict[str, Any] = {}
+    points: dict[str, FloatArray] = {}
+    areas = frame_of([], "frontiers")
     if choose_on is not None:
         there = choose_on.table
         limits = [best_fixed(unit, there, table) for unit in ("tokens", "step")] + limits
@@ -158,8 +149,7 @@ def compare(
                 taken = Choice(of, full, there.problem_index, variant).taken()
                 same = (taken.method, taken.parameter)
                 rules = [taken if (one.method, one.parameter) == same else one for one in rules]
-        frame, points = frontiers(of_method, there, table, prices, replicates)
-        found = {"frontiers": frame, "points": points}
+        areas, points = frontiers(of_method, there, table, prices, replicates)
     named = {"model": "base", "benchmark": "labels", "answer": "forced", "mode": "replay"}
     evaluation = Evaluation(
         settings={**named, "labels": trace_hash(table), **(settings or {})},
@@ -168,7 +158,9 @@ def compare(
         problem_index=table.problem_index,
         natural_correct=table.natural_correct,
     )
-    return Report(evaluation, left_out=left_out, variant=variant, prices=prices, **found)
+    found = results_of(evaluation, variant=variant, prices=prices)
+    about = {**found.about, "left_out": left_out}
+    return Report(evaluation, dataclasses.replace(found, frontiers=areas, about=about), points)
 
 
 def refuse_shared(test: TraceTable, choose_on: TraceTable) -> None:

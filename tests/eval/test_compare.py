@@ -106,8 +106,8 @@ def test_the_frame_has_a_row_for_each_method_and_setting(report: Report) -> None
     assert set(frame[frame.kind == "limit"].method) == {
         "best fixed budget", "best fixed step", "hindsight oracle", "hindsight oracle, no loss",
     }  # fmt: skip
-    assert report.left_out.keys() == {"Think Just Enough"}
-    assert "which labels do not keep" in report.left_out["Think Just Enough"]
+    assert report.results.about["left_out"].keys() == {"Think Just Enough"}
+    assert "which labels do not keep" in report.results.about["left_out"]["Think Just Enough"]
 
 
 def test_whole_methods_are_compared_on_what_validation_chose(report: Report) -> None:

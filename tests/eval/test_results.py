@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,14 @@ def test_numbers_and_names_as_text() -> None:
     assert lines == ["| method | accuracy |", "| :-- | --: |", "| P(stop\\|h) | 77.0 (half) |"]
 
 
+def reported(traces: Sequence[dict[str, Any]] = (), **settings: Any) -> Report:
+    evaluation = make_evaluation(**settings)
+    return Report(evaluation, results_of(evaluation), traces=list(traces))
+
+
 def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    report = Report(make_evaluation(), traces=views())
+    report = reported(traces=views())
     report.save(folder)
     report.save(folder)  # the same settings: replaced
     assert read_views(folder) == views()
@@ -153,7 +159,7 @@ def test_a_comparisons_folder_is_its_own(tmp_path: Path) -> None:
     assert (place, found.name) == (folder, "DeepSeek-R1-Distill-Qwen-7B, GSM8K, forced, replay")
     assert found.to_dict() == report.results.to_dict()
     with pytest.raises(ValueError, match="other settings.*'GSM8K' there, 'AIME' asked for"):
-        Report(make_evaluation(benchmark="AIME")).save(folder)
+        reported(benchmark="AIME").save(folder)
     save_comparison(tmp_path / "b", seed=1)
     with pytest.raises(ValueError, match="both hold DeepSeek-R1-Distill-Qwen-7B, GSM8K"):
         find_results(tmp_path)
@@ -164,7 +170,7 @@ def test_other_folders_and_evaluations_are_refused(tmp_path: Path) -> None:
         make_evaluation(model="")
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="other files .thesis.tex. and no comparison"):
-        Report(make_evaluation()).save(tmp_path)
+        reported().save(tmp_path)
     WHOLE.save(tmp_path / "results.json")  # what training leaves with a policy
     save_comparison(tmp_path / "policy")  # and the demo
     (tmp_path / "policy" / "config.json").write_text("{}")
