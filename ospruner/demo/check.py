@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
@@ -118,8 +119,27 @@ def run_check(folder: Path | None, limit: int, seed: int, console: Console) -> l
     for gate in found:
         allowed = f"{gate.low:.3g} to {gate.high:.3g}"
         table.add_row(gate.name, f"{gate.value:.3f}", allowed, "ok" if gate.passed else "FAILED")
-    console.print(table)
+    console.print(table, by_family(rows), sep="\n")
     return found
+
+
+def by_family(rows: Rows) -> Table:
+    """Where thinking helps, family by family."""
+    frame = pd.DataFrame(
+        {
+            "family": row["family"],
+            "first step right": row["forced_correct"][0] == 1,
+            "full": row["forced_correct"][-1] == 1,
+            "never right": 1 not in row["forced_correct"],
+            "tokens": row["step_ends"][-1],
+        }
+        for row in rows
+    )
+    table = Table("family", "traces", *frame.columns[1:])
+    for family, group in frame.groupby("family"):
+        *shares, tokens = group.drop(columns="family").mean()
+        table.add_row(str(family), str(len(group)), *(f"{x:.3f}" for x in shares), f"{tokens:.0f}")
+    return table
 
 
 def main() -> None:

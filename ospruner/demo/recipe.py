@@ -2,15 +2,13 @@
 
 A Qwen2 of 1.3 M parameters, trained from scratch: Muon on the matrices, AdamW on the rest, chains
 that grow longer (curriculum), and two cycles of the learning rate, each ending in a linear decay:
-the first teaches arithmetic and checking, the second the habits of the shipped reasoner. Batches
-are a function of (seed, chunk), so a run that was stopped continues where it was.
+the first teaches arithmetic and checking, the second the habits of the shipped reasoner.
 """
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +23,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from ospruner.durable import replacing
 from ospruner.progress import PhaseBars, Progress
 
 from .examples import batches_by_length, build_example, draw_examples, draw_training_problem
@@ -86,7 +83,7 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 CHUNK_EXAMPLES = 4096
-"""Examples drawn at a time and sorted by length; the unit of resuming."""
+"""Examples drawn at a time and sorted by length."""
 
 
 @dataclass(frozen=True)
@@ -196,16 +193,13 @@ def example_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tens
 
 
 def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress, device: str = "cpu") -> None:
-    """Train the reasoner and save it, resuming from `out_dir/state.pt` where there is one.
+    """Train the reasoner and save it in `out_dir/reasoner`.
 
     Args:
-        out_dir: Folder of the run; the finished reasoner is saved in `out_dir/reasoner`.
-        recipe: Settings; a folder that holds a run of other settings is refused.
+        out_dir: Folder of the run.
+        recipe: Settings.
         progress: Called with phase "tokens" after each step.
         device: Torch device.
-
-    Raises:
-        ValueError: `out_dir` holds a run with other settings.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
@@ -216,11 +210,6 @@ def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress, device: st
         model.set_attn_implementation("float32_sdpa")
     optimizers = build_optimizers(model, recipe)
     seen = chunk = 0
-    if (state := _load_state(out_dir / "state.pt", recipe)) is not None:
-        seen, chunk = state["seen"], state["chunk"]
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
     total = recipe.tokens + recipe.second_tokens
     while seen < total:
         second = seen >= recipe.tokens
@@ -246,15 +235,6 @@ def train_reasoner(out_dir: Path, recipe: Recipe, progress: Progress, device: st
             seen += ids.size
             progress("tokens", min(seen, total), total, f"loss {loss.item():.3f}")
         chunk += 1
-        state = {
-            "recipe": asdict(recipe),
-            "model": model.state_dict(),
-            "seen": seen,
-            "chunk": chunk,
-        }
-        state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
-        with replacing(out_dir / "state.pt") as file:
-            torch.save(state, file)
     save_reasoner(model, tokenizer, out_dir / "reasoner")
 
 
@@ -275,22 +255,8 @@ def save_reasoner(
     tokenizer.save_pretrained(folder)
 
 
-def _load_state(path: Path, recipe: Recipe) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    state: dict[str, Any] = torch.load(path, weights_only=True)
-    theirs, ours = state["recipe"], asdict(recipe)
-    if theirs != ours:
-        changed = {k: (theirs.get(k), v) for k, v in ours.items() if theirs.get(k) != v}
-        raise ValueError(
-            f"{path.parent} holds a run with other settings (there, asked for): {changed}. "
-            "Choose another folder, or delete this one to start again."
-        )
-    return state
-
-
 def main() -> None:
-    """Trains the reasoner anew, for hours on a CPU; a stopped run continues."""
+    """Trains the reasoner anew, for hours on a CPU."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("out", type=Path, help="Folder of the run.")
     parser.add_argument("--tokens", type=int, default=Recipe.tokens, help="To train on.")
