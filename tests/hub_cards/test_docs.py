@@ -27,6 +27,7 @@ LABELLING = {  # of the paper's model and problems: of the embedded reasoner, on
     "--engine vllm": "--max-thinking-tokens 300",
     "--dataset deepscaler": "--dataset train.jsonl",
     "--dataset math500": "--dataset test.jsonl",
+    "train --labels runs/labels": "train --labels runs/labels --num-train-epochs 2",
 }
 
 

@@ -25,6 +25,7 @@ def test_the_three_uses_run_as_written(
         '"deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"': repr(str(REASONER)),
         '"deepscaler"': '"toy.jsonl"',
         "15_000": "400",
+        'StopConfig("policy"': 'StopConfig("policy", num_train_epochs=2',
     }
     for old, new in small.items():
         assert old in make
